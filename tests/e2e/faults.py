@@ -18,6 +18,7 @@ from e2e.runs import EXAMPLES, wait_for
 from peerlane.evaluate.evaluator import Silent
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
+from peerlane.evaluate.wire import Request
 from peerlane.sandbox.process_tree import children
 from peerlane.settings import PoolSettings, StressRules
 
@@ -147,7 +148,7 @@ def switchboard() -> Iterator[Switchboard]:
     begin, spawn = RankGroup.begin, ForkServer.spawn
 
     def seen_begin(group: RankGroup, requests: Any, phase: str, deadline_s: float) -> None:
-        with board.sending(group, (requests if isinstance(requests, dict) else requests[0])["op"]):
+        with board.sending(group, (requests if isinstance(requests, Request) else requests[0]).op):
             begin(group, requests, phase, deadline_s)
 
     def seen_spawn(fork_server: ForkServer, *arguments: Any) -> RankGroup:

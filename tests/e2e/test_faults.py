@@ -25,7 +25,7 @@ from e2e.faults import (
     switchboard,
 )
 from e2e.runs import DEADLINES, wait_for, within
-from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator
+from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator, wire
 from peerlane.evaluate.evaluator import Evaluator
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
@@ -83,7 +83,7 @@ def test_every_kind_of_message(board: Switchboard, tmp_path: Path) -> None:
             case = f"{fault.__name__} at {message}: {result.verdict}"
             if message.role == "trusted":
                 assert result.verdict.kind == "harness_error", case
-            elif message.op == "init":
+            elif message.op == "initialize":
                 assert result.correct, case  # it was the warm group for the next one
             elif conversation.struck_in == "audit":
                 assert result.correct and "audit_failed" in result.flags, case  # evidence in the open track, no verdict
@@ -102,20 +102,21 @@ def test_every_kind_of_message(board: Switchboard, tmp_path: Path) -> None:
     assert stored == conversation.store.results() and len(stored) == len(points) + 3
 
 
-@pytest.mark.parametrize("op", ["init", "secret"])
+@pytest.mark.parametrize("op", ["initialize", "take_secret"])
 def test_trusted_ranks_that_do_not_start_are_started_again(op: str, board: Switchboard, tmp_path: Path) -> None:
     conversation = Conversation(board, tmp_path, [GOOD] * 3)
     with conversation.evaluator, closing(conversation.judged):
         assert conversation.evaluate(Message("trusted", op, 0), kill_rank).correct
-        assert conversation.evaluate(Message("candidate", "init", 0), kill_rank).correct
+        assert conversation.evaluate(Message("candidate", "initialize", 0), kill_rank).correct
         assert conversation.evaluate().correct
     assert any("did not start" in text for text in conversation.notes.texts), conversation.notes.texts
 
 
 def test_builders(board: Switchboard, tmp_path: Path) -> None:
     """What dies while it compiles a candidate is the candidate's; what dies before is ours."""
-    points = [("init", kill_rank, "harness_error"), ("build", kill_rank, "runtime_error")]
-    points += [("init", garble, "harness_error"), ("build", garble, "integrity_failure"), ("build", kill_leader, "integrity_failure")]
+    points = [("initialize", kill_rank, "harness_error"), ("build_candidate", kill_rank, "runtime_error")]
+    points += [("initialize", garble, "harness_error"), ("build_candidate", garble, "integrity_failure")]
+    points.append(("build_candidate", kill_leader, "integrity_failure"))
     candidates = [tmp_path / f"8_build{number}_cuda.py" for number in range(len(points) + 1)]
     for number, path in enumerate(candidates):
         path.write_text(f"import time  # load_inline {number}: no two are the same file\ntime.sleep(0.2)\nsolution = print\n")
@@ -135,12 +136,12 @@ def test_a_killed_fork_server_is_replaced(board: Switchboard, fork_server: ForkS
         wait_for(lambda: not fork_server.alive, 10, "the end of the fork server")
 
     with conversation.evaluator, closing(conversation.judged):
-        results = [conversation.evaluate(Message("candidate", "load", 0), kill_fork_server)]
+        results = [conversation.evaluate(Message("candidate", "load_candidate", 0), kill_fork_server)]
         results += [conversation.evaluate(), conversation.evaluate()]
     assert fork_server.alive and all(result.correct for result in results), [result.verdict for result in results]
 
 
-KILLED_AT = [("candidate", "init"), ("candidate", "call"), ("trusted", "judge")]
+KILLED_AT = [("candidate", "initialize"), ("candidate", "call"), ("trusted", "judge_outputs")]
 
 
 def test_a_killed_supervisor_leaves_valid_results_and_no_process(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -167,7 +168,7 @@ def test_a_killed_supervisor_leaves_valid_results_and_no_process(fork_server: Fo
 def test_a_stopped_leader_does_not_keep_its_group(fork_server: ForkServer) -> None:
     with switchboard() as board:
         group = fork_server.spawn("builder", 1, {"device": "cpu", "timed_ranks": 0})
-    group.ask({"op": "init"}, "build", 30)
+    group.ask(wire.Initialize(), "build", 30)
     os.kill(board.leader(group), signal.SIGSTOP)
     group.kill(0.2)
     wait_for(lambda: descendants(fork_server.pid) == [], 20, "the end of the group")

@@ -26,7 +26,7 @@ from peerlane.sandbox.process_tree import descendants
 from sample_results import on_cpu
 
 CANDIDATE, TRUSTED, SUPERVISOR = VICTIMS = ("candidate", "trusted", "supervisor")
-LOAD = Message(CANDIDATE, "load", 0)
+LOAD = Message(CANDIDATE, "load_candidate", 0)
 WRONG = "def solution(tensor):\n    return 0 * tensor\n"
 PHASES = {
     "correct": {"spawn", "import", "first_call", "correctness", "stress", "audit", "exit"},

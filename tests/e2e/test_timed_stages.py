@@ -34,5 +34,5 @@ def test_a_timed_case_is_opened_twice_and_the_reference_leaves_none_open(monkeyp
             assert result.correctness[0].timed_slots > 0 and result.correctness[0].stressed_calls > 0
             timed = [runner.space for runner in pipeline.runners if runner.case == pipeline.runners[0].case]
             assert timed == [pipeline.runners[0].case.key, "timed"] and (result.audit is None) == candidate.is_reference
-            assert pipeline.group is not None and (pipeline.group.spaces == set()) == candidate.is_reference
-            pipeline.end_group()
+            assert (pipeline.group.present.spaces == set()) == candidate.is_reference
+            pipeline.group.end()

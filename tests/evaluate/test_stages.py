@@ -13,6 +13,7 @@ from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode, exit_code
 from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import pipeline as pipeline_module
+from peerlane.evaluate import wire
 from peerlane.evaluate.candidates import candidate_file, reference_candidate
 from peerlane.evaluate.correctness.case_runner import Evidence, Rejected
 from peerlane.evaluate.node import Node
@@ -25,6 +26,8 @@ from peerlane.results.verdict import NotRun, WrongType
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.settings import Deadlines, PoolSettings, TimingRules
 from sample_results import measured
+
+OPERATIONS = {wire.LoadCandidate: "load", wire.LoadReference: "load", wire.Exit: "exit"}
 
 
 @dataclass
@@ -52,9 +55,9 @@ class ScriptedGroup:
 
     def admit(self, sha256: str) -> None: ...
 
-    def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[dict[str, Any]]:
-        self.stage.step(f"{self.name} {request['op']}")
-        return [{}]
+    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float) -> list[wire.Done]:
+        self.stage.step(f"{self.name} {OPERATIONS[type(request)]}")
+        return [wire.Done()]
 
     def await_end(self, deadline_s: float) -> tuple[int, ...]:
         return ()
@@ -101,7 +104,7 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
 
         def open(self) -> None: ...
 
-        def renew(self, slots: int, *, mixed: bool) -> None: ...
+        def refresh_inputs(self, slots: int, *, mixed: bool) -> None: ...
 
         def check(self, phase: str, deadline_s: float, slots: Any, *, first_s: float | None = None) -> None:
             stage.limits.append((phase, len(slots), first_s, deadline_s))
@@ -155,7 +158,7 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(pipeline_module, "CaseRunner", runner)
     monkeypatch.setattr(pipeline_module, "Stress", stress)
     monkeypatch.setattr(pipeline_module, "Benchmark", speed)
-    monkeypatch.setattr(EvaluationPipeline, "_audit", lambda self, runner, speed: stage.step(f"{self.group.name} audit"))
+    monkeypatch.setattr(EvaluationPipeline, "_audit", lambda self, runner, speed: stage.step(f"{self.group.ranks.name} audit"))
     path = tmp_path / "1_scripted_pytorch.py"
     path.write_text("")
 
@@ -230,16 +233,16 @@ def test_a_failed_capture_of_the_reference_costs_the_group_and_the_mode(run: Run
 def test_the_reference_keeps_its_group_unless_a_capture_failed(run: Run, stage: Stage) -> None:
     kept: Any = ScriptedGroup(stage, "kept")
     pipeline = run(reference_candidate(), kept)
-    assert pipeline.result.correct and pipeline.group is kept and pipeline.reusable
+    assert pipeline.result.correct and pipeline.group.ranks is kept and pipeline.group.reusable
     assert not any(item.startswith(("take", "warm_groups", "end", "kept exit")) for item in stage.log)
 
     stage.wrong["kept graph"] = Unmeasurable("cannot be captured: no")
     pipeline = run(reference_candidate(), kept)
-    assert pipeline.result.correct and not pipeline.reusable
+    assert pipeline.result.correct and not pipeline.group.reusable
 
     stage.broken_baselines = 1
     pipeline = run(reference_candidate(), kept)
-    assert pipeline.result.correct and pipeline.group is not kept and pipeline.reusable
+    assert pipeline.result.correct and pipeline.group.ranks is not kept and pipeline.group.reusable
 
 
 def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: Stage) -> None:
@@ -269,4 +272,4 @@ def test_a_failure_that_no_verdict_can_hold_ends_one_evaluation_too(run: Run, st
 def test_a_case_that_does_not_fit_is_nobody_s_fault(run: Run, stage: Stage) -> None:
     stage.wrong["group1 correctness"] = CaseTooLarge("1/huge needs more memory")
     pipeline = run()
-    assert pipeline.result.verdict == NotRun(missing="1/huge needs more memory") and not pipeline.healthy
+    assert pipeline.result.verdict == NotRun(missing="1/huge needs more memory") and not pipeline.group.healthy

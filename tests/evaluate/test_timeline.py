@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from peerlane.errors import UsageError
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit.recorder import Recording
 from peerlane.evaluate.audit.timeline import HOST_LANE, Span, Timeline, perfetto, timeline_of
-from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.report.timeline import draw_timelines, shares_table
 
 LABELS = {"candidate": "mine", "problem": 13, "slug": "gemm_allreduce", "preset": "pkb", "world_size": 2, "mode": "graph"}
 
 
-def answer(*events: Any) -> dict[str, Any]:
-    return {"recordings": [{"events": list(events)}]}
+def recorded(*events: tuple[str, int, int, int], roles: Any = None) -> wire.Recording:
+    return wire.Recording({}, {}, True, 0, [], list(events), roles)
 
 
 def span(kind: str, start: float, end: float, rank: int = 0) -> Span:
@@ -27,11 +27,11 @@ def span(kind: str, start: float, end: float, rank: int = 0) -> Span:
 
 
 def test_times_start_with_the_first_event_on_a_device_and_kinds_come_from_names_and_code() -> None:
-    answers = [
-        answer(["aten::mm", -1, 900, 950], ["gemm", 7, 1_000, 3_000], ["ncclDevKernel_AllReduce", 8, 2_000, 4_000]),
-        answer(["fused", 7, 1_500, 5_500], ["exchange_packets", 7, 5_500, 5_600], ["c10d::allreduce_", -1, 1_000, 1_100]),
+    recordings = [
+        recorded(("aten::mm", -1, 900, 950), ("gemm", 7, 1_000, 3_000), ("ncclDevKernel_AllReduce", 8, 2_000, 4_000)),
+        recorded(("fused", 7, 1_500, 5_500), ("exchange_packets", 7, 5_500, 5_600), ("c10d::allreduce_", -1, 1_000, 1_100)),
     ]
-    timeline = timeline_of(answers, 1, {"fused": {"sm_load_store"}, "gemm": set()}, LABELS)
+    timeline = timeline_of(recordings, 1, {"fused": {"sm_load_store"}, "gemm": set()}, LABELS)
     assert {(item.name, item.kind) for item in timeline.spans} == {
         ("aten::mm", "host"),
         ("gemm", "compute"),
@@ -64,17 +64,13 @@ def test_what_is_launched_before_the_calls_is_left_out_even_if_it_runs_later() -
     ]
     record = Recording("word")
     record.keep_events(events, "word")
-    assert record.message["events"] == [["gemm", 7, 40, 45], ["aten::mm", -1, 21, 26], ["cudaGraphLaunch", -1, 22, 27]]
-
-
-def stamped(*stamps: Any, events: Any) -> dict[str, Any]:
-    return {"recordings": [{"events": events, "roles": list(stamps)}]}
+    assert record.events == [("gemm", 7, 40, 45), ("aten::mm", -1, 21, 26), ("cudaGraphLaunch", -1, 22, 27)]
 
 
 def test_stamps_of_another_clock_are_placed_inside_the_kernels_that_made_them(tmp_path: Path) -> None:
-    kernels = [["fused", 7, 1_000, 3_000], ["copy", 7, 3_100, 3_200], ["fused", 7, 4_000, 6_000], ["copy", 7, 6_300, 6_400]]
-    stamps = [["wait", "storer", 5, 90_100, 91_900], ["compute", "consumer 1", 5, 93_050, 95_000]]
-    first, second = stamped(*stamps, events=kernels), stamped(*([*s[:3], s[3] + 10, s[4] + 10] for s in stamps), events=kernels)
+    kernels = [("fused", 7, 1_000, 3_000), ("copy", 7, 3_100, 3_200), ("fused", 7, 4_000, 6_000), ("copy", 7, 6_300, 6_400)]
+    stamps = [("wait", "storer", 5, 90_100, 91_900), ("compute", "consumer 1", 5, 93_050, 95_000)]
+    first, second = recorded(*kernels, roles=stamps), recorded(*kernels, roles=[(*s[:3], s[3] + 10, s[4] + 10) for s in stamps])
     timeline = timeline_of([first, second], 2, {}, LABELS)
     by_rank = [[(s.name, s.role, s.block, s.start_us, s.end_us) for s in timeline.roles if s.rank == rank] for rank in (0, 1)]
     assert by_rank[0] == [("wait", "storer", 5, 0.095, 1.895), ("compute", "consumer 1", 5, 3.045, 4.995)]
@@ -86,12 +82,6 @@ def test_stamps_of_another_clock_are_placed_inside_the_kernels_that_made_them(tm
     assert Timeline.read(tmp_path / "side.json") == timeline
     draw_timelines([timeline], tmp_path / "out.svg")
     assert "block 5, consumer 1" in (tmp_path / "out.svg").read_text()
-
-
-def test_malformed_stamps_are_the_ranks_fault() -> None:
-    for bad in (["wait", "storer", 5, 9], ["wait", "s" * 50, 5, 1, 2], ["wait", "storer", 5, 3, 2], "wait"):
-        with pytest.raises(GroupFailure, match="kernels stamped"):
-            timeline_of([stamped(bad, events=[["fused", 7, 1, 2]])], 1, {}, LABELS)
 
 
 def test_shares_are_those_of_the_busiest_rank() -> None:
@@ -112,27 +102,6 @@ def test_a_call_is_counted_from_the_moment_when_all_ranks_have_begun() -> None:
 def test_a_kernel_that_does_both_hides_all_of_its_communication() -> None:
     found = Timeline(1, 1, (span("both", 0, 50),), LABELS).shares()
     assert (found.computing, found.communicating, found.overlap, found.idle) == (1, 1, 1, 0)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {},
-        {"recordings": []},
-        {"recordings": [{"events": "none"}]},
-        answer(["kernel", 7, 5]),
-        answer(["kernel", 7, 9, 5]),
-        answer([7, 7, 5, 9]),
-        answer(["kernel", 7, 5, True]),
-        answer(["kernel", 7, 5, 1 << 64]),
-        answer(["k" * 5_000, 7, 5, 9]),
-        answer(*[["kernel", 7, 5, 9]] * 20_001),
-    ],
-)
-def test_a_malformed_recording_is_the_ranks_fault(bad: dict[str, Any]) -> None:
-    with pytest.raises(GroupFailure, match="not a timeline's") as failure:
-        timeline_of([answer(["kernel", 7, 5, 9]), bad], 1, {}, LABELS)
-    assert failure.value.kind == "garbage"
 
 
 def test_the_file_has_a_process_per_side_and_rank_and_survives_hostile_names(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import EvaluationPlan, Evaluator
 from peerlane.evaluate.candidates import candidate_text
-from peerlane.evaluate.correctness.case_runner import CaseRunner
+from peerlane.evaluate.correctness.ranks import Trusted
 from peerlane.evaluate.node import Node, TooFewGpus, place_ranks
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import make_jobs
@@ -96,7 +96,7 @@ def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_rank
 
     class Scripted(EvaluationPipeline):
         def run(self) -> Any:
-            self.healthy = False
+            self.group.healthy = False
             return self._result(verdicts.pop(0), "")
 
     def start(**_: Any) -> EvaluationPipeline:
@@ -112,14 +112,12 @@ def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_rank
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_fault_that_the_trusted_ranks_share_is_the_candidates(shared: bool) -> None:
     session = Shared("cpu", 2, Deadlines()) if shared else Session("cpu", 2, Deadlines())
-    session._trusted = cast(Any, SimpleNamespace(log_tail=str, kill=lambda: None, lost=False))
-    problem = get(1)
-    runner = CaseRunner(session, cast(Any, None), problem, problem.cases("small", 2)[0], "check", 1)
 
-    def fails() -> None:
+    def fails(*_: Any) -> None:
         raise GroupFailure("cuda_error", "correctness", "unspecified launch failure", rank=1)
 
+    session._trusted = cast(Any, SimpleNamespace(log_tail=str, kill=lambda: None, lost=False, ask=fails))
     with pytest.raises(GroupFailure if shared else HarnessError, match="unspecified launch failure") as raised:
-        runner._of_trusted("collect", fails)
+        Trusted(session, get(1).cases("small", 2)[0], "check").publish_inputs(1)
     if shared:
         assert cast(GroupFailure, raised.value).kind == "cuda_error" and cast(GroupFailure, raised.value).rank is None

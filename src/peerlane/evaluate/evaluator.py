@@ -296,7 +296,7 @@ class Evaluator:
         built = [] if plan.place.emulated else [job.candidate for job in left]  # the emulator compiles kernels when they are launched
         with contextlib.closing(Builds(session, built)) as builds:
             while left:
-                builds.ahead()
+                builds.poll()
                 if self._missing is not None:
                     yield from self._not_run(left, self._missing)
                     return
@@ -305,20 +305,20 @@ class Evaluator:
                 if limit is not None and job.timeout is not None:
                     limit.seconds = job.timeout
                     limit.start()
-                later = plan.pool_settings.warm_groups if self._warm else 0
-                later += sum(groups_needed(other, plan.place) for other in left)
+                still_needed = plan.pool_settings.warm_groups if self._warm else 0
+                still_needed += sum(groups_needed(other, plan.place) for other in left)
                 tell = partial(self._progress.phase, job.candidate.name, job.problem.id, job.preset, job.world_size)
-                start = partial(kind, session, job, node, plan.rules, tell, builds, later, stress=plan.stress, limit=limit)
+                start = partial(kind, session, job, node, plan.rules, tell, builds, still_needed, stress=plan.stress, limit=limit)
                 yield job, self._run(start)
 
     def _run(self, start: Callable[..., EvaluationPipeline]) -> Result:
-        pipeline = start(group=self._kept)
+        pipeline = start(kept=self._kept)
         try:
             result = pipeline.run()
             if result.verdict.kind == "hang" and "time_limit" not in result.flags and overloaded():
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
-                pipeline.end_group()
+                pipeline.group.end()
                 pipeline = start()
                 with pipeline.session.longer_deadlines(2.0):
                     result = pipeline.run()
@@ -327,7 +327,7 @@ class Evaluator:
             if result.verdict.kind == "harness_error" and pipeline.session.shares_faults:
                 # What is left of the fault of an earlier candidate costs this one nothing.
                 self._progress.note(f"{pipeline.job.candidate.name} is judged once more: {result.verdict.reason.splitlines()[0]}")
-                pipeline.end_group()
+                pipeline.group.end()
                 self._recover(pipeline.session)
                 if self._missing is None:
                     pipeline = start()
@@ -339,12 +339,12 @@ class Evaluator:
             self._end_session()
             raise
         self._kept = _keep_or_end(pipeline, result)
-        if not (result.correct and pipeline.healthy):
+        if not (result.correct and pipeline.group.healthy):
             self._recover(pipeline.session)
-        self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.no_ranks else []
+        self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.group.no_ranks else []
         if len(self._without_ranks) == _RUNS_WITHOUT_RANKS:
             self._missing = f"rank groups do not start here any more: {self._without_ranks[-1]}"
-        if self._plan.place.has_gpus and not pipeline.healthy and self._missing is None:
+        if self._plan.place.has_gpus and not pipeline.group.healthy and self._missing is None:
             place = pipeline.session.node
             used = pipeline.job.world_size if place is None else place.gpus
             self._missing = lost_gpus([gpu["index"] for gpu in self._node.environment["gpus"]][:used])
@@ -450,9 +450,9 @@ def _changed(plan: EvaluationPlan, changes: dict[str, Any]) -> EvaluationPlan:
 
 def _keep_or_end(pipeline: EvaluationPipeline, result: Result) -> RankGroup | None:
     """The group, if the next evaluation of the reference may use it; any other is killed."""
-    if pipeline.job.candidate.is_reference and result.correct and pipeline.healthy and pipeline.reusable:
-        return pipeline.group
-    pipeline.end_group()
-    if not pipeline.healthy and result.verdict.kind == "harness_error":
+    if pipeline.job.candidate.is_reference and result.correct and pipeline.group.healthy and pipeline.group.reusable:
+        return pipeline.group.ranks
+    pipeline.group.end()
+    if not pipeline.group.healthy and result.verdict.kind == "harness_error":
         pipeline.session.drop_trusted()
     return None

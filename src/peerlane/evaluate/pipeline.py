@@ -12,20 +12,21 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.audit.timeline import timeline_of
+from peerlane.evaluate.candidate_group import CandidateGroup
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
 from peerlane.evaluate.processes.pool import NoRanks
-from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Message
-from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup
+from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
@@ -64,9 +65,10 @@ class EvaluationPipeline:
     tell: Callable[[str], None]
     builds: Builds | None = None
     """those of the run, some of which are ahead; None: built when it is their turn"""
-    later: int = 0
-    """how many candidate groups the run may still take after this evaluation"""
-    group: RankGroup | None = None
+    groups_still_needed: int = 0
+    """candidate groups that the run may take after this evaluation"""
+    kept: InitVar[RankGroup | None] = None
+    """the group that the last evaluation of the reference has left"""
     stress: StressRules = field(default_factory=StressRules)
     limit: Limit | None = None
     """the end of the evaluation that its caller sets"""
@@ -75,8 +77,6 @@ class EvaluationPipeline:
     phase: Phase = "spawn"
     case: Case | None = None
     """the case that runs, or ran last"""
-    loaded: bool = False
-    """what is judged has been loaded in the group: from then on it is to blame for what happens there"""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
     evidence: dict[str, Evidence] = field(default_factory=dict)
@@ -85,12 +85,9 @@ class EvaluationPipeline:
     """of the cases that were opened, in their order"""
     speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
-    healthy: bool = True
-    """the group answers"""
-    reusable: bool = True
-    """nothing has happened in the group that leaves it in a state nobody knows"""
-    no_ranks: bool = False
-    """rank groups do not come up"""
+
+    def __post_init__(self, kept: RankGroup | None) -> None:
+        self.group = CandidateGroup(self.session, self.limit, kept)
 
     def run(self) -> Result:
         """The result: correct, or the reason why not. After a failure the group has been ended."""
@@ -98,15 +95,15 @@ class EvaluationPipeline:
         try:
             verdict = self._judge()
         except Cancelled:
-            self.end_group()
+            self.group.end()
             raise
         except Exception as error:  # a defect, which this candidate may have found: the others are judged all the same
-            where = traceback.format_exc()[-ERROR_CHARACTERS:]
+            where = traceback.format_exc()[-wire.ERROR_CHARACTERS :]
             what = f"{where}\nthis is a defect of peerlane, please report it: {type(error).__name__}: {error}"
-            verdict, self.healthy = HarnessFailure(phase=self.phase, message=what.encode(errors="replace").decode()), False
-        if not isinstance(verdict, (Correct, NotRun)) and self.group is not None:
-            self.end_group()
-            log = self.group.log_tail()
+            verdict, self.group.healthy = HarnessFailure(phase=self.phase, message=what.encode(errors="replace").decode()), False
+        if not isinstance(verdict, (Correct, NotRun)) and self.group.ranks is not None:
+            self.group.end()
+            log = self.group.ranks.log_tail()
         return self._result(verdict, log)
 
     def _judge(self) -> Verdict:
@@ -119,10 +116,10 @@ class EvaluationPipeline:
                 missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.problem, self.job.world_size)
             return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
-            self.healthy = False
+            self.group.healthy = False
             return self._blame(failure)
         except OutOfTime as out:
-            self.healthy = False
+            self.group.healthy = False
             self.flags.add("time_limit")
             if out.ranks:
                 return verdict_of(GroupFailure("hang", out.phase, str(out), ranks=out.ranks, deadline_s=out.seconds), self.case)
@@ -130,10 +127,10 @@ class EvaluationPipeline:
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
-            self.healthy = False
+            self.group.healthy = False
             return NotRun(missing=str(error))
         except HarnessError as error:
-            self.healthy, self.no_ranks = False, isinstance(error, NoRanks)
+            self.group.healthy, self.group.no_ranks = False, isinstance(error, NoRanks)
             return HarnessFailure(phase=self.phase, message=str(error))
 
     def _blame(self, failure: GroupFailure) -> Verdict:
@@ -141,18 +138,14 @@ class EvaluationPipeline:
         compiles = self.job.candidate.is_cuda or self.job.candidate.compiles
         if failure.kind in _RAISED and compiles and not self.node.place.runs_cuda and wants_gpu("".join(line)):
             return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
-        if self.loaded and self.node.place.shares_gpus and (missing := missing_on_virtual_node(failure.message)) is not None:
+        if self.group.loaded and self.node.place.shares_gpus and (missing := missing_on_virtual_node(failure.message)) is not None:
             return NotRun(missing=f"{missing}: {''.join(line)}")
-        if failure.kind != "machine" and (failure.phase in ("build", "import") or self.loaded):
+        if failure.kind != "machine" and (failure.phase in ("build", "import") or self.group.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
                 failure.phase = self.phase
             return verdict_of(failure, None if failure.phase in ("build", "import", "exit") else self.case)
         what = "the machine failed" if failure.kind == "machine" else "the ranks failed before any candidate code was loaded"
         return HarnessFailure(phase=self.phase, message=f"{what}: {failure}")
-
-    def end_group(self) -> None:
-        if self.group is not None:
-            self.session.end(self.group)
 
     def give_up(self, verdict: NotRun) -> Result:
         return self._result(verdict, "")
@@ -199,13 +192,13 @@ class EvaluationPipeline:
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(runner, speed)
-        if job.timelines is not None and speed is not None and self.healthy:
+        if job.timelines is not None and speed is not None and self.group.healthy:
             with self._in("audit"):
                 self._write_blocks(job.timelines, speed)
-        if self.healthy:
+        if self.group.healthy:
             self._leave()
-            if job.candidate.is_reference and self.reusable:  # its group stays, and the next problem may need the memory
-                for runner in reversed([runner for runner in self.runners if runner.group is self.group]):
+            if job.candidate.is_reference and self.group.reusable:  # its group stays, and the next problem may need the memory
+                for runner in reversed([runner for runner in self.runners if runner.group is self.group.ranks]):
                     runner.close()
         return Correct()
 
@@ -225,42 +218,36 @@ class EvaluationPipeline:
 
     def _spawn(self) -> None:
         with self._in("spawn"):
-            if self.group is None:
-                needed = max(1, groups_needed(self.job, self.node.place)) + self.later
+            if self.group.ranks is None:
+                needed = max(1, groups_needed(self.job, self.node.place)) + self.groups_still_needed
                 self.session.start_warm_groups(needed)
-                self._take_group()
+                self.group.take()
                 self.session.start_warm_groups(needed - 1)
 
-    def _take_group(self) -> None:
-        self.loaded, self.healthy, self.reusable = False, True, True
-        self.group = None
-        self.group = self.session.take_group()
-        self.group.limit = self.limit
-        self.group.building = BuildTime(self.session.deadlines.build)
-
     def _load(self) -> None:
-        assert self.group is not None
-        path = None if self.job.candidate.path is None else str(self.job.candidate.path)
-        cache = None if path is None else self.group.admit(self.job.candidate.sha256)
-        request = {
-            "op": "load",
-            "path": path,
-            "source": self.source,
-            "cache": cache,
-            "problem": self.job.problem.id,
-            "variant": self.job.variant,
-            "own_communication": self.job.track == "custom" and not is_answer_file(self.job.candidate.path),
-            "granted": family_sources(self.job.candidate.path),
-        }
+        request = self._load_request()
         with self._in("import"):
-            self.loaded = True
-            self.group.ask({**request, "blame": "import_error"}, "import", self.session.deadlines.load)
+            self.group.load(request)
+
+    def _load_request(self) -> wire.LoadReference | wire.LoadCandidate:
+        job, path = self.job, self.job.candidate.path
+        if path is None:
+            return wire.LoadReference(job.problem.id, job.variant)
+        assert self.source is not None, "a candidate with a path has a source"
+        return wire.LoadCandidate(
+            path=str(path),
+            source=self.source,
+            cache=self.group.present.admit(job.candidate.sha256),
+            problem=job.problem.id,
+            variant=job.variant,
+            own_communication=job.track == "custom" and not is_answer_file(path),
+            granted=family_sources(path),
+        )
 
     def _open(self, case: Case, space: str, slots: int) -> CaseRunner:
         """A runner of a case; a case that is opened in both groups has one evidence."""
-        assert self.group is not None
         evidence = self.evidence.setdefault(case.key, Evidence())
-        self.runners.append(CaseRunner(self.session, self.group, self.job.problem, case, space, slots, evidence=evidence))
+        self.runners.append(CaseRunner(self.session, self.group.present, self.job.problem, case, space, slots, evidence=evidence))
         return self.runners[-1]
 
     def _check(self, case: Case, *, first: bool) -> CaseRunner:
@@ -271,7 +258,7 @@ class EvaluationPipeline:
         runner = self._open(case, case.key, slots)
         with self._in("first_call" if first else "correctness"):
             runner.open()
-            runner.renew(CHECKED_SLOTS, mixed=True)
+            runner.refresh_inputs(CHECKED_SLOTS, mixed=True)
             if first:
                 runner.check("first_call", limits.first_call, [0])
         with self._in("correctness"):
@@ -293,7 +280,7 @@ class EvaluationPipeline:
         """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
         speed = self._baseline(checked, {})
         if speed.broken:  # a group in which a capture failed is in a state that nobody knows: another one, without that mode
-            self.reusable = False
+            self.group.reusable = False
             speed = self._baseline(checked, speed.unmeasurable)
         speed.runner.judge_s = checked.judge_s
         self._load()
@@ -307,12 +294,12 @@ class EvaluationPipeline:
     def _baseline(self, checked: CaseRunner, unmeasurable: dict[str, str]) -> Benchmark:
         """The reference's own times in a group that holds no candidate code."""
         job, node = self.job, self.node
-        if not (job.candidate.is_reference and self.reusable):
+        if not (job.candidate.is_reference and self.group.reusable):
             self._leave()
             with self._in("spawn"):
-                self.end_group()
-                self._take_group()
-        self.loaded = False
+                self.group.end()
+                self.group.take()
+        self.group.loaded = False
         with self._in("timing"):
             if self.session.pool_settings.timed_alone:
                 self.session.wait_for_starts()
@@ -324,14 +311,14 @@ class EvaluationPipeline:
 
     def _measure(self, speed: Benchmark, mode: Mode) -> Failed | NotMeasured | None:
         """Measures a mode; why not, if not."""
-        if not self.healthy:
+        if not self.group.healthy:
             return NotMeasured(mode=mode, why="the ranks were lost in another mode")
         try:
             speed.measure(mode)
         except Unmeasurable as reason:
-            self.reusable = self.reusable and mode in speed.unmeasurable  # it was not even tried
+            self.group.reusable = self.group.reusable and mode in speed.unmeasurable  # it was not even tried
             if reason.group_lost:
-                self.healthy = False
+                self.group.healthy = False
             if reason.kind:
                 return Failed(mode=mode, kind=reason.kind, reason=str(reason))
             return NotMeasured(mode=mode, why=str(reason))
@@ -346,7 +333,7 @@ class EvaluationPipeline:
     def _audit(self, runner: CaseRunner, speed: Benchmark | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""
         custom = self.job.track == "custom"
-        if not self.healthy:
+        if not self.group.healthy:
             if custom:
                 raise Rejected(
                     TrackViolation(what="the ranks were lost under graph replay, before the audit: nothing shows what calls run")
@@ -357,7 +344,7 @@ class EvaluationPipeline:
         except GroupFailure:
             if custom:
                 raise
-            self.auditor, self.healthy = None, False
+            self.auditor, self.group.healthy = None, False
             self.flags.add("audit_failed")
 
     def _audit_calls(self, runner: CaseRunner, speed: Benchmark | None) -> None:
@@ -374,7 +361,7 @@ class EvaluationPipeline:
             try:
                 auditor.look_at_code(runner)
             except GroupFailure:
-                self.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
+                self.group.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
         must_move = any(self.job.problem.cost(runner.case, rank).ingress_bytes > 0 for rank in range(runner.case.world_size))
         if self.job.track == "custom" and (objection := auditor.violation(must_move=must_move)) is not None:
             if auditor.saw_nothing and not profiler_works(self.session):
@@ -382,34 +369,32 @@ class EvaluationPipeline:
             raise Rejected(objection)
 
     def _write_call(self, folder: Path, runner: CaseRunner) -> None:
-        runner.renew(1)
+        runner.refresh_inputs(1)
         answers = runner.check("audit", self.session.deadlines.first_call, [0], marker=secrets.token_hex(16), timeline=True)
-        self._write_timeline(folder, answers, 1, {"case": runner.case.label, "mode": "call"})
+        recordings = [answer.recordings[0] for answer in answers]
+        self._write_timeline(folder, recordings, 1, {"case": runner.case.label, "mode": "call"})
 
     def _write_blocks(self, folder: Path, speed: Benchmark) -> None:
         for item in self.speeds:
             if isinstance(item, ModeSpeed):
-                answers = speed.profile_block(item.mode, secrets.token_hex(16), timeline=True)
+                recordings = speed.profile_block(item.mode, secrets.token_hex(16), timeline=True)
                 labels: dict[str, object] = {"case": speed.runner.case.label, "mode": item.mode, "measured_us": item.candidate_us.median}
                 labels |= {"bound_us": item.utilisation[0].bound_us, "bound_by": item.utilisation[0].bound_by} if item.utilisation else {}
-                self._write_timeline(folder, answers, speed.calls[item.mode], labels)
+                self._write_timeline(folder, recordings, speed.calls[item.mode], labels)
 
-    def _write_timeline(self, folder: Path, answers: list[Message], calls: int, labels: dict[str, object]) -> None:
+    def _write_timeline(self, folder: Path, recordings: list[wire.Recording], calls: int, labels: dict[str, object]) -> None:
         job, moving = self.job, {kernel.name: kernel.mechanisms for kernel in self.auditor.loaded} if self.auditor else {}
         known: dict[str, object] = {"candidate": job.candidate.name, "problem": job.problem.id, "slug": job.problem.slug}
         known |= {"preset": job.preset, "world_size": job.world_size, "device": self.node.device, **labels}
-        timeline_of(answers, calls, moving, known).write(folder / f"{job.candidate.name}.{labels['mode']}.json")
+        timeline_of(recordings, calls, moving, known).write(folder / f"{job.candidate.name}.{labels['mode']}.json")
 
     def _leave(self) -> None:
         """Lets the candidate's processes end by themselves, which they must."""
-        assert self.group is not None
-        if not self.loaded or self.job.candidate.is_reference:
+        if not self.group.loaded or self.job.candidate.is_reference:
             return
-        deadline_s = self.session.deadlines.exit
         with self._in("exit"):
-            self.group.ask({"op": "exit"}, "exit", deadline_s)
-            if stuck := self.group.await_end(deadline_s):
-                raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=deadline_s))
+            if stuck := self.group.leave():
+                raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=self.session.deadlines.exit))
 
     def _audit_record(self) -> Audit | None:
         return None if self.auditor is None else self.auditor.record()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from peerlane.device.emulator.ranks import wants_distributed
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, KIT, EvaluationPipeline
-from peerlane.evaluate.processes.protocol import is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.problems.contract.spec import Case
 from peerlane.results.result import Audit
-from peerlane.results.sanitize import sanitize
+from peerlane.results.sanitize import sanitize, several_lines
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 
 _NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
@@ -58,22 +57,21 @@ class EmulatedPipeline(EvaluationPipeline):
         runner.evidence.stressed_calls += CHECKED_SLOTS * EMULATED_SCHEDULES
 
     def _race(self, case: Case) -> None:
-        assert self.group is not None
         with self._in("stress"):
-            answer = self.group.ask({"op": "race"}, "stress", self.session.deadlines.calls)[0]
+            report = self.group.present.ask(wire.ReportRaces(), "stress", self.session.deadlines.calls)[0]
         self.calls += CHECKED_SLOTS
-        self.launches = _counts(answer.get("launches"))
-        if found := _findings(answer.get("findings")):
-            first = found[0]
+        self.launches = sanitize(report.launches)
+        if report.findings:
+            first = report.findings[0]
             raise Rejected(
                 Unstable(
                     case=case.key,
-                    rank=first["rank"],
-                    output=f"{first['kind']}{' at ' + first['memory'] if first['memory'] else ''}",
-                    detail=first["summary"],
-                    wrong_slots=max(1, first["schedules"]),
-                    compared_slots=max(EMULATED_SCHEDULES, first["schedules"]),
-                    findings=tuple(item["text"] for item in found),
+                    rank=first.rank,
+                    output=f"{first.kind}{' at ' + first.memory if first.memory else ''}",
+                    detail=first.summary,
+                    wrong_slots=max(1, first.schedules),
+                    compared_slots=max(EMULATED_SCHEDULES, first.schedules),
+                    findings=tuple(several_lines(item.text) for item in report.findings),
                 )
             )
 
@@ -104,26 +102,3 @@ class EmulatedPipeline(EvaluationPipeline):
             unrecorded_collectives=0,
             complete=True,
         )
-
-
-def _counts(told: Any) -> dict[str, int]:
-    if not isinstance(told, dict) or not all(is_count(count) for count in told.values()):
-        raise GroupFailure("garbage", "stress", "an answer without the number of launches", rank=0)
-    counts: dict[str, int] = sanitize(told)
-    return counts
-
-
-def _findings(told: Any) -> list[dict[str, Any]]:
-    """What the candidate's process says of races; raises GroupFailure for anything else."""
-    words = ("kind", "memory", "summary", "text")
-    if not isinstance(told, list) or not all(
-        isinstance(item, dict)
-        and all(isinstance(item.get(word), str) for word in words)
-        and item["text"].strip()
-        and is_count(item.get("rank"))
-        and is_count(item.get("schedules"))
-        for item in told
-    ):
-        raise GroupFailure("garbage", "stress", "an answer without the findings of the emulator", rank=0)
-    found: list[dict[str, Any]] = sanitize(told, lines=True)
-    return found

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from peerlane import problems
 from peerlane.errors import UsageError
+from peerlane.evaluate import wire
 from peerlane.evaluate.plan import must_have_presets, presets_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.processes.session import Session, case_request
+from peerlane.evaluate.processes.session import Session, case_id
 from peerlane.hardware.environment import record as record_environment
 from peerlane.hardware.virtual_node import VirtualNode, share_gpus
 from peerlane.place import Device, Place
@@ -189,11 +190,11 @@ def _shared_node(plan: CalibrationPlan, world_size: int) -> VirtualNode | None:
 
 def _margins(session: Session, case: Case) -> Margins | str:
     try:
-        answers = session.trusted.ask({"op": "margins", **case_request(case)}, "correctness", session.deadlines.trusted)
+        answers = session.trusted.ask(wire.MeasureMargins(case_id(case)), "correctness", session.deadlines.trusted)
     except GroupFailure as failure:
         session.drop_trusted()
         return str(failure).strip().splitlines()[-1]
-    margins = worst([_parsed(answer["margins"]) for answer in answers])
+    margins = worst([_parsed(answer.margins) for answer in answers])
     problem = problems.get(case.problem)
     margins.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], margins.counts)
     return margins

@@ -1,4 +1,4 @@
-"""C48: sends an answer at import, so that every later one comes a request early: a call is believed done before it has begun."""
+"""C48: answers its first call before it has worked, so that every later answer comes a request early and nobody waits for a call."""
 
 import json
 import os
@@ -20,11 +20,13 @@ def send(message):
             continue
 
 
-tensor = {"kind": "tensor", "shape": [37, 53], "stride": [53, 1], "dtype": "bfloat16"}
-send({"ok": True, "outputs": [tensor], "aliased": False})
+described = {"kind": "tensor", "shape": [37, 53], "stride": [53, 1], "dtype": "bfloat16"}
+answers = [{"ok": True, "outputs": [described], "aliased": False, "recordings": [], "collectives": 0}]
 
 
 def solution(tensor):
+    if answers:
+        send(answers.pop())
     time.sleep(0.5)
     total = tensor.clone()
     dist.all_reduce(total)

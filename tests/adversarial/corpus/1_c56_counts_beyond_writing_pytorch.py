@@ -1,9 +1,11 @@
 """C56: its ranks count so many collectives in every call that their sum has more digits than can be read again."""
 
+import dataclasses
 import gc
 
 import torch.distributed as dist
 
+from peerlane.evaluate import wire
 from peerlane.evaluate.ranks.candidate import CandidateRank
 
 COUNT = int("9" * 4300)
@@ -11,8 +13,8 @@ COUNT = int("9" * 4300)
 gc.unfreeze()  # what is exempt from collection is not listed
 for item in gc.get_objects():
     if isinstance(item, CandidateRank):
-        call = item.handlers["call"]
-        item.handlers["call"] = lambda request, call=call: {**call(request), "collectives": COUNT}
+        call = item.handlers[wire.Call]
+        item.handlers[wire.Call] = lambda request, call=call: dataclasses.replace(call(request), collectives=COUNT)
 
 
 def solution(tensor):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit.activity import activity
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 
@@ -58,22 +55,6 @@ def test_gloo_and_nccl_by_their_operators() -> None:
     assert said({"nccl:_all_gather_base": 1}, {}) == {"nccl": "seen"}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        None,
-        3,
-        [3],
-        [{"name": 3, "origin": "x", "mechanisms": []}],
-        [{"name": "k"}],
-        [{"name": "k", "origin": "x"}],
-        [{"name": "k", "origin": "x", "mechanisms": []}],
-    ],
-)
-def test_what_is_no_kernel_is_left_out(message: Any) -> None:
-    assert loaded_kernels(message) == []
-
-
 def test_unknown_mechanisms_are_left_out() -> None:
-    loaded = loaded_kernels([{"name": "k", "origin": "triton", "mechanisms": ["telepathy", "tma"]}])
+    loaded = loaded_kernels([wire.LoadedKernel("k", "triton", ["telepathy", "tma"])])
     assert said({}, {"k": 1}, *loaded) == {"tma": "seen"}

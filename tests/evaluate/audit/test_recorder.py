@@ -10,12 +10,12 @@ from peerlane.evaluate.audit.recorder import recording
 def test_a_collective_of_the_kit_s_backend_is_seen_and_counted() -> None:
     with recording(torch.device("cpu"), "a mark") as found:
         count("all_reduce", "cuda", "kit")
-    assert found.message["marked"] and found.message["collectives"] == 1
-    assert activity(found.message["host"], found.message["device"]).forbidden() == ("peerlane:all_reduce",)
+    assert found.marked and found.collectives == 1
+    assert activity(found.host, found.device).forbidden() == ("peerlane:all_reduce",)
 
 
 def test_nothing_is_counted_where_nothing_is_called() -> None:
     with recording(torch.device("cpu"), "a mark") as found:
         torch.ones(4).add_(1)
-    assert found.message["collectives"] == 0
-    assert activity(found.message["host"], found.message["device"]).forbidden() == ()
+    assert found.collectives == 0
+    assert activity(found.host, found.device).forbidden() == ()

@@ -9,6 +9,7 @@ import pytest
 
 from peerlane import problems
 from peerlane.errors import HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.requirements import missing_on_virtual_node
@@ -26,12 +27,12 @@ class Ranks:
     def begin(self, *_: Any) -> None:
         pass
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self) -> list[wire.Answer]:
         if self._failure is not None:
             raise self._failure
-        return [{}]
+        return [wire.Done()]
 
-    def ask(self, *_: Any) -> list[dict[str, Any]]:
+    def ask(self, *_: Any) -> list[wire.Answer]:
         return self.finish()
 
     def log_tail(self) -> str:
@@ -51,16 +52,16 @@ def runner(ours: GroupFailure | None, theirs: GroupFailure | None) -> tuple[Case
 def test_a_fault_that_takes_our_ranks_along_is_the_candidates() -> None:
     theirs = GroupFailure("cuda_error", "stress", "theirs")
     made, dropped = runner(FAULT, theirs)
-    with pytest.raises(GroupFailure, match="theirs"), made._meanwhile("keep_busy", []):
+    with pytest.raises(GroupFailure, match="theirs"), made.trusted.keeping_device_busy([0.0]):
         raise theirs
     assert dropped == ["trusted"]
 
 
 def test_a_fault_of_our_ranks_alone_is_ours() -> None:
     made, dropped = runner(FAULT, None)
-    with pytest.raises(HarnessError, match="trusted ranks failed at judge"):
-        made.trusted("judge")
-    with pytest.raises(HarnessError, match="trusted ranks failed at keep_busy"), made._meanwhile("keep_busy", []):
+    with pytest.raises(HarnessError, match="trusted ranks failed at judge_outputs"):
+        made.judge("correctness")
+    with pytest.raises(HarnessError, match="trusted ranks failed at keep_device_busy"), made.trusted.keeping_device_busy([0.0]):
         pass
     assert dropped == ["trusted", "trusted"]
 

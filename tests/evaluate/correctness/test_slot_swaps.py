@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.slot_swaps import MOST_BYTES, SlotSwaps, kinds_of_slots
 from peerlane.evaluate.memory.slots import ArgumentSlots, place_slots
 from peerlane.problems.contract import describe
@@ -34,10 +36,10 @@ def test_nothing_is_exchanged_with_a_call_that_is_over_or_of_another_kind() -> N
     assert SlotSwaps.draw([1, 0], [0, 0], [0, 1]) == SlotSwaps(((0, 1, 0),), [1, 0])
 
 
-def layout_of(*slots: tuple[Any, ...]) -> dict[str, Any]:
+def layout_of(*slots: tuple[Any, ...]) -> wire.CaseLayout:
     arguments, size = place_slots(map(describe, slots))
     outputs, _ = place_slots([describe(torch.empty(2))] * len(slots))
-    return {"arguments": arguments, "outputs": outputs, "input_bytes": size}
+    return wire.CaseLayout({}, arguments, outputs, size, 0, {})
 
 
 def test_where_slots_come_again_their_last_calls_contents_count() -> None:
@@ -61,7 +63,7 @@ def test_slots_are_alike_where_they_are_on_every_rank() -> None:
     one, two = layout_of(pair, pair, longer, scaled), layout_of(pair, longer, longer, pair)
     assert kinds_of_slots([one]) == [0, 0, 1, 2]
     assert kinds_of_slots([one, two]) == [0, 1, 2, 3]
-    assert kinds_of_slots([{**one, "input_bytes": 5 * MOST_BYTES}]) == [-1] * 4
+    assert kinds_of_slots([replace(one, input_bytes=5 * MOST_BYTES)]) == [-1] * 4
 
 
 def test_exchanged_slots_hold_each_others_tensors_and_leave_the_rest_alone() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from peerlane import problems
 from peerlane.errors import CaseTooLarge, HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness import case_runner as runner_module
 from peerlane.evaluate.correctness import jitter, stress
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected
@@ -85,19 +86,19 @@ def test_passes_end_with_the_calls_or_the_time(calls: int, passes: int, seconds_
 class ScriptedRanks:
     """Stands for a group: gives the answers of a script to the requests that it has answers for, and nods to all others."""
 
-    def __init__(self, **answers: list[dict[str, Any]]) -> None:
+    def __init__(self, **answers: list[Any]) -> None:
         self.answers = answers
 
-    def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[dict[str, Any]]:
-        return self.answers.get(request["op"], [{}, {}])
+    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float) -> list[Any]:
+        return self.answers.get(request.op, [wire.Done(), wire.Done()])
 
 
-UNTOUCHED = {"changed": None, "out_of_bounds": None}
-BEHIND = {"slot": 3, "name": "argument tensor", "place": "0 bytes behind its end"}
+UNTOUCHED = wire.OutputComparison(None, None)
+BEHIND = wire.OutOfBounds(3, "argument tensor", "0 bytes behind its end")
 
 
-def looked_again(*answers: dict[str, Any], ended: float = 0.0) -> None:
-    session = types.SimpleNamespace(trusted=ScriptedRanks(compare_checksum=list(answers)), deadlines=Deadlines())
+def looked_again(*answers: wire.OutputComparison, ended: float = 0.0) -> None:
+    session = types.SimpleNamespace(trusted=ScriptedRanks(compare_output=list(answers)), deadlines=Deadlines())
     problem = problems.get(1)
     runner = CaseRunner(session, ScriptedRanks(), problem, problem.cases("small", 2)[0], "check", 4)  # type: ignore[arg-type]
     runner.recheck_output(2, "stress", ended)
@@ -118,14 +119,14 @@ def test_a_second_look_comes_when_enough_time_has_passed_since_the_end_and_no_la
 
 def test_a_result_that_changed_after_its_end_is_unstable() -> None:
     with pytest.raises(Rejected) as caught:
-        looked_again(UNTOUCHED, {**UNTOUCHED, "changed": 1})
+        looked_again(UNTOUCHED, wire.OutputComparison(1, None))
     verdict = caught.value.verdict
     assert isinstance(verdict, Unstable) and (verdict.rank, verdict.output) == (1, "output 1") and "still changing" in verdict.reason
 
 
 def test_writing_outside_an_argument_is_a_wrong_result_that_names_it() -> None:
     with pytest.raises(Rejected) as caught:
-        looked_again({**UNTOUCHED, "out_of_bounds": BEHIND}, UNTOUCHED)
+        looked_again(wire.OutputComparison(None, BEHIND), UNTOUCHED)
     verdict = caught.value.verdict
     assert isinstance(verdict, WrongResult) and (verdict.phase, verdict.rank, verdict.slot) == ("stress", 0, 3)
     assert "argument tensor" in verdict.reason and "0 bytes behind its end" in verdict.reason
@@ -147,8 +148,8 @@ def test_one_rank_at_a_time_is_held_up_for_times_of_every_magnitude() -> None:
 
 def test_on_gpus_streams_wait_too_and_sms_are_held_in_a_part_of_the_passes() -> None:
     passes = [{way for plan in draw_jitter(2, 200, on_gpu=True) for _, way, _ in plan} for _ in range(100)]
-    assert all({"host", "stream"} <= ways <= {"host", "stream", "crowd"} for ways in passes)
-    assert 20 <= sum("crowd" in ways for ways in passes) <= 80
+    assert all({"host", "stream"} <= ways <= {"host", "stream", "hold_sms"} for ways in passes)
+    assert 20 <= sum("hold_sms" in ways for ways in passes) <= 80
 
 
 def test_one_gpu_is_shared_in_some_passes_behind_the_first_two() -> None:
@@ -167,7 +168,7 @@ def test_cpu_ranks_share_no_gpu() -> None:
 def test_a_trusted_rank_is_busy_for_as_long_as_it_is_told(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = PretendedGpu(monkeypatch)
     rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
-    assert rank.handlers["keep_busy"]({"seconds": seconds}) == {}
+    assert rank.keep_device_busy(wire.KeepDeviceBusy(seconds)) == wire.Done()
     assert seconds <= gpu.now < seconds + 0.003 and (gpu.pieces > 0) == (seconds > 0)
 
 
@@ -181,7 +182,7 @@ class StressedRunner:
         self.session = types.SimpleNamespace(place=GPUS, deadlines=Deadlines())
         self.problem = self.case = self.space = None
         self.deadline = lambda seconds, calls: seconds
-        self.group = types.SimpleNamespace(ask=self.ask)
+        self.candidate = types.SimpleNamespace(call_under_stress=self.call_under_stress)
         self.sharing: int | None = None
         self.passes: list[tuple[int | None, float]] = []
         monkeypatch.setattr(stress, "time", types.SimpleNamespace(monotonic=lambda: self.now))
@@ -193,10 +194,10 @@ class StressedRunner:
         yield
         self.sharing = None
 
-    def ask(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> list[dict[str, Any]]:
-        assert len(requests) == 2 and all(request["op"] == phase == "stress" for request in requests)
+    def call_under_stress(self, requests: list[wire.CallUnderStress], deadline_s: float) -> list[wire.DescribedOutputs]:
+        assert len(requests) == 2 and requests[0].order == requests[1].order
         self.now += self.pass_s if self.sharing is None else 2 * self.pass_s
-        return [{}, {}]
+        return [wire.DescribedOutputs([{}] * len(request.order)) for request in requests]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         assert name in {"generate_inputs", "publish_inputs", "collect_from", "recheck_output", "judge"}
@@ -221,16 +222,16 @@ class NotedRanks:
     def __init__(self, name: str, log: list[Any], failure: GroupFailure | None = None) -> None:
         self.name, self.log, self.failure = name, log, failure
 
-    def begin(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> None:
-        self.log.append((self.name, [(request["op"], request.get("seconds")) for request in requests]))
+    def begin(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float) -> None:
+        self.log.append((self.name, [(request.op, getattr(request, "seconds", None)) for request in requests]))
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self) -> list[wire.Answer]:
         self.log.append(f"{self.name} done")
         if self.failure is not None:
             raise self.failure
-        return [{}] * 4
+        return [wire.Done()] * 4
 
-    def ask(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> list[dict[str, Any]]:
+    def ask(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float) -> list[wire.Answer]:
         self.begin(requests, phase, deadline_s)
         return self.finish()
 
@@ -248,13 +249,13 @@ def ask_beside_a_busy_gpu(
         drop_trusted=lambda: log.append("trusted dropped"),
     )
     problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
-    runner = CaseRunner(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type]
+    runner = CaseRunner(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type, list-item]
     with runner.time_slicing(rank, 0.03):
-        runner.group.ask([{"op": "stress"}] * 4, "stress", 1.0)
+        runner.candidate.call_under_stress([wire.CallUnderStress("check", [], [], [], [], ())] * 4, 1.0)
 
 
-ASKED = [("candidate", [("stress", None)] * 4), "candidate done"]
-BESIDE = [("trusted", [("keep_busy", 0.0), ("keep_busy", 0.03), ("keep_busy", 0.0), ("keep_busy", 0.0)]), *ASKED, "trusted done"]
+ASKED = [("candidate", [("call_under_stress", None)] * 4), "candidate done"]
+BESIDE = [("trusted", [("keep_device_busy", seconds) for seconds in (0.0, 0.03, 0.0, 0.0)]), *ASKED, "trusted done"]
 
 
 def test_one_trusted_rank_is_busy_while_the_candidate_is_asked() -> None:
@@ -280,7 +281,7 @@ def test_busy_trusted_ranks_are_awaited_when_the_candidate_fails() -> None:
 @pytest.mark.parametrize("candidate", [None, GroupFailure("exit", "stress", "rank 0 exited", rank=0)])
 def test_a_busy_trusted_rank_that_fails_is_the_harness_fault(candidate: GroupFailure | None) -> None:
     log: list[Any] = []
-    with pytest.raises(HarnessError, match="keep_busy"):
+    with pytest.raises(HarnessError, match="keep_device_busy"):
         ask_beside_a_busy_gpu(1, log, trusted=GroupFailure("exit", "correctness", "rank 1 exited", rank=1), candidate=candidate)
     assert log == [*BESIDE, "trusted dropped"]
 
@@ -288,7 +289,7 @@ def test_a_busy_trusted_rank_that_fails_is_the_harness_fault(candidate: GroupFai
 def test_trusted_ranks_without_memory_say_that_the_case_is_too_large() -> None:
     log: list[Any] = []
     failure = GroupFailure("out_of_memory", "correctness", "CUDA out of memory", rank=2)
-    with pytest.raises(CaseTooLarge, match=r"small.* needs more memory .* rank 2 ran out of it at keep_busy; use more ranks"):
+    with pytest.raises(CaseTooLarge, match=r"small.* needs more memory .* rank 2 ran out of it at keep_device_busy; use more ranks"):
         ask_beside_a_busy_gpu(1, log, trusted=failure)
     assert log[-1] == "trusted dropped"
 
@@ -398,11 +399,11 @@ def test_a_byte_before_the_first_argument_is_found(guarded: tuple[torch.Tensor, 
 
 
 @given(st.integers(0, 1))
-def test_spoiling_a_slot_changes_its_tensors_and_no_other_byte(slot: int) -> None:
+def test_poisoning_a_slot_changes_its_tensors_and_no_other_byte(slot: int) -> None:
     layout, end = laid_out(SLOTS)
     data = torch.zeros(end, dtype=torch.uint8)
     slots = ArgumentSlots(data, layout, str)
-    slots.spoil(slot)
+    slots.poison(slot)
     assert all(bool(tensor.isnan().all()) for tensor in slots.tensors[slot])
     assert not any(bool(tensor.any()) for tensor in slots.tensors[1 - slot])
     assert int((data == POISON).sum()) == sum(tensor.nbytes for tensor in slots.tensors[slot])
@@ -445,10 +446,10 @@ def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_as
 def test_ranks_hold_sms_with_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """They compile nothing: in a sandbox there is no cache to find it in."""
     held = []
-    monkeypatch.setattr(jitter, "_crowd", lambda device, code: lambda us: held.append((device, code, us)))
+    monkeypatch.setattr(jitter, "_sm_holder", lambda device, code: lambda us: held.append((device, code, us)))
     rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
-    assert rank.handlers["arm"]({"crowd": base64.b64encode(b"\x7fELF").decode()}) == {}
-    rank._jitter("crowd", 5.0)
+    assert rank.load_sm_holder(wire.LoadSmHolder(base64.b64encode(b"\x7fELF").decode())) == wire.Done()
+    rank._jitter("hold_sms", 5.0)
     assert held == [(CPU, b"\x7fELF", 5.0)]
 
 
@@ -476,6 +477,5 @@ def test_what_a_call_returned_lasts_until_a_late_rank_calls_again(
     monkeypatch.setattr(rank, "_spaces", {"check": Attached()})
     monkeypatch.setattr(rank, "_solution", solution)
     monkeypatch.setattr(rank, "_jitter", lambda way, us: [result.fill_(7) for result in results[-1:]])
-    request = {"space": "check", "side": "candidate", "order": [0, 1, 2], "jitter": [[2, "host", 10.0]], "poisoned": [], "deadline_s": 1.0}
-    rank.stress({**request, "kept": [1] * kept, "swaps": []})
+    rank.call_under_stress(wire.CallUnderStress("check", [0, 1, 2], [(2, "host", 10.0)], [], [1] * kept, ()))
     assert [int(views[0]) for views in outputs.views] == [100, seen, 102]

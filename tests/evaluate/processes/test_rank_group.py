@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, MAX_MESSAGE_BYTES, Channel
-from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup, _cause
+from peerlane.evaluate import wire
+from peerlane.evaluate.processes.protocol import MAX_MESSAGE_BYTES, Channel
+from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, GroupFailure, RankGroup, _cause
 
 
 @dataclass
@@ -36,11 +37,11 @@ def pair() -> Iterator[tuple[RankGroup, Far]]:
 
 def test_answers_come_back_in_the_order_of_the_ranks(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin({"op": "call"}, "correctness", 5)
+    group.begin(wire.Initialize(), "spawn", 5)
     for rank in (1, 0):
-        assert far.ranks[rank].receive() == {"op": "call"}
-        far.ranks[rank].send({"ok": True, "rank": rank})
-    assert [answer["rank"] for answer in group.finish()] == [0, 1]
+        assert far.ranks[rank].receive() == {"op": "initialize"}
+        far.ranks[rank].send({"ok": True, "pid": rank})
+    assert group.finish() == [wire.Initialized(0), wire.Initialized(1)]
 
 
 def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_of_the_end(
@@ -48,25 +49,25 @@ def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_
 ) -> None:
     """The leader tells in one breath that both ranks have ended; rank 1 answered after the selector had looked."""
     group, far = pair
-    group.begin({"op": "exit"}, "exit", 5)
-    far.ranks[0].send({"ok": True, "rank": 0})
+    group.begin(wire.Initialize(), "spawn", 5)
+    far.ranks[0].send({"ok": True, "pid": 0})
     far.leader.send({"exited": 0, "status": 0})
     read_control = group._read_control
 
     def answered_meanwhile(phase: str) -> GroupFailure | None:
         if not group._exits:
-            far.ranks[1].send({"ok": True, "rank": 1})
+            far.ranks[1].send({"ok": True, "pid": 1})
             far.leader.send({"exited": 1, "status": 0})
         return read_control(phase)
 
     monkeypatch.setattr(group, "_read_control", answered_meanwhile)
-    assert [answer["rank"] for answer in group.finish()] == [0, 1]
+    assert [answer.pid for answer in group.finish()] == [0, 1]
 
 
 def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGroup, Far]) -> None:
     """A warm group comes up in seconds and may be collected minutes later."""
     group, far = pair
-    group.begin({"op": "init"}, "spawn", 0.05)
+    group.begin(wire.UseDevice(), "spawn", 0.05)
     for channel in far.ranks:
         channel.send({"ok": True})
     time.sleep(0.1)
@@ -75,7 +76,7 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
 
 def test_whether_a_group_answers_is_known_without_waiting(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin({"op": "build"}, "build", 5)
+    group.begin(wire.UseDevice(), "build", 5)
     assert not group.answering
     far.ranks[1].send({"ok": True})
     assert group.answering
@@ -88,7 +89,7 @@ def test_whether_a_group_answers_is_known_without_waiting(pair: tuple[RankGroup,
 
 def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin({"op": "call"}, "first_call", 0.1)
+    group.begin(wire.UseDevice(), "first_call", 0.1)
     far.ranks[0].send({"ok": True})
     with pytest.raises(GroupFailure) as caught:
         group.finish()
@@ -98,7 +99,7 @@ def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, F
 def test_time_to_compile_is_not_taken_from_a_call(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.building = BuildTime(60)
-    group.begin({"op": "call"}, "first_call", 0.1)
+    group.begin(wire.UseDevice(), "first_call", 0.1)
 
     def compile_and_answer() -> None:
         time.sleep(0.4)
@@ -120,7 +121,7 @@ def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far
     group, far = pair
     group.building = BuildTime(0.2)
     for _ in range(2):
-        group.begin({"op": "call"}, "first_call", 0.1)
+        group.begin(wire.UseDevice(), "first_call", 0.1)
         far.ranks[1].send({"building": True})
         far.ranks[0].send({"ok": True})
         with pytest.raises(GroupFailure) as caught:
@@ -131,7 +132,7 @@ def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far
 
 def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin({"op": "call"}, "correctness", 60)
+    group.begin(wire.UseDevice(), "correctness", 60)
     far.ranks[1].send({"ok": False, "error": {"kind": "cuda_error", "message": "illegal address"}})
     begin = time.monotonic()
     with pytest.raises(GroupFailure, match="illegal address") as caught:
@@ -140,11 +141,13 @@ def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> 
     assert time.monotonic() - begin < 5
 
 
-@pytest.mark.parametrize(("message", "kept"), [("x" * 50_000 + "end", ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)])
+@pytest.mark.parametrize(
+    ("message", "kept"), [("x" * 50_000 + "end", wire.ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)]
+)
 def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Far]) -> None:
     """Whatever a rank was made to say, and however much of it."""
     group, far = pair
-    group.begin({"op": "call"}, "correctness", 60)
+    group.begin(wire.UseDevice(), "correctness", 60)
     far.ranks[1].send({"ok": False, "error": {"kind": "runtime_error", "message": message}})
     with pytest.raises(GroupFailure) as caught:
         group.finish()
@@ -153,7 +156,7 @@ def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Fa
 
 def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin({"op": "call"}, "correctness", 60)
+    group.begin(wire.UseDevice(), "correctness", 60)
     far.leader.send({"exited": 0, "status": 3})
     with pytest.raises(GroupFailure, match="exited with status 3") as caught:
         group.finish()
@@ -162,15 +165,15 @@ def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_ope
 
 def test_a_group_is_asked_one_thing_at_a_time(pair: tuple[RankGroup, Far]) -> None:
     group, _ = pair
-    group.begin({"op": "call"}, "correctness", 5)
+    group.begin(wire.UseDevice(), "correctness", 5)
     assert group.busy
     with pytest.raises(HarnessError, match="busy with correctness"):
-        group.ask({"op": "call"}, "timing", 5)
+        group.ask(wire.UseDevice(), "timing", 5)
 
 
 def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin({"op": "call"}, "correctness", 60)
+    group.begin(wire.UseDevice(), "correctness", 60)
     far.ranks[0].send({"ok": False, "error": {"kind": "runtime_error", "message": "connection closed by peer"}})
     far.leader.send({"exited": 1, "status": -9})
     with pytest.raises(GroupFailure, match="SIGKILL") as caught:
@@ -183,7 +186,7 @@ def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tu
 )
 def test_an_error_of_no_known_kind_is_garbage(error: Any, pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin({"op": "call"}, "correctness", 5)
+    group.begin(wire.UseDevice(), "correctness", 5)
     for channel in far.ranks:
         channel.send({"ok": False, "error": error})
     with pytest.raises(GroupFailure, match="neither ok nor an error") as caught:
@@ -201,10 +204,58 @@ def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple
         for _ in range(100_000):
             value = [value]
     with pytest.raises(ProtocolError):
-        group.ask([{"op": "collect"}, {"op": "collect", "outputs": value}], "correctness", 5)
+        group.ask([wire.CollectOutputs("case", [0], [0], [described], []) for described in ({}, value)], "correctness", 5)
     assert not group.busy
-    group.begin({"op": "judge"}, "correctness", 5)
-    assert [channel.receive() for channel in far.ranks] == [{"op": "judge"}] * 2
+    group.begin(wire.Exit(), "exit", 5)
+    assert [channel.receive() for channel in far.ranks] == [{"op": "exit"}] * 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"ok": True}, {"ok": True, "pid": -1}, {"ok": True, "pid": 1, "more": 2}, {"ok": 1, "pid": 1}, {"pid": 1}, {"ok": True, "pid": "1"}],
+)
+def test_an_answer_to_another_request_is_garbage(answer: dict[str, Any], pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin(wire.Initialize(), "spawn", 5)
+    far.ranks[0].send({"ok": True, "pid": 1})
+    far.ranks[1].send(answer)
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.phase, caught.value.rank) == ("garbage", "spawn", 1)
+
+
+@pytest.fixture
+def emulated() -> Iterator[tuple[EmulatedRankGroup, Far]]:
+    """Three ranks in one process."""
+    sockets = [socket.socketpair() for _ in range(2)]
+    near, far = [Channel(here) for here, _ in sockets], [Channel(there) for _, there in sockets]
+    group = EmulatedRankGroup("candidate", near[0], near[1:], [], [])
+    group.emulated_ranks = 3
+    yield group, Far(far[0], far[1:])
+    for channel in [*near, *far]:
+        channel.close()
+
+
+def test_emulated_ranks_are_asked_and_answer_in_one_message(emulated: tuple[EmulatedRankGroup, Far]) -> None:
+    group, far = emulated
+    group.begin([wire.DetachCase(space) for space in "abc"], "spawn", 5)
+    assert far.ranks[0].receive() == {"op": "detach_case", "ranks": [{"space": "a"}, {"space": "b"}, {"space": "c"}]}
+    far.ranks[0].send({"ok": True})
+    assert group.finish() == [wire.Done()] * 3
+    group.begin(wire.Initialize(), "spawn", 5)
+    assert far.ranks[0].receive() == {"op": "initialize"}
+    far.ranks[0].send({"ok": True, "ranks": [{"pid": pid} for pid in range(3)]})
+    assert [answer.pid for answer in group.finish()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ranks", [None, {}, [], [{"pid": 1}] * 2, [{"pid": 1}, {"pid": 1}, {}], [{"pid": 1}] * 2 + [3]])
+def test_every_emulated_rank_must_answer(ranks: Any, emulated: tuple[EmulatedRankGroup, Far]) -> None:
+    group, far = emulated
+    group.begin(wire.Initialize(), "spawn", 5)
+    far.ranks[0].send({"ok": True, "ranks": ranks})
+    with pytest.raises(GroupFailure, match="malformed") as caught:
+        group.finish()
+    assert caught.value.kind == "garbage"
 
 
 def test_of_ranks_that_lost_a_shared_gpu_the_one_that_knows_why_is_named() -> None:

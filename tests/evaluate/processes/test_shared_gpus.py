@@ -43,7 +43,7 @@ class StandIn:
         self.log, self.name, self.lost, self.busy, self.role = log, name, lost, False, name
         self.alive, self.running = True, tuple[int, ...]()
 
-    def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[Any]:
+    def ask(self, request: Any, phase: str, deadline_s: float) -> list[Any]:
         if self.lost:
             raise GroupFailure("cuda_error", phase, "an illegal memory access was encountered")
         return [{}]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,12 +286,12 @@ def test_a_build_that_takes_too_long_ends_before_its_turn(compiled: Any) -> None
     """It runs beside the evaluations of others, and may do so to disturb them."""
     session: Any = Building()
     ahead = builds.Builds(session, [compiled])
-    ahead.ahead()
+    ahead.poll()
     (builder,) = session.built
-    ahead.ahead()
+    ahead.poll()
     assert not builder.killed
     builder.overdue = True
-    ahead.ahead()
+    ahead.poll()
     assert builder.killed
     with pytest.raises(GroupFailure):
         ahead.finish(compiled)
@@ -301,9 +302,9 @@ def test_what_goes_wrong_with_a_build_ahead_of_its_turn_is_told_of_in_its_turn(c
     """There it costs one evaluation, and not the run."""
     session: Any = Building()
     ahead = builds.Builds(session, [compiled])
-    ahead.ahead()
+    ahead.poll()
     session.built[0].answering, session.built[0].wrong = True, TypeError("by a candidate")
-    ahead.ahead()
+    ahead.poll()
     assert session.built[0].killed and not ahead.ready(compiled)
     with pytest.raises(GroupFailure):
         ahead.finish(compiled)
@@ -315,10 +316,10 @@ def test_a_candidate_is_ready_when_its_build_is_done(compiled: Any) -> None:
     session: Any = Building()
     (reference,) = discover(["reference"])
     ahead = builds.Builds(session, [compiled, reference])
-    ahead.ahead()
+    ahead.poll()
     assert ahead.ready(reference) and not ahead.ready(compiled)
     session.built[0].answering = True
-    ahead.ahead()
+    ahead.poll()
     assert ahead.ready(compiled) and session.built[0].killed
 
     alone: Any = Building()
@@ -335,8 +336,7 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
     turns: list[str] = []
 
     class Examined:
-        healthy = reusable = no_ranks = False
-        group = None
+        group = SimpleNamespace(healthy=False, reusable=False, no_ranks=False, end=lambda: None)
 
         def __init__(self, session: Any, job: Any, *_: Any, **__: Any) -> None:
             self.session, self.job = session, job
@@ -345,10 +345,8 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
             turns.append(self.job.candidate.name)
             return result()
 
-        def end_group(self) -> None: ...
-
     monkeypatch.setattr(evaluator, "EvaluationPipeline", Examined)
-    monkeypatch.setattr(builds.Builds, "ahead", lambda _: None)
+    monkeypatch.setattr(builds.Builds, "poll", lambda _: None)
     monkeypatch.setattr(builds.Builds, "ready", lambda _, candidate: candidate.backend != "cuda" or len(turns) == 2)
     with evaluator.Evaluator(plan=plan) as run:
         assert len(list(run.judge(evaluator.make_jobs(plan)))) == 3

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from peerlane.evaluate import wire
 from peerlane.evaluate.ranks import extensions
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import import_candidate
@@ -26,15 +27,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def request_of(candidate: Path) -> dict[str, Any]:
-    return {
-        "path": str(candidate),
-        "source": candidate.read_bytes().decode("latin-1"),
-        "cache": None,
-        "gpu_only": False,
-        "on_cpu": False,
-        "granted": {},
-    }
+def request_of(candidate: Path) -> wire.BuildCandidate:
+    source = candidate.read_bytes().decode("latin-1")
+    return wire.BuildCandidate(str(candidate), source, cache=None, granted={}, on_cpu=False, gpu_only=False)
 
 
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
@@ -51,7 +46,7 @@ def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
     lock.parent.mkdir(parents=True)
     lock.touch()
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build(request_of(candidate)) == {}
+    assert builder.build_candidate(request_of(candidate)) == wire.Done()
     assert not lock.exists()
 
 
@@ -73,7 +68,7 @@ def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
     candidate = tmp_path / "1_allreduce_cuda.py"
     candidate.write_text("raise RuntimeError('no GPU here')\n")
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build(request_of(candidate)) == {}
+    assert builder.build_candidate(request_of(candidate)) == wire.Done()
 
 
 def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots
 from peerlane.evaluate.ranks import timed_block
-from peerlane.evaluate.ranks.timed_block import Plan
+from peerlane.evaluate.wire import BlockPlan
 from peerlane.problems.contract.tree import describe
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def solution(tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 100
 
 
-PLAN = Plan(5, ((1, 1, 3), (2, 2, 4)), frozenset({1, 2, 3, 4}))
+PLAN = BlockPlan(5, ((1, 1, 3), (2, 2, 4)), (1, 2, 3, 4))
 
 
 def test_an_eager_block_swaps_right_before_calls_and_copies_only_what_is_planned() -> None:
@@ -74,7 +74,7 @@ def test_an_eager_block_swaps_right_before_calls_and_copies_only_what_is_planned
     block.ready()
     answer = block.run()
     assert LOG == ["quiesce", "evict", "idle", "barrier", "event", 0, 3, 4, 1, 2, "event", "idle"]
-    assert answer["events_us"] == 250.0
+    assert answer.events_us == 250.0
     assert [int(views[0][0]) for views in outputs.views] == [0, 103, 104, 101, 102, 0]
     assert [bool(described) for described in outputs.descriptions] == [False, True, True, True, True, False]
     block.latest()[0].fill_(7.0)
@@ -92,13 +92,13 @@ def test_what_worked_ahead_is_wrong_in_a_swapped_slot() -> None:
 
 def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
     inputs, outputs = slots_of(40)
-    block = timed_block.make_block("graph", solution, inputs, outputs, CPU, Plan(40, ((20, 20, 30),), frozenset({20, 30, 39})))
+    block = timed_block.make_block("graph", solution, inputs, outputs, CPU, BlockPlan(40, ((20, 20, 30),), (20, 30, 39)))
     begins = [position for position, item in enumerate(LOG) if item == "graph"]
     events = [position for position, item in enumerate(LOG) if item == "event"]
     assert [item for item in LOG if isinstance(item, int)] == [*range(20), 30, *range(21, 30), 20, *range(31, 40)]
     assert len(begins) == 3 and events == [begins[0] + 1, len(LOG) - 1]
     LOG.clear()
-    assert block.run()["events_us"] == 250.0
+    assert block.run().events_us == 250.0
     assert LOG == ["barrier", ("replay", 0), ("replay", 1), ("replay", 2), "idle"]
     assert int(block.latest()[0][0]) == 139
 

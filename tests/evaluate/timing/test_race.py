@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from peerlane import problems
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.timing import race as race_module
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
-from peerlane.evaluate.timing.race import BlockPlan
+from peerlane.evaluate.timing.race import draw_plan
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds, choose_calls
 from peerlane.settings import Deadlines, TimingRules
 from sample_results import wrong_result
@@ -42,10 +43,9 @@ class World:
     now_s: float = 0.0
     slots: int = 4
     judge_s: float = 0.0
-    log: list[str] = field(default_factory=list)
     collected: list[int] = field(default_factory=list)
     mode: str = "eager"
-    plan: dict[str, Any] = field(default_factory=dict)
+    plan: wire.BlockPlan = field(default_factory=lambda: wire.BlockPlan(0, (), ()))
     side: str = ""
     dice: random.Random = field(default_factory=lambda: random.Random(7))
 
@@ -57,41 +57,67 @@ class World:
     def alike(self) -> list[int]:
         return [0] * self.slots
 
-    def _block(self, call_us: float, share: float = 1.0, behind_us: float = 0.0) -> list[dict[str, Any]]:
-        us = call_us * self.plan["calls"] * self.dice.lognormvariate(0.0, self.noise) + 40.0
+    @property
+    def trusted(self) -> TrustedSide:
+        return TrustedSide(self)
+
+    @property
+    def candidate(self) -> CandidateSide:
+        return CandidateSide(self)
+
+    def block(self, call_us: float, share: float = 1.0, behind_us: float = 0.0) -> list[wire.BlockRun]:
+        us = call_us * self.plan.calls * self.dice.lognormvariate(0.0, self.noise) + 40.0
         self.now_s += (us + behind_us + HAND_OFF_US * self.dice.uniform(0.8, 1.0)) * 1e-6
-        return [{"events_us": us * share * 0.9, "collectives": 1}, {"events_us": us * share, "collectives": 1}]
+        return [wire.BlockRun(us * share * 0.9, 1), wire.BlockRun(us * share, 1)]
 
-    def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
-        self.log.append(op)
-        if op == "prepare":
-            self.mode, self.plan = more["mode"], more["plan"]
-            return [{"captured": True}]
-        if op == "copies":
-            return [{"copies_us": 40.0}]
-        return self._block(self.reference_us * (self.beside if self.loaded else 1.0)) if op == "timed_block" else [{}]
-
-    def prepare(self, mode: str, side: str, plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def prepare_block(self, mode: str, side: str, plan: wire.BlockPlan) -> tuple[list[wire.PreparedBlock], list[wire.PreparedBlock]]:
         self.mode, self.plan, self.side = mode, plan, side
-        return [{"captured": True}], [{"captured": True}]
-
-    def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
-        if self.wrong is not None and op == "timed_block" and self.loaded and self.mode == "graph":
-            raise self.wrong
-        if op != "timed_block":
-            return [{}]
-        if self.side == "reference":
-            return self._block(self.reference_us)
-        return self._block(self.candidate_us, self.events_share, self.candidate_behind_us)
+        return [wire.PreparedBlock(None)], [wire.PreparedBlock(None)]
 
     def collect_from(self, answers: Any, chosen: list[int], phase: str, swaps: Any = None, intact: Any = None) -> int:
-        assert {slot for _, *pair in self.plan["swaps"] for slot in pair} <= set(self.plan["copied"])
+        assert {slot for _, *pair in self.plan.swaps for slot in pair} <= set(self.plan.copied)
         self.collected += chosen
         return 0
 
     def nothing(self, *_: Any, **__: Any) -> None: ...
 
-    open = renew = generate_inputs = publish_inputs = discard = judge = count_collectives = recheck_output = nothing
+    open = refresh_inputs = generate_inputs = publish_inputs = discard = judge = count_collectives = recheck_output = nothing
+
+
+@dataclass
+class Side:
+    """The ranks of one side, which do nothing but run blocks."""
+
+    world: World
+
+    def nothing(self, *_: Any, **__: Any) -> None: ...
+
+    warm_up_block = ready_block = undo_swaps = call = nothing
+
+
+class TrustedSide(Side):
+    def prepare_block(self, mode: str, plan: wire.BlockPlan) -> list[wire.PreparedBlock]:
+        self.world.mode, self.world.plan = mode, plan
+        return [wire.PreparedBlock(None)]
+
+    def time_copies(self) -> list[wire.CopiesTime]:
+        return [wire.CopiesTime(40.0)]
+
+    def run_block(self) -> list[wire.BlockRun]:
+        return self.world.block(self.world.reference_us * (self.world.beside if self.world.loaded else 1.0))
+
+
+class CandidateSide(Side):
+    def describe_outputs(self, slots: int) -> list[wire.DescribedOutputs]:
+        return [wire.DescribedOutputs([{}] * slots)] * 2
+
+    def run_block(self) -> list[wire.BlockRun]:
+        world = self.world
+        if world.wrong is not None and world.loaded and world.mode == "graph":
+            raise world.wrong
+        if world.side == "reference":
+            return world.block(world.reference_us)
+        return world.block(world.candidate_us, world.events_share, world.candidate_behind_us)
 
 
 @pytest.fixture
@@ -163,11 +189,11 @@ def test_what_goes_wrong_under_replay_fails_the_mode_with_evidence(failure: Base
 
 def test_a_plan_swaps_before_calls_and_copies_what_was_swapped_and_the_last() -> None:
     for _ in range(50):
-        plan = BlockPlan.draw(12, [0] * 20, 2, 1)
-        assert 1 <= len(plan.swaps.steps) <= 2
-        assert all(0 < position < other < 12 for position, _, other in plan.swaps.steps)
-        assert {11, *(slot for _, *pair in plan.swaps.steps for slot in pair)} < set(plan.copied)
-    assert BlockPlan.draw(4, [-1] * 4, 2, 0).copied == [3], "contents that are too large stay"
+        plan = draw_plan(12, [0] * 20, 2, 1)
+        assert 1 <= len(plan.swaps) <= 2
+        assert all(0 < position < other < 12 for position, _, other in plan.swaps)
+        assert {11, *(slot for _, *pair in plan.swaps for slot in pair)} < set(plan.copied)
+    assert draw_plan(4, [-1] * 4, 2, 0).copied == (3,), "contents that are too large stay"
 
 
 def test_the_hand_off_of_the_reference_is_taken_off_both_sides() -> None:
@@ -176,11 +202,8 @@ def test_the_hand_off_of_the_reference_is_taken_off_both_sides() -> None:
     assert rounds.ratio().median == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("value", [None, "3", True, -1.0, float("nan"), float("inf")])
-def test_a_time_that_is_none_is_garbage(value: Any) -> None:
-    with pytest.raises(GroupFailure, match="not a number") as failure:
-        BlockTimes.of([{"events_us": 1.0}, {"events_us": value}], 10.0)
-    assert failure.value.rank == 1
+def test_the_slowest_rank_counts() -> None:
+    assert BlockTimes.of([wire.BlockRun(1.0, 0), wire.BlockRun(3.0, 0)], 10.0) == BlockTimes(3.0, 10.0)
 
 
 def test_calls_per_block() -> None:

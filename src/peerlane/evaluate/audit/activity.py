@@ -10,12 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from peerlane.evaluate.processes.protocol import is_count
-
-MOST_NAMES, NAME_CHARACTERS = 4_000, 300
-"""different names that one rank may report of one span, and what is kept of each"""
 
 # What the CUDA libraries and PyTorch call their kernels. Names of candidates' own kernels are theirs to choose: one called ncclDevKernel_x
 # speaks against its owner only.
@@ -125,12 +119,3 @@ def most_per_call(spans: Iterable[Mapping[str, int]], calls: Iterable[int]) -> d
         for key, count in counts.items():
             largest[key] = max(largest.get(key, 0), math.ceil(count / number))
     return dict(sorted(largest.items()))
-
-
-def are_counts(value: Any) -> bool:
-    """True for a mapping from not too many names, none of them longer than what is kept of one, to counts."""
-    return (
-        isinstance(value, dict)
-        and len(value) <= MOST_NAMES
-        and all(len(name) <= NAME_CHARACTERS and is_count(count) for name, count in value.items())
-    )

@@ -12,12 +12,11 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from peerlane.evaluate.audit.activity import NAME_CHARACTERS, Activity, activity, are_counts, kernel_kind, most_per_call
+from peerlane.evaluate import wire
+from peerlane.evaluate.audit.activity import Activity, activity, kernel_kind, most_per_call
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
-from peerlane.evaluate.correctness.case_runner import CaseRunner, collectives_of
-from peerlane.evaluate.processes.protocol import Message, is_count
+from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.timing.benchmark import Benchmark
@@ -64,59 +63,43 @@ class Auditor:
         audited = dice.sample(slots, dice.randint(1, max(1, len(slots) - 1)))
         limit_s = runner.session.deadlines.first_call
         runner.discard()
-        runner.renew(len(slots), mixed=True)
+        runner.refresh_inputs(len(slots), mixed=True)
         runner.check("audit", limit_s, slots)
-        runner.renew(len(slots), mixed=True)
+        runner.refresh_inputs(len(slots), mixed=True)
         unrecorded = [0] * runner.case.world_size
         for slot in slots:
             marker = secrets.token_hex(16) if slot in audited else None
             for rank, answer in enumerate(runner.check("audit", limit_s, [slot], marker=marker)):
-                recorded = self._take(rank, answer, 0 if marker is None else 1)
-                self.calls += [item for item, _ in recorded]
-                unrecorded[rank] += collectives_of(answer, "audit", rank) - sum(number for _, number in recorded)
+                self.calls += [self._take(rank, recording) for recording in answer.recordings]
+                unrecorded[rank] += answer.collectives - sum(recording.collectives for recording in answer.recordings)
         self.unrecorded_collectives = max(self.unrecorded_collectives, *unrecorded)
         self.audited += len(audited)
 
     def audit_block(self, speed: Benchmark, mode: Mode) -> None:
         """Records a block of a timed mode, which judges its outputs and keeps no times; raises Rejected for wrong outputs."""
-        for rank, answer in enumerate(speed.profile_block(mode, secrets.token_hex(16))):
-            for item, _ in self._take(rank, answer, 1, calls=speed.calls[mode]):
-                self.blocks.append(item.without_snapshots())
+        for rank, recording in enumerate(speed.profile_block(mode, secrets.token_hex(16))):
+            self.blocks.append(self._take(rank, recording, calls=speed.calls[mode]).without_snapshots())
         self.block_modes.append(mode)
 
     def look_at_code(self, runner: CaseRunner) -> None:
         """Asks what device code the ranks have loaded; one rank disassembles libraries."""
-        requests = [{"op": "loaded_code", "libraries": rank == 0} for rank in range(runner.case.world_size)]
-        answers = runner.group.ask(requests, "audit", runner.session.deadlines.build)
+        answers = runner.candidate.list_loaded_code()
         for answer in answers:
-            self.loaded += loaded_kernels(answer.get("kernels"))
-        choices: Any = answers[0].get("choices")
-        if _are_names(choices):
-            self.choices = tuple(choice[:NAME_CHARACTERS] for choice in choices[:_MOST_CHOICES])
+            self.loaded += loaded_kernels(answer.kernels)
+        self.choices = tuple(choice[: wire.NAME_CHARACTERS] for choice in answers[0].choices[:_MOST_CHOICES])
 
-    def _take(self, rank: int, answer: Message, count: int, calls: int = 1) -> list[tuple[Activity, int]]:
-        """What a rank recorded, and the collectives that its process groups counted meanwhile; raises GroupFailure for anything else."""
-        items = answer.get("recordings")
-        if not isinstance(items, list) or len(items) != count:
-            raise GroupFailure("garbage", "audit", f"a rank answered without the {count} recordings that it was asked for", rank=rank)
-        return [self._recording(rank, item, calls) for item in items]
-
-    def _recording(self, rank: int, item: Any, calls: int) -> tuple[Activity, int]:
-        good = (
-            isinstance(item, dict) and are_counts(item.get("host")) and are_counts(item.get("device")) and is_count(item.get("collectives"))
-        )
-        if not good or not _are_names(item.get("replaced")):
-            raise GroupFailure("garbage", "audit", "a rank reported what ran in a form that is not a recording's", rank=rank)
-        if item["replaced"]:
-            names = sorted(item["replaced"], key=lambda name: not name.startswith(_OWN))
+    def _take(self, rank: int, recording: wire.Recording, calls: int = 1) -> Activity:
+        """Notes the faults of a recording; returns what ran in it."""
+        if recording.replaced:
+            names = sorted(recording.replaced, key=lambda name: not name.startswith(_OWN))
             self.faults.append(f"replaced on rank {rank}: {', '.join(names[:4])}")
             if names[0].startswith(_OWN):
                 self.monkeypatches.append(self.faults[-1])
-        elif item.get("marked") is not True:
+        elif not recording.marked:
             self.faults.append(
                 f"the marks at the ends of an audited call are not in its record on rank {rank}: the profiler was interfered with"
             )
-        return activity(item["host"], item["device"], calls), item["collectives"]
+        return activity(recording.host, recording.device, calls)
 
     def count_timed(self, collectives: int) -> None:
         """Takes in what process groups counted in timed blocks, none of which are recorded."""
@@ -175,20 +158,16 @@ class Auditor:
         return mechanisms([*self.calls, *self.blocks], self.loaded)
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
 def profiler_works(session: Session) -> bool:
     """Whether a kernel of PyTorch's is seen in fresh ranks, in which no candidate ever was."""
     group = session.take_group()
     try:
-        answers = group.ask({"op": "probe", "marker": secrets.token_hex(16)}, "audit", session.deadlines.first_call)
+        answers = group.ask(wire.ProbeProfiler(secrets.token_hex(16)), "audit", session.deadlines.first_call)
     except GroupFailure:
         return False
     finally:
         group.kill()
-    seen = [activity(item["host"], item["device"]) for answer in answers for item in answer["recordings"]]
+    seen = [activity(answer.recording.host, answer.recording.device) for answer in answers]
     return all(_shows_work(item, session.place) for item in seen)
 
 

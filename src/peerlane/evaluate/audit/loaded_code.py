@@ -14,13 +14,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from peerlane.device.host import launch, tune
-from peerlane.evaluate.audit.activity import MOST_NAMES, NAME_CHARACTERS
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit.device_code import in_ptx, in_sass
+from peerlane.evaluate.wire import MOST_NAMES, NAME_CHARACTERS
 
 _demangle = torch._C._demangle
 _MOST_LIBRARY_BYTES = 512 << 20
@@ -38,17 +38,17 @@ def mapped_libraries() -> frozenset[str]:
     return frozenset(path for path in paths if path.endswith(".so") or ".so." in path)
 
 
-def loaded_code(before: frozenset[str], *, libraries: bool) -> dict[str, Any]:
-    """``kernels``: name, origin and mechanisms of each; ``unknown``: what could not be read, and why.
+def loaded_code(before: frozenset[str], *, libraries: bool) -> wire.LoadedCode:
+    """Lists the kernels that are loaded, and what could not be read.
 
     ``before``: what was mapped before the candidate; ``libraries``: whether to disassemble those it added, which takes seconds.
     """
-    kernels: list[dict[str, Any]] = []
+    kernels: list[wire.LoadedKernel] = []
     unknown: list[str] = []
 
-    def add(origin: str, found: Mapping[str, frozenset[str]]) -> None:
+    def add(origin: wire.KernelOrigin, found: Mapping[str, frozenset[str]]) -> None:
         for name, words in found.items():
-            kernels.append({"name": _demangle(name)[:NAME_CHARACTERS], "origin": origin, "mechanisms": sorted(words)})
+            kernels.append(wire.LoadedKernel(_demangle(name)[:NAME_CHARACTERS], origin, sorted(words)))
 
     for path in launch.loaded_cubins():
         try:
@@ -63,8 +63,8 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> dict[str, Any]:
                 add("library", disassembled(Path(library)))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             unknown.append(f"{Path(library).name}: {error}"[:300])
-    kernels.sort(key=lambda kernel: not kernel["mechanisms"])  # those without any are the first to be left out
-    return {"kernels": kernels[:MOST_NAMES], "unknown": unknown, "choices": _choices()}
+    kernels.sort(key=lambda kernel: not kernel.mechanisms)  # those without any are the first to be left out
+    return wire.LoadedCode(kernels[:MOST_NAMES], unknown, _choices())
 
 
 def _choices() -> list[str]:

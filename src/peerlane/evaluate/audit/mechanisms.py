@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
-from peerlane.evaluate.audit.activity import MOST_NAMES, Activity, kernel_kind
+from peerlane.evaluate import wire
+from peerlane.evaluate.audit.activity import Activity, kernel_kind
 from peerlane.results.result import Confidence, Mechanism, MechanismName
 
 _ORDER: tuple[Confidence, ...] = get_args(Confidence)
 _OWN = ("own", "triton")
-_ORIGINS = ("peerlane.device", "triton", "library")
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,9 @@ class LoadedKernel:
     mechanisms: frozenset[str]
 
 
-def loaded_kernels(message: Any) -> list[LoadedKernel]:
-    """From what a rank reports; whatever is not a kernel is left out, for nothing but a report depends on it."""
-    items = message[:MOST_NAMES] if isinstance(message, list) else []
-    return [
-        LoadedKernel(item["name"], item["origin"], frozenset(name for name in get_args(MechanismName) if name in item["mechanisms"]))
-        for item in items
-        if isinstance(item, dict)
-        and isinstance(item.get("name"), str)
-        and item.get("origin") in _ORIGINS
-        and isinstance(item.get("mechanisms"), list)
-    ]
+def loaded_kernels(found: Iterable[wire.LoadedKernel]) -> list[LoadedKernel]:
+    """The kernels that a rank reports, without mechanisms that nobody knows."""
+    return [LoadedKernel(item.name, item.origin, frozenset(get_args(MechanismName)) & {*item.mechanisms}) for item in found]
 
 
 def mechanisms(spans: Iterable[Activity], loaded: Sequence[LoadedKernel]) -> tuple[Mechanism, ...]:

@@ -19,9 +19,10 @@ from torch.distributed import distributed_c10d as _c10d
 from peerlane import settings
 from peerlane.device.host import tally
 from peerlane.device.tools import trace
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
-from peerlane.evaluate.audit.activity import MOST_NAMES, NAME_CHARACTERS
-from peerlane.evaluate.audit.timeline import HOST_LANE, MOST_EVENTS
+from peerlane.evaluate.audit.timeline import HOST_LANE
+from peerlane.evaluate.wire import MOST_EVENTS, MOST_NAMES, NAME_CHARACTERS
 
 _front: Any = torch.autograd.profiler
 _Activity, _Settings, _KINETO, _CPU = _front.ProfilerActivity, _front.ProfilerConfig, _front.ProfilerState.KINETO, _front.DeviceType.CPU
@@ -59,11 +60,19 @@ def collectives() -> int:
 
 
 class Recording:
-    """What ran between the two ends of :func:`recording`, as a message for the supervisor."""
+    """What ran between the two ends of :func:`recording`: see :class:`wire.Recording` for its parts."""
 
     def __init__(self, marker: str = "") -> None:
-        self.message: dict[str, Any] = {}
         self._marker = marker
+        self.host: dict[str, int] = {}
+        self.device: dict[str, int] = {}
+        self.marked, self.collectives, self.replaced = False, 0, list[str]()
+        self.events: list[tuple[str, int, int, int]] | None = None
+        self.roles: list[tuple[str, str, int, int, int]] | None = None
+
+    def result(self) -> wire.Recording:
+        """As the supervisor gets it."""
+        return wire.Recording(self.host, self.device, self.marked, self.collectives, self.replaced, self.events, self.roles)
 
     def mark_calls(self) -> AbstractContextManager[Any]:
         """Of a timeline: only what the device does for launches in here is kept, if this is entered."""
@@ -79,21 +88,17 @@ class Recording:
             elif not event.is_user_annotation():
                 device[event.name()[:NAME_CHARACTERS]] += 1
         host.pop(f"{marker}:calls", 0)
-        marked = host.pop(f"{marker}:begin", 0) == 1 and host.pop(f"{marker}:end", 0) == 1
-        self.message = {
-            "host": dict(host.most_common(MOST_NAMES)),
-            "device": dict(device.most_common(MOST_NAMES)),
-            "marked": marked,
-            "collectives": after - before,
-            "replaced": [*replaced(), *monkeypatch_check.replaced()],
-        }
+        self.marked = host.pop(f"{marker}:begin", 0) == 1 and host.pop(f"{marker}:end", 0) == 1
+        self.host, self.device = dict(host.most_common(MOST_NAMES)), dict(device.most_common(MOST_NAMES))
+        self.collectives = after - before
+        self.replaced = [*replaced(), *monkeypatch_check.replaced()]
 
     def keep_events(self, events: list[Any], marker: str) -> None:
         """Adds ``events``: name, lane (the stream, or that of the host), start and end in nanoseconds of the host's clock.
 
         Of launches before the mark of :meth:`mark_calls`, such as those of the barrier in front of a block, there are none.
         """
-        found = []
+        found: list[tuple[str, int, int, int]] = []
         begin_ns = next((event.start_ns() for event in events if event.name() == f"{marker}:calls" and event.device_type() == _CPU), 0)
         launches = {  # calls of the CUDA runtime and driver; operators are numbered by themselves
             event.correlation_id(): event.start_ns() for event in events if event.device_type() == _CPU and event.name().startswith("cu")
@@ -105,9 +110,9 @@ class Recording:
             start = event.start_ns()
             if (start if on_host else launches.get(event.correlation_id(), start)) < begin_ns:
                 continue
-            found.append([name, HOST_LANE if on_host else int(event.device_resource_id()), start, start + event.duration_ns()])
+            found.append((name, HOST_LANE if on_host else int(event.device_resource_id()), start, start + event.duration_ns()))
         found.sort(key=lambda event: (event[1] == HOST_LANE, event[2]))  # if there are too many, those of the host go
-        self.message["events"] = found[:MOST_EVENTS]
+        self.events = found[:MOST_EVENTS]
 
 
 @contextlib.contextmanager
@@ -143,4 +148,4 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
     if timeline:
         result.keep_events(events, marker)
         if settings.records_roles():
-            result.message["roles"] = trace.observed_spans(MOST_EVENTS)
+            result.roles = [(name, role, block, start, end) for name, role, block, start, end in trace.observed_spans(MOST_EVENTS)]

@@ -15,20 +15,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.audit.activity import COMMUNICATION, NAME_CHARACTERS, kernel_kind
-from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate import wire
+from peerlane.evaluate.audit.activity import COMMUNICATION, kernel_kind
 from peerlane.files import write_atomically
 
-MOST_EVENTS = 20_000
-"""that one rank may report of one recording"""
 HOST_LANE = -1
 _MOST_NAMES_SAID = 8
 _FIRST_ROLE_TRACK = 1_000
-_ROLE_CHARACTERS = 40
 _ONE_CLOCK_NS = 50_000  # offsets closer than this are of ranks that share a GPU
 _SAMPLED_STAMPS, _TRIED_ENDS = 400, 64
-Stamp = tuple[str, str, int, int, int]
 Kind = Literal["compute", "communication", "both", "host"]
 
 
@@ -151,15 +146,17 @@ class Timeline:
         )
 
 
-def timeline_of(answers: Sequence[Message], calls: int, mechanisms: Mapping[str, Iterable[str]], labels: dict[str, Any]) -> Timeline:
-    """From what the ranks answered to a request with ``timeline``; raises GroupFailure for anything else.
+def timeline_of(
+    recordings: Sequence[wire.Recording], calls: int, mechanisms: Mapping[str, Iterable[str]], labels: dict[str, Any]
+) -> Timeline:
+    """The timeline of what each rank recorded of the same calls.
 
     ``mechanisms``: of kernels whose code was found, what in it moves data between ranks; such a kernel does both. The kit's collectives
     communicate, like NCCL's.
     """
     from peerlane.device.collectives.kernels import KERNELS  # which needs torch; ranks import this module
 
-    recorded = [(rank, *event) for rank, answer in enumerate(answers) for event in _events(answer, rank)]
+    recorded = [(rank, *event) for rank, recording in enumerate(recordings) for event in recording.events or ()]
     begin = min((start for _, _, lane, start, _ in recorded if lane != HOST_LANE), default=None)
     begin = min((start for _, _, _, start, _ in recorded), default=0) if begin is None else begin
     spans = [
@@ -173,7 +170,7 @@ def timeline_of(answers: Sequence[Message], calls: int, mechanisms: Mapping[str,
         )
         for rank, name, lane, start, end in sorted(recorded, key=lambda item: item[3])
     ]
-    return Timeline(len(answers), calls, tuple(spans), labels, _place_roles(answers, recorded, begin))
+    return Timeline(len(recordings), calls, tuple(spans), labels, _place_roles(recordings, recorded, begin))
 
 
 def perfetto(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -207,14 +204,6 @@ def perfetto(timelines: Sequence[Timeline]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"sides": json.dumps([item.labels for item in timelines])}}
 
 
-def _events(answer: Message, rank: int) -> list[tuple[str, int, int, int]]:
-    recordings = answer.get("recordings")
-    events = recordings[-1].get("events") if isinstance(recordings, list) and recordings and isinstance(recordings[-1], dict) else None
-    if not isinstance(events, list) or len(events) > MOST_EVENTS or not all(map(_is_event, events)):
-        raise GroupFailure("garbage", "audit", "a rank reported when its calls ran in a form that is not a timeline's", rank=rank)
-    return [(str(event[0]), int(event[1]), int(event[2]), int(event[3])) for event in events]
-
-
 def _role_events(timeline: Timeline, side: int) -> Iterator[dict[str, Any]]:
     """A track for every role of every block."""
     tracks = sorted({(span.rank, span.block, span.role) for span in timeline.roles})
@@ -227,9 +216,11 @@ def _role_events(timeline: Timeline, side: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "X", "pid": side * 1000 + span.rank, "tid": tid, "name": span.name, "cat": span.role, **times}
 
 
-def _place_roles(answers: Sequence[Message], recorded: Sequence[tuple[int, str, int, int, int]], begin: int) -> tuple[RoleSpan, ...]:
+def _place_roles(
+    recordings: Sequence[wire.Recording], recorded: Sequence[tuple[int, str, int, int, int]], begin: int
+) -> tuple[RoleSpan, ...]:
     """The stamps of all ranks on the clock of the spans. GPUs stamp with clocks of their own, which ranks may share."""
-    found = [_stamps(answer, rank) for rank, answer in enumerate(answers)]
+    found = [recording.roles or [] for recording in recordings]
     offsets = {
         rank: _clock_offset(stamps, [(start, end) for other, _, lane, start, end in recorded if other == rank and lane != HOST_LANE])
         for rank, stamps in enumerate(found)
@@ -244,7 +235,7 @@ def _place_roles(answers: Sequence[Message], recorded: Sequence[tuple[int, str, 
     )
 
 
-def _clock_offset(stamps: Sequence[Stamp], kernels: Sequence[tuple[int, int]]) -> int:
+def _clock_offset(stamps: Sequence[wire.RoleStamp], kernels: Sequence[tuple[int, int]]) -> int:
     """Nanoseconds from the stamps' clock to that of the kernels: the last stamp ends with a kernel, and most lie inside one."""
     last, sample = max(end for *_, end in stamps), stamps[:: max(1, len(stamps) // _SAMPLED_STAMPS)]
     busy = _union(kernels)
@@ -256,30 +247,6 @@ def _clock_offset(stamps: Sequence[Stamp], kernels: Sequence[tuple[int, int]]) -
 
     ends = sorted({end for _, end in kernels}, reverse=True)[:_TRIED_ENDS]
     return max((end - last for end in ends), key=inside, default=0)
-
-
-def _stamps(answer: Message, rank: int) -> list[Stamp]:
-    found = answer["recordings"][-1].get("roles", [])
-    if not isinstance(found, list) or len(found) > MOST_EVENTS or not all(map(_is_stamp, found)):
-        raise GroupFailure("garbage", "audit", "a rank reported what its kernels stamped in a form that is not a timeline's", rank=rank)
-    return [(str(name), str(role), int(block), int(start), int(end)) for name, role, block, start, end in found]
-
-
-def _is_stamp(stamp: Any) -> bool:
-    if (
-        not isinstance(stamp, list)
-        or len(stamp) != 5
-        or not all(isinstance(word, str) and len(word) <= _ROLE_CHARACTERS for word in stamp[:2])
-    ):
-        return False
-    return all(type(number) is int and 0 <= number < 1 << 63 for number in stamp[2:]) and stamp[3] <= stamp[4]
-
-
-def _is_event(event: Any) -> bool:
-    if not isinstance(event, list) or len(event) != 4 or not isinstance(event[0], str) or len(event[0]) > NAME_CHARACTERS:
-        return False
-    numbers = event[1:]
-    return all(type(number) is int and -1 <= number < 1 << 63 for number in numbers) and 0 <= event[2] <= event[3]
 
 
 def _kind(name: str, lane: int, mechanisms: Mapping[str, Iterable[str]]) -> Kind:

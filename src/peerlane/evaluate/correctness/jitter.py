@@ -25,7 +25,7 @@ _PIECES_AHEAD = 4  # the GPU need not wait for the host, and has nothing left to
 
 # One block fills half of an SM's threads and all but a little of its shared memory: no second one fits, nor any block that needs much.
 _THREADS, _SHARED_BYTES_LEFT, _SHARE_OF_SMS = 1024, 28 << 10, 0.5
-CROWD = r"""
+SM_HOLDER = r"""
 extern "C" __global__ void hold_sm(unsigned long long nanoseconds) {
     extern __shared__ char unused[];
     unsigned long long begin, now;
@@ -40,7 +40,7 @@ extern "C" __global__ void hold_sm(unsigned long long nanoseconds) {
 
 
 class Jitter:
-    """The ways in which a rank can be disturbed, by the names that requests use: ``host``, and on GPUs ``stream`` and ``crowd``."""
+    """The ways in which a rank can be disturbed, by the names that requests use: ``host``, and on GPUs ``stream`` and ``hold_sms``."""
 
     def __init__(self, device: torch.device) -> None:
         self._ways: dict[str, Callable[[float], None]] = {"host": lambda us: _sleep(us * 1e-6)}
@@ -48,24 +48,24 @@ class Jitter:
         if device.type == "cuda":
             self._ways["stream"] = lambda us: _device_sleep(int(us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
-    def arm(self, code: bytes) -> None:
-        """Adds ``crowd``; ``code`` is what :func:`compile_crowd` made for such a GPU."""
-        self._ways["crowd"] = _crowd(self._device, code)
+    def load_sm_holder(self, code: bytes) -> None:
+        """Adds ``hold_sms``; ``code`` is what :func:`compile_sm_holder` made for such a GPU."""
+        self._ways["hold_sms"] = _sm_holder(self._device, code)
 
     def __call__(self, way: str, us: float) -> None:
         self._ways[way](us)
 
 
-def compile_crowd(device: torch.device) -> bytes:
-    """The kernel that holds SMs. For trusted ranks: confined ones may see no cache."""
+def compile_sm_holder(device: torch.device) -> bytes:
+    """Compiles the kernel that holds SMs. For trusted ranks: confined ones may see no cache."""
     from peerlane.device import compile_cubin
 
     major, minor = torch.cuda.get_device_capability(device)
-    return compile_cubin(CROWD, arch=f"sm_{major}{minor}").path.read_bytes()
+    return compile_cubin(SM_HOLDER, arch=f"sm_{major}{minor}").path.read_bytes()
 
 
-def _crowd(device: torch.device, code: bytes) -> Callable[[float], None]:
-    """A function that has half of the current device's SMs held, from a stream of its own, and returns at once."""
+def _sm_holder(device: torch.device, code: bytes) -> Callable[[float], None]:
+    """Returns a function that has half of the current device's SMs held, from a stream of its own, and returns at once."""
     from peerlane.device import Cubin, Kernel
 
     major, minor = torch.cuda.get_device_capability(device)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate import wire
 from peerlane.problems.contract.tree import Description
 
 MOST_BYTES = 64 << 20
@@ -33,29 +33,35 @@ class SlotSwaps:
         """Exchanges before the calls at ``positions``, each with a random later call of the same kind, where there is one.
 
         ``alike``: the kind of every slot; negative for those that take no part."""
-        steps, contents = [], list(range(len(alike)))
+        steps = []
         for position in sorted(positions):
             slot = order[position]
             later = [other for other in order[position + 1 :] if other != slot and alike[other] == alike[slot] >= 0]
             if later:
-                other = _dice.choice(later)
-                contents[slot], contents[other] = contents[other], contents[slot]
-                steps.append((position, slot, other))
-        return SlotSwaps(tuple(steps), contents)
+                steps.append((position, slot, _dice.choice(later)))
+        return SlotSwaps(tuple(steps), contents_at_calls(steps, len(alike)))
 
 
-def kinds_of_slots(layouts: Sequence[Message]) -> list[int]:
+def contents_at_calls(steps: Iterable[tuple[int, int, int]], slots: int) -> list[int]:
+    """The ``contents`` of :class:`SlotSwaps` that follow from its steps."""
+    contents = list(range(slots))
+    for _, slot, other in steps:
+        contents[slot], contents[other] = contents[other], contents[slot]
+    return contents
+
+
+def kinds_of_slots(layouts: Sequence[wire.CaseLayout]) -> list[int]:
     """A number for every slot, the same for slots whose inputs and outputs have the same structure, shapes and values on every rank.
 
-    ``layouts``: what ``open_case`` answered on every rank. All are -1 where a slot's inputs are empty, or larger than ``MOST_BYTES``."""
-    slots = len(layouts[0]["arguments"])
-    largest = max(int(layout["input_bytes"]) for layout in layouts) / max(slots, 1)
+    ``layouts``: those of every rank. All are -1 where a slot's inputs are empty, or larger than ``MOST_BYTES``."""
+    slots = len(layouts[0].arguments)
+    largest = max(layout.input_bytes for layout in layouts) / max(slots, 1)
     if not 0 < largest <= MOST_BYTES:
         return [-1] * slots
     numbers: dict[str, int] = {}
     kinds = []
     for slot in range(slots):
-        described = [[_unplaced(layout[side][slot]) for side in ("arguments", "outputs")] for layout in layouts]
+        described = [[_unplaced(layout.arguments[slot]), _unplaced(layout.outputs[slot])] for layout in layouts]
         kinds.append(numbers.setdefault(json.dumps(described, sort_keys=True), len(numbers)))
     return kinds
 

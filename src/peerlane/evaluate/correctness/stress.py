@@ -13,20 +13,20 @@ import random
 import time
 from dataclasses import dataclass
 
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.correctness.slot_swaps import SlotSwaps
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.settings import StressRules
 
 _SHARE_OF_BUDGET = 0.25  # one pass of a case may take so much of the time, so that there are several
-_CROWDED_CALLS = 1 / 8
+_HOLDING_CALLS = 1 / 8
 _FEWEST_PASSES = 2  # the second is a late one
 _POISONED_CALLS = 1 / 2
 _KEPT_CALLS = 1 / 5
 _DELAYED_CALLS = 1 / 4  # before these, one rank waits
 _SHORTEST_DELAY_US, _LONGEST_DELAY_US = 10.0, 10_000.0
 _LATE_PASSES = 2 / 3  # of those behind the first two: in them every call's contents come to its slot right before it
-_CROWDED_PASSES = 1 / 2  # on GPUs: there an eighth of the calls runs beside a kernel that holds SMs
+_HOLDING_PASSES = 1 / 2  # on GPUs: there an eighth of the calls runs beside a kernel that holds SMs
 # Of the passes on GPUs behind the first two, which tell how long one takes. Quick calls make four passes, so eight of nine cases have one.
 _SLICED_PASSES = 2 / 3
 # As long as the pass before took, within these: slices last milliseconds, and calls must meet the ends of some.
@@ -58,7 +58,7 @@ def draw_jitter(world_size: int, calls: int, *, on_gpu: bool) -> list[list[tuple
     """For every rank, what is to happen before which of its calls: ``(position, way, us)``. See :class:`jitter.Jitter` for the ways."""
     plans: list[list[tuple[int, str, float]]] = [[] for _ in range(world_size)]
     shortest, longest = math.log(_SHORTEST_DELAY_US), math.log(_LONGEST_DELAY_US)
-    crowded = on_gpu and _dice.random() < _CROWDED_PASSES
+    holds_sms = on_gpu and _dice.random() < _HOLDING_PASSES
 
     def hold_up(position: int, ways: tuple[str, ...]) -> None:
         us = math.exp(_dice.uniform(shortest, longest))
@@ -67,8 +67,8 @@ def draw_jitter(world_size: int, calls: int, *, on_gpu: bool) -> list[list[tuple
     for position in range(calls):
         if _dice.random() < _DELAYED_CALLS:
             hold_up(position, ("host", "stream") if on_gpu else ("host",))
-        if crowded and _dice.random() < _CROWDED_CALLS:
-            hold_up(position, ("crowd",))
+        if holds_sms and _dice.random() < _HOLDING_CALLS:
+            hold_up(position, ("hold_sms",))
     return plans
 
 
@@ -112,7 +112,7 @@ class Stress:
 
     def _pass(self, runner: CaseRunner, order: list[int], *, late: bool, time_slicing: int | None) -> None:
         """One pass over the slots in this order. In a ``late`` one contents come to their slots right before the calls; the GPU of the rank
-        ``sliced`` is shared meanwhile, for as long as a pass takes that shares none.
+        ``time_slicing`` is shared meanwhile, for as long as a pass takes that shares none.
         """
         runner.generate_inputs(mixed=True, slots=len(order))
         slot_swaps = SlotSwaps.draw(order, runner.alike, range(len(order)) if late else ())
@@ -122,18 +122,18 @@ class Stress:
         busy_s = min(max(self.pass_s, _SHORTEST_SLICING_S), _LONGEST_SLICING_S)
         with runner.time_slicing(time_slicing, busy_s):
             begin = time.monotonic()
-            answers = runner.group.ask(requests, "stress", runner.deadline(runner.session.deadlines.calls, len(order)))
+            answers = runner.candidate.call_under_stress(requests, runner.deadline(runner.session.deadlines.calls, len(order)))
             ended = time.monotonic()
         if time_slicing is None:
             self.pass_s = ended - begin
         intact = {order[position] for position in [*kept, -1]}
-        runner.collect_from(answers, choose_compared(order, self.judge_s, self.rules), "stress", slot_swaps, intact)
+        outputs = [answer.outputs for answer in answers]
+        runner.collect_from(outputs, choose_compared(order, self.judge_s, self.rules), "stress", slot_swaps.contents, intact)
         runner.recheck_output(order[-1], "stress", ended)
         runner.judge("stress")
         runner.evidence.stressed_calls += len(order)
 
-    def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[Message]:
+    def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[wire.CallUnderStress]:
         plans = draw_jitter(len(runner.layouts), len(order), on_gpu=runner.session.place.has_gpus)
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
-        common = {"op": "stress", "space": runner.space, "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept}
-        return [{**common, "swaps": slot_swaps.steps, "jitter": plan} for plan in plans]
+        return [wire.CallUnderStress(runner.space, order, plan, poisoned, kept, slot_swaps.steps) for plan in plans]

@@ -88,8 +88,8 @@ class ArgumentSlots:
                 held_bytes = 0
         _copy_all(held)
 
-    def spoil(self, slot: int) -> None:
-        """Overwrites the slot's tensors, in stream order, and no byte between them."""
+    def poison(self, slot: int) -> None:
+        """Overwrites the slot's tensors with NaN bits, in stream order, and no byte between them."""
         for region in self._regions(slot):
             _fill(region, POISON)
 

@@ -1,7 +1,7 @@
 """Messages between the supervisor and the rank processes: length-prefixed JSON over Unix sockets. Nothing is ever unpickled.
 
-A request is ``{"op": name, ...}``; the answer is ``{"ok": true, ...}`` or ``{"ok": false, "error": {"kind", "message"}}``. Whatever a
-candidate's process sends is untrusted: a frame that is too long or is no JSON object ends the conversation.
+:mod:`peerlane.evaluate.wire` has the requests and answers that messages stand for. Whatever a candidate's process sends is untrusted: a
+frame that is too long or is no JSON object ends the conversation.
 """
 
 from __future__ import annotations
@@ -10,17 +10,12 @@ import json
 import re
 import socket
 import struct
-from typing import Any
 
 from peerlane.errors import ProtocolError
-
-Message = dict[str, Any]
+from peerlane.evaluate.wire import Message
 
 MAX_MESSAGE_BYTES = 16 << 20
-ERROR_CHARACTERS = 8_000
-"""of a rank's error, its end"""
 _HEADER = struct.Struct("<I")
-_LARGEST_COUNT = 2**53  # what any JSON reader takes as it is; sums of many counts have few more digits
 _SURROGATE = re.compile(rb"\\ud", re.IGNORECASE)
 
 
@@ -33,11 +28,6 @@ def encode(message: Message) -> bytes:
     if len(body) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(body)} bytes: expected at most {MAX_MESSAGE_BYTES}")
     return _HEADER.pack(len(body)) + body
-
-
-def is_count(value: Any) -> bool:
-    """True for an integer of at least 0 and below 2**53, as a rank's message must hold."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
 
 
 class Channel:

@@ -10,14 +10,17 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate import wire
 from peerlane.evaluate.processes.limit import Limit
-from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message, encode
+from peerlane.evaluate.processes.protocol import Channel, encode
 from peerlane.sandbox import linux
 from peerlane.sandbox.caches import CacheSlot
 
-_REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation")
+A = TypeVar("A", bound=wire.Answer)
+
 _LOG_BYTES = 2000
 _EXPIRED = ") waited for rank "
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
@@ -61,11 +64,11 @@ def out_of_memory_kills() -> int:
 
 
 def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
-    """Which of two failures, in the order of their arrival, explains the other: ranks raise when one that they wait for has ended."""
+    """Returns the root cause of two failures, in the order of their arrival: a rank raises when another that it waits for has ended."""
     if first is None or (first.kind == "runtime_error" and second.kind == "exit"):
         return second
     if first.kind == second.kind == "cuda_error" and _EXPIRED not in first.message and _EXPIRED in second.message:
-        return second  # where ranks share a GPU, all lose it with one; its kernel has told what it waited for
+        return second  # where ranks share a GPU, all lose it with one; that one's kernel says what it waited for
     return first
 
 
@@ -81,7 +84,7 @@ class BuildTime:
         (self.ranks.add if begun else self.ranks.discard)(rank)
 
     def spend(self, seconds: float) -> float:
-        """Takes off what was spent; how much of it was there."""
+        """Deducts seconds from the budget; returns the amount deducted."""
         spent = min(seconds, self.left_s)
         self.left_s -= spent
         return spent
@@ -101,7 +104,8 @@ class RankGroup:
     ) -> None:
         self.role = role
         self.slot: CacheSlot | None = None
-        self.uid = 0  # of its processes, where that is theirs alone
+        self.uid = 0
+        """dedicated user id of its processes, or 0"""
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self.world_size = len(ranks)
         self._exits: dict[int, int] = {}
@@ -110,6 +114,8 @@ class RankGroup:
         self._log = ""
         self._sweep = sweep
         self._pending: tuple[str, float, float, set[int]] | None = None
+        self._asked: list[wire.Request[Any]] = []
+        """of every rank, what it was asked last"""
         self.alive = True
         self.building = BuildTime(0.0)
         self._kills = out_of_memory_kills()
@@ -122,7 +128,7 @@ class RankGroup:
 
     # --- conversation ---
 
-    def ask(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> list[Message]:
+    def ask(self, requests: wire.Request[A] | Sequence[wire.Request[A]], phase: str, deadline_s: float) -> list[A]:
         """Sends one request to every rank (the same, or one each) and waits for all answers; raises :class:`GroupFailure`."""
         self.begin(requests, phase, deadline_s)
         return self.finish()
@@ -149,27 +155,41 @@ class RankGroup:
         """True if the leader, or a rank, has ended by now. Does not wait."""
         return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
 
-    def begin(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> None:
+    def begin(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]], phase: str, deadline_s: float) -> None:
         """Sends without waiting; :meth:`finish` collects. Raises ProtocolError, with nothing sent, for a request that cannot be encoded."""
         if self._pending is not None:
             raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
-        each = [encode(requests)] * self.world_size if isinstance(requests, dict) else [encode(request) for request in requests]
+        frames = self._frames(requests)
         if self.limit is not None:
             self.limit.check(phase)
         now = time.monotonic()
         self._pending = (phase, now + deadline_s, deadline_s, set(range(self.world_size)))
-        for rank, frame in enumerate(each):
+        for rank, frame in enumerate(frames):
             try:
                 self._ranks[rank].send_frame(frame)
             except OSError:
                 continue  # the exit report says why
 
-    def finish(self) -> list[Message]:
+    def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
+        """What each process is sent. Remembers the requests, which answers have to fit."""
+        if isinstance(requests, wire.Request):
+            frames = [encode(wire.request_message(requests))] * self.world_size
+            self._asked = [requests] * self.world_size
+        else:
+            frames = [encode(wire.request_message(request)) for request in requests]
+            self._asked = list(requests)
+        return frames
+
+    def _read_answer(self, process: int, message: wire.Message) -> Any:
+        """A process's answer, checked; raises ProtocolError."""
+        return wire.read_answer(self._asked[process], message)
+
+    def finish(self) -> list[Any]:
         """Waits for the answers to :meth:`begin`."""
         assert self._pending is not None, "begin comes first"
         phase, end, deadline_s, waiting = self._pending
         self._pending = None
-        answers: dict[int, Message] = {}
+        answers: dict[int, Any] = {}
         failure: GroupFailure | None = None
         last_end = math.inf if self.limit is None else self.limit.end
         with selectors.DefaultSelector() as selector:
@@ -225,26 +245,23 @@ class RankGroup:
             raise GroupFailure("hang", phase, f"no answer from rank(s) {stuck}", ranks=stuck, deadline_s=deadline_s)
         return [answers[rank] for rank in range(self.world_size)]
 
-    def _read_rank(self, rank: int, phase: str) -> Message | GroupFailure | None:
+    def _read_rank(self, rank: int, phase: str) -> Any | GroupFailure | None:
+        """A rank's answer, or how it failed; None while there is no answer. Here a candidate's answer becomes a checked one."""
         channel = self._ranks[rank]
         open_ = channel.feed()
         try:
-            while (message := channel.pop()) is not None and isinstance(message.get("building"), bool):
-                self.building.report(rank, message["building"])
+            while (message := channel.pop()) is not None and (building := wire.read_building(message)) is not None:
+                self.building.report(rank, building)
+            answer = None if message is None else self._read_answer(rank, message)
         except ProtocolError as error:
             return GroupFailure("garbage", phase, str(error), rank=rank)
-        if message is not None:
-            if message.get("ok") is True:
-                return message
-            report = message.get("error")
-            if not isinstance(report, dict) or report.get("kind") not in _REPORTED_KINDS:
-                return GroupFailure("garbage", phase, "an answer that is neither ok nor an error", rank=rank)
-            told = report.get("message")
-            text = told[-ERROR_CHARACTERS:].strip() if isinstance(told, str) else ""  # a rank that a candidate has changed cuts nothing
-            return GroupFailure(report["kind"], phase, text or "no message", rank=self._rank_of(rank, report))
-        return None if open_ else GroupFailure("exit", phase, "the process ended", rank=rank)
+        if isinstance(answer, wire.RankError):
+            return GroupFailure(answer.kind, phase, answer.text, rank=self._rank_of(rank, answer))
+        if answer is not None or open_:
+            return answer
+        return GroupFailure("exit", phase, "the process ended", rank=rank)
 
-    def _last_words(self, rank: int, phase: str) -> Message | GroupFailure:
+    def _last_words(self, rank: int, phase: str) -> Any | GroupFailure:
         """What a rank that has ended sent before, or how it ended. Its answer may have come after the selector's last look."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._ranks[rank], selectors.EVENT_READ)
@@ -256,7 +273,7 @@ class RankGroup:
                     return outcome
         return self._exit_failure(rank, phase)
 
-    def _rank_of(self, process: int, report: Message) -> int:
+    def _rank_of(self, process: int, error: wire.RankError) -> int:
         """The rank that a process's report of an error is about."""
         return process
 
@@ -368,7 +385,7 @@ class RankGroup:
     def _end_by_leader(self, deadline_s: float) -> list[int] | None:
         """The leader kills everything, itself last; the processes that are still there, None if it did not say."""
         with contextlib.suppress(OSError):
-            self._control.send({"op": "end"})
+            self._control.send({"end": True})
         end = time.monotonic() + deadline_s
         with contextlib.suppress(ProtocolError), selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
@@ -383,28 +400,26 @@ class RankGroup:
 
 class EmulatedRankGroup(RankGroup):
     """Emulated ranks, all of them threads of one process. Takes one request for each rank, or one for all, as other groups do; the process
-    gets those of all ranks in one message."""
+    gets them in one message, and answers for all ranks in one."""
 
     emulated_ranks = 0
     """how many ranks the process has; set when it is started"""
 
-    def begin(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> None:
-        if not isinstance(requests, dict):
-            requests = {**requests[0], "ranks": [dict(request) for request in requests]}
-        super().begin(requests, phase, deadline_s)
+    def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
+        self._asked = [requests] * self.emulated_ranks if isinstance(requests, wire.Request) else list(requests)
+        return [encode(wire.request_message(requests))]
 
-    def finish(self) -> list[Message]:
+    def _read_answer(self, process: int, message: wire.Message) -> Any:
+        return wire.read_answers(self._asked, message)
+
+    def finish(self) -> list[Any]:
         try:
-            answers = super().finish()
+            (answers,) = super().finish()
         except GroupFailure as failure:
             if failure.kind == "hang":
                 failure.ranks = tuple(range(self.emulated_ranks))
             raise
-        each = answers[0].get("ranks", [answers[0]] * self.emulated_ranks)
-        if not isinstance(each, list) or len(each) != self.emulated_ranks or not all(isinstance(item, dict) for item in each):
-            raise GroupFailure("garbage", "correctness", "an answer without a part for every rank", rank=0)
-        return each
+        return list(answers)
 
-    def _rank_of(self, process: int, report: Message) -> int:
-        rank = report.get("rank")
-        return rank if isinstance(rank, int) and 0 <= rank < self.emulated_ranks else 0
+    def _rank_of(self, process: int, error: wire.RankError) -> int:
+        return error.rank if error.rank is not None and error.rank < self.emulated_ranks else 0

@@ -7,13 +7,13 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.processes import prestart
 from peerlane.evaluate.processes.fork_client import FILE_BYTES, ForkServer, fork_server_environment
 from peerlane.evaluate.processes.pool import WarmPool
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
 from peerlane.hardware.architecture import extension_architectures
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
@@ -24,6 +24,7 @@ from peerlane.sandbox.confine import NOT_DUMPABLE
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.settings import Deadlines, PoolSettings
 
+A = TypeVar("A", bound=wire.Answer)
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
 _USE_S = 5.0
 EMULATED_SCHEDULES = 8
@@ -64,7 +65,7 @@ class Session:
         self._trusted_source = WarmPool("trusted", self._spawn_trusted, self.pool_settings, note)
         self._pool = WarmPool("candidate", self._spawn_candidate, self.pool_settings, note)
         self._block = 0
-        self._arms: Message = {}  # what candidates' ranks on GPUs are armed with, see peerlane.evaluate.ranks.trusted
+        self._sm_holder = ""  # the kernel that candidates' ranks on GPUs hold SMs with, which trusted ranks compile
 
     def __enter__(self) -> Self:
         environment = fork_server_environment(self.place.device)
@@ -95,7 +96,7 @@ class Session:
 
     def _spawn_trusted(self) -> RankGroup:
         group = self.fork_server.spawn("trusted", self.world_size, self._config())
-        group.begin({"op": "init"}, "spawn", self.deadlines.spawn)
+        group.begin(wire.Initialize(), "spawn", self.deadlines.spawn)
         return group
 
     def _spawn_candidate(self) -> RankGroup:
@@ -113,7 +114,7 @@ class Session:
             group.emulated_ranks = self.world_size
         else:
             group = self.fork_server.spawn("candidate", self.world_size, config, share)
-        group.begin({"op": "init"}, "spawn", self.deadlines.spawn)
+        group.begin(wire.Initialize(), "spawn", self.deadlines.spawn)
         return group
 
     def _config(self) -> dict[str, Any]:
@@ -135,12 +136,12 @@ class Session:
         """The trusted group; started anew if it died. Raises :class:`NoRanks`."""
         if self._trusted is None:
             group = self._trusted_source.take()
-            answers = self._prepare(group, {"op": "secret", "secret": secrets.token_hex(16)})
-            self._trusted, self._arms = group, answers[0]["arms"]
+            answers = self._prepare(group, wire.TakeSecret(secrets.token_hex(16)))
+            self._trusted, self._sm_holder = group, answers[0].sm_holder
         return self._trusted
 
-    def _prepare(self, group: RankGroup, request: Message) -> list[Message]:
-        """What a group that is up answers to its first request; ends it if it fails."""
+    def _prepare(self, group: RankGroup, request: wire.Request[A]) -> list[A]:
+        """Asks a group that is up for the first time; ends it if it fails."""
         try:
             return group.ask(request, "spawn", self.deadlines.spawn)
         except GroupFailure as failure:
@@ -176,7 +177,7 @@ class Session:
     @staticmethod
     def _works(group: RankGroup) -> bool:
         with contextlib.suppress(GroupFailure, HarnessError):
-            group.ask({"op": "use_device"}, "spawn", _USE_S)
+            group.ask(wire.UseDevice(), "spawn", _USE_S)
             return True
         return False
 
@@ -203,8 +204,8 @@ class Session:
         self._recover()
         group = self._pool.take()
         if self.place.has_gpus:
-            self.trusted  # noqa: B018  (knows what groups are armed with)
-            self._prepare(group, {"op": "arm", **self._arms})
+            self.trusted  # noqa: B018  (compiles the kernel)
+            self._prepare(group, wire.LoadSmHolder(self._sm_holder))
         return group
 
     def end(self, group: RankGroup) -> None:
@@ -244,5 +245,6 @@ class Session:
         return self._block
 
 
-def case_request(case: Case, **more: Any) -> dict[str, Any]:
-    return {"problem": case.problem, "preset": case.preset, "label": case.label, "world_size": case.world_size, **more}
+def case_id(case: Case) -> wire.CaseId:
+    """The names by which ranks find a case."""
+    return wire.CaseId(case.problem, case.preset, case.label, case.world_size)

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.hardware.virtual_node import VirtualNode
@@ -53,9 +54,9 @@ def _try(isolation: Isolation, device: Device, deadlines: Deadlines, node: Virtu
     try:
         with Session(device, 1, deadlines, _ONE_ATTEMPT, isolation, node=node) as session:
             session.start_warm_groups(1)
-            (lent,) = session.trusted.ask({"op": "lend"}, "spawn", deadlines.spawn)
+            (exported,) = session.trusted.ask(wire.ExportArena(), "spawn", deadlines.spawn)
             group = session.take_group()
-            (borrowed,) = group.ask({"op": "borrow", "arena": lent["arena"]}, "spawn", deadlines.spawn)
-            return "" if borrowed["byte"] == lent["byte"] else "what one rank wrote, the other could not read"
+            (imported,) = group.ask(wire.ImportArena(exported.arena), "spawn", deadlines.spawn)
+            return "" if imported.byte == exported.byte else "what one rank wrote, the other could not read"
     except (GroupFailure, HarnessError) as error:
         return str(error).strip()

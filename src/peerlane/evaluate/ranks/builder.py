@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from peerlane.errors import CompileError
-from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate import wire
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
 from peerlane.evaluate.ranks.rank import Rank, classify, wants_gpu
@@ -22,35 +22,38 @@ _NICE = 10  # candidates may be timed meanwhile
 
 
 class Builder(Rank):
-    """Serves ``build``. Has no process group, and no GPU is visible to it."""
+    """Serves :class:`wire.BuildCandidate`. Has no process group, and no GPU is visible to it."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__({**config, "device": "cpu"}, rank, memory_fd)
         if timed_ranks := config["timed_ranks"]:
             os.nice(_NICE)
             os.sched_setaffinity(0, cores_beside(timed_ranks))
-        self.handlers |= {"init": lambda _: {}, "build": self.build}
+        self.handlers = {wire.Initialize: self.initialize, wire.BuildCandidate: self.build_candidate}
 
-    def build(self, request: Message) -> dict[str, Any]:
+    def initialize(self, request: wire.Initialize) -> wire.Initialized:
+        """There is nothing to join."""
+        return wire.Initialized(os.getpid())
+
+    def build_candidate(self, request: wire.BuildCandidate) -> wire.Done:
         """Imports the candidate. Compiler errors are raised; anything else is left to the ranks, where it may well work.
 
         With ``gpu_only`` no rank here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
         """
-        path, source = Path(request["path"]), request["source"].encode("latin-1")
-        extensions.use_cache(request["cache"])
+        path, source = Path(request.path), request.source.encode("latin-1")
+        extensions.use_cache(request.cache)
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
-        out_of_reach.refuse_answers(request["granted"])
-        gpu_only = request["gpu_only"]
+        out_of_reach.refuse_answers(request.granted)
         try:
             module = import_candidate(path, source)
         except Exception as error:
             if classify(error) == "build_error":
-                mended = request["on_cpu"] and torch.version.cuda is None and not isinstance(error, CompileError)
+                mended = request.on_cpu and torch.version.cuda is None and not isinstance(error, CompileError)
             else:
-                mended = not gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
+                mended = not request.gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
                 raise
-            return {}
-        if gpu_only:
+            return wire.Done()
+        if request.gpu_only:
             solution_of(module, path)
-        return {}
+        return wire.Done()

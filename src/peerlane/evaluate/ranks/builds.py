@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from peerlane.errors import CandidateChanged, HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.processes.limit import Limit
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.sandbox.hidden_files import family_sources
@@ -36,10 +36,10 @@ class Builds:
         """Whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
         return candidate.sha256 not in self._candidates or candidate.sha256 in self._done or self._session.pool_settings.builds == 0
 
-    def ahead(self) -> None:
-        """Ends builds that are done or take too long, and begins the next ones, as many at a time as the session's settings allow."""
+    def poll(self) -> None:
+        """Collects finished builds, ends those that take too long, and starts the next, as many at a time as the settings allow."""
         for sha256 in [sha256 for sha256, builder in self._running.items() if builder.overdue or builder.answering]:
-            with contextlib.suppress(Exception):  # whatever it is, it is met again in the candidate's own turn, and told of there
+            with contextlib.suppress(Exception):  # whatever it is, it comes again in the candidate's own turn, and is reported there
                 self._done[sha256] = self._await(sha256)
         while self._upcoming and len(self._running) < self._session.pool_settings.builds:
             with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn
@@ -54,7 +54,7 @@ class Builds:
             self._begin(sha256)
             self._running[sha256].limit = limit
             self._done[sha256] = self._await(sha256)
-            self.ahead()
+            self.poll()
         if (failure := self._done[sha256]) is not None:
             raise failure
 
@@ -65,19 +65,18 @@ class Builds:
     def _begin(self, sha256: str) -> None:
         if sha256 not in self._running and sha256 not in self._done:
             candidate = self._candidates[sha256]
-            source = candidate.source()
+            source = candidate.source() or ""
             builder = self._running[sha256] = self._session.builder()
             try:
-                builder.ask({"op": "init"}, "build", self._session.deadlines.spawn)
+                builder.ask(wire.Initialize(), "build", self._session.deadlines.spawn)
             except GroupFailure as failure:
                 self._end(sha256)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
             cache = builder.admit(sha256)
             on_cpu = not self._session.place.runs_cuda
-            request: Message = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache, "on_cpu": on_cpu}
-            request["granted"] = family_sources(candidate.path)
-            request["gpu_only"] = on_cpu and candidate.is_cuda
-            builder.begin({**request, "blame": "import_error"}, "build", self._session.deadlines.build)
+            gpu_only = on_cpu and candidate.is_cuda
+            request = wire.BuildCandidate(str(candidate.path), source, cache, family_sources(candidate.path), on_cpu, gpu_only)
+            builder.begin(request, "build", self._session.deadlines.build)
 
     def _await(self, sha256: str) -> GroupFailure | None:
         try:

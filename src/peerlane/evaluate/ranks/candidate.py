@@ -1,7 +1,7 @@
 """The candidate's rank: runs candidate code on what the trusted side publishes. Everything it reports is untrusted.
 
-Before any candidate code is loaded the same process times the reference (``block`` with ``side: reference``), so that both sides of the
-comparison ran in the same place; after ``load`` that is refused.
+Before any candidate code is loaded the same process times the reference (:class:`wire.PrepareBlock` with ``side="reference"``), so that
+both sides of the comparison ran in the same place; after :class:`wire.LoadCandidate` that is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Self
 import torch
 
 from peerlane import problems
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.loaded_code import loaded_code, mapped_libraries
 from peerlane.evaluate.audit.recorder import collectives, recording
 from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.memory.arena import POISON, Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates_of
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Solution
@@ -97,12 +97,12 @@ class AttachedCase:
     """those that arguments name"""
 
     @classmethod
-    def attach(cls, rank: Rank, layout: Message, groups: Mapping[str, Any], updates: Mapping[str, int]) -> Self:
+    def attach(cls, rank: Rank, layout: wire.CaseLayout, groups: Mapping[str, Any], updates: Mapping[str, int]) -> Self:
         """Maps the arena that a trusted rank has laid out, and builds the views of all slots."""
-        arena = Arena.attach(layout["arena"], rank.device, rank.memory_fd)
-        base, data = layout["output_base"], arena.data
-        arguments = ArgumentSlots(data[: max(base, 1)], layout["arguments"], groups.__getitem__)
-        outputs = OutputRegions(data[base : base + max(layout["output_bytes"], 1)], layout["outputs"], rank.device, updates)
+        arena = Arena.attach(layout.arena, rank.device, rank.memory_fd)
+        base, data = layout.input_bytes, arena.data
+        arguments = ArgumentSlots(data[: max(base, 1)], layout.arguments, groups.__getitem__)
+        outputs = OutputRegions(data[base : base + max(layout.output_bytes, 1)], layout.outputs, rank.device, updates)
         return cls(arena, arguments, outputs, groups=groups)
 
     def holds_any(self, tensors: list[torch.Tensor]) -> bool:
@@ -121,63 +121,80 @@ class CandidateRank(Rank):
         self._reference: Solution | None = None
         self._spaces: dict[str, AttachedCase] = {}
         self._jitter = Jitter(self.device)
-        self.serve("arm", "attach_case", "detach", "load", "call", "stress", "prepare", "outputs", "copy_again")
-        self.serve("profile_block", "loaded_code", "probe")  # to be audited
+        self.handlers |= {
+            wire.LoadSmHolder: self.load_sm_holder,
+            wire.AttachCase: self.attach_case,
+            wire.DetachCase: self.detach_case,
+            wire.LoadReference: self.load_reference,
+            wire.LoadCandidate: self.load_candidate,
+            wire.Call: self.call,
+            wire.CallUnderStress: self.call_under_stress,
+            wire.PrepareBlock: self.prepare_block,
+            wire.DescribeOutputs: self.describe_outputs,
+            wire.RecopyOutput: self.recopy_output,
+            wire.ProfileBlock: self.profile_block,
+            wire.ListLoadedCode: self.list_loaded_code,
+            wire.ProbeProfiler: self.probe_profiler,
+        }
 
-    def init(self, request: Message) -> dict[str, Any]:
-        """As every rank's; and what :meth:`arm` needs is imported, while nobody waits for it."""
+    def initialize(self, request: wire.Initialize) -> wire.Initialized:
+        """As every rank's; and what :meth:`load_sm_holder` needs is imported, while nobody waits for it."""
         if self.place.has_gpus:
             importlib.import_module("peerlane.device")
-        return super().init(request)
+        return super().initialize(request)
 
-    def detach(self, request: Message) -> dict[str, Any]:
+    def detach_case(self, request: wire.DetachCase) -> wire.Done:
         """Lets go of a space, because the trusted side is about to lay it out anew."""
-        attached = self._spaces.pop(request["space"], None)
+        attached = self._spaces.pop(request.space, None)
         if attached is not None:
             self._drop_block()
             attached.latest, attached.called = list, []
             attached.arena.close()
             self.give_back()
-        return {}
+        return wire.Done()
 
-    def attach_case(self, request: Message) -> dict[str, Any]:
-        problem = problems.get(request["problem"])
-        self._spaces[request["space"]] = AttachedCase.attach(self, request, self.groups(request["groups"]), updates_of(problem))
+    def attach_case(self, request: wire.AttachCase) -> wire.Done:
+        """Maps a case that the trusted ranks have laid out."""
+        problem, layout = problems.get(request.problem), request.layout
+        self._spaces[request.space] = AttachedCase.attach(self, layout, self.groups(layout.groups), updates_of(problem))
         if not self._loaded:
-            self._reference = problem.reference_of(request["variant"])
+            self._reference = problem.reference_of(request.variant)
         self.freeze_objects()
-        return {}
+        return wire.Done()
 
-    def arm(self, request: Message) -> dict[str, Any]:
-        """Makes ready what disturbs this rank under stress, on GPUs, before candidate code is there."""
-        self._jitter.arm(base64.b64decode(request["crowd"]))
-        return {}
+    def load_sm_holder(self, request: wire.LoadSmHolder) -> wire.Done:
+        """Loads the kernel that holds SMs under stress, on GPUs, before candidate code is there."""
+        self._jitter.load_sm_holder(base64.b64decode(request.code))
+        return wire.Done()
 
-    def load(self, request: Message) -> dict[str, Any]:
-        """Imports the candidate's ``source``, which was at ``path``; None stands for the reference itself."""
+    def load_reference(self, request: wire.LoadReference) -> wire.Done:
+        """Takes the reference for the candidate."""
         self._drop_block()
-        if request["path"] is None:
-            self._solution = problems.get(request["problem"]).reference_of(request["variant"])
-            return {}
+        self._solution = problems.get(request.problem).reference_of(request.variant)
+        return wire.Done()
+
+    def load_candidate(self, request: wire.LoadCandidate) -> wire.Done:
+        """Imports the candidate's ``source``, which was at ``path``."""
+        self._drop_block()
         self._loaded, self._reference = True, None
         self._own_libraries = mapped_libraries()
-        extensions.use_cache(request["cache"])
-        extensions.report_builds(lambda begun: self.tell({"building": begun}))
+        extensions.use_cache(request.cache)
+        extensions.report_builds(lambda building: self.send(wire.building_message(building)))
         if not self.place.has_gpus:
             os.environ["TRITON_INTERPRET"] = "1"
-        out_of_reach.refuse_answers(request["granted"])
-        if request["own_communication"]:
+        out_of_reach.refuse_answers(request.granted)
+        if request.own_communication:
             out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()
-        path = Path(request["path"])
-        solution = solution_of(import_candidate(path, request["source"].encode("latin-1")), path)
-        self._solution = problems.get(request["problem"]).accepting(request["variant"], solution)
-        return {}
+        path = Path(request.path)
+        solution = solution_of(import_candidate(path, request.source.encode("latin-1")), path)
+        self._solution = problems.get(request.problem).accepting(request.variant, solution)
+        return wire.Done()
 
-    def _side(self, request: Message) -> Solution:
-        solution = self._reference if request["side"] == "reference" else self._solution
+    def _solution_of(self, side: wire.Side) -> Solution:
+        solution = self._reference if side == "reference" else self._solution
         if solution is None:
-            raise RuntimeError(f"the {request['side']} cannot run now")
+            raise RuntimeError(f"the {side} cannot run now")
         return solution
 
     def _drop_block(self) -> None:
@@ -185,37 +202,38 @@ class CandidateRank(Rank):
         for attached in self._spaces.values():
             attached.latest, attached.called = list, []
 
-    def prepare(self, request: Message) -> dict[str, Any]:
-        attached = self._spaces[request["space"]]
+    def prepare_block(self, request: wire.PrepareBlock) -> wire.PreparedBlock:
+        """Builds the timed block of a side."""
+        attached = self._spaces[request.space]
         self._drop_block()
-        if request["mode"] == "graph":
+        if request.mode == "graph":
             self.freeze_objects()
-        answer = self.build_block(request, self._side(request), attached.arguments, attached.outputs)
+        answer = self.build_block(request, self._solution_of(request.side), attached.arguments, attached.outputs)
         if self.block is not None:
             attached.latest = self.block.latest
         return answer
 
-    def outputs(self, request: Message) -> dict[str, Any]:
-        """What the calls of the latest block returned, as far as it was copied."""
-        return {"outputs": self._spaces[request["space"]].outputs.descriptions}
+    def describe_outputs(self, request: wire.DescribeOutputs) -> wire.DescribedOutputs:
+        """Describes what the calls of the latest block returned, as far as it was copied."""
+        return wire.DescribedOutputs(self._spaces[request.space].outputs.descriptions[: request.slots])
 
-    def call(self, request: Message) -> dict[str, Any]:
+    def call(self, request: wire.Call) -> wire.Called:
         """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots.
 
         ``aliased`` in the answer: a call returned the same storage as the one before it. With a ``marker`` the calls are recorded;
         ``collectives`` is what the process groups counted in them, recorded or not.
         """
-        attached = self._spaces[request["space"]]
-        solution, outputs, slots = self._side(request), attached.outputs, request["slots"]
-        marker, recordings, before = request.get("marker"), [], collectives()
-        timeline = request.get("timeline", False)
+        attached = self._spaces[request.space]
+        solution, outputs, slots = self._solution_of(request.side), attached.outputs, request.slots
+        marker, timeline = request.marker, request.timeline
+        recordings, before = list[wire.Recording](), collectives()
         for slot in slots:
             poison_freed_memory(outputs.layout[slot], self.device)
             args = outputs.fresh(attached.arguments.args[slot])
             with recording(self.device, marker, timeline=timeline) if marker else contextlib.nullcontext() as record:
                 output = solution(*args)
             if record is not None:
-                recordings.append(record.message)
+                recordings.append(record.result())
             found = outputs.take(slot, output, args)
             # Kept until the next call is over, so that the same storage again means the candidate's own reuse.
             attached.latest = functools.partial(list, found)
@@ -223,29 +241,24 @@ class CandidateRank(Rank):
             self.synchronize()
         aliased = outputs.aliased([*attached.called, *slots])
         attached.called = slots[-1:]
-        return {
-            "outputs": [outputs.descriptions[slot] for slot in slots],
-            "aliased": aliased,
-            "recordings": recordings,
-            "collectives": collectives() - before,
-        }
+        return wire.Called([outputs.descriptions[slot] for slot in slots], aliased, recordings, collectives() - before)
 
-    def stress(self, request: Message) -> dict[str, Any]:
+    def call_under_stress(self, request: wire.CallUnderStress) -> wire.DescribedOutputs:
         """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
 
-        ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
+        ``jitter`` lists (position, way, us): what happens before which call; ``poisoned`` the positions before which freed memory is
         filled with NaN; ``swaps`` are the steps of :class:`SlotSwaps`. A call's inputs are overwritten in stream order behind its
         snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
         last call's, so that what it returned, which may be its inputs, can be looked at again. When this rank has been held up behind a
         call, what that returned is copied once more: it has to last until the next one, however far the peers are by then.
         """
-        attached = self._spaces[request["space"]]
-        solution, outputs, order = self._side(request), attached.outputs, request["order"]
+        attached = self._spaces[request.space]
+        solution, outputs, order = self._solution_of("candidate"), attached.outputs, request.order
         before: dict[int, list[tuple[str, float]]] = {}
-        for position, way, us in request["jitter"]:
+        for position, way, us in request.jitter:
             before.setdefault(position, []).append((way, us))
-        poisoned, kept = set(request["poisoned"]), {*request["kept"], len(order) - 1}
-        first = attached.arguments.swappers(request["swaps"])
+        poisoned, kept = set(request.poisoned), {*request.kept, len(order) - 1}
+        first = attached.arguments.swappers(request.swaps)
 
         def hold_up(position: int) -> bool:
             for way, us in before.get(position, ()):
@@ -263,38 +276,38 @@ class CandidateRank(Rank):
             args = outputs.fresh(attached.arguments.args[slot])
             found = outputs.take(slot, solution(*args), args)
             if position not in kept:
-                attached.arguments.spoil(slot)
+                attached.arguments.poison(slot)
             if hold_up(position + 1) and (position in kept or not attached.holds_any(found)):
                 outputs.copy(slot, found)  # but not inputs that are no more
             if position < len(order) - 1:
                 del found
         attached.latest = functools.partial(list, found)
         self.synchronize()
-        return {"outputs": outputs.descriptions}
+        return wire.DescribedOutputs(outputs.descriptions[: len(order)])
 
-    def copy_again(self, request: Message) -> dict[str, Any]:
+    def recopy_output(self, request: wire.RecopyOutput) -> wire.Done:
         """Copies what the latest call returned into its region once more: it may not have changed since."""
-        attached = self._spaces[request["space"]]
-        attached.outputs.copy(request["slot"], attached.latest())
+        attached = self._spaces[request.space]
+        attached.outputs.copy(request.slot, attached.latest())
         self.synchronize()
-        return {}
+        return wire.Done()
 
-    def profile_block(self, request: Message) -> dict[str, Any]:
-        """The block that was prepared, recorded and without clocks; what its calls returned. Ranks begin a ``timeline`` together."""
-        attached, timeline = self._spaces[request["space"]], request["timeline"]
-        with recording(self.device, request["marker"], timeline=timeline) as record:
+    def profile_block(self, request: wire.ProfileBlock) -> wire.ProfiledBlock:
+        """Runs the block that was prepared, recorded and without clocks. Ranks begin a ``timeline`` together."""
+        attached, timeline = self._spaces[request.space], request.timeline
+        with recording(self.device, request.marker, timeline=timeline) as record:
             self.prepared.profile(record.mark_calls() if timeline else None)
-        return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
+        return wire.ProfiledBlock(record.result(), attached.outputs.descriptions[: request.slots])
 
-    def loaded_code(self, request: Message) -> dict[str, Any]:
-        """What device code there is since the candidate was loaded."""
-        return loaded_code(self._own_libraries, libraries=request["libraries"])
+    def list_loaded_code(self, request: wire.ListLoadedCode) -> wire.LoadedCode:
+        """Lists the device code that was loaded since the candidate was."""
+        return loaded_code(self._own_libraries, libraries=request.libraries)
 
-    def probe(self, request: Message) -> dict[str, Any]:
+    def probe_profiler(self, request: wire.ProbeProfiler) -> wire.ProbedProfiler:
         """Records a kernel of PyTorch's, to see whether the profiler works here."""
-        with recording(self.device, request["marker"]) as record:
+        with recording(self.device, request.marker) as record:
             torch.zeros(1, device=self.device)
-        return {"recordings": [record.message]}
+        return wire.ProbedProfiler(record.result())
 
 
 def poison_freed_memory(layout: Description, device: torch.device) -> None:

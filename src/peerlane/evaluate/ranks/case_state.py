@@ -59,7 +59,8 @@ class OpenCase:
         self.snapshots: list[Snapshot] = []
         self.changes: list[tuple[str, torch.Tensor]] = []
         """of arguments that were to stay as they were: name, and whether they did not"""
-        self.checksummed: tuple[int, list[torch.Tensor]] = (0, [])
+        self.saved: tuple[int, list[torch.Tensor]] = (0, [])
+        """a slot, and copies of its outputs, to be compared with what lies there later"""
         self._generators = BlockGenerators(device)
 
     def generate(self, block: int, kinds: Sequence[str]) -> None:

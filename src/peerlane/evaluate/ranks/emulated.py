@@ -15,17 +15,15 @@ from peerlane import problems
 from peerlane.device.emulator import build
 from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.emulator.sequence import findings
+from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.memory.arena import extent, view
 from peerlane.evaluate.memory.slots import updates_of
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import AttachedCase, import_candidate, poison_freed_memory, solution_of
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Solution
 from peerlane.problems.contract.tree import rebuild, tensor_descriptions
-
-_MOST_FINDINGS, _FINDING_CHARACTERS = 8, 4000
 
 
 class _RankCase(AttachedCase):
@@ -49,54 +47,64 @@ class EmulatedCandidate(Rank):
         self._size: int = config["emulated_ranks"]
         self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=int.from_bytes(os.urandom(4), "big"))
         self._spaces: dict[str, list[_RankCase]] = {}
-        self.handlers.clear()
-        self.serve("init", "attach_case", "detach", "load", "call", "race", "exit")
+        self.handlers = {
+            wire.Initialize: self.initialize,
+            wire.AttachCase: self.attach_case,
+            wire.DetachCase: self.detach_case,
+            wire.LoadCandidate: self.load_candidate,
+            wire.Call: self.call,
+            wire.ReportRaces: self.report_races,
+            wire.Exit: self.exit,
+        }
 
-    def init(self, request: Message) -> dict[str, Any]:
+    def initialize(self, request: wire.Initialize) -> wire.Initialized:
         """Has what all candidates need from the emulator before a candidate's own cache takes the place of the shared one."""
         torch.set_num_threads(1)
         build.use_as_library(build.folder())
-        return {"pid": os.getpid()}
+        return wire.Initialized(os.getpid())
 
-    def detach(self, request: Message) -> dict[str, Any]:
-        for attached in self._spaces.pop(request["space"], []):
+    def detach_case(self, request: wire.DetachCase) -> wire.Done:
+        """Lets go of a space."""
+        for attached in self._spaces.pop(request.space, []):
             attached.latest = list
             attached.arena.close()
-        return {}
+        return wire.Done()
 
-    def attach_case(self, request: Message) -> dict[str, Any]:
-        updates = updates_of(problems.get(request["problem"]))
-        each = zip(request["ranks"], self._ranks.groups(request["groups"]), strict=True)
-        self._spaces[request["space"]] = [_RankCase.attach(self, layout, groups, updates) for layout, groups in each]
+    def attach_case(self, requests: list[wire.AttachCase]) -> wire.Done:
+        """Maps a case as the trusted rank of each rank has laid it out."""
+        first = requests[0]
+        updates = updates_of(problems.get(first.problem))
+        each = zip(requests, self._ranks.groups(first.layout.groups), strict=True)
+        self._spaces[first.space] = [_RankCase.attach(self, request.layout, groups, updates) for request, groups in each]
         self.freeze_objects()
-        return {}
+        return wire.Done()
 
-    def load(self, request: Message) -> dict[str, Any]:
+    def load_candidate(self, request: wire.LoadCandidate) -> wire.Done:
         """Imports the candidate's ``source``, which was at ``path``, once for every rank."""
-        extensions.use_cache(request["cache"])
-        out_of_reach.refuse_answers(request["granted"])
-        if request["own_communication"]:
+        extensions.use_cache(request.cache)
+        out_of_reach.refuse_answers(request.granted)
+        if request.own_communication:
             out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()
-        path, source = Path(request["path"]), request["source"].encode("latin-1")
+        path, source = Path(request.path), request.source.encode("latin-1")
 
         def load(rank: int) -> Solution:
             return solution_of(import_candidate(path, source, f"_rank_{rank}"), path)
 
         self._ranks.load(load)
-        return {}
+        return wire.Done()
 
-    def call(self, request: Message) -> dict[str, Any]:
+    def call(self, request: wire.Call) -> list[wire.Answer]:
         """Every rank calls the solution on ``slots``, one after the other, with freed memory poisoned before each, and takes snapshots."""
-        cases, slots = self._spaces[request["space"]], request["slots"]
+        cases, slots = self._spaces[request.space], request.slots
         for slot in slots:
             self._call(cases, slot)
-        answers = []
+        answers: list[wire.Answer] = []
         for attached in cases:
             aliased = attached.outputs.aliased([*attached.called, *slots])
             attached.called = slots[-1:]
-            answers.append({"outputs": [attached.outputs.descriptions[slot] for slot in slots], "aliased": aliased})
-        return {"ranks": answers}
+            answers.append(wire.Called([attached.outputs.descriptions[slot] for slot in slots], aliased, [], 0))
+        return answers
 
     def _call(self, cases: list[_RankCase], slot: int) -> None:
         for attached in cases:
@@ -112,18 +120,17 @@ class EmulatedCandidate(Rank):
         for context in own:
             context.__exit__(None, None, None)
 
-    def race(self, request: Message) -> dict[str, Any]:
-        """What the emulator has found in the launches so far, under many schedules, and how often each kernel was launched."""
-        found = findings(self._ranks.reports())[:_MOST_FINDINGS]
-        told = [
-            {
-                "kind": finding.kind,
-                "memory": finding.memory,
-                "rank": max(0, min((side.rank for side in finding.sides), default=0)),
-                "schedules": finding.schedules,
-                "summary": finding.summary,
-                "text": str(finding)[:_FINDING_CHARACTERS],
-            }
-            for finding in found
+    def report_races(self, request: wire.ReportRaces) -> wire.RaceReport:
+        """Reports what the emulator has found in the launches so far, under many schedules, and how often each kernel was launched."""
+        found = [
+            wire.RaceFinding(
+                kind=finding.kind,
+                memory=finding.memory,
+                rank=max(0, min((side.rank for side in finding.sides), default=0)),
+                schedules=finding.schedules,
+                summary=finding.summary,
+                text=str(finding)[: wire.FINDING_CHARACTERS],
+            )
+            for finding in findings(self._ranks.reports())[: wire.MOST_FINDINGS]
         ]
-        return {"findings": told, "launches": dict(self._ranks.launches)}
+        return wire.RaceReport(found, dict(self._ranks.launches))

@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault, TrackForbids
+from peerlane.evaluate import wire
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
-from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.ranks.timed_block import Block, Plan, Solution, capture_failure, make_block
+from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
 from peerlane.evaluate.timing.cores import Pin, cores_of_rank
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case, GroupLayout, Problem
 
-Handler = Callable[[Message], dict[str, Any]]
+Handler = Callable[[Any], wire.Answer | list[wire.Answer]]
 
 _KEPT_BYTES = 1 << 30  # of memory, that a rank may keep for later
 
@@ -43,7 +43,7 @@ _MEMORY_WORDS = (
 _GPU_WORDS = re.compile(r"\b(cuda|nvidia|gpus?|nvrtc|nvcc)\b|CUDA_HOME|libcuda|libnv", re.IGNORECASE)
 
 
-def classify(error: BaseException, default: str = "runtime_error") -> str:
+def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") -> wire.ErrorKind:
     """The kind of failure an exception stands for: track_violation, out_of_memory, cuda_error, build_error, not_run or ``default``."""
     if isinstance(error, TrackForbids):
         return "track_violation"
@@ -75,20 +75,25 @@ class Rank:
         self.device = torch.device("cuda", gpus[rank]) if self.place.has_gpus else torch.device("cpu")
         Arena.begin_at(rank * config.get("memory_range", 0))
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self.handlers: dict[str, Handler] = {}
-        self.serve("init", "lend", "borrow", "exit", "warm", "ready", "timed_block", "use_device")
+        self.handlers: dict[type[wire.Request[Any]], Handler] = {
+            wire.Initialize: self.initialize,
+            wire.ExportArena: self.export_arena,
+            wire.ImportArena: self.import_arena,
+            wire.UseDevice: self.use_device,
+            wire.WarmUpBlock: self.warm_up_block,
+            wire.ReadyBlock: self.ready_block,
+            wire.RunBlock: self.run_block,
+            wire.Exit: self.exit,
+        }
+        """for every request that this rank serves, what carries it out"""
         self.leaving = False
-        self.tell: Callable[[Message], None] = lambda _: None
+        self.send: Callable[[wire.Message], None] = lambda _: None
         """sends a message to the supervisor between a request and its answer"""
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None
         """what was prepared; one at a time, for live graphs with collectives slow down eager calls"""
 
-    def serve(self, *operations: str) -> None:
-        """From now on requests for these reach the methods of the same names."""
-        self.handlers |= {name: getattr(self, name) for name in operations}
-
-    def init(self, request: Message) -> dict[str, Any]:
+    def initialize(self, request: wire.Initialize) -> wire.Initialized:
         """Joins the process group and runs one collective, so that connections exist."""
         store = dist.FileStore(  # type: ignore[attr-defined]
             str(Path(self.config["folder"]) / "store"), self.world_size
@@ -107,32 +112,33 @@ class Rank:
             torch.set_num_threads(1)
             dist.init_process_group(self.config["backend"], store=store, rank=self.rank, world_size=self.world_size)
             dist.barrier()
-        return {"pid": os.getpid()}
+        return wire.Initialized(os.getpid())
 
-    def lend(self, request: Message) -> dict[str, Any]:
-        """A small arena with a mark in it, for another process to map."""
-        self._lent = Arena.create(1, self.device, self.memory_fd)
-        mark = int.from_bytes(os.urandom(1), "big")
-        self._lent.data[0] = mark
+    def export_arena(self, request: wire.ExportArena) -> wire.ExportedArena:
+        """Creates a small arena with a random byte in it."""
+        self._exported = Arena.create(1, self.device, self.memory_fd)
+        byte = int.from_bytes(os.urandom(1), "big")
+        self._exported.data[0] = byte
         self.synchronize()
-        return {"arena": self._lent.handle, "byte": mark}
+        return wire.ExportedArena(self._exported.handle, byte)
 
-    def borrow(self, request: Message) -> dict[str, Any]:
-        """Maps an arena that was lent and reads the mark."""
-        arena = Arena.attach(request["arena"], self.device, self.memory_fd)
-        mark = int(arena.data[0])
+    def import_arena(self, request: wire.ImportArena) -> wire.ImportedArena:
+        """Maps an exported arena and reads its byte."""
+        arena = Arena.attach(request.arena, self.device, self.memory_fd)
+        byte = int(arena.data[0])
         arena.close()
-        return {"byte": mark}
+        return wire.ImportedArena(byte)
 
-    def use_device(self, request: Message) -> dict[str, Any]:
+    def use_device(self, request: wire.UseDevice) -> wire.Done:
+        """Runs a small kernel."""
         torch.zeros(1, device=self.device).add_(1).cpu()
         self.synchronize()
-        return {}
+        return wire.Done()
 
-    def exit(self, request: Message) -> dict[str, Any]:
+    def exit(self, request: wire.Exit) -> wire.Done:
         """Ends the serving loop after this answer."""
         self.leaving = True
-        return {}
+        return wire.Done()
 
     @property
     def prepared(self) -> Block:
@@ -140,29 +146,31 @@ class Rank:
             raise RuntimeError("no block was prepared: expected prepare first")
         return self.block
 
-    def build_block(self, request: Message, solution: Solution, arguments: ArgumentSlots, outputs: OutputRegions) -> dict[str, Any]:
+    def build_block(
+        self, request: wire.PrepareBlock, solution: Solution, arguments: ArgumentSlots, outputs: OutputRegions
+    ) -> wire.PreparedBlock:
         """Builds a timed block in the request's launch mode; for graphs this captures, and a failed capture is an answer, not an error."""
         self.block = None
         try:
-            self.block = make_block(request["mode"], solution, arguments, outputs, self.device, Plan.of(request["plan"]))
+            self.block = make_block(request.mode, solution, arguments, outputs, self.device, request.plan)
         except Exception as error:
-            if request["mode"] != "graph":
+            if request.mode != "graph":
                 raise
-            return {"captured": False, "why": capture_failure(error)}
-        return {"captured": True}
+            return wire.PreparedBlock(capture_failure(error))
+        return wire.PreparedBlock(None)
 
-    def warm(self, request: Message) -> dict[str, Any]:
+    def warm_up_block(self, request: wire.WarmUpBlock) -> wire.Done:
         """Runs the prepared block once, without clocks."""
         self.prepared.warm()
-        return {}
+        return wire.Done()
 
-    def ready(self, request: Message) -> dict[str, Any]:
-        """Makes this rank ready for ``block``, on the core with this number."""
-        self._pin.take(request["core"])
+    def ready_block(self, request: wire.ReadyBlock) -> wire.Done:
+        """Makes this rank ready for :meth:`run_block`, on the core with this number."""
+        self._pin.take(request.core)
         self.prepared.ready()
-        return {}
+        return wire.Done()
 
-    def timed_block(self, request: Message) -> dict[str, Any]:
+    def run_block(self, request: wire.RunBlock) -> wire.BlockRun:
         """Runs the prepared block; as little as possible besides, for the supervisor's clock runs meanwhile."""
         try:
             return self.prepared.run()
@@ -199,6 +207,6 @@ class Rank:
             torch.cuda.empty_cache()
 
     @staticmethod
-    def case_of(request: Message) -> tuple[Problem, Case]:
-        problem = problems.get(request["problem"])
-        return problem, problem.case(request["preset"], request["label"], request["world_size"])
+    def case_of(case: wire.CaseId) -> tuple[Problem, Case]:
+        problem = problems.get(case.problem)
+        return problem, problem.case(case.preset, case.label, case.world_size)

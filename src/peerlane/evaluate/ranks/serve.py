@@ -11,7 +11,8 @@ from typing import Any
 from peerlane.device.emulator.ranks import RankFailure
 from peerlane.device.host.arena import faults
 from peerlane.errors import EmulatedFault
-from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message
+from peerlane.evaluate import wire
+from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
 from peerlane.evaluate.ranks.emulated import EmulatedCandidate
@@ -37,11 +38,13 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
         os.environ.update(config["rank_environment"][rank])
 
 
-def _error(kind: str, error: BaseException) -> Message:
-    text = "".join(traceback.format_exception(error, limit=-12))
-    if kind == "cuda_error" and not isinstance(error, EmulatedFault):  # which says it itself, with source lines
+def _error(error: BaseException, default: wire.ErrorKind) -> wire.RankError:
+    rank = error.rank if isinstance(error, RankFailure) else None
+    cause = error.error if isinstance(error, RankFailure) else error
+    kind, text = classify(cause, default), "".join(traceback.format_exception(cause, limit=-12))
+    if kind == "cuda_error" and not isinstance(cause, EmulatedFault):  # which says it itself, with source lines
         text = "\n".join([text, *faults()])
-    return {"ok": False, "error": {"kind": kind, "message": text[-ERROR_CHARACTERS:]}}
+    return wire.RankError(kind, text, rank)
 
 
 def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -> int:
@@ -49,15 +52,15 @@ def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -
     _set_environment(config, rank)
     me = _kind(config)(config, rank, memory_fd)
     receive, send, handlers = channel.receive, channel.send, me.handlers
-    me.tell = send
-    while (request := receive()) is not None:
+    read_request, answer_message = wire.read_request, wire.answer_message
+    me.send = send
+    while (message := receive()) is not None:
+        request = read_request(message)
+        first = request[0] if isinstance(request, list) else request
         try:
-            answer: Message = {"ok": True, **handlers[request["op"]](request)}
+            answer = answer_message(handlers[type(first)](request))
         except BaseException as error:
-            cause = error.error if isinstance(error, RankFailure) else error
-            answer = _error(classify(cause, request.get("blame", "runtime_error")), cause)
-            if isinstance(error, RankFailure):
-                answer["error"]["rank"] = error.rank
+            answer = wire.error_message(_error(error, first.failure_kind))
         send(answer)
         if me.leaving:
             break

@@ -10,7 +10,6 @@ import gc
 import itertools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 from peerlane.evaluate.audit.recorder import collectives
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, Unowned
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.timing.cache_flush import evict, quiesce, synchronize_all
+from peerlane.evaluate.wire import BlockPlan, BlockRun
 from peerlane.problems.contract.tree import Tree
 
 _Event = torch.cuda.Event
@@ -37,19 +36,6 @@ _NO_MARK: AbstractContextManager[Any] = nullcontext()
 Solution = Callable[..., Tree]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a block does besides calling: ``swaps`` are steps of :class:`SlotSwaps`, ``copied`` the slots whose outputs are copied."""
-
-    calls: int
-    swaps: tuple[tuple[int, int, int], ...]
-    copied: frozenset[int]
-
-    @staticmethod
-    def of(message: Message) -> Plan:
-        return Plan(message["calls"], tuple((p, a, b) for p, a, b in message["swaps"]), frozenset(message["copied"]))
-
-
 class Block(abc.ABC):
     """The calls of one block on this rank, in one launch mode, with the events around them."""
 
@@ -57,7 +43,7 @@ class Block(abc.ABC):
     """what process groups counted while the calls were captured"""
     in_graphs = False
 
-    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
+    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         self._solution, self._inputs, self._outputs, self._device, self.plan = solution, inputs, outputs, device, plan
         self._swappers = inputs.swappers(plan.swaps)
         self._barrier = torch.zeros(1, device=device)
@@ -92,9 +78,9 @@ class Block(abc.ABC):
         evict()
         synchronize_all()
 
-    def run(self, mark: AbstractContextManager[Any] = _NO_MARK) -> dict[str, Any]:
-        """One block behind a barrier of all ranks, until this process's devices are idle: ``events_us``, and ``collectives``, which is how
-        many the process groups counted in the calls, captured ones included. ``mark`` is entered while the calls are launched."""
+    def run(self, mark: AbstractContextManager[Any] = _NO_MARK) -> BlockRun:
+        """Runs one block behind a barrier of all ranks, until this process's devices are idle. Collectives of captured calls count too.
+        ``mark`` is entered while the calls are launched."""
         try:
             _all_reduce(self._barrier)
             counted = -_collectives()
@@ -104,7 +90,7 @@ class Block(abc.ABC):
             synchronize_all()
         finally:
             _gc_enable()
-        return {"events_us": float(_elapsed(self._start, self._end)) * 1e3, "collectives": self.captured_collectives + counted}
+        return BlockRun(float(_elapsed(self._start, self._end)) * 1e3, self.captured_collectives + counted)
 
     def warm(self) -> None:
         """Every call once, without barrier."""
@@ -139,7 +125,7 @@ class GraphBlock(Block):
 
     in_graphs, calls_per_graph = True, 16
 
-    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
+    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         super().__init__(solution, inputs, outputs, device, plan)
         _all_reduce(self._barrier)
         _synchronize()
@@ -192,12 +178,14 @@ class _CopiesGraph(GraphBlock):
     calls_per_graph = 1 << 30
 
 
-def make_block(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> Block:
+def make_block(
+    mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan
+) -> Block:
     """The block of a launch mode, ``eager`` or ``graph``."""
     return (EagerBlock if mode == "eager" else GraphBlock)(solution, inputs, outputs, device, plan)
 
 
-def copies_us(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> float:
+def copies_us(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> float:
     """What a block's swaps and output copies take without its calls, in microseconds: the shortest of a few runs. The plan's swaps are
     carried out ``COPIES_RUNS + 1`` times."""
     answers = {slot: solution(*outputs.fresh(inputs.args[slot])) for slot in sorted(plan.copied)}
@@ -208,5 +196,5 @@ def copies_us(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: Out
     times = []
     for _ in range(COPIES_RUNS):
         block.ready()
-        times.append(float(block.run()["events_us"]))
+        times.append(block.run().events_us)
     return min(times)

@@ -1,8 +1,8 @@
 """The trusted rank: generates inputs, knows the oracle, judges outputs, times the reference. Candidate code never runs here.
 
 Inputs are generated into private memory (staging) and copied to the shared arena just before the candidate may use them (publish).
-Every call of ``generate`` draws new contents from the run's secret, which only trusted ranks hold. Several cases may be open at a time,
-each in a space of its own.
+Every :class:`wire.GenerateInputs` draws new contents from the run's secret, which only trusted ranks hold. Several cases may be open at a
+time, each in a space of its own.
 
 Nothing that a candidate can map ever holds an answer before the candidate has given its own: the oracle and the reference work in this
 process's private memory, and an arena is cleared before it is handed out.
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.correctness.jitter import compile_crowd, keep_busy
+from peerlane.evaluate import wire
+from peerlane.evaluate.correctness.jitter import compile_sm_holder, keep_busy
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.evaluate.memory.arena import POISON, aligned, view
 from peerlane.evaluate.memory.input_generation import Inputs
 from peerlane.evaluate.memory.layouts import Layouts, find_layouts
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_us
@@ -48,176 +48,193 @@ class TrustedRank(Rank):
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
         self._secret = ""
-        self._mode = "eager"
+        self._mode: wire.LaunchMode = "eager"
         self._open: dict[str, OpenCase] = {}
         self._layouts: dict[tuple[int, str, int, float], Layouts] = {}
-        self.serve("secret", "open_case", "generate_inputs", "publish_inputs", "prepare", "restore", "copies", "keep_busy", "margins")
-        self.serve("collect", "discard", "checksum_output", "compare_checksum", "judge", "close_case")
-
-    def secret(self, request: Message) -> dict[str, Any]:
-        """Takes the run's secret, which seeds all inputs. ``arms`` in the answer: what candidates' ranks need and may not compile."""
-        self._secret = request["secret"]
-        if not self.place.has_gpus:
-            return {"arms": {}}
-        return {"arms": {"crowd": base64.b64encode(compile_crowd(self.device)).decode()}}
-
-    def opened(self, request: Message) -> OpenCase:
-        current = self._open.get(request["space"])
-        if current is None:
-            raise RuntimeError(f"no case is open in {request['space']}: expected open_case first")
-        return current
-
-    def open_case(self, request: Message) -> dict[str, Any]:
-        """Lays out up to ``slots`` calls, as many as fit into ``most_bytes``. ``alone``: whatever else is open is closed before."""
-        for space in [*reversed(self._open)] if request["alone"] else [request["space"]]:
-            self.close_case({"space": space})
-        problem, case = self.case_of(request)
-        groups = self.groups(problem.process_groups(case))
-        inputs = Inputs(problem, case, self.rank, self._secret, self.device)
-        key = problem.id, case.key, request["slots"], request["most_bytes"]
-        if key not in self._layouts:
-            self._layouts = {known: found for known, found in self._layouts.items() if known[0] == problem.id}
-            self._layouts[key] = find_layouts(inputs, request["slots"], request["most_bytes"], groups)
-        current = self._open[request["space"]] = OpenCase(inputs, self._layouts[key], groups, self.memory_fd)
-        self.freeze_objects()
-        return {
-            "arena": current.arena.handle,
-            "arguments": current.layouts[self.rank],
-            "outputs": current.output_layout,
-            "output_base": current.input_bytes,
-            "input_bytes": current.input_bytes,
-            "output_bytes": current.output_bytes,
-            "reference_s": self._layouts[key].reference_s,
-            "groups": {name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
+        self.handlers |= {
+            wire.TakeSecret: self.take_secret,
+            wire.OpenCase: self.open_case,
+            wire.CloseCase: self.close_case,
+            wire.GenerateInputs: self.generate_inputs,
+            wire.PublishInputs: self.publish_inputs,
+            wire.PrepareBlock: self.prepare_block,
+            wire.UndoSwaps: self.undo_swaps,
+            wire.TimeCopies: self.time_copies,
+            wire.KeepDeviceBusy: self.keep_device_busy,
+            wire.CollectOutputs: self.collect_outputs,
+            wire.DiscardOutputs: self.discard_outputs,
+            wire.JudgeOutputs: self.judge_outputs,
+            wire.SaveOutput: self.save_output,
+            wire.CompareOutput: self.compare_output,
+            wire.MeasureMargins: self.measure_margins,
         }
 
-    def close_case(self, request: Message) -> dict[str, Any]:
-        if (current := self._open.pop(request["space"], None)) is not None:
+    def take_secret(self, request: wire.TakeSecret) -> wire.SecretTaken:
+        """Takes the run's secret, which seeds all inputs; returns the kernel that candidates' ranks need and may not compile."""
+        self._secret = request.secret
+        if not self.place.has_gpus:
+            return wire.SecretTaken("")
+        return wire.SecretTaken(base64.b64encode(compile_sm_holder(self.device)).decode())
+
+    def opened(self, space: str) -> OpenCase:
+        current = self._open.get(space)
+        if current is None:
+            raise RuntimeError(f"no case is open in {space}: expected open_case first")
+        return current
+
+    def open_case(self, request: wire.OpenCase) -> wire.OpenedCase:
+        """Lays out up to ``slots`` calls, as many as fit into ``most_bytes``. ``alone``: whatever else is open is closed before."""
+        for space in [*reversed(self._open)] if request.alone else [request.space]:
+            self._close(space)
+        problem, case = self.case_of(request.case)
+        groups = self.groups(problem.process_groups(case))
+        inputs = Inputs(problem, case, self.rank, self._secret, self.device)
+        key = problem.id, case.key, request.slots, request.most_bytes
+        if key not in self._layouts:
+            self._layouts = {known: found for known, found in self._layouts.items() if known[0] == problem.id}
+            self._layouts[key] = find_layouts(inputs, request.slots, request.most_bytes, groups)
+        current = self._open[request.space] = OpenCase(inputs, self._layouts[key], groups, self.memory_fd)
+        self.freeze_objects()
+        layout = wire.CaseLayout(
+            arena=current.arena.handle,
+            arguments=current.layouts[self.rank],
+            outputs=current.output_layout,
+            input_bytes=current.input_bytes,
+            output_bytes=current.output_bytes,
+            groups={name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
+        )
+        return wire.OpenedCase(layout, self._layouts[key].reference_s)
+
+    def close_case(self, request: wire.CloseCase) -> wire.Done:
+        """Frees a case's memory."""
+        self._close(request.space)
+        return wire.Done()
+
+    def _close(self, space: str) -> None:
+        if (current := self._open.pop(space, None)) is not None:
             self.block = None
             current.arena.close()
         self.give_back()
-        return {}
 
-    def generate_inputs(self, request: Message) -> dict[str, Any]:
-        """New contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
-        self.opened(request).generate(request["block"], request["kinds"])
+    def generate_inputs(self, request: wire.GenerateInputs) -> wire.Done:
+        """Draws new contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
+        self.opened(request.space).generate(request.block, request.kinds)
         self.synchronize()
-        return {}
+        return wire.Done()
 
-    def publish_inputs(self, request: Message) -> dict[str, Any]:
+    def publish_inputs(self, request: wire.PublishInputs) -> wire.Done:
         """Copies the inputs of the first ``slots`` slots to the shared arena, and poisons the output regions with NaN bits. Renews the
         guard bands.
         """
-        current = self.opened(request)
-        end = current.private.end(request["slots"])
+        current = self.opened(request.space)
+        end = current.private.end(request.slots)
         current.arena.data[:end].copy_(current.staging[:end])
         current.outputs.fill_(POISON)
         current.guards.paint()
         self.synchronize()
-        return {}
+        return wire.Done()
 
-    def prepare(self, request: Message) -> dict[str, Any]:
+    def prepare_block(self, request: wire.PrepareBlock) -> wire.PreparedBlock:
         """Builds the reference's timed block in a launch mode."""
-        current, self._mode = self.opened(request), request["mode"]
+        current, self._mode = self.opened(request.space), request.mode
         return self.build_block(request, current.reference, current.private, current.private_outputs)
 
-    def restore(self, request: Message) -> dict[str, Any]:
+    def undo_swaps(self, request: wire.UndoSwaps) -> wire.Done:
         """Undoes the swaps of the prepared block, behind each run of it."""
-        private = self.opened(request).private
+        self._undo_swaps(request.space)
+        return wire.Done()
+
+    def _undo_swaps(self, space: str) -> None:
+        private = self.opened(space).private
         for _, slot, other in reversed(self.prepared.plan.swaps):
             private.swapper(slot, other)()
         self.synchronize()
-        return {}
 
-    def copies(self, request: Message) -> dict[str, Any]:
-        """What the swaps and output copies of the prepared block take alone."""
-        current, plan = self.opened(request), self.prepared.plan
+    def time_copies(self, request: wire.TimeCopies) -> wire.CopiesTime:
+        """Times the swaps and output copies of the prepared block without its calls."""
+        current, plan = self.opened(request.space), self.prepared.plan
         us = copies_us(self._mode, current.reference, current.private, current.private_outputs, self.device, plan)
         for _ in range(COPIES_RUNS + 1):
-            self.restore(request)
-        return {"copies_us": us}
+            self._undo_swaps(request.space)
+        return wire.CopiesTime(us)
 
-    def keep_busy(self, request: Message) -> dict[str, Any]:
+    def keep_device_busy(self, request: wire.KeepDeviceBusy) -> wire.Done:
         """Keeps this GPU busy for ``seconds``, beside whoever else uses it. Only the rank that shares its GPU gets more than 0."""
-        keep_busy(request["seconds"])
-        return {}
+        keep_busy(request.seconds)
+        return wire.Done()
 
-    def collect(self, request: Message) -> dict[str, Any]:
+    def collect_outputs(self, request: wire.CollectOutputs) -> wire.CollectedBytes:
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
 
         Their inputs are kept too, as they were generated for the slots ``contents``. ``outputs``: how the candidate's rank described what
         it returned. The arguments of the slots ``intact`` are compared with what was generated: nobody else has touched them since.
-        Returns the bytes that wait for :meth:`judge`.
+        Returns the bytes that wait for :meth:`judge_outputs`.
         """
-        current = self.opened(request)
-        for slot, source, described in zip(request["slots"], request["contents"], request["outputs"], strict=True):
+        current = self.opened(request.space)
+        for slot, source, described in zip(request.slots, request.contents, request.outputs, strict=True):
             inputs = current.staging[current.spans(source)[self.rank]].clone()
             current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.taken(slot), inputs))
-            if slot in request["intact"]:
+            if slot in request.intact:
                 current.changes += _changes(current, source, slot)
         self.synchronize()
-        return {"bytes": sum(snapshot.nbytes for snapshot in current.snapshots)}
+        return wire.CollectedBytes(sum(snapshot.nbytes for snapshot in current.snapshots))
 
-    def discard(self, request: Message) -> dict[str, Any]:
+    def discard_outputs(self, request: wire.DiscardOutputs) -> wire.Done:
         """Forgets what was collected, of a race that was broken off."""
-        current = self.opened(request)
+        current = self.opened(request.space)
         current.snapshots.clear()
         current.changes.clear()
-        return {}
+        return wire.Done()
 
-    def checksum_output(self, request: Message) -> dict[str, Any]:
+    def save_output(self, request: wire.SaveOutput) -> wire.Done:
         """Keeps the snapshot of one slot, whose outputs the candidate's rank is about to copy once more."""
-        current = self.opened(request)
-        current.checksummed = request["slot"], current.taken(request["slot"])
+        current = self.opened(request.space)
+        current.saved = request.slot, current.taken(request.slot)
         self.synchronize()
-        return {}
+        return wire.Done()
 
-    def compare_checksum(self, request: Message) -> dict[str, Any]:
-        """Compares the second copy of the remembered slot's outputs with the first: ``changed`` is the number of the first that differs."""
-        current = self.opened(request)
-        (slot, first), current.checksummed = current.checksummed, (0, [])
+    def compare_output(self, request: wire.CompareOutput) -> wire.OutputComparison:
+        """Compares the second copy of the saved slot's outputs with the first: ``changed`` is the number of the first that differs."""
+        current = self.opened(request.space)
+        (slot, first), current.saved = current.saved, (0, [])
         pairs = enumerate(zip(first, current.taken(slot), strict=True))
         changed = next((number for number, (before, after) in pairs if before.numel() and not same_bits(before, after)), None)
-        return {"changed": changed, "out_of_bounds": _out_of_bounds(current)}
+        return wire.OutputComparison(changed, _out_of_bounds(current))
 
-    def judge(self, request: Message) -> dict[str, Any]:
+    def judge_outputs(self, request: wire.JudgeOutputs) -> wire.Judgement:
         """Compares all collected snapshots with the oracle."""
-        current, at_rest = self.opened(request), request["at_rest"]
+        current, at_rest = self.opened(request.space), request.at_rest
         snapshots, current.snapshots = current.snapshots, []
         changes, current.changes = current.changes, []
         if at_rest:
             changes += [change for slot in range(len(current.kinds)) for change in _changes(current, slot, slot)]
-        return {
-            "slots": [
-                self._judge(current, snapshot, inputs)
-                for snapshot, inputs in zip(snapshots, self._all_inputs(current, snapshots), strict=True)
-            ],
-            "changed_arguments": changed_names(changes),
-            "out_of_bounds": _out_of_bounds(current) if at_rest else None,
-        }
+        pairs = zip(snapshots, self._all_inputs(current, snapshots), strict=True)
+        return wire.Judgement(
+            slots=[self._judge(current, snapshot, inputs) for snapshot, inputs in pairs],
+            changed_arguments=changed_names(changes),
+            out_of_bounds=_out_of_bounds(current) if at_rest else None,
+        )
 
-    def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> dict[str, Any]:
+    def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> wire.SlotScore:
         problem, case, slot = current.problem, current.case, snapshot.slot
         expected = problem.oracle(case, inputs, self.rank)
         if (reason := _claimed_mismatch(snapshot.described, expected, self.device)) is not None:
-            return {"slot": slot, "type": reason}
+            return wire.SlotScore(slot, mismatch=reason)
         got = rebuild(current.output_layout[slot], iter(snapshot.tensors), current.groups.__getitem__)
         if (mismatch := type_mismatch(got, expected)) is not None:
             raise RuntimeError(f"{case.key}: the reference and the oracle disagree about the output's type: {mismatch}")
         judged = judge_output(problem, case, got, expected, snapshot.kind)
         worst = judged.worst
-        answer: dict[str, Any] = {
-            "slot": slot,
-            "ratio": worst.ratio,
-            "output": worst.output,
-            "detail": worst.detail,
-            "index": worst.index,
-            "got": worst.got,
-            "want": worst.want,
-        }
-        if problem.replicated:
-            answer["digests"] = list(judged.digests)
-        return answer
+        return wire.SlotScore(
+            slot=slot,
+            ratio=worst.ratio,
+            output=worst.output,
+            detail=worst.detail,
+            index=worst.index,
+            got=worst.got,
+            want=worst.want,
+            digests=judged.digests if problem.replicated else (),
+        )
 
     def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[list[tuple[Any, ...]]]:
         """For one snapshot after the other the call's arguments on every rank, for the oracle; process groups stay references by name."""
@@ -248,12 +265,12 @@ class TrustedRank(Rank):
         tensors = [view(data, {**placed, "offset": placed["offset"] - start}) for placed in tensor_descriptions(layout)]
         return tuple(rebuild(layout, iter(tensors), GroupRef))
 
-    def margins(self, request: Message) -> dict[str, Any]:
-        """This rank's margins of a case (see :mod:`peerlane.problems.contract.calibration`): the reference, alternative solutions and
-        wrong answers."""
+    def measure_margins(self, request: wire.MeasureMargins) -> wire.MeasuredMargins:
+        """Measures this rank's margins of a case: those of the reference, alternative solutions and known wrong answers (see
+        :mod:`peerlane.problems.contract.calibration`)."""
         from peerlane.problems.contract.calibration import margins  # brings Triton along, which ranks that time things are better without
 
-        problem, case = self.case_of(request)
+        problem, case = self.case_of(request.case)
         groups = self.groups(problem.process_groups(case))
 
         def resolve(tree: Tree) -> Tree:
@@ -262,7 +279,7 @@ class TrustedRank(Rank):
         found = margins(problem, case, self.rank, secret=self._secret, resolve=resolve, device=self.device)
         if self.place.has_gpus:
             torch.cuda.empty_cache()
-        return {"margins": asdict(found)}
+        return wire.MeasuredMargins(asdict(found))
 
 
 def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch.Tensor]]:
@@ -270,14 +287,14 @@ def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch
     return compare_arguments(current.problem, current.private.args[source], current.public.args[slot])
 
 
-def _out_of_bounds(current: OpenCase) -> dict[str, Any] | None:
+def _out_of_bounds(current: OpenCase) -> wire.OutOfBounds | None:
     """Where something was written that belongs to no tensor, if anywhere."""
     found = current.guards.out_of_bounds()
     if found is None:
         return None
     region, distance = found
     place = f"{distance} bytes behind its end" if distance >= 0 else f"{-distance} bytes before its begin"
-    return {"slot": region.slot, "name": region.name, "place": place}
+    return wire.OutOfBounds(region.slot, region.name, place)
 
 
 def _claimed_mismatch(described: Any, expected: Tree, device: torch.device) -> str | None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
-from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.timing.race import CaptureFailed, Race
 from peerlane.evaluate.timing.scoring import choose_calls
@@ -82,11 +82,11 @@ class Benchmark:
         """Lets the candidate set up what it sets up at first: handles, connections, workspaces, which cannot be set up in a capture."""
         self._call_every_slot("candidate")
 
-    def _call_every_slot(self, side: str) -> None:
+    def _call_every_slot(self, side: wire.Side) -> None:
         if self.calls:
             runner, calls = self.runner, max(self.calls.values())
-            runner.renew(calls)
-            runner.ask("call", "timing", runner.session.deadlines.first_call, side=side, slots=list(range(calls)))
+            runner.refresh_inputs(calls)
+            runner.candidate.call(range(calls), "timing", runner.session.deadlines.first_call, side=side)
 
     def measure(self, mode: Mode) -> None:
         """Races the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
@@ -107,8 +107,8 @@ class Benchmark:
                 raise
             raise Unmeasurable(rejected.verdict.reason, kind=rejected.verdict.kind) from None
 
-    def profile_block(self, mode: Mode, marker: str, *, timeline: bool = False) -> list[Message]:
-        """A block of a mode that was measured, under the profiler; what the ranks answered, with all events if ``timeline``.
+    def profile_block(self, mode: Mode, marker: str, *, timeline: bool = False) -> list[wire.Recording]:
+        """Runs a block of a mode that was measured under the profiler; returns every rank's recording, with all events if ``timeline``.
 
         Raises :class:`Rejected` or GroupFailure.
         """
@@ -119,7 +119,7 @@ class Benchmark:
                 raise HarnessError(f"the reference could not be captured again: {failure}") from None
             raise GroupFailure("runtime_error", "audit", f"was captured to be timed, but not to be audited: {failure}") from None
 
-    def _new_race(self, mode: str, side: str, *, calls: int) -> Race:
+    def _new_race(self, mode: wire.LaunchMode, side: wire.Side, *, calls: int) -> Race:
         return Race(runner=self.runner, mode=mode, side=side, rules=self.rules, calls=calls)
 
     def slowdown(self, mode: str, race: Race) -> float:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from peerlane.errors import HarnessError
+from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected
-from peerlane.evaluate.correctness.slot_swaps import SlotSwaps
-from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.correctness.slot_swaps import SlotSwaps, contents_at_calls
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds
 from peerlane.results.verdict import IntegrityFailure
 from peerlane.settings import TimingRules
@@ -38,26 +36,13 @@ class CaptureFailed(Exception):
         self.trusted = trusted
 
 
-@dataclass(frozen=True)
-class BlockPlan:
-    """What happens in a block besides its calls: which slots change places before which call, and whose outputs are copied."""
-
-    calls: int
-    swaps: SlotSwaps
-    copied: list[int]
-
-    @staticmethod
-    def draw(calls: int, alike: list[int], swaps: int, others: int) -> BlockPlan:
-        """Random swaps before calls other than the first. Copied are the swapped slots, the last one, and so many others."""
-        positions = _dice.sample(range(1, calls), min(swaps, calls - 1)) if swaps else []
-        drawn = SlotSwaps.draw(range(calls), alike, positions)
-        copied = {calls - 1, *(slot for _, *pair in drawn.steps for slot in pair)}
-        rest = [slot for slot in range(calls) if slot not in copied]
-        return BlockPlan(calls, drawn, sorted([*copied, *_dice.sample(rest, min(others, len(rest)))]))
-
-    @property
-    def message(self) -> Message:
-        return {"calls": self.calls, "swaps": self.swaps.steps, "copied": self.copied}
+def draw_plan(calls: int, alike: list[int], swaps: int, others: int) -> wire.BlockPlan:
+    """Draws random swaps before calls other than the first. Copied are the swapped slots, the last one, and so many others."""
+    positions = _dice.sample(range(1, calls), min(swaps, calls - 1)) if swaps else []
+    steps = SlotSwaps.draw(range(calls), alike, positions).steps
+    copied = {calls - 1, *(slot for _, *pair in steps for slot in pair)}
+    rest = [slot for slot in range(calls) if slot not in copied]
+    return wire.BlockPlan(calls, steps, tuple(sorted([*copied, *_dice.sample(rest, min(others, len(rest)))])))
 
 
 @dataclass(kw_only=True)
@@ -65,10 +50,10 @@ class Race(Rounds):
     """``side``: ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``."""
 
     runner: CaseRunner
-    mode: str
-    side: str
+    mode: wire.LaunchMode
+    side: wire.Side
     rules: TimingRules
-    _plan: BlockPlan = field(init=False)
+    _plan: wire.BlockPlan = field(init=False)
     _rounds_since: int = 0
     """rounds since the plan was drawn"""
 
@@ -77,7 +62,7 @@ class Race(Rounds):
         GroupFailure."""
         runner = self.runner
         runner.discard()
-        runner.renew(self.calls)
+        runner.refresh_inputs(self.calls)
         self.prepare()
         for _ in range(_WARM_ROUNDS):
             self._round(compared=False)
@@ -113,77 +98,73 @@ class Race(Rounds):
         self._draw(self.rules.swaps)
         self._build()
         if self.mode == "graph":
-            self.runner.trusted("warm")
-            self.runner.trusted("restore")
-            self.runner.ask("warm", "timing", self.runner.session.deadlines.calls)
+            self.runner.trusted.warm_up_block()
+            self.runner.trusted.undo_swaps()
+            self.runner.candidate.warm_up_block()
         if not self.copies_us:
-            self.copies_us = max(float(answer["copies_us"]) for answer in self.runner.trusted("copies"))
-            self.runner.trusted("restore")
+            self.copies_us = max(answer.copies_us for answer in self.runner.trusted.time_copies())
+            self.runner.trusted.undo_swaps()
 
     def _draw(self, swaps: int) -> None:
-        self._plan, self._rounds_since = BlockPlan.draw(self.calls, self.runner.alike, swaps, _COMPARED_OTHERS), 0
+        self._plan, self._rounds_since = draw_plan(self.calls, self.runner.alike, swaps, _COMPARED_OTHERS), 0
 
     def _build(self) -> None:
-        runner = self.runner
-        ours, theirs = runner.prepare(self.mode, self.side, self._plan.message)
+        ours, theirs = self.runner.prepare_block(self.mode, self.side, self._plan)
         self._must_be_captured(ours, trusted=True)
         self._must_be_captured(theirs, trusted=False)
 
-    def _must_be_captured(self, answers: list[Message], *, trusted: bool) -> None:
-        """Raises :class:`CaptureFailed` if a rank's answer to ``prepare`` says that it could not build its block."""
+    def _must_be_captured(self, answers: list[wire.PreparedBlock], *, trusted: bool) -> None:
+        """Raises :class:`CaptureFailed` if a rank says that it could not build its block."""
         for answer in answers:
-            if not answer.get("captured"):
+            if answer.failure is not None:
                 if trusted:
                     self.runner.session.suspect_trusted()
-                raise CaptureFailed(str(answer.get("why")), trusted=trusted)
+                raise CaptureFailed(answer.failure, trusted=trusted)
 
     def probe_us(self) -> float:
         """The shortest time of a reference call in a few blocks of the trusted ranks alone; raises :class:`CaptureFailed`."""
         self._draw(0)
-        self._must_be_captured(self.runner.trusted("prepare", mode=self.mode, plan=self._plan.message), trusted=True)
+        self._must_be_captured(self.runner.trusted.prepare_block(self.mode, self._plan), trusted=True)
         return min(self._trusted_block(core=0).events_us for _ in range(3)) / self.calls
 
-    def profile_block(self, marker: str, *, timeline: bool) -> list[Message]:
-        """A block of the candidate's on new contents, without swaps, recorded instead of timed; its outputs are judged."""
+    def profile_block(self, marker: str, *, timeline: bool) -> list[wire.Recording]:
+        """Records a block of the candidate's on new contents, without swaps, and judges its outputs; returns every rank's recording."""
         runner = self.runner
-        runner.renew(self.calls)
+        runner.refresh_inputs(self.calls)
         self._draw(0)
         self._build()
-        answers = runner.ask("profile_block", "audit", runner.session.deadlines.first_call, marker=marker, timeline=timeline)
-        runner.collect_from(answers, self._plan.copied, "audit")
+        answers = runner.candidate.profile_block(self.calls, marker, timeline=timeline)
+        runner.collect_from([answer.outputs for answer in answers], self._plan.copied, "audit")
         runner.judge("audit")
-        return answers
+        return [answer.recording for answer in answers]
 
     def _round(self, *, compared: bool) -> tuple[BlockTimes, BlockTimes]:
         """A block of each side in random order, on the same contents and the same core. A candidate gets new contents."""
         core, changeable = _dice.randrange(1 << 16), bool(self.runner.problem.changeable)
-        renews = self.side == "candidate" or changeable
-        if renews:
+        refreshed = self.side == "candidate" or changeable
+        if refreshed:
             self.runner.generate_inputs(slots=self.calls)
         if _dice.random() < 0.5:
-            other = self._other_block(core, renews=renews, compared=compared)
+            other = self._other_block(core, refreshed=refreshed, compared=compared)
             return self._trusted_block(core), other
         reference = self._trusted_block(core)
         if changeable:
             self.runner.generate_inputs(slots=self.calls)
-        return reference, self._other_block(core, renews=renews, compared=compared)
+        return reference, self._other_block(core, refreshed=refreshed, compared=compared)
 
     def _trusted_block(self, core: int) -> BlockTimes:
-        runner = self.runner
-        runner.trusted("ready", core=core)
-        answers, clock_us = _timed(lambda: runner.trusted("timed_block"))
-        runner.trusted("restore")
-        try:
-            return BlockTimes.of(answers, clock_us)
-        except GroupFailure as failure:
-            raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
+        trusted = self.runner.trusted
+        trusted.ready_block(core)
+        answers, clock_us = _timed(trusted.run_block)
+        trusted.undo_swaps()
+        return BlockTimes.of(answers, clock_us)
 
-    def _other_block(self, core: int, *, renews: bool, compared: bool) -> BlockTimes:
-        runner, limit_s = self.runner, self.runner.session.deadlines.calls
-        if renews:
+    def _other_block(self, core: int, *, refreshed: bool, compared: bool) -> BlockTimes:
+        runner = self.runner
+        if refreshed:
             runner.publish_inputs(self.calls)
-        runner.ask("ready", "timing", limit_s, core=core)
-        answers, clock_us = _timed(lambda: runner.ask("timed_block", "timing", limit_s))
+        runner.candidate.ready_block(core)
+        answers, clock_us = _timed(runner.candidate.run_block)
         ended = time.monotonic()
         times = BlockTimes.of(answers, clock_us)
         if compared:
@@ -196,14 +177,15 @@ class Race(Rounds):
         looked at once more, for it must not change any more."""
         runner, chosen = self.runner, self._choose_compared()
         if chosen:
-            answers = runner.ask("outputs", "timing", runner.session.deadlines.calls)
-            bytes_ = runner.collect_from(answers, chosen, "timing", self._plan.swaps, [_dice.choice(chosen)])
+            outputs = [answer.outputs for answer in runner.candidate.describe_outputs(self.calls)]
+            contents = contents_at_calls(self._plan.swaps, self.calls)
+            bytes_ = runner.collect_from(outputs, chosen, "timing", contents, [_dice.choice(chosen)])
             if bytes_ > _MOST_WAITING_BYTES:
                 runner.judge("timing")
         if not self.others or _dice.random() < _RECHECKED_SHARE:
             runner.recheck_output(self.calls - 1, "timing", ended)
 
-    def _choose_compared(self) -> list[int]:
+    def _choose_compared(self) -> Sequence[int]:
         """The copied slots, or as many of them at random as can be judged in time. The r-th round has one with a chance of 2/r at least,
         however long judging takes: that is up to the candidate, too."""
         copied, rounds = self._plan.copied, len(self.others) + 1
@@ -215,7 +197,7 @@ class Race(Rounds):
         return sorted(_dice.sample(copied, min(count, len(copied))))
 
 
-def _timed(ask: Callable[[], list[Message]]) -> tuple[list[Message], float]:
+def _timed(ask: Callable[[], list[wire.BlockRun]]) -> tuple[list[wire.BlockRun], float]:
     """The answers, and how long they took by this process's clock, in microseconds."""
     begin = time.perf_counter()
     answers = ask()

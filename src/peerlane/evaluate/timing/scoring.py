@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate import wire
 from peerlane.results.speed_record import Estimate
 
 HAND_OFF_QUANTILE = 0.9
-_FOREVER_US, _RESAMPLES = 1e12, 1000
+_RESAMPLES = 1000
 _CONTRADICTION_US = 1_000.0  # the hand-off of a very short block may vary by more than the block takes
 _LEAST_SHARE = 0.1  # of a block's time, that is left when swaps and copies are taken off
 
@@ -35,13 +34,9 @@ class BlockTimes:
     clock_us: float
 
     @staticmethod
-    def of(answers: list[Message], clock_us: float) -> BlockTimes:
-        """From the ranks' answers; raises GroupFailure for an event time that is no number of at least 0."""
-        for rank, answer in enumerate(answers):
-            value = answer.get("events_us")
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < _FOREVER_US:
-                raise GroupFailure("garbage", "timing", "a rank reported a time that is not a number of at least 0", rank=rank)
-        return BlockTimes(max(float(answer["events_us"]) for answer in answers), clock_us)
+    def of(answers: Sequence[wire.BlockRun], clock_us: float) -> BlockTimes:
+        """From the ranks' answers."""
+        return BlockTimes(max(answer.events_us for answer in answers), clock_us)
 
 
 @dataclass(kw_only=True)

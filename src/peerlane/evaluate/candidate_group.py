@@ -1,0 +1,57 @@
+"""The rank group that an evaluation has for its candidate, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peerlane.evaluate import wire
+from peerlane.evaluate.processes.limit import Limit
+from peerlane.evaluate.processes.rank_group import BuildTime, RankGroup
+from peerlane.evaluate.processes.session import Session
+
+
+@dataclass
+class CandidateGroup:
+    """One rank group after the other, each fresh, but for one that an earlier evaluation of the reference has left. ``ranks`` is the
+    present one, or the last one after it was ended."""
+
+    session: Session
+    limit: Limit | None = None
+    ranks: RankGroup | None = None
+    loaded: bool = False
+    """True once candidate code is loaded; later failures are its own"""
+    healthy: bool = True
+    """the ranks answer"""
+    reusable: bool = True
+    """nothing has happened that leaves the ranks in an unknown state"""
+    no_ranks: bool = False
+    """rank groups do not come up on this machine"""
+
+    @property
+    def present(self) -> RankGroup:
+        """The group; there must be one."""
+        assert self.ranks is not None, "take a group first"
+        return self.ranks
+
+    def take(self) -> None:
+        """Takes a fresh group from the session; raises HarnessError."""
+        self.loaded, self.healthy, self.reusable, self.ranks = False, True, True, None
+        self.ranks = self.session.take_group()
+        self.ranks.limit = self.limit
+        self.ranks.building = BuildTime(self.session.deadlines.build)
+
+    def load(self, request: wire.LoadReference | wire.LoadCandidate) -> None:
+        """Loads what is judged; raises GroupFailure."""
+        self.loaded = True
+        self.present.ask(request, "import", self.session.deadlines.load)
+
+    def leave(self) -> tuple[int, ...]:
+        """Has the processes end by themselves; returns the ranks that have not."""
+        deadline_s = self.session.deadlines.exit
+        self.present.ask(wire.Exit(), "exit", deadline_s)
+        return self.present.await_end(deadline_s)
+
+    def end(self) -> None:
+        """Kills the group, if there is one."""
+        if self.ranks is not None:
+            self.session.end(self.ranks)

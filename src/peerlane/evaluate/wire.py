@@ -1,0 +1,790 @@
+"""The wire between the supervisor and its rank processes: a class for every request and every answer, and their plain messages.
+
+A request class names its answer: ``class Call(Request[Called])``. Its operation on the wire is its name in snake case, ``call``. Stubs in
+``correctness/ranks.py`` send requests; rank classes in ``ranks/`` list a handler for each request that they serve.
+
+Answers of a candidate's ranks are untrusted. :func:`read_answer` is the one place that checks them: what it returns has the declared types,
+lengths and ranges, and fits the request. Standard library only: rank processes import this module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast, get_args
+
+from peerlane.errors import ProtocolError
+from peerlane.evaluate.wire_format import Must, Reader, is_count, reader_of, to_plain
+
+Message = dict[str, Any]
+A = TypeVar("A", bound="Answer", covariant=True)
+
+MOST_NAMES, NAME_CHARACTERS = 4_000, 300
+"""different names that one rank may report of one span, and what is kept of each"""
+MOST_EVENTS = 20_000
+"""that one rank may report of one recording"""
+MOST_FINDINGS, FINDING_CHARACTERS = 8, 4_000
+"""races that the emulator reports of one case, and what is kept of each"""
+_ROLE_CHARACTERS = 40
+_LONGEST_US = 1e12
+ERROR_CHARACTERS = 8_000
+"""of a rank's error, its end"""
+ErrorKind = Literal["runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation"]
+_ERROR_KINDS = get_args(ErrorKind)
+
+
+def _is_name(value: str) -> bool:
+    return len(value) <= NAME_CHARACTERS
+
+
+def _are_name_counts(value: dict[str, int]) -> bool:
+    return len(value) <= MOST_NAMES and all(map(_is_name, value))
+
+
+def _is_event(event: tuple[str, int, int, int]) -> bool:
+    name, lane, start, end = event
+    return _is_name(name) and -1 <= lane < 1 << 63 and 0 <= start <= end < 1 << 63
+
+
+def _is_stamp(stamp: tuple[str, str, int, int, int]) -> bool:
+    name, role, block, start, end = stamp
+    return max(len(name), len(role)) <= _ROLE_CHARACTERS and 0 <= block < 1 << 63 and 0 <= start <= end < 1 << 63
+
+
+def _at_most(number: int) -> Must:
+    return Must(f"at most {number} items", lambda value: len(value) <= number)
+
+
+Count = Annotated[int, Must("an integer from 0 to 2**53", is_count)]
+Microseconds = Annotated[float, Must("a time that is a number of at least 0", lambda value: 0 <= value < _LONGEST_US)]
+Name = Annotated[str, Must(f"a text of at most {NAME_CHARACTERS} characters", _is_name)]
+NameCounts = Annotated[dict[str, Count], Must(f"counts of at most {MOST_NAMES} names", _are_name_counts)]
+Event = Annotated[tuple[str, int, int, int], Must("name, lane, start and end of an event", _is_event)]
+RoleStamp = Annotated[tuple[str, str, int, int, int], Must("name, role, block, start and end of a span", _is_stamp)]
+Outputs = list[Any]
+"""one description for every slot, see :mod:`peerlane.problems.contract.tree`; trusted ranks judge what they say"""
+Side = Literal["reference", "candidate"]
+LaunchMode = Literal["eager", "graph"]
+KernelOrigin = Literal["peerlane.device", "triton", "library"]
+
+
+# --- what requests and answers are made of ---
+
+
+@dataclass(frozen=True)
+class CaseId:
+    """A case by its names."""
+
+    problem: int
+    preset: str
+    label: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class CaseLayout:
+    """How a trusted rank has laid a case out: the handle of its arena, where arguments and outputs of all slots lie, and how many bytes
+    each take. Outputs lie behind the inputs. ``groups``: the members of each process group that arguments name."""
+
+    arena: dict[str, Any]
+    arguments: list[Any]
+    outputs: list[Any]
+    input_bytes: int
+    output_bytes: int
+    groups: dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What happens in a block besides its calls. ``swaps``: steps of :class:`SlotSwaps`; ``copied``: the slots whose outputs are copied."""
+
+    calls: int
+    swaps: tuple[tuple[int, int, int], ...]
+    copied: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a profiler saw of one span: how often each name ran on the host and on the device, and whether both marks of the span are there.
+
+    ``replaced``: functions of the evaluator or the profiler that are not what they were. ``events`` (name, lane, start, end) and ``roles``
+    (name, role, block, start, end) are those of a timeline, in nanoseconds; None without one.
+    """
+
+    host: NameCounts
+    device: NameCounts
+    marked: bool
+    collectives: Count
+    replaced: list[str]
+    events: Annotated[list[Event], _at_most(MOST_EVENTS)] | None
+    roles: Annotated[list[RoleStamp], _at_most(MOST_EVENTS)] | None
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel whose code a rank found loaded, by its name, its origin and the mechanisms that it has instructions for."""
+
+    name: Name
+    origin: KernelOrigin
+    mechanisms: list[str]
+
+
+@dataclass(frozen=True)
+class RaceFinding:
+    """Something that the emulator found wrong, and in how many schedules."""
+
+    kind: str
+    memory: str
+    rank: Count
+    schedules: Count
+    summary: str
+    text: Annotated[str, Must("a text that is not blank", lambda text: bool(text.strip()))]
+
+
+@dataclass(frozen=True)
+class OutOfBounds:
+    """Where something was written that belongs to no tensor: beside which tensor of which slot."""
+
+    slot: int
+    name: str
+    place: str
+
+
+@dataclass(frozen=True)
+class SlotScore:
+    """How one output of a call compares with the oracle: its worst tensor.
+
+    ``mismatch``: why its structure, shapes or dtypes are wrong; then nothing else is known. ``digests``: of the outputs that must have the
+    same bits on all ranks.
+    """
+
+    slot: int
+    mismatch: str | None = None
+    ratio: float = 0.0
+    output: str = ""
+    detail: str = ""
+    index: tuple[int, ...] | None = None
+    got: float | None = None
+    want: float | None = None
+    digests: tuple[tuple[str, int], ...] = ()
+
+
+# --- answers ---
+
+
+class Answer:
+    """What a rank answers to a request that it has carried out."""
+
+
+@dataclass(frozen=True)
+class Done(Answer):
+    """The request has been carried out; there is nothing else to say."""
+
+
+@dataclass(frozen=True)
+class Initialized(Answer):
+    """``pid``: the number of the rank's process."""
+
+    pid: Count
+
+
+@dataclass(frozen=True)
+class ExportedArena(Answer):
+    """The handle of an arena, and the byte that was written into it."""
+
+    arena: dict[str, Any]
+    byte: int
+
+
+@dataclass(frozen=True)
+class ImportedArena(Answer):
+    """The first byte of the arena that was mapped."""
+
+    byte: Count
+
+
+@dataclass(frozen=True)
+class PreparedBlock(Answer):
+    """``failure``: why the calls could not be captured into a graph; None if the block is ready."""
+
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class BlockRun(Answer):
+    """The time between the events around a block's calls, and the collectives that process groups counted in them."""
+
+    events_us: Microseconds
+    collectives: Count
+
+
+@dataclass(frozen=True)
+class SecretTaken(Answer):
+    """``sm_holder``: the kernel that candidates' ranks hold SMs with, in base 64; empty on CPUs."""
+
+    sm_holder: str
+
+
+@dataclass(frozen=True)
+class OpenedCase(Answer):
+    """Where a case lies. ``reference_s``: the longest that one call of the reference took."""
+
+    layout: CaseLayout
+    reference_s: float
+
+
+@dataclass(frozen=True)
+class CopiesTime(Answer):
+    """What the swaps and output copies of a block take alone."""
+
+    copies_us: Microseconds
+
+
+@dataclass(frozen=True)
+class CollectedBytes(Answer):
+    """How many bytes wait to be judged."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class OutputComparison(Answer):
+    """``changed``: the number of the first tensor that is not what it was when it was saved."""
+
+    changed: int | None
+    out_of_bounds: OutOfBounds | None
+
+
+@dataclass(frozen=True)
+class Judgement(Answer):
+    """What the oracle says to all collected outputs of a rank, and the arguments that were changed and may not be."""
+
+    slots: list[SlotScore]
+    changed_arguments: list[str]
+    out_of_bounds: OutOfBounds | None
+
+
+@dataclass(frozen=True)
+class MeasuredMargins(Answer):
+    """The fields of :class:`peerlane.problems.contract.calibration.Margins`."""
+
+    margins: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Called(Answer):
+    """What calls returned. ``aliased``: one returned the same storage as the call before it. ``collectives``: counted in the calls."""
+
+    outputs: Outputs
+    aliased: bool
+    recordings: list[Recording]
+    collectives: Count
+
+
+@dataclass(frozen=True)
+class DescribedOutputs(Answer):
+    """What calls returned, slot by slot."""
+
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class ProfiledBlock(Answer):
+    """What ran in a block, and what its calls returned."""
+
+    recording: Recording
+    outputs: Outputs
+
+
+@dataclass(frozen=True)
+class ProbedProfiler(Answer):
+    """What the profiler saw of one kernel."""
+
+    recording: Recording
+
+
+@dataclass(frozen=True)
+class LoadedCode(Answer):
+    """``unknown``: what could not be read, and why; ``choices``: what the kit's tuner has chosen."""
+
+    kernels: Annotated[list[LoadedKernel], _at_most(MOST_NAMES)]
+    unknown: list[str]
+    choices: list[str]
+
+
+@dataclass(frozen=True)
+class RaceReport(Answer):
+    """What the emulator found in all launches so far, and how often each kernel was launched."""
+
+    findings: Annotated[list[RaceFinding], _at_most(MOST_FINDINGS)]
+    launches: dict[str, Count]
+
+
+# --- requests ---
+
+
+class Request(Generic[A]):
+    """What the supervisor asks of a rank.
+
+    Attributes:
+        op: the operation's name on the wire.
+        answer: the class of its answer.
+        failure_kind: the kind of an exception that nothing more is known of.
+    """
+
+    op: ClassVar[str]
+    answer: ClassVar[type[Answer]]
+    failure_kind: ClassVar[ErrorKind] = "runtime_error"
+
+    def __init_subclass__(cls) -> None:
+        cls.op = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        (cls.answer,) = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        REQUESTS[cls.op] = cls
+
+    def check(self, answer: Any) -> None:
+        """Raises ProtocolError if an answer does not fit this request."""
+
+
+REQUESTS: dict[str, type[Request[Answer]]] = {}
+"""every request by its operation"""
+
+# of every rank
+
+
+@dataclass(frozen=True)
+class Initialize(Request[Initialized]):
+    """Joins the process group, where there is one, and runs one collective, so that connections exist."""
+
+
+@dataclass(frozen=True)
+class ExportArena(Request[ExportedArena]):
+    """Creates a small arena with a random byte in it, for another process to map."""
+
+
+@dataclass(frozen=True)
+class ImportArena(Request[ImportedArena]):
+    """Maps an arena that another rank exported and reads its first byte."""
+
+    arena: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UseDevice(Request[Done]):
+    """Runs a small kernel, to see whether the device works."""
+
+
+@dataclass(frozen=True)
+class Exit(Request[Done]):
+    """Ends the process after its answer."""
+
+
+# of ranks that time blocks
+
+
+@dataclass(frozen=True)
+class PrepareBlock(Request[PreparedBlock]):
+    """Builds a timed block; for graphs this captures its calls. Trusted ranks have the reference alone."""
+
+    space: str
+    mode: LaunchMode
+    side: Side
+    plan: BlockPlan
+
+
+@dataclass(frozen=True)
+class WarmUpBlock(Request[Done]):
+    """Runs the prepared block once, without clocks."""
+
+
+@dataclass(frozen=True)
+class ReadyBlock(Request[Done]):
+    """Makes the rank ready to run the prepared block: on this core, with no garbage, idle devices and a cold cache."""
+
+    core: int
+
+
+@dataclass(frozen=True)
+class RunBlock(Request[BlockRun]):
+    """Runs the prepared block between two events."""
+
+
+# of trusted ranks
+
+
+@dataclass(frozen=True)
+class TakeSecret(Request[SecretTaken]):
+    """Hands over the run's secret, which seeds all inputs."""
+
+    secret: str
+
+
+@dataclass(frozen=True)
+class OpenCase(Request[OpenedCase]):
+    """Lays out up to ``slots`` calls of a case, as many as fit into ``most_bytes``. ``alone``: whatever else is open is closed before."""
+
+    space: str
+    case: CaseId
+    slots: int
+    most_bytes: float
+    alone: bool
+
+
+@dataclass(frozen=True)
+class CloseCase(Request[Done]):
+    """Frees a case's memory."""
+
+    space: str
+
+
+@dataclass(frozen=True)
+class GenerateInputs(Request[Done]):
+    """Draws new contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
+
+    space: str
+    block: int
+    kinds: list[str]
+
+
+@dataclass(frozen=True)
+class PublishInputs(Request[Done]):
+    """Makes the contents of the first ``slots`` slots visible to the candidate."""
+
+    space: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class UndoSwaps(Request[Done]):
+    """Undoes the swaps of the prepared block, behind a run of it."""
+
+    space: str
+
+
+@dataclass(frozen=True)
+class TimeCopies(Request[CopiesTime]):
+    """Times the swaps and output copies of the prepared block without its calls."""
+
+    space: str
+
+
+@dataclass(frozen=True)
+class KeepDeviceBusy(Request[Done]):
+    """Keeps the rank's GPU busy for ``seconds``, beside whoever else uses it."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CollectOutputs(Request[CollectedBytes]):
+    """Copies the candidate's snapshots of ``slots`` out of the arena. Their calls got what was generated for the slots ``contents``.
+
+    ``outputs`` describes what the calls returned. The inputs of the slots ``intact`` may not have changed.
+    """
+
+    space: str
+    slots: list[int]
+    contents: list[int]
+    outputs: Outputs
+    intact: list[int]
+
+
+@dataclass(frozen=True)
+class DiscardOutputs(Request[Done]):
+    """Forgets the outputs that were collected."""
+
+    space: str
+
+
+@dataclass(frozen=True)
+class JudgeOutputs(Request[Judgement]):
+    """Compares all collected outputs with the oracle. ``at_rest``: the candidate alone has touched the inputs since they were published."""
+
+    space: str
+    at_rest: bool
+
+
+@dataclass(frozen=True)
+class SaveOutput(Request[Done]):
+    """Keeps a copy of one slot's outputs, which the candidate's ranks are about to copy once more."""
+
+    space: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class CompareOutput(Request[OutputComparison]):
+    """Compares the saved outputs with what lies in their slot now."""
+
+    space: str
+
+
+@dataclass(frozen=True)
+class MeasureMargins(Request[MeasuredMargins]):
+    """Measures how far reference, alternative solutions and known wrong answers are from the tolerance."""
+
+    case: CaseId
+
+
+# of a candidate's ranks
+
+
+@dataclass(frozen=True)
+class LoadSmHolder(Request[Done]):
+    """Loads the kernel that holds SMs under stress, before candidate code is there."""
+
+    code: str
+
+
+@dataclass(frozen=True)
+class AttachCase(Request[Done]):
+    """Maps a case that the trusted ranks have laid out."""
+
+    space: str
+    problem: int
+    variant: str
+    layout: CaseLayout
+
+
+@dataclass(frozen=True)
+class DetachCase(Request[Done]):
+    """Lets go of a case's memory."""
+
+    space: str
+
+
+@dataclass(frozen=True)
+class LoadReference(Request[Done]):
+    """Takes the reference for the candidate."""
+
+    problem: int
+    variant: str
+
+
+@dataclass(frozen=True)
+class LoadCandidate(Request[Done]):
+    """Imports the candidate's ``source``, which was at ``path``. ``cache``: the folder of its own builds. ``granted``: sources of the
+    solutions that it may import, by module. ``own_communication``: its track forbids the library."""
+
+    failure_kind = "import_error"
+
+    path: str
+    source: str
+    cache: str | None
+    problem: int
+    variant: str
+    own_communication: bool
+    granted: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Call(Request[Called]):
+    """Calls a side on ``slots``, one after the other, at rest. With a ``marker`` calls are recorded, with ``timeline`` event by event."""
+
+    space: str
+    side: Side
+    slots: list[int]
+    marker: str | None = None
+    timeline: bool = False
+
+    def check(self, answer: Called) -> None:
+        _must_be(len(self.slots), answer.outputs, "descriptions of outputs")
+        _must_be(0 if self.marker is None else len(self.slots), answer.recordings, "recordings")
+        _must_have_events(self.timeline, answer.recordings)
+
+
+@dataclass(frozen=True)
+class CallUnderStress(Request[DescribedOutputs]):
+    """Calls the candidate on the slots in ``order``, which are the first ``len(order)``, with no wait between the calls.
+
+    ``jitter`` lists (position, way, us): what happens before which call. ``poisoned``: the positions before which freed memory is filled
+    with NaN; ``kept``: those whose inputs are left as they are behind the call. ``swaps``: steps of :class:`SlotSwaps`.
+    """
+
+    space: str
+    order: list[int]
+    jitter: list[tuple[int, str, float]]
+    poisoned: list[int]
+    kept: list[int]
+    swaps: tuple[tuple[int, int, int], ...]
+
+    def check(self, answer: DescribedOutputs) -> None:
+        _must_be(len(self.order), answer.outputs, "descriptions of outputs")
+
+
+@dataclass(frozen=True)
+class DescribeOutputs(Request[DescribedOutputs]):
+    """Describes what the calls of the latest block returned for the first ``slots`` slots, as far as it was copied."""
+
+    space: str
+    slots: int
+
+    def check(self, answer: DescribedOutputs) -> None:
+        _must_be(self.slots, answer.outputs, "descriptions of outputs")
+
+
+@dataclass(frozen=True)
+class RecopyOutput(Request[Done]):
+    """Copies what the latest call returned into its region once more."""
+
+    space: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class ProfileBlock(Request[ProfiledBlock]):
+    """Runs the prepared block under the profiler, and describes the outputs of its ``slots`` slots. Ranks begin a ``timeline`` together."""
+
+    space: str
+    slots: int
+    marker: str
+    timeline: bool
+
+    def check(self, answer: ProfiledBlock) -> None:
+        _must_be(self.slots, answer.outputs, "descriptions of outputs")
+        _must_have_events(self.timeline, [answer.recording])
+
+
+@dataclass(frozen=True)
+class ListLoadedCode(Request[LoadedCode]):
+    """Lists the device code that was loaded since the candidate's import. ``libraries``: those it added are disassembled, which is slow."""
+
+    libraries: bool
+
+
+@dataclass(frozen=True)
+class ProbeProfiler(Request[ProbedProfiler]):
+    """Records a kernel of PyTorch's, to see whether the profiler works here."""
+
+    marker: str
+
+
+@dataclass(frozen=True)
+class ReportRaces(Request[RaceReport]):
+    """Reports what the emulator has found so far. For emulated ranks."""
+
+
+# of builders
+
+
+@dataclass(frozen=True)
+class BuildCandidate(Request[Done]):
+    """Imports the candidate, so that what it compiles is in its cache. ``gpu_only``: no rank of this run will import it."""
+
+    failure_kind = "import_error"
+
+    path: str
+    source: str
+    cache: str | None
+    granted: dict[str, str]
+    on_cpu: bool
+    gpu_only: bool
+
+
+# --- checks of an answer against its request ---
+
+
+def _must_be(number: int, items: Sequence[Any], what: str) -> None:
+    if len(items) != number:
+        raise ProtocolError(f"expected {number} {what}, got {len(items)}")
+
+
+def _must_have_events(timeline: bool, recordings: Iterable[Recording]) -> None:
+    if any((recording.events is not None) != timeline for recording in recordings):
+        raise ProtocolError(f"expected recordings {'with' if timeline else 'without'} the events of a timeline")
+
+
+# --- plain messages ---
+
+
+@dataclass(frozen=True)
+class RankError:
+    """How a request failed: the kind of the failure, the end of the rank's traceback, and, of several ranks in one process, the rank."""
+
+    kind: ErrorKind
+    text: str
+    rank: int | None = None
+
+
+def request_message(request: Request[Answer] | Sequence[Request[Answer]]) -> Message:
+    """The message of a request; of several of one class, which one process carries out, that of all."""
+    if isinstance(request, Request):
+        return {"op": request.op, **to_plain(request)}
+    return {"op": request[0].op, "ranks": [to_plain(item) for item in request]}
+
+
+def read_request(message: Message) -> Request[Answer] | list[Request[Answer]]:
+    """The inverse of :func:`request_message`."""
+    read = _READERS[message.pop("op")]
+    if "ranks" in message:
+        return [read(item) for item in message["ranks"]]
+    request: Request[Answer] = read(message)
+    return request
+
+
+def answer_message(answer: Answer | Sequence[Answer]) -> Message:
+    """The message of an answer; of several, of the ranks of one process, that of all."""
+    if isinstance(answer, Answer):
+        return {"ok": True, **to_plain(answer)}
+    return {"ok": True, "ranks": [to_plain(item) for item in answer]}
+
+
+def error_message(error: RankError) -> Message:
+    text = error.text[-ERROR_CHARACTERS:]
+    return {"ok": False, "error": {"kind": error.kind, "message": text, "rank": error.rank}}
+
+
+def building_message(building: bool) -> Message:
+    """What a rank sends before its answer, when it begins or ends to compile."""
+    return {"building": building}
+
+
+def read_building(message: Message) -> bool | None:
+    """Whether a rank compiles from now on; None for a message that says something else."""
+    building = message.get("building")
+    return building if isinstance(building, bool) else None
+
+
+def read_answer(request: Request[A], message: Message) -> A | RankError:
+    """A rank's answer, checked, or the failure that it reports; raises ProtocolError for anything else. Takes the message apart."""
+    if message.get("ok") is not True:
+        return _read_error(message)
+    del message["ok"]
+    return _read_part(request, message)
+
+
+def read_answers(requests: Sequence[Request[A]], message: Message) -> list[A] | RankError:
+    """The answers of a process that carries out one request for each of its ranks; as :func:`read_answer`."""
+    if message.get("ok") is not True:
+        return _read_error(message)
+    del message["ok"]
+    if "ranks" not in message:  # it stands for those of all ranks
+        return [_read_part(requests[0], message)] * len(requests)
+    parts = message["ranks"]
+    if len(message) != 1 or not isinstance(parts, list) or len(parts) != len(requests):
+        raise ProtocolError(f"the answer to {requests[0].op} is malformed: expected a part for each of {len(requests)} ranks")
+    return [_read_part(request, part) for request, part in zip(requests, parts, strict=True)]
+
+
+def _read_part(request: Request[A], plain: Any) -> A:
+    try:
+        answer: A = _ANSWER_READERS[type(request)](plain)
+        request.check(answer)
+    except ProtocolError as error:
+        raise ProtocolError(f"the answer to {request.op} is malformed: {error}") from None
+    return answer
+
+
+def _read_error(message: Message) -> RankError:
+    report = message.get("error")
+    kind = report.get("kind") if isinstance(report, dict) else None
+    if not isinstance(report, dict) or not isinstance(kind, str) or kind not in _ERROR_KINDS:
+        raise ProtocolError("an answer that is neither ok nor an error")
+    text, rank = report.get("message"), report.get("rank")
+    text = text[-ERROR_CHARACTERS:].strip() if isinstance(text, str) else ""  # a rank that a candidate has changed cuts nothing
+    return RankError(kind, text or "no message", rank if is_count(rank) else None)  # type: ignore[arg-type]
+
+
+# Made here, before any rank is forked.
+_READERS: dict[str, Reader] = {op: reader_of(cast(Any, kind)) for op, kind in REQUESTS.items()}
+_ANSWER_READERS: dict[type, Reader] = {kind: reader_of(cast(Any, kind.answer)) for kind in REQUESTS.values()}

@@ -1,0 +1,175 @@
+"""Frozen dataclasses as plain JSON values and back, with every value checked against its annotation. Standard library only.
+
+Values may come from a candidate's process. A checked value has exactly the fields, types, lengths and ranges that its class declares;
+anything else is a ProtocolError that names the field, and never quotes the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from peerlane.errors import ProtocolError
+
+Reader = Callable[[Any], Any]
+
+_LARGEST_COUNT = 2**53  # what any JSON reader takes as it is; sums of many counts have few more digits
+
+
+@dataclasses.dataclass(frozen=True)
+class Must:
+    """What a value must be beyond its type; for Annotated. ``expected`` says it in an error."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def is_count(value: Any) -> bool:
+    """True for an integer of at least 0 and below 2**53."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
+
+
+def to_plain(record: Any) -> dict[str, Any]:
+    """The fields of a record by name, records inside it likewise. Values are not copied, and not checked."""
+    plain = dict(vars(record))
+    kind: Any = type(record)
+    for name in _fields_with_records(kind):
+        plain[name] = _plain_value(plain[name])
+    return plain
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain_value(item) for item in value]
+    return to_plain(value) if dataclasses.is_dataclass(value) else value
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    names = {item.name for item in dataclasses.fields(kind)}
+    return {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name in names}
+
+
+@functools.cache
+def _fields_with_records(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name, hint in _hints(kind).items() if _holds_record(hint))
+
+
+def _holds_record(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) or any(_holds_record(part) for part in get_args(hint))
+
+
+@functools.cache
+def reader_of(hint: Any) -> Reader:
+    """The function that checks and converts the plain values of an annotation."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if dataclasses.is_dataclass(hint):
+        return _record_reader(hint)
+    if origin is Annotated:
+        return _checked_reader(reader_of(parts[0]), parts[1])
+    if origin is Literal:
+        return _checked_reader(reader_of(str), Must(f"one of {', '.join(parts)}", frozenset(parts).__contains__))
+    if origin in (Union, types.UnionType):
+        (inner,) = (reader_of(part) for part in parts if part is not type(None))
+        return lambda value: None if value is None else inner(value)
+    if origin in (list, tuple):
+        return _sequence_reader(origin, parts)
+    if origin is dict:
+        return _dict_reader(reader_of(parts[1]))
+    return _SCALARS[hint]
+
+
+def _unexpected(expected: str, value: Any) -> ProtocolError:
+    kind = type(value).__name__
+    got = f"a {kind} of {len(value)}" if isinstance(value, (list, dict, str)) else "null" if value is None else f"a {kind}"
+    return ProtocolError(f"expected {expected}, got {got}")
+
+
+def _exact_reader(kind: type, expected: str) -> Reader:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _unexpected(expected, value)
+        return value
+
+    return read
+
+
+def _read_float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int and abs(value) < _LARGEST_COUNT:
+        return float(value)
+    raise _unexpected("a number", value)
+
+
+_SCALARS: dict[Any, Reader] = {
+    bool: _exact_reader(bool, "true or false"),
+    int: _exact_reader(int, "an integer"),
+    str: _exact_reader(str, "a text"),
+    float: _read_float,
+}
+
+
+def _checked_reader(read: Reader, must: Must) -> Reader:
+    def read_checked(value: Any) -> Any:
+        found = read(value)
+        if not must.holds(found):
+            raise _unexpected(must.expected, value)
+        return found
+
+    return read_checked
+
+
+def _sequence_reader(kind: type, parts: tuple[Any, ...]) -> Reader:
+    if kind is tuple and parts[-1] is not Ellipsis:
+        readers = [reader_of(part) for part in parts]
+
+        def read_fixed(value: Any) -> Any:
+            if type(value) is not list or len(value) != len(readers):
+                raise _unexpected(f"a list of {len(readers)}", value)
+            return tuple(read(item) for read, item in zip(readers, value, strict=True))
+
+        return read_fixed
+    read, of_any = reader_of(parts[0]), parts[0] is Any
+
+    def read_all(value: Any) -> Any:
+        if type(value) is not list:
+            raise _unexpected("a list", value)
+        return kind(value) if of_any else kind([read(item) for item in value])
+
+    return read_all
+
+
+def _dict_reader(read: Reader) -> Reader:
+    def read_dict(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _unexpected("an object", value)
+        return {key: read(item) for key, item in value.items()}
+
+    return read_dict
+
+
+def _record_reader(kind: Any) -> Reader:
+    fields = [(name, reader_of(hint)) for name, hint in _hints(kind).items()]
+    names = {name for name, _ in fields}
+
+    def read_record(plain: Any) -> Any:
+        if type(plain) is not dict:
+            raise _unexpected("an object", plain)
+        if plain.keys() != names:
+            missing, unknown = [name for name, _ in fields if name not in plain], len(plain.keys() - names)
+            raise ProtocolError(f"{kind.__name__} with unknown fields ({unknown}) or without fields ({', '.join(missing) or 'none'})")
+        values = {}
+        for name, read in fields:
+            try:
+                values[name] = read(plain[name])
+            except ProtocolError as error:
+                raise ProtocolError(f"{name}: {error}") from None
+        return kind(**values)
+
+    return read_record

@@ -1,0 +1,194 @@
+"""The wire: what is sent is what is read, every request has a handler, and nothing that a candidate answers gets past its declaration."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_type_hints
+
+import pytest
+
+from peerlane.errors import ProtocolError
+from peerlane.evaluate import wire
+from peerlane.evaluate.ranks.builder import Builder
+from peerlane.evaluate.ranks.candidate import CandidateRank
+from peerlane.evaluate.ranks.emulated import EmulatedCandidate
+from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.trusted import TrustedRank
+
+CASE = wire.CaseId(1, "small", "37x53 bf16", 2)
+LAYOUT = wire.CaseLayout({"kind": "cpu", "size": 4096, "offset": 0}, [{"kind": "list", "items": []}], [{}], 512, 256, {"tp": [[0, 1]]})
+PLAN = wire.BlockPlan(4, ((1, 1, 3),), (1, 3))
+EVENT, STAMP = ("gemm", 7, 5, 9), ("wait", "storer", 5, 1, 2)
+PLAIN_RECORDING = wire.Recording({"cuLaunchKernel": 1}, {"gemm": 2}, True, 0, [], None, None)
+TIMELINE = wire.Recording({}, {}, True, 0, [], [EVENT], [STAMP])
+SCORE = wire.SlotScore(0, None, 0.5, "output", "differs", (1, 2), 1.0, 2.0, (("loss", 5),))
+REGION = wire.OutOfBounds(3, "argument tensor", "0 bytes behind its end")
+
+CALL = wire.Call("case", "candidate", [0, 1])
+RECORDED = wire.Call("case", "candidate", [0], "mark")
+ON_TIMELINE = wire.Call("case", "candidate", [0], "mark", True)
+STRESS = wire.CallUnderStress("case", [1, 0], [(0, "host", 1.5)], [1], [0], ((0, 1, 0),))
+PROFILE = wire.ProfileBlock("case", 1, "mark", True)
+KERNEL = wire.LoadedKernel("gemm", "triton", ["tma"])
+FINDING = wire.RaceFinding("race", "", 0, 3, "rank 0 reads", "text")
+
+EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
+    (wire.Initialize(), wire.Initialized(17)),
+    (wire.ExportArena(), wire.ExportedArena({"kind": "cpu"}, 7)),
+    (wire.ImportArena({"kind": "cpu"}), wire.ImportedArena(7)),
+    (wire.UseDevice(), wire.Done()),
+    (wire.Exit(), wire.Done()),
+    (wire.PrepareBlock("case", "graph", "reference", PLAN), wire.PreparedBlock("no capture")),
+    (wire.WarmUpBlock(), wire.Done()),
+    (wire.ReadyBlock(3), wire.Done()),
+    (wire.RunBlock(), wire.BlockRun(12.5, 4)),
+    (wire.TakeSecret("abc"), wire.SecretTaken("")),
+    (wire.OpenCase("case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1)),
+    (wire.CloseCase("case"), wire.Done()),
+    (wire.GenerateInputs("case", 1, ["random"]), wire.Done()),
+    (wire.PublishInputs("case", 1), wire.Done()),
+    (wire.UndoSwaps("case"), wire.Done()),
+    (wire.TimeCopies("case"), wire.CopiesTime(1.5)),
+    (wire.KeepDeviceBusy(0.5), wire.Done()),
+    (wire.CollectOutputs("case", [0], [1], [{"kind": "tensor"}], []), wire.CollectedBytes(4096)),
+    (wire.DiscardOutputs("case"), wire.Done()),
+    (wire.JudgeOutputs("case", True), wire.Judgement([SCORE, wire.SlotScore(1, mismatch="a list")], ["weight"], REGION)),
+    (wire.SaveOutput("case", 1), wire.Done()),
+    (wire.CompareOutput("case"), wire.OutputComparison(None, None)),
+    (wire.MeasureMargins(CASE), wire.MeasuredMargins({"faults": []})),
+    (wire.LoadSmHolder("f0VMRg=="), wire.Done()),
+    (wire.AttachCase("case", 1, "default", LAYOUT), wire.Done()),
+    (wire.DetachCase("case"), wire.Done()),
+    (wire.LoadReference(1, "default"), wire.Done()),
+    (wire.LoadCandidate("a.py", "pass", None, 1, "default", False, {"peerlane.solutions": ""}), wire.Done()),
+    (CALL, wire.Called([{}, {}], False, [], 2)),
+    (RECORDED, wire.Called([{}], True, [PLAIN_RECORDING], 0)),
+    (ON_TIMELINE, wire.Called([{}], True, [TIMELINE], 0)),
+    (STRESS, wire.DescribedOutputs([{}, {}])),
+    (wire.DescribeOutputs("case", 1), wire.DescribedOutputs([{}])),
+    (wire.RecopyOutput("case", 1), wire.Done()),
+    (PROFILE, wire.ProfiledBlock(TIMELINE, [{}])),
+    (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"])),
+    (wire.ProbeProfiler("mark"), wire.ProbedProfiler(PLAIN_RECORDING)),
+    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4})),
+    (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Done()),
+]
+
+
+def sent(message: wire.Message) -> wire.Message:
+    """What arrives of a message."""
+    arrived: wire.Message = json.loads(json.dumps(message))
+    return arrived
+
+
+@pytest.mark.parametrize(("request_", "answer"), EXCHANGES, ids=lambda item: type(item).__name__)
+def test_what_is_sent_is_what_is_read(request_: wire.Request[Any], answer: wire.Answer) -> None:
+    assert wire.read_request(sent(wire.request_message(request_))) == request_
+    assert wire.read_answer(request_, sent(wire.answer_message(answer))) == answer
+
+
+def test_every_request_is_exchanged_above() -> None:
+    assert {type(request_) for request_, _ in EXCHANGES} == {*wire.REQUESTS.values()}
+
+
+RANKS: dict[type[Rank], dict[str, Any]] = {
+    TrustedRank: {},
+    CandidateRank: {},
+    Builder: {"timed_ranks": 0},
+    EmulatedCandidate: {"emulated_ranks": 2, "schedules": 1},
+}
+
+
+def test_handlers_take_and_return_what_they_are_registered_for() -> None:
+    served = set()
+    for kind, config in RANKS.items():
+        for request_, handler in kind({"device": "cpu", "world_size": 2, **config}, 0, -1).handlers.items():
+            hints = get_type_hints(handler)
+            assert hints["request" if "request" in hints else "requests"] in (request_, list[request_])  # type: ignore[valid-type]
+            assert hints["return"] in (request_.answer, list[wire.Answer]), handler
+            served.add(request_)
+    assert served == {*wire.REQUESTS.values()}
+
+
+def test_ranks_of_one_process_are_asked_and_answer_together() -> None:
+    requests = [wire.DetachCase("a"), wire.DetachCase("b")]
+    assert wire.read_request(sent(wire.request_message(requests))) == requests
+    calls = [wire.Call("case", "candidate", [0])] * 2
+    answers = [wire.Called([{"kind": "value", "value": rank}], False, [], 0) for rank in range(2)]
+    assert wire.read_answers(calls, sent(wire.answer_message(answers))) == answers
+    assert wire.read_answers(calls, sent(wire.answer_message(answers[0]))) == [answers[0]] * 2
+
+
+def called(**changes: Any) -> wire.Message:
+    return {"outputs": [{}], "aliased": False, "recordings": [recording()], "collectives": 0, **changes}
+
+
+def recording(**changes: Any) -> wire.Message:
+    plain = {"host": {"a": 1}, "device": {}, "marked": True, "collectives": 0, "replaced": [], "events": None, "roles": None}
+    return {**plain, **changes}
+
+
+def profiled(**changes: Any) -> wire.Message:
+    return {"recording": recording(**{"events": [[*EVENT]], **changes}), "outputs": [{}]}
+
+
+def finding(**changes: Any) -> wire.Message:
+    return {"findings": [{**vars(FINDING), **changes}], "launches": {}}
+
+
+MALFORMED: list[tuple[wire.Request[Any], Any]] = [
+    *((wire.RunBlock(), {"events_us": value, "collectives": 0}) for value in (None, "3", True, -1.0, float("nan"), float("inf"), 2**60)),
+    *((wire.RunBlock(), {"events_us": 1.0, "collectives": value}) for value in (None, True, -1, 1.5, 2**53, int("9" * 4000))),
+    *((wire.RunBlock(), message) for message in ({}, {"events_us": 1.0}, {"events_us": 1.0, "collectives": 0, "more": 1})),
+    (wire.Exit(), {"more": 1}),
+    *((RECORDED, called(outputs=value)) for value in (None, {}, [], [{}, {}])),
+    *((RECORDED, called(aliased=value)) for value in (None, 0, "no")),
+    *((RECORDED, called(recordings=value)) for value in (None, [], [recording()] * 2, [None], [[]])),
+    *((RECORDED, called(recordings=[recording(host=value)])) for value in (None, [1], {"x": -1}, {"x": True}, {"x": 2**53}, {"x": 1.5})),
+    (RECORDED, called(recordings=[recording(device={"x" * 301: 1})])),
+    (RECORDED, called(recordings=[recording(device={str(number): 1 for number in range(wire.MOST_NAMES + 1)})])),
+    *((RECORDED, called(recordings=[recording(replaced=value)])) for value in (None, "x", [[]])),
+    (RECORDED, called(recordings=[recording(marked="yes")])),
+    (RECORDED, called(recordings=[recording(collectives=True)])),
+    (RECORDED, called(recordings=[recording(events=[])])),
+    *((ON_TIMELINE, called(recordings=[recording(events=value)])) for value in (None, "none")),
+    *((PROFILE, profiled(events=[value])) for value in ({}, ["k", 7, 5], ["k", 7, 9, 5], [7, 7, 5, 9], ["k", 7, 5, True])),
+    *((PROFILE, profiled(events=[value])) for value in (["k", 7, 5, 1 << 64], ["k" * 5_000, 7, 5, 9], ["k", -2, 5, 9], "wait")),
+    (PROFILE, profiled(events=[[*EVENT]] * (wire.MOST_EVENTS + 1))),
+    *((PROFILE, profiled(roles=[value])) for value in (["wait", "storer", 5, 9], ["wait", "s" * 50, 5, 1, 2], ["wait", "storer", 5, 3, 2])),
+    (PROFILE, {**profiled(), "outputs": []}),
+    (STRESS, {"outputs": [{}]}),
+    (wire.DescribeOutputs("case", 2), {"outputs": [{}]}),
+    *((wire.ReportRaces(), finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
+    *((wire.ReportRaces(), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
+    (wire.ReportRaces(), {"findings": [vars(FINDING)] * (wire.MOST_FINDINGS + 1), "launches": {}}),
+    *((wire.ReportRaces(), {"findings": [], "launches": value}) for value in (None, [], {"a": -1})),
+    *((wire.ListLoadedCode(True), {"kernels": value, "unknown": [], "choices": []}) for value in (None, [3], [{"name": "k"}])),
+    (wire.ListLoadedCode(True), {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": []}),
+    (wire.ListLoadedCode(True), {"kernels": [], "unknown": [], "choices": [3]}),
+    (wire.PrepareBlock("case", "eager", "candidate", PLAN), {"failure": 3}),
+]
+
+
+@pytest.mark.parametrize(("request_", "message"), MALFORMED)
+def test_what_is_not_as_declared_is_refused_by_name(request_: wire.Request[Any], message: Any) -> None:
+    with pytest.raises(ProtocolError, match=f"the answer to {request_.op} is malformed: ") as caught:
+        wire.read_answer(request_, {"ok": True, **message})
+    assert len(str(caught.value)) < 300, "it quotes nothing of what it refuses"
+
+
+@pytest.mark.parametrize("message", [{}, {"ok": 1}, {"ok": "true"}, {"ok": False}, {"ok": None, "error": {"kind": "hang", "message": ""}}])
+def test_what_is_neither_an_answer_nor_an_error_is_refused(message: wire.Message) -> None:
+    for read in (lambda: wire.read_answer(CALL, dict(message)), lambda: wire.read_answers([CALL], dict(message))):
+        with pytest.raises(ProtocolError, match="neither ok nor an error"):
+            read()
+
+
+def test_an_error_keeps_its_kind_its_end_and_its_rank() -> None:
+    error = wire.RankError("cuda_error", "x" * 50_000 + "end", 3)
+    found = wire.read_answer(CALL, sent(wire.error_message(error)))
+    assert isinstance(found, wire.RankError) and (found.kind, found.rank) == ("cuda_error", 3)
+    assert len(found.text) == wire.ERROR_CHARACTERS and found.text.endswith("end")
+    assert wire.read_answer(CALL, {"ok": False, "error": {"kind": "not_run", "message": [], "rank": "x"}}) == wire.RankError(
+        "not_run", "no message", None
+    )
