@@ -28,6 +28,7 @@ from peerlane.problems.contract.spec import (
     Cost,
     Expected,
     GroupLayout,
+    Inputs,
     KnownWrongAnswer,
     Preset,
     Problem,
@@ -47,6 +48,7 @@ from peerlane.problems.contract.tree import (
     resolve_groups,
     tensor_descriptions,
 )
+from peerlane.problems.contract.wrong_answers import wrong
 
 __all__ = [
     "INTEGER",
@@ -62,6 +64,7 @@ __all__ = [
     "Expected",
     "GroupLayout",
     "GroupRef",
+    "Inputs",
     "KnownWrongAnswer",
     "Preset",
     "Problem",
@@ -88,4 +91,5 @@ __all__ = [
     "score",
     "seeded_generator",
     "tensor_descriptions",
+    "wrong",
 ]

@@ -29,6 +29,9 @@ UNIT_ROUNDOFF: Mapping[torch.dtype, float] = {
     torch.float8_e5m2: 2.0**-3,
 }
 
+Inputs = Sequence[tuple[Any, ...]]
+"""The arguments of every rank."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -217,7 +220,7 @@ class AnswerContext:
 
     case: Case
     rank: int
-    inputs: Sequence[tuple[Any, ...]]
+    inputs: Inputs
     """All ranks' arguments, as ``Problem.inputs`` returned them."""
     answers: Mapping[int, Tree]
     """By rank, its right answer, rounded to its dtypes."""
@@ -261,7 +264,7 @@ class AlternativeSolution:
     """
 
     name: str
-    answer: Callable[[Case, Sequence[tuple[Any, ...]], int], Tree]
+    answer: Callable[[Case, Inputs, int], Tree]
 
 
 GroupLayout = Mapping[str, Sequence[Sequence[int]]]
@@ -308,7 +311,7 @@ class Problem:
     summary: str
     reference: Callable[..., Tree]
     inputs: Callable[[Case, int, Draw], tuple[Any, ...]]
-    oracle: Callable[[Case, Sequence[tuple[Any, ...]], int], Tree]
+    oracle: Callable[[Case, Inputs, int], Tree]
     cost: Callable[[Case, int], Cost]
     presets: tuple[Preset, ...]
     tolerance: Callable[[Case], Mapping[str, Tolerance]] = lambda _: {}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, AnswerContext, Case, Draw, Expected, Tolerance
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_members
 
 FP32, FP64 = torch.float32, torch.float64
@@ -32,27 +31,27 @@ def size(rule: int | Sequence[int], ranks: int) -> int:
     return per_rank * ranks + rest
 
 
-def axes(case: Case) -> tuple[int, int]:
+def axes(case: pc.Case) -> tuple[int, int]:
     """The transformed axes (d0, d1) of ``case["dim"]``, counted from the front."""
     dims = len(case["lead"]) + 2
     first, second = case["dim"]
     return first % dims, second % dims
 
 
-def full_shape(case: Case, rows: int, columns: int) -> list[int]:
+def full_shape(case: pc.Case, rows: int, columns: int) -> list[int]:
     """``case["lead"]`` with ``rows`` inserted at axis d0 and ``columns`` at axis d1."""
     d0, d1 = axes(case)
     lead = iter(case["lead"])
     return [rows if axis == d0 else columns if axis == d1 else next(lead) for axis in range(len(case["lead"]) + 2)]
 
 
-def slice_scales(case: Case, draw: Draw) -> torch.Tensor:
+def slice_scales(case: pc.Case, draw: pc.Draw) -> torch.Tensor:
     """(..., 1, 1) over the untouched axes: every slice has a scale of its own, within two decades around ``case["scale"]`` (default 1)."""
     exponent = draw.shared.uniform(full_shape(case, 1, 1), FP32, low=-1.0, high=1.0)
     return torch.pow(10.0, exponent).mul_(case.params.get("scale", 1.0))
 
 
-def gathered(inputs: Sequence[tuple[Any, ...]], members: Sequence[int], axis: int, dtype: torch.dtype) -> torch.Tensor:
+def gathered(inputs: pc.Inputs, members: Sequence[int], axis: int, dtype: torch.dtype) -> torch.Tensor:
     """The members' first arguments, concatenated along the axis that is sharded."""
     return torch.cat([inputs[q][0].to(dtype) for q in members], dim=axis)
 
@@ -63,7 +62,7 @@ def part(tensor: torch.Tensor, axis: int, place: int, ranks: int) -> torch.Tenso
     return tensor.narrow(axis, place * length, length)
 
 
-def expected(name: str, case: Case, whole: torch.Tensor, axis: int, rank: int, dtype: torch.dtype) -> Expected:
+def expected(name: str, case: pc.Case, whole: torch.Tensor, axis: int, rank: int, dtype: torch.dtype) -> pc.Expected:
     """The rank's block, along ``axis``, of a transform.
 
     Its magnitude is the sum of the root mean squares of slice, row and column and of an eighth of the slice's largest element.
@@ -74,10 +73,10 @@ def expected(name: str, case: Case, whole: torch.Tensor, axis: int, rank: int, d
     rows, columns = power.mean(d1, keepdim=True), power.mean(d0, keepdim=True)
     largest = power.amax((d0, d1), keepdim=True)
     magnitude = rows.mean(d0, keepdim=True).sqrt() + rows.sqrt() + columns.sqrt() + largest.sqrt() / 8
-    return Expected(name, part(whole, axis, place, ranks), dtype, magnitude=part(magnitude, axis, place, ranks))
+    return pc.Expected(name, part(whole, axis, place, ranks), dtype, magnitude=part(magnitude, axis, place, ranks))
 
 
-def fft_tolerance(name: str) -> Callable[[Case], Mapping[str, Tolerance]]:
+def fft_tolerance(name: str) -> Callable[[pc.Case], Mapping[str, pc.Tolerance]]:
     """A fast Fourier transform in float32 errs by a few u of the root mean square, whatever its length.
 
     The root mean square error of N = 2^20 points is 2 to 3 u (the square root of log2 N, times a constant below one), and the largest of
@@ -87,8 +86,8 @@ def fft_tolerance(name: str) -> Callable[[Case], Mapping[str, Tolerance]]:
     err by 2^13 u or 2^16 u. There is no bound on the norm of a rank's part: of a smooth field, most parts hold next to nothing, and their
     errors follow from what the others hold.
     """
-    u = UNIT_ROUNDOFF[FP32]
-    return lambda _: {name: Tolerance(relative=32 * u, magnitude=32 * u)}
+    u = pc.UNIT_ROUNDOFF[FP32]
+    return lambda _: {name: pc.Tolerance(relative=32 * u, magnitude=32 * u)}
 
 
 def fft_flops(slices: int, rows: int, columns: int) -> float:
@@ -96,7 +95,7 @@ def fft_flops(slices: int, rows: int, columns: int) -> float:
     return 2.0 * slices * rows * columns * math.log2(max(rows * columns, 2))
 
 
-def contiguous_members(context: AnswerContext) -> range:
+def contiguous_members(context: pc.AnswerContext) -> range:
     """The neighbours that somebody would take for the group who numbers groups by blocks."""
     ranks = len(group_members(context.case, context.rank))
     first = context.rank // ranks * ranks
