@@ -37,12 +37,6 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     return pc.Cost(hbm_bytes=payload, egress_bytes=0, ingress_bytes=payload)
 
 
-def _neighbour_of_root(context: pc.AnswerContext) -> torch.Tensor:
-    neighbour = (root_of(context.args) + 1) % context.case.world_size
-    tensor: torch.Tensor = context.inputs[neighbour][0]
-    return tensor.clone()
-
-
 PROBLEM = pc.Problem(
     id=3,
     slug="broadcast",
@@ -86,7 +80,11 @@ PROBLEM = pc.Problem(
             lambda c: c.inputs[0][0].clone(),
             ("small/ragged_bf16_from_last", "small/scalar_int64_from_last", "small/nan_elsewhere_bf16"),
         ),
-        pc.wrong("neighbour_of_root", "the tensor of the rank after src", _neighbour_of_root),
+        pc.wrong(
+            "neighbour_of_root",
+            "the tensor of the rank after src",
+            lambda c: c.inputs[(root_of(c.args) + 1) % c.case.world_size][0].clone(),
+        ),
         pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     excused={"another_rank": "all ranks have the same answer"},

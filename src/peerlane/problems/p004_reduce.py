@@ -53,12 +53,6 @@ def _at_root(context: pc.AnswerContext, value: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _root_is_rank_0(context: pc.AnswerContext) -> torch.Tensor:
-    total = context.answers[collective.root_of(context.args)]
-    result: torch.Tensor = total if context.rank == 0 else context.args[0]
-    return result
-
-
 def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], torch.Tensor]:
     """What a rank returns whose root computes the sum with ``total(terms)``."""
 
@@ -128,7 +122,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "always_to_rank_0",
             "the sum on rank 0, whatever dst says",
-            _root_is_rank_0,
+            lambda c: c.answers[collective.root_of(c.args)] if c.rank == 0 else c.args[0],
             ("small/ragged_bf16_to_last", "small/tiny_fp32_to_last", "small/special_fp32"),
         ),
         pc.wrong(

@@ -70,11 +70,6 @@ def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
     return result.clone()
 
 
-def _strided_rows(context: pc.AnswerContext) -> torch.Tensor:
-    whole: torch.Tensor = context.inputs[root_of(context.args)][0]
-    return whole[context.rank :: context.case.world_size].clone()
-
-
 PROBLEM = pc.Problem(
     id=5,
     slug="scatter",
@@ -131,7 +126,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "strided_rows",
             "rows r, r + W, r + 2 W ... instead of consecutive ones",
-            _strided_rows,
+            lambda c: c.inputs[root_of(c.args)][0][c.rank :: c.case.world_size].clone(),
             ("small/rows_int64", "small/rows_int64_from_last", "small/odd_bytes_uint8"),
         ),
         pc.wrong(

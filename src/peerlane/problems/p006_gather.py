@@ -51,12 +51,6 @@ def _at_root(context: pc.AnswerContext, spoil: Callable[[pc.AnswerContext], torc
     return result
 
 
-def _root_is_rank_0(context: pc.AnswerContext) -> torch.Tensor:
-    gathered = context.answers[collective.root_of(context.args)]
-    result: torch.Tensor = gathered if context.rank == 0 else context.args[0]
-    return result
-
-
 PROBLEM = pc.Problem(
     id=6,
     slug="gather",
@@ -111,7 +105,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "always_to_rank_0",
             "gathered on rank 0, whatever dst says",
-            _root_is_rank_0,
+            lambda c: c.answers[collective.root_of(c.args)] if c.rank == 0 else c.args[0],
             ("small/ragged_bf16_to_last", "small/tiny_int32_to_last"),
         ),
         pc.wrong("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, collective.stale_part)),

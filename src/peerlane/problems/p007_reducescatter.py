@@ -58,10 +58,6 @@ def _own(context: pc.AnswerContext) -> torch.Tensor:
     return _slices(context.inputs, context.rank)[context.rank].clone()
 
 
-def _strided_rows(context: pc.AnswerContext) -> torch.Tensor:
-    return collective.wide_sum([tensor[context.rank :: context.case.world_size] for tensor in collective.first_arguments(context.inputs)])
-
-
 PROBLEM = pc.Problem(
     id=7,
     slug="reducescatter",
@@ -109,7 +105,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "strided_rows",
             "the sum of rows r, r + W, r + 2 W ... instead of consecutive ones",
-            _strided_rows,
+            lambda c: collective.wide_sum([tensor[c.rank :: c.case.world_size] for tensor in collective.first_arguments(c.inputs)]),
             ("small/ragged_bf16", "small/ragged_fp16", "small/cancelling_bf16", "small/same_sign_bf16", "small/special_fp32"),
         ),
         pc.wrong("stale_tail", "the last elements are those of the slot before", lambda c: collective.stale_tail(c, 64)),

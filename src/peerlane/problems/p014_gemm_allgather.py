@@ -64,24 +64,12 @@ def _split_depth(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return torch.cat(blocks, dim=1)
 
 
-def _own_block_everywhere(context: pc.AnswerContext) -> torch.Tensor:
-    return _blocks(context.case, [context.args] * context.case.world_size)
-
-
 def _own_block_only(context: pc.AnswerContext) -> torch.Tensor:
     n = matmul.columns(context.case)
     answer = torch.zeros_like(context.answer)
     block = slice(context.rank * n, (context.rank + 1) * n)
     answer[:, block] = context.answer[:, block]
     return answer
-
-
-def _own_a_for_all(context: pc.AnswerContext) -> torch.Tensor:
-    return _blocks(context.case, [(context.args[0], b) for _, b in context.inputs])
-
-
-def _blocks_rotated(context: pc.AnswerContext) -> torch.Tensor:
-    return torch.roll(context.answer, matmul.columns(context.case), dims=1)
 
 
 PRESETS = (
@@ -125,12 +113,12 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_communication", "the rank's own block, zeros elsewhere", _own_block_only),
-        pc.wrong("own_block_everywhere", "the rank's own block in every place", _own_block_everywhere),
-        pc.wrong("blocks_rotated", "every block in the next rank's place", _blocks_rotated),
+        pc.wrong("own_block_everywhere", "the rank's own block in every place", lambda c: _blocks(c.case, [c.args] * c.case.world_size)),
+        pc.wrong("blocks_rotated", "every block in the next rank's place", lambda c: torch.roll(c.answer, matmul.columns(c.case), dims=1)),
         pc.wrong(
             "own_a_for_all",
             "gathers B and multiplies with the rank's own A: right only where A is replicated",
-            _own_a_for_all,
+            lambda c: _blocks(c.case, [(c.args[0], b) for _, b in c.inputs]),
             tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if not spec.params.get("replicated")),
         ),
     ),

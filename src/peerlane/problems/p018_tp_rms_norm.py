@@ -109,20 +109,12 @@ def _from_statistics(context: pc.AnswerContext, ranks: Sequence[int], count: int
     return _normalise(context.case, context.args, square_sum, count, FP32).to(_answer_dtype(context.case))
 
 
-def _local_statistics(context: pc.AnswerContext) -> torch.Tensor:
-    return _from_statistics(context, [context.rank], _shape(context.case)[-1])
-
-
 def _divided_by_local_width(context: pc.AnswerContext) -> torch.Tensor:
     return _from_statistics(context, range(context.case.world_size), _shape(context.case)[-1])
 
 
 def _drop_last_rank(context: pc.AnswerContext) -> torch.Tensor:
     return _from_statistics(context, range(context.case.world_size - 1), _count(context.case))
-
-
-def _not_normalised(context: pc.AnswerContext) -> torch.Tensor:
-    return torch.mul(*context.args[:2])
 
 
 def _every_other_channel(context: pc.AnswerContext) -> torch.Tensor:
@@ -133,10 +125,6 @@ def _every_other_channel(context: pc.AnswerContext) -> torch.Tensor:
 
 def _gain_ignored(context: pc.AnswerContext) -> torch.Tensor:
     return _fp32_once(context.case, [(x, torch.ones_like(w), eps) for x, w, eps in context.inputs], context.rank)
-
-
-def _epsilon_ignored(context: pc.AnswerContext) -> torch.Tensor:
-    return _fp32_once(context.case, [(x, w, 0.0) for x, w, _ in context.inputs], context.rank)
 
 
 def _epsilon_outside_root(context: pc.AnswerContext) -> torch.Tensor:
@@ -201,8 +189,10 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        pc.wrong("not_normalised", "the hidden states times the gain", _not_normalised),
-        pc.wrong("local_statistics", "normalised with the rank's own mean square", _local_statistics),
+        pc.wrong("not_normalised", "the hidden states times the gain", lambda c: torch.mul(*c.args[:2])),
+        pc.wrong(
+            "local_statistics", "normalised with the rank's own mean square", lambda c: _from_statistics(c, [c.rank], _shape(c.case)[-1])
+        ),
         pc.wrong("drop_last_rank", "the last rank's squares left out of the sum", _drop_last_rank),
         pc.wrong("divided_by_local_width", "the sum over all ranks divided by the local width", _divided_by_local_width),
         pc.wrong("every_other_channel", "the mean square of every second channel", _every_other_channel),
@@ -210,7 +200,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "epsilon_ignored",
             "eps = 0: shows in small rows",
-            _epsilon_ignored,
+            lambda c: _fp32_once(c.case, [(x, w, 0.0) for x, w, _ in c.inputs], c.rank),
             ("small/decades_bf16", "small/decades_fp32", "small/extreme_bf16", "small/extreme_fp32"),
         ),
         pc.wrong(

@@ -137,10 +137,6 @@ def _every_other_element(context: pc.AnswerContext) -> Answer:
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
-def _gradients_kept(context: pc.AnswerContext) -> Answer:
-    return _answer(context, context.answer[0], 1.0)
-
-
 def _clipped_by_local_norm(context: pc.AnswerContext) -> Answer:
     return context.answer[0], _with_norm_of(context, [context.rank])[1]
 
@@ -307,7 +303,9 @@ PROBLEM = pc.Problem(
             lambda c: _with_norm_of(c, range(c.case.world_size)),
             ("small/no_group", "small/strided_group"),
         ),
-        pc.wrong("gradients_kept", "the right norm, and gradients as they were", _gradients_kept, _everywhere(*_CLIPPING)),
+        pc.wrong(
+            "gradients_kept", "the right norm, and gradients as they were", lambda c: _answer(c, c.answer[0], 1.0), _everywhere(*_CLIPPING)
+        ),
         pc.wrong("clipped_norm", "the norm after clipping", _clipped_norm, _everywhere(*_FINITE, "no_group", "just_above")),
         pc.wrong(
             "clipped_by_local_norm", "the right norm, gradients scaled by the rank's own", _clipped_by_local_norm, _everywhere(*_SHARED)

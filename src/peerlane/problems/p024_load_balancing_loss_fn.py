@@ -255,11 +255,6 @@ def _every_kth(context: pc.AnswerContext, distance: int, turning: bool) -> torch
     return _mean(losses)
 
 
-def _all_chosen(context: pc.AnswerContext) -> torch.Tensor:
-    """Every ratio of tokens is k / E, as if the router were balanced: the loss is k."""
-    return torch.full_like(context.answer, float(context.case["k"]))
-
-
 def _probabilities_squared(context: pc.AnswerContext) -> torch.Tensor:
     """E times the sum of squared mean probabilities, times k: no choice is made."""
     means = [mean_probabilities(_whole(args), _row_weights(_whole(args), args[3])) for args in context.inputs]
@@ -382,7 +377,7 @@ PROBLEM = pc.Problem(
         pc.wrong("sum", "not divided by the world size", lambda c: c.answer * c.case.world_size, _DEFINED),
         pc.wrong("drop_last_rank", "the mean over all ranks but the last", lambda c: _of_ranks(c, range(c.case.world_size - 1)), _FLOAT32),
         pc.wrong("global_batch", "the loss of all ranks' tokens together", _global_batch, _DEFINED),
-        pc.wrong("balanced", "the loss of a balanced router, top_k", _all_chosen),
+        pc.wrong("balanced", "the loss of a balanced router, top_k", lambda c: torch.full_like(c.answer, float(c.case["k"]))),
         pc.wrong("no_choice", "mean probabilities in place of choices: not far off, for bfloat16", _probabilities_squared, _FLOAT32),
         pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/large_logits_fp32",)),
         pc.wrong("every_other", "every second token only", lambda c: _every_kth(c, 2, turning=False), _UNEVEN),

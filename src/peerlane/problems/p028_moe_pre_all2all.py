@@ -133,11 +133,6 @@ def _slot_major(args: Sequence[Any]) -> torch.Tensor:
     return mapping[: sum(args[3])]
 
 
-def _order_of_another_call(context: pc.AnswerContext) -> pc.Tree:
-    """What arrives, put in order by counts that have the same sums by source: those that the next local experts have."""
-    return _with_rows(context, _by_expert(_chunks(context.case, context.inputs, context.rank, _mapping, context.args[5].roll(1, 1))))
-
-
 def _equal_splits(context: pc.AnswerContext) -> pc.Tree:
     members = group_members(context.case, context.rank)
     me = members.index(context.rank)
@@ -155,11 +150,6 @@ def _splits_from_mask(context: pc.AnswerContext) -> pc.Tree:
         for args in (context.inputs[q] for q in members):
             rows.append(_rows(args, _routing_map(args)[expert].nonzero()[:, 0]))
     return _with_rows(context, torch.cat(rows))
-
-
-def _mapping_one_off(context: pc.AnswerContext) -> pc.Tree:
-    rows, routing_map, mapping, shape = context.answer
-    return (rows, routing_map, mapping + 1, shape)
 
 
 def _boolean_map(context: pc.AnswerContext) -> pc.Tree:
@@ -291,7 +281,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "order_of_another_call",
             "rows regrouped by counts of another call with the same splits",
-            _order_of_another_call,
+            lambda c: _with_rows(c, _by_expert(_chunks(c.case, c.inputs, c.rank, _mapping, c.args[5].roll(1, 1)))),
             _where(moe.counts_vary),
         ),
         pc.wrong("tokens_reversed", "an expert's rows with the last token first", _sent_as(_tokens_reversed)),
@@ -309,7 +299,9 @@ PROBLEM = pc.Problem(
             _splits_from_mask,
             _where(lambda c: "literal" in c.params),
         ),
-        pc.wrong("mapping_one_off", "every token's number one too large", _mapping_one_off),
+        pc.wrong(
+            "mapping_one_off", "every token's number one too large", lambda c: (c.answer[0], c.answer[1], c.answer[2] + 1, c.answer[3])
+        ),
         pc.wrong("boolean_map", "the mask's sum as a flag", _boolean_map, _where(lambda c: "duplicates" in c.params)),
         pc.wrong(
             "contiguous_group", "neighbours taken for the group", _contiguous_group, _where(lambda c: "group" in c.params and _several(c))

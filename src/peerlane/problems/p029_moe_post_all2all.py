@@ -177,16 +177,8 @@ def _combined(
     return _summed(args, terms, mapping).to(_dtype(args))
 
 
-def _own_rows(context: pc.AnswerContext) -> torch.Tensor:
-    return _combined(context, rows=context.args[0])
-
-
 def _not_ungrouped(context: pc.AnswerContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, ungroup=False)))
-
-
-def _order_of_another_call(context: pc.AnswerContext) -> torch.Tensor:
-    return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, shift=1)))
 
 
 def _sources_reversed(context: pc.AnswerContext) -> torch.Tensor:
@@ -207,11 +199,6 @@ def _weights_by_token(context: pc.AnswerContext) -> torch.Tensor:
     """Weights in the order of tokens and slots, not of the rows."""
     weights: torch.Tensor = context.args[1].flatten()
     return _combined(context, weights=moe.fitted(weights, context.args[8].shape[0]))
-
-
-def _rows_by_token(context: pc.AnswerContext) -> torch.Tensor:
-    """Rows taken to lie in the order of tokens: the permutation mapping ignored."""
-    return _combined(context, mapping=context.args[8].sort().values)
 
 
 def _mapping_derived(context: pc.AnswerContext) -> torch.Tensor:
@@ -334,12 +321,12 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own rows, repeated or cut", _own_rows, _where(_several)),
+        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: _combined(c, rows=c.args[0]), _where(_several)),
         pc.wrong("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, _where(moe.several_sources)),
         pc.wrong(
             "order_of_another_call",
             "rows put in order by counts of another call with the same splits",
-            _order_of_another_call,
+            lambda c: _combined(c, rows=torch.cat(_parts(c.case, c.inputs, c.rank, shift=1))),
             _where(moe.counts_vary),
         ),
         pc.wrong("sources_reversed", "the last source first", _sources_reversed, _where(_several_returned)),
@@ -348,7 +335,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("unweighted", "the mean weight for every row", _unweighted, _where(lambda c: c["k"] > 1)),
         pc.wrong("weights_by_token", "weights in the order of tokens and slots", _weights_by_token, _where(lambda c: c["k"] > 1)),
-        pc.wrong("mapping_ignored", "rows taken to be in the order of tokens", _rows_by_token),
+        pc.wrong("mapping_ignored", "rows taken to be in the order of tokens", lambda c: _combined(c, mapping=c.args[8].sort().values)),
         pc.wrong(
             "mapping_derived",
             "rows added to the tokens of the routing map, the permutation mapping ignored",

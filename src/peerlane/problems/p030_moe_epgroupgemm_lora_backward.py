@@ -91,19 +91,9 @@ def _own(context: pc.AnswerContext) -> Triple:
     return _sums(context.inputs, [context.rank])
 
 
-def _only_first(context: pc.AnswerContext) -> Triple:
-    """The sum of the first gradient, and the rank's own second and third."""
-    return (context.answer[0], *_own(context)[1:])
-
-
 def _mean(context: pc.AnswerContext) -> Triple:
     first, second, third = (total / len(_members(context)) for total in context.answer)
     return first, second, third
-
-
-def _eight_bits(context: pc.AnswerContext) -> Triple:
-    coded = [tuple(eight_bits(gradient) for gradient in args[:3]) for args in context.inputs]
-    return _sums(coded, _members(context))
 
 
 def _stale_last(context: pc.AnswerContext) -> Triple:
@@ -157,13 +147,13 @@ PROBLEM = pc.Problem(
     ),
     known_wrong_answers=(
         pc.wrong("no_communication", "the rank's own gradients", _own),
-        pc.wrong("only_first_summed", "the second and third gradient left as they are", _only_first),
+        pc.wrong("only_first_summed", "the second and third gradient left as they are", lambda c: (c.answer[0], *_own(c)[1:])),
         pc.wrong("mean", "divided by the number of ranks", _mean),
         pc.wrong("drop_last_rank", "the sum without the last rank", lambda c: _sums(c.inputs, _members(c)[:-1])),
         pc.wrong(
             "eight_bits",
             "gradients are sent in 8-bit integers with a scale for every 32 neighbours",
-            _eight_bits,
+            lambda c: _sums([tuple(eight_bits(gradient) for gradient in args[:3]) for args in c.inputs], _members(c)),
             ("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
         ),
         pc.wrong("stale_half", "half of the last gradient is that of the slot before", _stale_last),

@@ -149,12 +149,6 @@ def _with(attend: Callable[[pc.Case], Attend]) -> Callable[[pc.AnswerContext], t
     return lambda c: _pipeline(c.case, c.inputs, c.rank, attend(c.case))
 
 
-def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
-    """Keys and values in the ring and activations between stages come in 8-bit integers."""
-    attend = attention_block.eight_bit_ring(context.case)
-    return _pipeline(context.case, context.inputs, context.rank, attend, rounded=True, sent=eight_bits)
-
-
 def _own_hidden_states(context: pc.AnswerContext) -> torch.Tensor:
     """The stage applied to its own hidden_states: nothing received."""
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
@@ -282,7 +276,11 @@ PROBLEM = pc.Problem(
             _with(attention_block.first_maximum),
             _names(lambda c: c.params.get("pattern") == "growing"),
         ),
-        pc.wrong("eight_bits", "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        pc.wrong(
+            "eight_bits",
+            "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours",
+            lambda c: _pipeline(c.case, c.inputs, c.rank, attention_block.eight_bit_ring(c.case), rounded=True, sent=eight_bits),
+        ),
         pc.wrong("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, _STAGED),
         pc.wrong("stages_skipped", "the stage applied to the first stage's input", _first_input, _STAGED),
         pc.wrong("last_stage", "the last stage's output on every stage", _last_stage, _STAGED),

@@ -112,10 +112,6 @@ def _gather_at_the_end(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Ten
     return torch.cat(parts)
 
 
-def _own_rows(context: pc.AnswerContext) -> torch.Tensor:
-    return fitted(context.args[0][context.args[1]], context.answer)
-
-
 def _chunks(context: pc.AnswerContext, source: Any, number: Any) -> torch.Tensor:
     """Chunk ``number(me, j, W)`` of group rank ``source(me, j, W)`` for every j, cut or repeated to the answer's length."""
     members = group_members(context.case, context.rank)
@@ -204,7 +200,7 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own rows, repeated or cut", _own_rows),
+        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: fitted(c.args[0][c.args[1]], c.answer)),
         pc.wrong(
             "absolute_order",
             "chunks received in the order of ranks",

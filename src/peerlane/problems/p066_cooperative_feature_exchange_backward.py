@@ -139,20 +139,6 @@ def _last_wins(context: pc.AnswerContext) -> torch.Tensor:
     return result
 
 
-def _mean(context: pc.AnswerContext) -> torch.Tensor:
-    """Means in place of sums."""
-    counts = torch.bincount(context.args[1], minlength=context.case["seeds"]).clamp(min=1)
-    result: torch.Tensor = context.answer / counts.unsqueeze(1)
-    return result
-
-
-def _own_chunk_missing(context: pc.AnswerContext) -> torch.Tensor:
-    """Nothing from the rank itself."""
-    own = context.args[4][0]
-    rows = torch.cat(_received(context.case, context.inputs, context.rank))
-    return _added(context, rows[own:], context.args[1][own:])
-
-
 def _received_sums(order: str) -> Any:
     """Sums in float32, in the order of ids, or chunk by chunk from the last."""
 
@@ -239,8 +225,18 @@ PROBLEM = pc.Problem(
             (*_UNEVEN, "pkb/fp32"),
         ),
         pc.wrong("last_wins", "of rows with the same id one, not the sum", _last_wins, _REPEATED),
-        pc.wrong("mean", "means in place of sums", _mean, _REPEATED),
-        pc.wrong("own_chunk_missing", "only what other ranks send", _own_chunk_missing, (*_UNEVEN, "small/heavy", "pkb/fp32")),
+        pc.wrong(
+            "mean",
+            "means in place of sums",
+            lambda c: c.answer / torch.bincount(c.args[1], minlength=c.case["seeds"]).clamp(min=1).unsqueeze(1),
+            _REPEATED,
+        ),
+        pc.wrong(
+            "own_chunk_missing",
+            "only what other ranks send",
+            lambda c: _added(c, torch.cat(_received(c.case, c.inputs, c.rank))[c.args[4][0] :], c.args[1][c.args[4][0] :]),
+            (*_UNEVEN, "small/heavy", "pkb/fp32"),
+        ),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("sorted_fp32", _received_sums("sorted")),

@@ -125,11 +125,6 @@ def _unpermuted_rows(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Ten
     return context.answer[0].clone(), torch.cat(rows)
 
 
-def _local_ids(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids turned into rows of the owner's shard."""
-    return context.answer[0] // len(group_members(context.case, context.rank)), context.answer[1].clone()
-
-
 def _added_up(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Later pairs of an id get its first row, as a reduction of duplicates that keeps the shape would have it."""
     ids, rows = context.answer
@@ -216,7 +211,7 @@ PROBLEM = pc.Problem(
         pc.wrong("sources_reversed", "the last source first", lambda c: _joined(_parts(c)[::-1]), (*_MIXED, "small/one_owner_bf16")),
         pc.wrong("sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, (*_MIXED, "small/one_owner_bf16")),
         pc.wrong("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, _MIXED),
-        pc.wrong("local_ids", "ids divided by W", _local_ids),
+        pc.wrong("local_ids", "ids divided by W", lambda c: (c.answer[0] // len(group_members(c.case, c.rank)), c.answer[1].clone())),
         pc.wrong("one_row_per_id", "duplicates of an id given the same row", _added_up, ("small/hot_bf16",)),
         pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),

@@ -212,13 +212,6 @@ def _remote_missing(context: pc.AnswerContext) -> torch.Tensor:
     return result
 
 
-def _owner_order(context: pc.AnswerContext) -> torch.Tensor:
-    """Rows as they come back, sorted by owner."""
-    shard = _shard(context.case, len(group_members(context.case, context.rank)))
-    result: torch.Tensor = context.answer[(context.args[1] // shard).argsort(stable=True)]
-    return result
-
-
 def _next_projection(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     other = members[(members.index(context.rank) + 1) % len(members)]
@@ -299,7 +292,12 @@ PROBLEM = pc.Problem(
             (*_RANDOM, *_PRODUCTION, "small/local_bf16"),
         ),
         pc.wrong("floor_partition", "shards of floor(N / W) rows", _floor, _UNEVEN),
-        pc.wrong("owner_order", "rows in the order of their owners, as they come back", _owner_order, (*_RANDOM, *_PRODUCTION)),
+        pc.wrong(
+            "owner_order",
+            "rows in the order of their owners, as they come back",
+            lambda c: c.answer[(c.args[1] // _shard(c.case, len(group_members(c.case, c.rank)))).argsort(stable=True)],
+            (*_RANDOM, *_PRODUCTION),
+        ),
         pc.wrong(
             "next_projection",
             "the next rank's projection",

@@ -241,12 +241,6 @@ def _interleaved_heads(context: pc.AnswerContext) -> torch.Tensor:
     return _mistaken(context, lambda tokens: dataclasses.replace(tokens, q=tokens.q[:, order], k=tokens.k[:, order]))
 
 
-def _own_parameters(context: pc.AnswerContext) -> torch.Tensor:
-    """Every head with the decay parameters of the rank's own heads."""
-    replaced = [(*args[:5], *context.args[5:7], *args[7:]) for args in context.inputs]
-    return _recurrent(context.case, replaced, context.rank)
-
-
 def _not_normalised(context: pc.AnswerContext) -> torch.Tensor:
     """Keys as they are given."""
 
@@ -372,7 +366,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "own_parameters",
             "all heads with the decay of the rank's own heads: shows where there are many and none forgets",
-            _own_parameters,
+            lambda c: _recurrent(c.case, [(*args[:5], *c.args[5:7], *args[7:]) for args in c.inputs], c.rank),
             _labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in params),
         ),
         pc.wrong(

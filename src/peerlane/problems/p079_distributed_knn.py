@@ -336,10 +336,6 @@ def _rounded_halves(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.
     return best.values, torch.cat([inputs[q][2].flatten() for q in members])[best.indices]
 
 
-def _own_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    return _nearest(context.case, context.inputs, context.rank, [context.rank])
-
-
 def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every shard three quarters of k on two ranks, and half of k on more."""
     case, members, query = context.case, group_members(context.case, context.rank), context.args[0].to(FP32)
@@ -352,18 +348,6 @@ def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tens
 
 def _last_shard_missing(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, group_members(context.case, context.rank)[:-1])
-
-
-def _next_query(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """The right similarities, and the labels of the query after."""
-    similarities, labels = context.answer
-    return similarities, labels.roll(1, 0)
-
-
-def _one_label(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """The right similarities, and the label of the nearest row in every place."""
-    similarities, labels = context.answer
-    return similarities, labels[:, :1].expand_as(labels).contiguous()
 
 
 def _last_neighbour_repeated(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -454,11 +438,15 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        pc.wrong("own_shard", "neighbours from the rank's own shard", _own_shard),
+        pc.wrong("own_shard", "neighbours from the rank's own shard", lambda c: _nearest(c.case, c.inputs, c.rank, [c.rank])),
         pc.wrong("last_shard_missing", "neighbours from all shards but the last", _last_shard_missing),
         pc.wrong("half_per_shard", "a half or three quarters of k from every shard", _half_per_shard, ("small/dense_bf16", "pkb/bf16")),
-        pc.wrong("next_query", "labels of another query", _next_query),
-        pc.wrong("one_label", "the nearest row's label in every place", _one_label),
+        pc.wrong("next_query", "labels of another query", lambda c: (c.answer[0], c.answer[1].roll(1, 0))),
+        pc.wrong(
+            "one_label",
+            "the nearest row's label in every place",
+            lambda c: (c.answer[0], c.answer[1][:, :1].expand_as(c.answer[1]).contiguous()),
+        ),
         pc.wrong("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
         pc.wrong("row_numbers", "numbers of rows instead of labels", _row_indices),
         pc.wrong("clipped_at_zero", "a selection that starts from zeros", _clipped, ("small/negative_fp32", "small/negative_bf16")),

@@ -200,10 +200,6 @@ def _without_last(context: pc.AnswerContext) -> Sequence[int]:
     return [q for q in group_members(context.case, context.rank) if q != members[-1] or q == context.rank]
 
 
-def _softmax(context: pc.AnswerContext) -> torch.Tensor:
-    return torch.softmax(context.args[0].to(FP32) / context.case["temp"], dim=1)
-
-
 def _prototypes_last(context: pc.AnswerContext) -> torch.Tensor:
     """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
     members = group_members(context.case, context.rank)
@@ -302,7 +298,9 @@ PROBLEM = pc.Problem(
         pc.wrong("one_iteration_less", "the last iteration skipped", _wrong(fewer=1), _labels(lambda spec: spec.params["iterations"] > 1)),
         pc.wrong("one_iteration_more", "an iteration too many", _wrong(fewer=-1), _ITERATED),
         pc.wrong("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), _ITERATED),
-        pc.wrong("softmax", "rows normalised, prototypes not balanced", _softmax),
+        pc.wrong(
+            "softmax", "rows normalised, prototypes not balanced", lambda c: torch.softmax(c.args[0].to(FP32) / c.case["temp"], dim=1)
+        ),
         pc.wrong("prototypes_last", "prototypes balanced after the rows", _prototypes_last, _ITERATED),
         pc.wrong("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), _NOT_ITERATED),
         pc.wrong("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), _NOT_ITERATED),

@@ -288,10 +288,6 @@ def _ruled(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
     return answer
 
 
-def _opposite(context: pc.AnswerContext) -> Outputs:
-    return _ruled(reverse=not context.args[5])(context)
-
-
 def _own_objects_only(context: pc.AnswerContext) -> Outputs:
     """Only overlaps of objects of one rank count."""
     members = group_members(context.case, context.rank)
@@ -409,7 +405,7 @@ PROBLEM = pc.Problem(
         pc.wrong("not_blanked", "suppressed masks left as they are", _not_blanked, _SEVERAL),
         pc.wrong("blanked_to_zero", "suppressed masks filled with zeros", _blanked_to_zero, _SEVERAL),
         pc.wrong("scores_blanked", "scores of suppressed objects overwritten too", _scores_blanked, _SEVERAL),
-        pc.wrong("opposite_order", "reverse taken the wrong way round", _opposite, _SEVERAL),
+        pc.wrong("opposite_order", "reverse taken the wrong way round", lambda c: _ruled(reverse=not c.args[5])(c), _SEVERAL),
         pc.wrong("above_threshold", "IoU > threshold", _ruled(overlap=torch.gt), ("small/exact_fp32", "small/exact_reverse_bf16")),
         pc.wrong("lower_threshold", "IoU >= 0.68 instead of 0.7", _ruled(threshold=0.68), ("small/near_bf16",)),
         pc.wrong(

@@ -208,10 +208,6 @@ def _target_always_kept(context: pc.AnswerContext) -> torch.Tensor:
     return _assembled(context.case, context.rank, context.args, _kept(context).softmax(-1), True)
 
 
-def _target_missing(context: pc.AnswerContext) -> torch.Tensor:
-    return _assembled(context.case, context.rank, context.args, _kept(context).softmax(-1), False)
-
-
 def _target_only(context: pc.AnswerContext) -> torch.Tensor:
     kept = _kept(context)
     return _assembled(context.case, context.rank, context.args, torch.zeros_like(kept), _survives(kept, context.args[1]))
@@ -314,7 +310,7 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("local_vocabulary", "filter and softmax over the rank's own shard", _local_vocabulary),
-        pc.wrong("target_missing", "-g q alone", _target_missing),
+        pc.wrong("target_missing", "-g q alone", lambda c: _assembled(c.case, c.rank, c.args, _kept(c).softmax(-1), False)),
         pc.wrong("target_only", "g at the target alone", _target_only),
         pc.wrong("target_always_kept", "g at targets that the filter drops", _target_always_kept, _FILTERED),
         pc.wrong("not_renormalised", "probabilities among all tokens, masked", _not_renormalised, _FILTERED),
