@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,85 +126,50 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _rows_of(case: pc.Case, spectrum: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rank's rows of the whole half spectrum, in complex64."""
-    members = group_members(case, rank)
-    return fft.part(spectrum, fft.axes(case)[0], members.index(rank), len(members)).to(COMPLEX64).contiguous()
-
-
-def _whole(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-    field = fft.gathered(inputs, group_members(case, rank), fft.axes(case)[1], FP32)
-    return _rows_of(case, _spectrum(field, inputs[rank]), rank)
+TRANSFORM = fft.Transform(lambda field, case, args: _spectrum(field, args), 1, FP32, COMPLEX64)
 
 
 def _columns_first(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The half spectrum along d1 first, then the transform along d0."""
-    (d0, d1), members, norm = fft.axes(case), group_members(case, rank), inputs[rank][3]
-    n0, n1 = transform_sizes(case, len(members))
-    half = torch.fft.rfft(fft.gathered(inputs, members, d1, FP32), n=n1, dim=d1, norm=norm)
-    return _rows_of(case, torch.fft.fft(half, n=n0, dim=d0, norm=norm), rank)
+    (d0, d1), norm, field = fft.axes(case), inputs[rank][3], TRANSFORM.whole(case, inputs, rank)
+    n0, n1 = transform_sizes(case, len(group_members(case, rank)))
+    half = torch.fft.rfft(field, n=n1, dim=d1, norm=norm)
+    return TRANSFORM.own(case, torch.fft.fft(half, n=n0, dim=d0, norm=norm), rank)
 
 
 def _by_symmetry(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Rows up to n0 / 2 alone are transformed; the others are conjugates of theirs, columns backwards."""
-    (d0, d1), members, norm = fft.axes(case), group_members(case, rank), inputs[rank][3]
-    n0, n1 = transform_sizes(case, len(members))
-    half = torch.fft.rfft(fft.gathered(inputs, members, d1, FP32), n=n0, dim=d0, norm=norm)
+    (d0, d1), norm, field = fft.axes(case), inputs[rank][3], TRANSFORM.whole(case, inputs, rank)
+    n0, n1 = transform_sizes(case, len(group_members(case, rank)))
+    half = torch.fft.rfft(field, n=n0, dim=d0, norm=norm)
     upper = torch.fft.fft(half, n=n1, dim=d1, norm=norm)
     mirrored = upper.narrow(d0, 1, (n0 - 1) // 2).flip(d0, d1).roll(1, d1).conj()
     whole = torch.cat((upper, mirrored), dim=d0)
-    return _rows_of(case, whole.narrow(d1, 0, n1 // 2 + 1), rank)
-
-
-def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-    """A wrong answer: the spectrum of shards that ``arrange(shards, place of the rank)`` has changed."""
-
-    def answer(context: pc.AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        shards = arrange([context.inputs[q][0] for q in members], members.index(context.rank))
-        return _rows_of(case, _spectrum(torch.cat(shards, dim=fft.axes(case)[1]), context.args), context.rank)
-
-    return answer
-
-
-def _other_norm(context: pc.AnswerContext) -> torch.Tensor:
-    args = (*context.args[:3], fft.other_norm(context.args[3]), None)
-    field = fft.gathered(context.inputs, group_members(context.case, context.rank), fft.axes(context.case)[1], FP32)
-    return _rows_of(context.case, _spectrum(field, args), context.rank)
+    return TRANSFORM.own(case, whole.narrow(d1, 0, n1 // 2 + 1), rank)
 
 
 def _in_two_passes(context: pc.AnswerContext, between: Callable[[torch.Tensor], torch.Tensor], *, second: bool = True) -> torch.Tensor:
     """Along d0, then ``between``, then along d1; without ``second`` the first pass is cut or padded to the number of bins."""
-    case, members, norm = context.case, group_members(context.case, context.rank), context.args[3]
-    (d0, d1), (n0, n1) = fft.axes(case), transform_sizes(context.case, len(members))
-    first = between(torch.fft.fft(fft.gathered(context.inputs, members, d1, FP32), n=n0, dim=d0, norm=norm))
+    case, norm, field = context.case, context.args[3], TRANSFORM.whole(context.case, context.inputs, context.rank)
+    (d0, d1), (n0, n1) = fft.axes(case), transform_sizes(case, len(group_members(case, context.rank)))
+    first = between(torch.fft.fft(field, n=n0, dim=d0, norm=norm))
     if second:
         first = torch.fft.fft(first, n=n1, dim=d1, norm=norm)
     bins, width = n1 // 2 + 1, first.shape[d1]
     kept = first.index_select(d1, torch.arange(bins, device=first.device) % width)
-    return _rows_of(case, kept, context.rank)
+    return TRANSFORM.own(case, kept, context.rank)
 
 
-def _through(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda z: torch.view_as_complex(torch.view_as_real(z).to(dtype).to(FP32))
-
-
-def _from_the_end(context: pc.AnswerContext) -> torch.Tensor:
+def _from_the_end(field: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
     """Padding in front of the field, or a crop that keeps its end."""
-    case, members = context.case, group_members(context.case, context.rank)
-    field = fft.gathered(context.inputs, members, fft.axes(case)[1], FP32)
-    for axis, length in zip(fft.axes(case), transform_sizes(case, len(members)), strict=True):
+    case, ranks = context.case, len(group_members(context.case, context.rank))
+    for axis, length in zip(fft.axes(case), transform_sizes(case, ranks), strict=True):
         field = torch.cat((torch.zeros_like(field), field), dim=axis)
         short = length - field.shape[axis]
         if short > 0:
             field = torch.cat((torch.zeros_like(field.narrow(axis, 0, 1)).expand_as(field.narrow(axis, 0, short)), field), dim=axis)
         field = field.narrow(axis, field.shape[axis] - length, length)
-    return _rows_of(case, _spectrum(field, context.args), context.rank)
-
-
-def _neighbours(context: pc.AnswerContext) -> torch.Tensor:
-    field = fft.gathered(context.inputs, fft.contiguous_members(context), fft.axes(context.case)[1], FP32)
-    return _rows_of(context.case, _spectrum(field, context.args), context.rank)
+    return field
 
 
 def _small(label: str, **params: Any) -> pc.CaseSpec:
@@ -251,12 +217,7 @@ PRESETS = (
 )
 
 _CUT = ("small/padded_odd", "small/cropped", "small/swapped_axes")
-_SIMPLE = ("small/delta", "small/constant")
-
-
-def _except(*labels: str) -> tuple[str, ...]:
-    return tuple(name for item in PRESETS for spec in item.cases if (name := f"{item.name}/{spec.label}") not in labels)
-
+_IN_HALF = ("small/plain", "small/sizes_from_x", "pkb/white", "pkb/steep")
 
 PROBLEM = pc.Problem(
     id=59,
@@ -278,33 +239,15 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong(
-            "no_communication",
-            "other ranks' columns taken for zero",
-            _of_shards(lambda shards, place: [shard if q == place else torch.zeros_like(shard) for q, shard in enumerate(shards)]),
-        ),
-        pc.wrong(
-            "last_shard_missing",
-            "the last rank's columns taken for zero",
-            _of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])]),
-            _except("small/delta"),
-        ),
-        pc.wrong("shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1]), _except("small/constant")),
-        pc.wrong("other_norm", "another normalisation", _other_norm),
-        pc.wrong("conjugate", "the sign of the exponent", lambda c: c.answer.conj().resolve_conj(), _except("small/constant")),
+        *TRANSFORM.wrong_answers("columns", last_shard_missing=pc.except_for("delta"), shards_reversed=pc.except_for("constant")),
+        pc.wrong("conjugate", "the sign of the exponent", lambda c: c.answer.conj().resolve_conj(), pc.except_for("small/constant")),
         pc.wrong("second_pass_skipped", "no transform along d1", lambda c: _in_two_passes(c, lambda z: z, second=False)),
-        pc.wrong("sent_in_bfloat16", "bfloat16 between the passes", lambda c: _in_two_passes(c, _through(torch.bfloat16))),
-        pc.wrong(
-            "sent_in_half",
-            "float16 between the passes",
-            lambda c: _in_two_passes(c, _through(torch.float16)),
-            ("small/plain", "small/sizes_from_x", "pkb/white", "pkb/steep"),
-        ),
-        pc.wrong("padded_or_cut_in_front", "the wrong end padded or cut", _from_the_end, _CUT),
-        pc.wrong("contiguous_group", "neighbours taken for the group", _neighbours, ("small/strided_group",)),
+        pc.wrong("sent_in_bfloat16", "bfloat16 between the passes", lambda c: _in_two_passes(c, partial(fft.through, torch.bfloat16))),
+        pc.wrong("sent_in_half", "float16 between the passes", lambda c: _in_two_passes(c, partial(fft.through, torch.float16)), _IN_HALF),
+        pc.wrong("padded_or_cut_in_front", "the wrong end padded or cut", TRANSFORM.of(_from_the_end), _CUT),
     ),
     alternative_solutions=(
-        pc.AlternativeSolution("whole_fp32", _whole),
+        pc.AlternativeSolution("whole_fp32", TRANSFORM.answer),
         pc.AlternativeSolution("columns_first_fp32", _columns_first),
         pc.AlternativeSolution("by_symmetry_fp32", _by_symmetry),
     ),

@@ -140,103 +140,61 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
-def _columns_of(case: pc.Case, field: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rank's columns of the whole field, in float32."""
-    members = group_members(case, rank)
-    return fft.part(field, fft.axes(case)[1], members.index(rank), len(members)).to(FP32).contiguous()
+def _field(spectrum: torch.Tensor, case: pc.Case, args: Sequence[Any]) -> torch.Tensor:
+    return inverse(spectrum, case, len(group_members(case, 0)), args[3])
 
 
-def _weighted(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-    members = group_members(case, rank)
-    return _columns_of(
-        case, inverse(fft.gathered(inputs, members, fft.axes(case)[0], COMPLEX64), case, len(members), inputs[rank][3]), rank
-    )
+TRANSFORM = fft.Transform(_field, 0, COMPLEX64, FP32)
+
+
+def _columns(case: pc.Case) -> int:
+    """n1"""
+    return sizes(case, len(group_members(case, 0)))[1]
 
 
 def _by_extension(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
-    (d0, d1), members = fft.axes(case), group_members(case, rank)
+    d0, d1 = fft.axes(case)
     if is_cropped(case):
-        return _weighted(case, inputs, rank)
-    whole = extended(fft.gathered(inputs, members, d0, COMPLEX64), d0, d1, sizes(case, len(members))[1])
-    return _columns_of(case, torch.fft.ifft2(whole, dim=(d0, d1), norm=inputs[rank][3]).real, rank)
+        return TRANSFORM.answer(case, inputs, rank)
+    whole = extended(TRANSFORM.whole(case, inputs, rank), d0, d1, _columns(case))
+    return TRANSFORM.own(case, torch.fft.ifft2(whole, dim=(d0, d1), norm=inputs[rank][3]).real, rank)
 
 
 def _rows_first(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Along d0 first; then every row is a half spectrum of its own, with real first and middle bins."""
-    (d0, d1), members, norm = fft.axes(case), group_members(case, rank), inputs[rank][3]
+    (d0, d1), norm = fft.axes(case), inputs[rank][3]
     if is_cropped(case):
-        return _weighted(case, inputs, rank)
-    n0, n1 = sizes(case, len(members))
-    half = torch.fft.ifft(fft.gathered(inputs, members, d0, COMPLEX64), n=n0, dim=d0, norm=norm)
+        return TRANSFORM.answer(case, inputs, rank)
+    n0, n1 = sizes(case, len(group_members(case, rank)))
+    half = torch.fft.ifft(TRANSFORM.whole(case, inputs, rank), n=n0, dim=d0, norm=norm)
     single = bin_weights(n1, half.device) == 1.0
     half = torch.where(single, torch.complex(half.real, torch.zeros_like(half.real)), half)
-    return _columns_of(case, torch.fft.irfft(half, n=n1, dim=d1, norm=norm), rank)
+    return TRANSFORM.own(case, torch.fft.irfft(half, n=n1, dim=d1, norm=norm), rank)
 
 
-def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-    """A wrong answer: the field of shards that ``arrange(shards, place of the rank)`` has changed."""
-
-    def answer(context: pc.AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        spectrum = torch.cat(arrange([context.inputs[q][0] for q in members], members.index(context.rank)), dim=fft.axes(case)[0])
-        return _columns_of(case, inverse(spectrum, case, len(members), context.args[3]), context.rank)
-
-    return answer
+def _weighted(weight: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pc.AnswerContext], torch.Tensor]:
+    """A wrong answer: other numbers of bins that each bin of the half spectrum stands for, from the right ones."""
+    return TRANSFORM.of(lambda spectrum, c: spectrum * (weight(bins := bin_weights(_columns(c.case), spectrum.device)) / bins))
 
 
-def _of_spectrum(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-    """A wrong answer: the field of a spectrum that ``change(spectrum, n1)`` has spoilt."""
-
-    def answer(context: pc.AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        _, n1 = sizes(case, len(members))
-        spectrum = change(fft.gathered(context.inputs, members, fft.axes(case)[0], COMPLEX64), n1)
-        return _columns_of(case, inverse(spectrum, case, len(members), context.args[3]), context.rank)
-
-    return answer
-
-
-def _scaled_bins(spectrum: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return spectrum * factor
-
-
-def _real_parts_only(spectrum: torch.Tensor, n1: int) -> torch.Tensor:
+def _real_parts_only(spectrum: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
     """Without the imaginary parts of the bins that stand for themselves: what one-dimensional real transforms along d1 do first."""
-    single = bin_weights(n1, spectrum.device) == 1.0
+    single = bin_weights(_columns(context.case), spectrum.device) == 1.0
     return torch.where(single, torch.complex(spectrum.real, torch.zeros_like(spectrum.real)), spectrum)
 
 
 def _mirrored_in_own_row(context: pc.AnswerContext) -> torch.Tensor:
     """Missing bins taken from the same row, not from the row opposite."""
-    (d0, d1), members = fft.axes(context.case), group_members(context.case, context.rank)
-    spectrum = fft.gathered(context.inputs, members, d0, COMPLEX64)
-    _, n1 = sizes(context.case, len(members))
-    whole = torch.cat((spectrum, spectrum.narrow(d1, 1, (n1 - 1) // 2).flip(d1).conj()), dim=d1)
-    return _columns_of(context.case, torch.fft.ifft2(whole, dim=(d0, d1), norm=context.args[3]).real, context.rank)
+    (d0, d1), spectrum = fft.axes(context.case), TRANSFORM.whole(context.case, context.inputs, context.rank)
+    whole = torch.cat((spectrum, spectrum.narrow(d1, 1, (_columns(context.case) - 1) // 2).flip(d1).conj()), dim=d1)
+    return TRANSFORM.own(context.case, torch.fft.ifft2(whole, dim=(d0, d1), norm=context.args[3]).real, context.rank)
 
 
 def _second_pass_skipped(context: pc.AnswerContext) -> torch.Tensor:
-    (d0, d1), members = fft.axes(context.case), group_members(context.case, context.rank)
-    _, n1 = sizes(context.case, len(members))
-    spectrum = fft.gathered(context.inputs, members, d0, COMPLEX64)
+    d1, n1 = fft.axes(context.case)[1], _columns(context.case)
+    spectrum = TRANSFORM.whole(context.case, context.inputs, context.rank)
     rows = torch.fft.ifft(spectrum * bin_weights(n1, spectrum.device), n=n1, dim=d1, norm=context.args[3])
-    return _columns_of(context.case, rows.real, context.rank)
-
-
-def _other_norm(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    spectrum = fft.gathered(context.inputs, members, fft.axes(context.case)[0], COMPLEX64)
-    return _columns_of(context.case, inverse(spectrum, context.case, len(members), fft.other_norm(context.args[3])), context.rank)
-
-
-def _rounded_to(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    return lambda spectrum, _: torch.view_as_complex(torch.view_as_real(spectrum).to(dtype).to(FP32))
-
-
-def _neighbours(context: pc.AnswerContext) -> torch.Tensor:
-    members = fft.contiguous_members(context)
-    spectrum = fft.gathered(context.inputs, members, fft.axes(context.case)[0], COMPLEX64)
-    return _columns_of(context.case, inverse(spectrum, context.case, len(members), context.args[3]), context.rank)
+    return TRANSFORM.own(context.case, rows.real, context.rank)
 
 
 def _small(label: str, **params: Any) -> pc.CaseSpec:
@@ -283,15 +241,8 @@ PRESETS = (
     ),
 )
 
-_LABELS = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases)
-
-
 _CROPPED = "small/public_sizes_from_x"
-
-
-def _except(*labels: str) -> tuple[str, ...]:
-    return tuple(name for name in _LABELS if name not in labels)
-
+_IN_HALF = ("small/plain", "small/forward", "small/sizes_from_x", "pkb/white")
 
 PROBLEM = pc.Problem(
     id=60,
@@ -314,53 +265,30 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
+        *TRANSFORM.wrong_answers("rows", last_shard_missing=pc.except_for("single_bin")),
+        pc.wrong("conjugate", "the sign of the exponent", TRANSFORM.of(lambda spectrum, _: spectrum.conj())),
+        pc.wrong("second_pass_skipped", "no transform along d0", _second_pass_skipped, pc.except_for(_CROPPED)),
         pc.wrong(
-            "no_communication",
-            "other ranks' rows taken for zero",
-            _of_shards(lambda shards, place: [shard if q == place else torch.zeros_like(shard) for q, shard in enumerate(shards)]),
+            "mirrored_in_own_row", "missing bins taken from the same row", _mirrored_in_own_row, pc.except_for("constant_columns", _CROPPED)
         ),
-        pc.wrong(
-            "last_shard_missing",
-            "the last rank's rows taken for zero",
-            _of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])]),
-            _except("small/single_bin"),
-        ),
-        pc.wrong("shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1])),
-        pc.wrong("other_norm", "another normalisation", _other_norm),
-        pc.wrong("conjugate", "the sign of the exponent", _of_spectrum(lambda spectrum, _: spectrum.conj())),
-        pc.wrong("second_pass_skipped", "no transform along d0", _second_pass_skipped, _except(_CROPPED)),
-        pc.wrong(
-            "mirrored_in_own_row", "missing bins taken from the same row", _mirrored_in_own_row, _except("small/constant_columns", _CROPPED)
-        ),
-        pc.wrong(
-            "missing_bins_forgotten",
-            "every bin counted once",
-            _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 1 / bin_weights(n1, spectrum.device))),
-            _except("small/constant_columns"),
-        ),
+        pc.wrong("missing_bins_forgotten", "every bin counted once", _weighted(torch.ones_like), pc.except_for("constant_columns")),
         pc.wrong(
             "every_bin_doubled",
             "bins that stand for themselves counted twice",
-            _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 2 / bin_weights(n1, spectrum.device))),
-            _except("small/single_bin"),
+            _weighted(lambda bins: torch.full_like(bins, 2.0)),
+            pc.except_for("single_bin"),
         ),
         pc.wrong(
             "single_bins_made_real",
             "imaginary parts of bins 0 and n1 / 2 dropped before the pass along d0",
-            _of_spectrum(_real_parts_only),
-            _except("small/single_bin"),
+            TRANSFORM.of(_real_parts_only),
+            pc.except_for("single_bin"),
         ),
-        pc.wrong("sent_in_bfloat16", "the spectrum in bfloat16", _of_spectrum(_rounded_to(torch.bfloat16))),
-        pc.wrong(
-            "sent_in_half",
-            "the spectrum in float16",
-            _of_spectrum(_rounded_to(torch.float16)),
-            ("small/plain", "small/forward", "small/sizes_from_x", "pkb/white"),
-        ),
-        pc.wrong("contiguous_group", "neighbours taken for the group", _neighbours, ("small/strided_group",)),
+        pc.wrong("sent_in_bfloat16", "the spectrum in bfloat16", TRANSFORM.of(lambda z, _: fft.through(torch.bfloat16, z))),
+        pc.wrong("sent_in_half", "the spectrum in float16", TRANSFORM.of(lambda z, _: fft.through(torch.float16, z)), _IN_HALF),
     ),
     alternative_solutions=(
-        pc.AlternativeSolution("weighted_bins_fp32", _weighted),
+        pc.AlternativeSolution("weighted_bins_fp32", TRANSFORM.answer),
         pc.AlternativeSolution("extended_fp32", _by_extension),
         pc.AlternativeSolution("rows_first_fp32", _rows_first),
     ),

@@ -34,6 +34,7 @@ from peerlane.problems.contract.spec import (
     Problem,
     Score,
     Tolerance,
+    Where,
     case,
     exactly,
     preset,
@@ -48,7 +49,7 @@ from peerlane.problems.contract.tree import (
     resolve_groups,
     tensor_descriptions,
 )
-from peerlane.problems.contract.wrong_answers import wrong
+from peerlane.problems.contract.wrong_answers import except_for, grouped, wrong
 
 __all__ = [
     "INTEGER",
@@ -71,13 +72,16 @@ __all__ = [
     "Score",
     "Tolerance",
     "Tree",
+    "Where",
     "case",
     "compare_close",
     "compare_exact",
     "constant",
     "describe",
     "exactly",
+    "except_for",
     "expected_leaves",
+    "grouped",
     "is_excused",
     "known_wrong_answers",
     "leaves",

@@ -238,22 +238,30 @@ class AnswerContext:
         return self.answers[self.rank]
 
 
+Where = Sequence[str] | Callable[[Case], bool]
+"""Cases, by their names, or by a test that they pass."""
+
+
 @dataclass(frozen=True)
 class KnownWrongAnswer:
     """A wrong answer that must be rejected: what a candidate gets away with when inputs test too little.
 
-    ``cases`` restricts it to the cases (``preset/label`` or ``preset/label/wN``) where it is wrong; None: everywhere that outputs are not
-    empty.
+    ``cases`` restricts it to the cases (``preset/label`` or ``preset/label/wN``) where it is wrong, or says whether it is wrong for a case;
+    None: everywhere that outputs are not empty.
     """
 
     name: str
     why: str
     answer: Callable[[AnswerContext], Tree]
-    cases: tuple[str, ...] | None = None
+    cases: Where | None = None
 
     def applies(self, case: Case) -> bool:
         """Whether the answer is wrong for this case."""
-        return self.cases is None or not {f"{case.preset}/{case.label}", case.name}.isdisjoint(self.cases)
+        if self.cases is None:
+            return True
+        if callable(self.cases):
+            return self.cases(case)
+        return not {f"{case.preset}/{case.label}", case.name}.isdisjoint(self.cases)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 
-from peerlane.problems.contract.spec import AnswerContext, KnownWrongAnswer
+from peerlane.problems.contract.spec import AnswerContext, Case, KnownWrongAnswer, Problem, Where
 from peerlane.problems.contract.tree import Tree
 
 
-def wrong(name: str, why: str, answer: Callable[[AnswerContext], Tree], cases: Sequence[str] | None = None) -> KnownWrongAnswer:
-    """A :class:`KnownWrongAnswer`, wrong in these cases, or everywhere."""
-    return KnownWrongAnswer(name, why, answer, None if cases is None else tuple(cases))
+def wrong(name: str, why: str, answer: Callable[[AnswerContext], Tree], cases: Where | None = None) -> KnownWrongAnswer:
+    """A :class:`KnownWrongAnswer`; ``cases``: all, those named, or those that pass a test."""
+    return KnownWrongAnswer(name, why, answer, cases)
+
+
+def except_for(*names: str) -> Where:
+    """All cases but those of the preset and label ``small/empty_bf16``, or with a label ``empty_bf16`` in any preset."""
+    return lambda case: {case.label, f"{case.preset}/{case.label}"}.isdisjoint(names)
+
+
+def grouped(case: Case) -> bool:
+    """Whether the case runs on a group that is not the world."""
+    return case.params.get("group") == "strided"
+
+
+def case_names(problem: Problem, item: KnownWrongAnswer) -> list[str] | None:
+    """The cases for which it is wrong: ``preset/label``, or ``preset/label/wN`` if other world sizes differ; None: all."""
+    if item.cases is None or not callable(item.cases):
+        return None if item.cases is None else list(item.cases)
+    by_label: dict[str, list[Case]] = {}
+    for preset, variant, size in itertools.product(problem.presets, problem.variants, problem.world_sizes):
+        for case in problem.cases(preset.name, size, variant):
+            by_label.setdefault(f"{preset.name}/{case.label}", []).append(case)
+    names: list[str] = []
+    for label, cases in by_label.items():
+        held = [case.name for case in cases if item.applies(case)]
+        names += [label] if len(held) == len(cases) else held
+    return names

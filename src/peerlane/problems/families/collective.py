@@ -84,6 +84,13 @@ def group_members(case: pc.Case, rank: int) -> Sequence[int]:
     return range(case.world_size)
 
 
+def neighbours(context: pc.AnswerContext) -> range:
+    """Ranks that somebody would take for the rank's group who numbers groups by blocks."""
+    size = len(group_members(context.case, context.rank))
+    first = context.rank // size * size
+    return range(first, first + size)
+
+
 def summand(case: pc.Case, rank: int, draw: pc.Draw, shape: Sequence[int]) -> torch.Tensor:
     """One rank's part of a sum. ``case["data"]``: absent (normal), ``cancelling``, ``special`` or ``same_sign``.
 
