@@ -119,7 +119,7 @@ PROBLEM = pc.Problem(
             "own_a_for_all",
             "gathers B and multiplies with the rank's own A: right only where A is replicated",
             lambda c: _blocks(c.case, [(c.args[0], b) for _, b in c.inputs]),
-            tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if not spec.params.get("replicated")),
+            lambda c: not c.params.get("replicated"),
         ),
     ),
     alternative_solutions=(

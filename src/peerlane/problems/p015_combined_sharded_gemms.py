@@ -219,10 +219,6 @@ PRESETS = (
 )
 
 
-def _labels(wanted: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if wanted(spec))
-
-
 def _ordinary(spec: pc.CaseSpec) -> bool:
     """Pre-activations of order one, where activation functions differ most."""
     return spec.params.get("scale", 1.0) == 1.0 and spec.params.get("pattern") != "rank_scale"
@@ -259,21 +255,18 @@ PROBLEM = pc.Problem(
         pc.wrong("first_rows", "rank 0's rows on every rank", lambda c: _other_rows(c, 0)),
         pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _other_rows(c, c.case.world_size - 1 - c.rank)),
         pc.wrong(
-            "first_weights",
-            "rank 0's weights on every rank",
-            lambda c: _other_weights(c, 0),
-            _labels(lambda spec: not spec.params.get("shared_weights")),
+            "first_weights", "rank 0's weights on every rank", lambda c: _other_weights(c, 0), lambda c: not c.params.get("shared_weights")
         ),
         pc.wrong("summed_over_ranks", "the sum over ranks of what their weights give", _summed_over_ranks),
         pc.wrong(
             "activation_before_sum",
             "silu of the shards' products instead of silu of their sum: not far off where one shard outweighs the others",
             _activation_before_sum,
-            _labels(lambda spec: spec.params.get("scale", 1.0) >= 1.0 and spec.params.get("pattern") != "rank_scale"),
+            lambda c: c.params.get("scale", 1.0) >= 1.0 and c.params.get("pattern") != "rank_scale",
         ),
         pc.wrong("no_activation", "the two products alone", _other_activation(lambda z: z)),
-        pc.wrong("relu", "relu in place of silu", _other_activation(F.relu), _labels(_ordinary)),
-        pc.wrong("gelu", "gelu in place of silu", _other_activation(F.gelu), _labels(_ordinary)),
+        pc.wrong("relu", "relu in place of silu", _other_activation(F.relu), _ordinary),
+        pc.wrong("gelu", "gelu in place of silu", _other_activation(F.gelu), _ordinary),
     ),
     alternative_solutions=(
         pc.AlternativeSolution(

@@ -182,10 +182,6 @@ PRESETS = (
 )
 
 
-def _where(where: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return moe.labels(PRESETS, (2, 4, 8), where)
-
-
 def _several(case: pc.Case) -> bool:
     return not (case.world_size == 2 and "group" in case.params)
 
@@ -226,26 +222,23 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong(
-            "own_counts",
-            "the rank's own counts for every source",
-            _from_counts(lambda counts, me: counts[me].expand_as(counts)),
-            _where(_several),
+            "own_counts", "the rank's own counts for every source", _from_counts(lambda counts, me: counts[me].expand_as(counts)), _several
         ),
         pc.wrong("balanced", "as if all experts were equally popular", _from_counts(_balanced)),
-        pc.wrong("experts_interleaved", "expert e on rank e mod P", _from_counts(_interleaved), _where(lambda c: c["experts"] > 8)),
+        pc.wrong("experts_interleaved", "expert e on rank e mod P", _from_counts(_interleaved), lambda c: c["experts"] > 8),
         pc.wrong("one_off", "one row too many", _one_off),
         pc.wrong(
             "splits_exchanged",
             "rows received for rows sent; two ranks may send each other as many",
             lambda c: (c.answer[1], c.answer[0], c.answer[2], c.answer[3]),
-            _where(lambda c: c.world_size > 2),
+            lambda c: c.world_size > 2,
         ),
-        pc.wrong("first_slot", "only the first of a token's experts", _first_slot, _where(lambda c: c["k"] > 1)),
+        pc.wrong("first_slot", "only the first of a token's experts", _first_slot, lambda c: c["k"] > 1),
         pc.wrong(
             "duplicates_merged",
             "an expert that a token selects twice counted once",
             _duplicates_merged,
-            _where(lambda c: bool(c.params.get("replacement"))),
+            lambda c: bool(c.params.get("replacement")),
         ),
         pc.wrong(
             "last_rank_missing",
@@ -253,10 +246,7 @@ PROBLEM = pc.Problem(
             _from_counts(lambda counts, me: torch.cat([counts[:-1], torch.zeros_like(counts[-1:])])),
         ),
         pc.wrong(
-            "contiguous_group",
-            "neighbours taken for the group",
-            _contiguous_group,
-            _where(lambda c: "group" in c.params and c.world_size > 2),
+            "contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and c.world_size > 2
         ),
     ),
     excused=_excused(),

@@ -221,10 +221,6 @@ PRESETS = (
 )
 
 
-def _where(where: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return moe.labels(PRESETS, (2, 4, 8), where)
-
-
 def _several(case: pc.Case) -> bool:
     return moe.group_size(case) > 1
 
@@ -246,7 +242,7 @@ def _as_received(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([chunk for by_source in chunks for chunk in by_source])
 
 
-_TWO_SOURCES = _where(moe.several_sources)
+_TWO_SOURCES = moe.several_sources
 
 PROBLEM = pc.Problem(
     id=28,
@@ -270,42 +266,37 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong(
-            "no_communication",
-            "the rank's own rows, repeated or cut",
-            lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))),
-            _where(_several),
+            "no_communication", "the rank's own rows, repeated or cut", lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))), _several
         ),
         pc.wrong("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), _TWO_SOURCES),
         pc.wrong("sources_reversed", "the last source first", _arranged(_reverse_sources), _TWO_SOURCES),
-        pc.wrong("experts_reversed", "the last local expert first", _arranged(_reverse_experts), _where(_several_local)),
+        pc.wrong("experts_reversed", "the last local expert first", _arranged(_reverse_experts), _several_local),
         pc.wrong(
             "order_of_another_call",
             "rows regrouped by counts of another call with the same splits",
             lambda c: _with_rows(c, _by_expert(_chunks(c.case, c.inputs, c.rank, _mapping, c.args[5].roll(1, 1)))),
-            _where(moe.counts_vary),
+            moe.counts_vary,
         ),
         pc.wrong("tokens_reversed", "an expert's rows with the last token first", _sent_as(_tokens_reversed)),
-        pc.wrong("by_owner", "rows sent by rank and token, not by expert", _sent_as(_by_owner), _where(_several_local)),
+        pc.wrong("by_owner", "rows sent by rank and token, not by expert", _sent_as(_by_owner), _several_local),
         pc.wrong("slot_major", "rows sent in the order of slots and tokens", _sent_as(_slot_major)),
         pc.wrong(
             "equal_splits",
             "rows cut equally, whatever the splits say",
             _equal_splits,
-            _where(lambda c: _several(c) and bool(c.params.get("exponent")) and "literal" not in c.params),
+            lambda c: _several(c) and bool(c.params.get("exponent")) and ("literal" not in c.params),
         ),
         pc.wrong(
             "splits_from_mask",
             "rows sent to the experts that the mask names, against the splits",
             _splits_from_mask,
-            _where(lambda c: "literal" in c.params),
+            lambda c: "literal" in c.params,
         ),
         pc.wrong(
             "mapping_one_off", "every token's number one too large", lambda c: (c.answer[0], c.answer[1], c.answer[2] + 1, c.answer[3])
         ),
-        pc.wrong("boolean_map", "the mask's sum as a flag", _boolean_map, _where(lambda c: "duplicates" in c.params)),
-        pc.wrong(
-            "contiguous_group", "neighbours taken for the group", _contiguous_group, _where(lambda c: "group" in c.params and _several(c))
-        ),
+        pc.wrong("boolean_map", "the mask's sum as a flag", _boolean_map, lambda c: "duplicates" in c.params),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
         pc.wrong("stale_tail", "the last elements are those of the slot before", _stale),
     ),
     process_groups=group_layout,

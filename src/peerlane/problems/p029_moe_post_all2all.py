@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -286,10 +286,6 @@ PRESETS = (
 )
 
 
-def _where(where: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return moe.labels(PRESETS, (2, 4, 8), where)
-
-
 def _several(case: pc.Case) -> bool:
     return moe.group_size(case) > 1
 
@@ -321,43 +317,33 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: _combined(c, rows=c.args[0]), _where(_several)),
-        pc.wrong("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, _where(moe.several_sources)),
+        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: _combined(c, rows=c.args[0]), _several),
+        pc.wrong("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, moe.several_sources),
         pc.wrong(
             "order_of_another_call",
             "rows put in order by counts of another call with the same splits",
             lambda c: _combined(c, rows=torch.cat(_parts(c.case, c.inputs, c.rank, shift=1))),
-            _where(moe.counts_vary),
+            moe.counts_vary,
         ),
-        pc.wrong("sources_reversed", "the last source first", _sources_reversed, _where(_several_returned)),
-        pc.wrong(
-            "last_source_missing", "zeros for the last rank's rows", _last_source_missing, _where(lambda c: "one_rank" not in c.params)
-        ),
-        pc.wrong("unweighted", "the mean weight for every row", _unweighted, _where(lambda c: c["k"] > 1)),
-        pc.wrong("weights_by_token", "weights in the order of tokens and slots", _weights_by_token, _where(lambda c: c["k"] > 1)),
+        pc.wrong("sources_reversed", "the last source first", _sources_reversed, _several_returned),
+        pc.wrong("last_source_missing", "zeros for the last rank's rows", _last_source_missing, lambda c: "one_rank" not in c.params),
+        pc.wrong("unweighted", "the mean weight for every row", _unweighted, lambda c: c["k"] > 1),
+        pc.wrong("weights_by_token", "weights in the order of tokens and slots", _weights_by_token, lambda c: c["k"] > 1),
         pc.wrong("mapping_ignored", "rows taken to be in the order of tokens", lambda c: _combined(c, mapping=c.args[8].sort().values)),
         pc.wrong(
             "mapping_derived",
             "rows added to the tokens of the routing map, the permutation mapping ignored",
             _mapping_derived,
-            _where(lambda c: "renamed" in c.params),
+            lambda c: "renamed" in c.params,
         ),
-        pc.wrong("one_row_each", "the last row of a token alone", _one_row_each, _where(lambda c: c["k"] > 1)),
+        pc.wrong("one_row_each", "the last row of a token alone", _one_row_each, lambda c: c["k"] > 1),
         pc.wrong(
-            "zero_weights_skipped",
-            "rows of weight 0 left out, NaN among them",
-            _zero_weights_skipped,
-            _where(lambda c: "poisoned" in c.params),
+            "zero_weights_skipped", "rows of weight 0 left out, NaN among them", _zero_weights_skipped, lambda c: "poisoned" in c.params
         ),
         pc.wrong(
-            "first_slot_only",
-            "only the first slot that names an expert counts",
-            _first_slot_only,
-            _where(lambda c: "duplicates" in c.params),
+            "first_slot_only", "only the first slot that names an expert counts", _first_slot_only, lambda c: "duplicates" in c.params
         ),
-        pc.wrong(
-            "contiguous_group", "neighbours taken for the group", _contiguous_group, _where(lambda c: "group" in c.params and _several(c))
-        ),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
     ),
     alternative_solutions=(pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("added_by_rank", _added_by_rank)),
     process_groups=group_layout,

@@ -366,8 +366,8 @@ def _labels(keep: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
 
 _DEFAULT = _labels(lambda spec: spec.variant == "default")
 # Where one key takes all, it still does when scores are scaled.
-_UNSATURATED = _labels(lambda spec: spec.variant == "default" and "spread" not in spec.params)
-_CAUSAL = _labels(lambda spec: spec.variant == "default" and spec.params["causal"])
+_UNSATURATED = pc.where(lambda c: c.variant == "default" and "spread" not in c.params)
+_CAUSAL = pc.where(lambda c: c.variant == "default" and c["causal"])
 # In the public semantics a single head per group has nothing to attend to but itself.
 _LEGACY_SEVERAL = ("small/public_full_bf16", "small/public_causal_fp32")
 

@@ -200,14 +200,9 @@ PRESETS = (
 )
 
 
-def _labels(*without: str) -> tuple[str, ...]:
-    """All cases but those of some labels."""
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.label not in without)
-
-
 # Blocks of one element come back as they were; a single block has no next one.
-_LOSSY = _labels("blocks_of_one_fp32")
-_SEVERAL_BLOCKS = _labels("one_short_block_fp32", "empty_bf16", "blocks_of_one_fp32")
+_LOSSY = pc.except_for("blocks_of_one_fp32")
+_SEVERAL_BLOCKS = pc.except_for("one_short_block_fp32", "empty_bf16", "blocks_of_one_fp32")
 
 PROBLEM = pc.Problem(
     id=44,

@@ -153,7 +153,7 @@ PRESETS = (
     ),
 )
 
-_SEVERAL_TOKENS = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["tokens"] > 1)
+_SEVERAL_TOKENS = pc.where(lambda c: c["tokens"] > 1)
 
 PROBLEM = pc.Problem(
     id=46,

@@ -166,7 +166,7 @@ PROBLEM = pc.Problem(
             "history_not_shifted",
             "the amax in the place of the last entry",
             lambda c: (c.answer[0], quant.unshifted_history(c)),
-            _labels("history_1_fp32", "quiet_bf16"),
+            pc.except_for("history_1_fp32", "quiet_bf16"),
         ),
         pc.wrong("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
     ),

@@ -224,16 +224,12 @@ PRESETS = (
 )
 
 
-def _names(wanted: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
-
-
 def _needs_ring(case: pc.Case) -> bool:
     """Where no_ring is wrong: of two places with the last one NaN, the first needs no other."""
     return _grid(case).sizes[1] > (2 if case.params.get("pattern") == "nan_last" else 1)
 
 
-_STAGED = _names(lambda c: _grid(c).sizes[0] > 1)
+_STAGED = pc.where(lambda c: _grid(c).sizes[0] > 1)
 
 PROBLEM = pc.Problem(
     id=56,
@@ -257,24 +253,24 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), _names(_needs_ring)),
+        pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), _needs_ring),
         pc.wrong("uniform", "the mean of the values that can be seen", _with(attention_block.uniform)),
         pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(attention_block.inverted)),
         pc.wrong(
             "interleaved_rows", "rows of w_qkv taken to be q, k and v of one head after the other", _with(attention_block.interleaved)
         ),
-        pc.wrong("default_scale", "softmax_scale ignored", _with(attention_block.default_scale), _names(lambda c: "scale" in c.params)),
+        pc.wrong("default_scale", "softmax_scale ignored", _with(attention_block.default_scale), lambda c: "scale" in c.params),
         pc.wrong(
             "no_maximum",
             "exponentials of scores as they are",
             _with(attention_block.no_maximum),
-            _names(lambda c: c.params.get("pattern") in ("large", "growing")),
+            lambda c: c.params.get("pattern") in ("large", "growing"),
         ),
         pc.wrong(
             "first_maximum",
             "exponentials of scores less the maximum of the first block",
             _with(attention_block.first_maximum),
-            _names(lambda c: c.params.get("pattern") == "growing"),
+            lambda c: c.params.get("pattern") == "growing",
         ),
         pc.wrong(
             "eight_bits",
@@ -288,11 +284,9 @@ PROBLEM = pc.Problem(
             "neighbours_activations",
             "activations received from the next place of the ring",
             lambda c: _pipeline(c.case, c.inputs, c.rank, attention_block.exact(c.case), shift=1),
-            _names(lambda c: c["causal"] and min(_grid(c).sizes) > 1),
+            lambda c: c["causal"] and min(_grid(c).sizes) > 1,
         ),
-        pc.wrong(
-            "residual", "the first stage's input added to its output", _residual, _names(lambda c: c.params.get("pattern") != "stage_scale")
-        ),
+        pc.wrong("residual", "the first stage's input added to its output", _residual, lambda c: c.params.get("pattern") != "stage_scale"),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case))),

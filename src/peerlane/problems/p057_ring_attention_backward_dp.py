@@ -306,7 +306,7 @@ PROBLEM = pc.Problem(
             "default_scale",
             "softmax_scale ignored",
             lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, scale=c.case["depth"] ** -0.5)),
-            _names(lambda c: "scale" in c.params),
+            lambda c: "scale" in c.params,
         ),
         pc.wrong(
             "mask_inverted",

@@ -336,7 +336,7 @@ def _labels(wanted: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
 
 
 # Small cases in bfloat16 have too few texts to be told from their clusters' moments.
-_SUMMARISED = _labels(lambda s: s.dtype == FP32 or "batch_total" in s.params or s.params["batch"] > 1000)
+_SUMMARISED = pc.where(lambda c: c.dtype == FP32 or "batch_total" in c.params or c["batch"] > 1000)
 
 PROBLEM = pc.Problem(
     id=58,
@@ -377,21 +377,21 @@ PROBLEM = pc.Problem(
         pc.wrong("no_positives", "matching pairs as negatives", _no_positives),
         pc.wrong("mean_over_ranks", "the mean of all ranks' losses", _mean_over_ranks),
         pc.wrong("minus_bias", "the loss of matching pairs whose logit is the bias", lambda c: torch.full_like(c.answer, -c.args[3])),
-        pc.wrong("no_bias", "the bias left out", lambda c: _with_scalars(c, bias=0.0), _labels(lambda s: s.params["bias"] != 0.0)),
+        pc.wrong("no_bias", "the bias left out", lambda c: _with_scalars(c, bias=0.0), lambda c: c["bias"] != 0.0),
         pc.wrong("no_scale", "the scale left out", lambda c: _with_scalars(c, scale=1.0)),
         pc.wrong("overflow", "softplus that overflows", _overflowing, ("small/overflow_fp32",)),
-        pc.wrong("half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, _labels(lambda s: s.dtype == FP32)),
+        pc.wrong("half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, lambda c: c.dtype == FP32),
         pc.wrong(
             "eight_bit_texts",
             "texts in 8-bit floating point with a scale for each",
             lambda c: _coded(c, eight_bit_floats, images=False),
-            _labels(lambda s: s.dtype == BF16 and s.params["depth"] > 48),
+            lambda c: c.dtype == BF16 and c["depth"] > 48,
         ),
         pc.wrong(
             "eight_bit_features",
             "images and texts as 8-bit integers with a scale for every 32 neighbours",
             lambda c: _coded(c, eight_bits, images=True),
-            _labels(lambda s: s.dtype == BF16),
+            lambda c: c.dtype == BF16,
         ),
         pc.wrong(
             "two_clusters",

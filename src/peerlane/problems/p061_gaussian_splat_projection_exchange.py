@@ -316,11 +316,11 @@ def _labels(where: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
     return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if where(spec))
 
 
-_GENERAL = _labels(lambda spec: spec.params.get("pattern") != "edges")
+_GENERAL = pc.where(lambda c: c.params.get("pattern") != "edges")
 _ONE_CAMERA = _labels(lambda spec: spec.params["cameras"] == 1)
-_SEVERAL_CAMERAS = _labels(lambda spec: spec.params["cameras"] > 1 and spec.params.get("pattern") != "edges")
-_NOT_BLIND = _labels(lambda spec: spec.params.get("pattern") != "blind")
-_DEFAULT = _labels(lambda spec: spec.variant == "default" and spec.params.get("pattern") != "blind")
+_SEVERAL_CAMERAS = pc.where(lambda c: c["cameras"] > 1 and c.params.get("pattern") != "edges")
+_NOT_BLIND = pc.where(lambda c: c.params.get("pattern") != "blind")
+_DEFAULT = pc.where(lambda c: c.variant == "default" and c.params.get("pattern") != "blind")
 _ORDINARY = ("small/two_cameras", "small/one_camera", "small/narrow")
 _FIXED = "how many Gaussians each camera sees of each rank is the same in every call"
 _EDGES = "small/edges"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import sphere_answers
-from peerlane.problems.families.attention import case_names
 from peerlane.problems.families.collective import FP32
 from peerlane.problems.families.matmul import ACCUMULATION
 from peerlane.problems.families.sphere import crossing_points, disks, mixed, place_of, reach, shares, span
@@ -304,16 +303,12 @@ PRESETS = (
 )
 
 
-def _labels(wanted: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return case_names(PRESETS, wanted)
-
-
-_ARCS = _labels(lambda case: _grid(case)[0] > 1)
-_BANDS = _labels(lambda case: _grid(case)[1] > 1)
-_FULL_BANDS = _labels(lambda case: _grid(case)[1] > 1 and not case.params.get("empty"))
-_STEPPED = _labels(lambda case: bool(case["nlon_in"] > case["nlon_out"]))
-_GROUPED = _labels(lambda case: 1 < case["groups"] < case["channels"])
-_BIASED = _labels(lambda case: case.params.get("bias", True))
+_ARCS = pc.where(lambda c: _grid(c)[0] > 1)
+_BANDS = pc.where(lambda c: _grid(c)[1] > 1)
+_FULL_BANDS = pc.where(lambda c: _grid(c)[1] > 1 and (not c.params.get("empty")))
+_STEPPED = pc.where(lambda c: bool(c["nlon_in"] > c["nlon_out"]))
+_GROUPED = pc.where(lambda c: 1 < c["groups"] < c["channels"])
+_BIASED = pc.where(lambda c: c.params.get("bias", True))
 
 PROBLEM = pc.Problem(
     id=62,

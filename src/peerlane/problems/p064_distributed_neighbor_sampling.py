@@ -282,7 +282,7 @@ PRESETS = (
 
 _DEEP = ("small/two_hops", "small/all_neighbours", "small/int32_nodes", "small/isolated_seeds", "pkb/int64", "pkb/varied_degrees")
 _PRODUCTION = tuple(f"{item.name}/int64" for item in PRESETS[2:])
-_PARTITIONED = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if "replicated" not in spec.params)
+_PARTITIONED = pc.where(lambda c: "replicated" not in c.params)
 
 PROBLEM = pc.Problem(
     id=64,

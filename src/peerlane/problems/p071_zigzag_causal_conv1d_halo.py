@@ -245,7 +245,7 @@ PRESETS = (
     ),
 )
 
-_HALO = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["taps"] > 1)
+_HALO = pc.where(lambda c: c["taps"] > 1)
 
 PROBLEM = pc.Problem(
     id=71,

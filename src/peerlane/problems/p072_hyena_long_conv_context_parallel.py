@@ -301,10 +301,6 @@ PRESETS = (
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 PROBLEM = pc.Problem(
     id=72,
     slug="hyena_long_conv_context_parallel",
@@ -332,7 +328,7 @@ PROBLEM = pc.Problem(
             "layout_mistaken",
             "zigzag shards taken as contiguous, or the reverse",
             lambda c: _wrong(c, zigzag=not c.case["zigzag"]),
-            _labels(lambda p: p.get("local", 2) % 2 == 0),
+            lambda c: c.params.get("local", 2) % 2 == 0,
         ),
         pc.wrong(
             "circular", "a transform of S points: the end of the sequence runs into its beginning", lambda c: _wrong(c, circular=True)
@@ -341,15 +337,13 @@ PROBLEM = pc.Problem(
             "filter_of_a_shard",
             "filters cut to the length of a shard",
             _local_filter,
-            _labels(lambda p: "taps_per_rank" in p and p.get("pattern") not in ("delay", "closed")),
+            lambda c: "taps_per_rank" in c.params and c.params.get("pattern") not in ("delay", "closed"),
         ),
         pc.wrong("bias_ignored", "without conv_bias", lambda c: _wrong(c, use_bias=False)),
         pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
         pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
-        pc.wrong(
-            "interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, _labels(lambda p: p["group_dim"] > 1)
-        ),
-        pc.wrong("whole_world", "group ignored", lambda c: _fp32(without_group(c.case), c.inputs, c.rank), _labels(lambda p: "group" in p)),
+        pc.wrong("interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, lambda c: c["group_dim"] > 1),
+        pc.wrong("whole_world", "group ignored", lambda c: _fp32(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("rounded_between", _fp32),

@@ -307,7 +307,7 @@ def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
 
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
-_CHECKSUMMING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+_CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
 # Where a sequence has three ranks or more, and their states are remembered.
 _FAR = tuple(
     f"{name}/w{world_size}"
@@ -371,19 +371,16 @@ PROBLEM = pc.Problem(
             "decay_ignored",
             "d = 1",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=torch.zeros_like(t.log_decay))),
-            _labels(lambda params: params.get("pattern") not in ("carried", "repeated")),
+            lambda c: c.params.get("pattern") not in ("carried", "repeated"),
         ),
         pc.wrong(
             "one_decay",
             "the mean decay of a head's channels, as in Gated DeltaNet",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=t.log_decay.mean(-1, keepdim=True))),
-            _labels(lambda params: params.get("pattern") not in ("carried", "zeros", *_FORGETFUL) and "tp" not in params),
+            lambda c: c.params.get("pattern") not in ("carried", "zeros", *_FORGETFUL) and "tp" not in c.params,
         ),
         pc.wrong(
-            "dt_bias_ignored",
-            "decay without dt_bias",
-            _bias_ignored,
-            _labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL)),
+            "dt_bias_ignored", "decay without dt_bias", _bias_ignored, lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL)
         ),
         pc.wrong(
             "beta_as_given",

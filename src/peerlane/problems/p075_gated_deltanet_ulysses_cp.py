@@ -296,13 +296,9 @@ PRESETS = (
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
-_CHECKSUMMING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+_CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
 
 PROBLEM = pc.Problem(
     id=75,
@@ -338,7 +334,7 @@ PROBLEM = pc.Problem(
             "linear_attention",
             "without the correction by M^T k",
             lambda c: _mistaken(c, corrected=False),
-            _labels(lambda params: params.get("pattern") not in ("fast", "zeros")),
+            lambda c: c.params.get("pattern") not in ("fast", "zeros"),
         ),
         pc.wrong("state_reset_every_64", "a state of zero at every 64th token", _reset, ("small/carried_far_bf16",)),
         pc.wrong("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
@@ -346,7 +342,7 @@ PROBLEM = pc.Problem(
             "decay_ignored",
             "d = 1",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=torch.zeros_like(t.log_decay))),
-            _labels(lambda params: params.get("pattern") not in ("carried", "repeated")),
+            lambda c: c.params.get("pattern") not in ("carried", "repeated"),
         ),
         pc.wrong(
             "sigmoid_of_beta", "beta taken as raw", lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.sigmoid(t.beta)))
@@ -357,23 +353,18 @@ PROBLEM = pc.Problem(
             "without the factor 1 / sqrt(K)",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, q=t.q * c.case["key_depth"] ** 0.5)),
         ),
-        pc.wrong(
-            "interleaved_heads",
-            "value head j with query head j mod H",
-            _interleaved_heads,
-            _labels(lambda params: params.get("ratio", 1) > 1),
-        ),
+        pc.wrong("interleaved_heads", "value head j with query head j mod H", _interleaved_heads, lambda c: c.params.get("ratio", 1) > 1),
         pc.wrong(
             "own_parameters",
             "all heads with the decay of the rank's own heads: shows where there are many and none forgets",
             lambda c: _recurrent(c.case, [(*args[:5], *c.args[5:7], *args[7:]) for args in c.inputs], c.rank),
-            _labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in params),
+            lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in c.params,
         ),
         pc.wrong(
             "whole_world",
             "group ignored",
             lambda c: _sequence_of(c, list(group_members(without_group(c.case), c.rank))[: c.rank + 1]),
-            _labels(lambda params: "group" in params),
+            lambda c: "group" in c.params,
         ),
     ),
     alternative_solutions=(pc.AlternativeSolution("recurrent_fp32", _recurrent), pc.AlternativeSolution("tensor_cores", _tensor_cores)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -269,11 +269,7 @@ PRESETS = (
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
-_BIASED = _labels(lambda params: bool(params.get("bias", True)))
+_BIASED = pc.where(lambda c: bool(c.params.get("bias", True)))
 
 PROBLEM = pc.Problem(
     id=76,
@@ -301,7 +297,7 @@ PROBLEM = pc.Problem(
             "drop_last_rank",
             "without the last rank's channels",
             lambda c: _sum(c.case, c.inputs, _members(c)[:-1]),
-            _labels(lambda params: params.get("pattern") != "cancelling"),
+            lambda c: c.params.get("pattern") != "cancelling",
         ),
         pc.wrong("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, _members(c), biases=0), _BIASED),
         pc.wrong(
@@ -311,26 +307,23 @@ PROBLEM = pc.Problem(
             "eight_bits",
             "partial sums are sent in 8-bit integers with a scale for every 32 neighbours",
             _eight_bits,
-            _labels(lambda params: "channels" in params),
+            lambda c: "channels" in c.params,
         ),
         pc.wrong(
             "int8_operands",
             "products of 8-bit integers, with a scale for each voxel and output channel",
             _int8_operands,
-            _labels(lambda params: "channels" in params),
+            lambda c: "channels" in c.params,
         ),
         pc.wrong("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)),
         pc.wrong(
             "whole_world",
             "group ignored",
             lambda c: _sum(c.case, c.inputs, group_members(without_group(c.case), c.rank)),
-            _labels(lambda params: "group" in params),
+            lambda c: "group" in c.params,
         ),
         pc.wrong(
-            "stale_tail",
-            "the last elements are those of the slot before",
-            stale_tail,
-            _labels(lambda params: params.get("pattern") != "cancelling"),
+            "stale_tail", "the last elements are those of the slot before", stale_tail, lambda c: c.params.get("pattern") != "cancelling"
         ),
     ),
     alternative_solutions=(

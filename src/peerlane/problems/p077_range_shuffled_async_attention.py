@@ -350,10 +350,6 @@ PRESETS = (
 )
 
 
-def _names(wanted: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
-
-
 def _padded(case: pc.Case) -> bool:
     _, rows, clip = _sizes(case)
     return _ranks(case) * rows > clip
@@ -385,41 +381,41 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("local_keys", "the rank's own keys alone", _local_keys, _names(_ordinary)),
+        pc.wrong("local_keys", "the rank's own keys alone", _local_keys, _ordinary),
         pc.wrong(
             "all_keys",
             "k_ranges ignored",
             _other_ranges(lambda c: [(0, c.case["ranges"] * _sizes(c.case)[2])] * c.case["ranges"]),
-            _names(lambda c: c["ranges"] > 1),
+            lambda c: c["ranges"] > 1,
         ),
         pc.wrong(
             "own_range",
             "every range of queries sees its own range of keys",
             _other_ranges(lambda c: [(i * _sizes(c.case)[2], (i + 1) * _sizes(c.case)[2]) for i in range(c.case["ranges"])]),
-            _names(lambda c: c["see"] != "own"),
+            lambda c: c["see"] != "own",
         ),
         pc.wrong(
             "first_range",
             "the first range's keys for all queries",
             _other_ranges(lambda c: _ranges(c.args)[:1] * c.case["ranges"]),
-            _names(lambda c: c["ranges"] > 1),
+            lambda c: c["ranges"] > 1,
         ),
         pc.wrong(
             "ranges_of_another_call",
             "every range of queries sees the keys of the next, as it might in another call",
             _other_ranges(lambda c: _ranges(c.args)[1:] + _ranges(c.args)[:1]),
-            _names(lambda c: c["ranges"] > 1),
+            lambda c: c["ranges"] > 1,
         ),
-        pc.wrong("rank_major", "keys in the order of ranks instead of ranges", _rank_major, _names(lambda c: c["ranges"] > 1)),
+        pc.wrong("rank_major", "keys in the order of ranks instead of ranges", _rank_major, lambda c: c["ranges"] > 1),
         pc.wrong(
             "padding_kept",
             "clip_token_nums ignored, which shifts keys of later ranges",
             _padding_kept,
-            _names(lambda c: _padded(c) and c["ranges"] > 1),
+            lambda c: _padded(c) and c["ranges"] > 1,
         ),
-        pc.wrong("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, _names(_padded)),
-        pc.wrong("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, _names(lambda c: _heads(c)[1] > 1)),
-        pc.wrong("ranges_rotated", "every range's output in the place of the next", _ranges_rotated, _names(lambda c: c["ranges"] > 1)),
+        pc.wrong("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, _padded),
+        pc.wrong("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, lambda c: _heads(c)[1] > 1),
+        pc.wrong("ranges_rotated", "every range's output in the place of the next", _ranges_rotated, lambda c: c["ranges"] > 1),
         pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
         pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_bf16",)),
     ),

@@ -245,12 +245,8 @@ PRESETS = (
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 # The cases in which tiles fade into each other.
-_BLENDED = _labels(lambda params: params["overlaps"] != (0.0, 0.0) and params["z"] != (1, 1, 1, 3, 3))
+_BLENDED = pc.where(lambda c: c["overlaps"] != (0.0, 0.0) and c["z"] != (1, 1, 1, 3, 3))
 
 PROBLEM = pc.Problem(
     id=78,
@@ -280,13 +276,13 @@ PROBLEM = pc.Problem(
             "no_communication",
             "all tiles from the rank's own z",
             lambda c: _rounding(c.case, c.inputs, c.rank, lambda tile: c.rank),
-            _labels(lambda params: not params.get("same")),
+            lambda c: not c.params.get("same"),
         ),
         pc.wrong(
             "dealt_by_place",
             "tiles dealt out by place, whatever their size",
             _dealt_by_place,
-            _labels(lambda params: not params.get("same") and params["z"] not in ((1, 1, 1, 3, 3), (2, 5, 2, 6, 3), (1, 3, 2, 6, 6))),
+            lambda c: not c.params.get("same") and c["z"] not in ((1, 1, 1, 3, 3), (2, 5, 2, 6, 3), (1, 3, 2, 6, 6)),
         ),
         pc.wrong("last_rank_forgotten", "zeros for the tiles of the last rank", _last_rank_forgotten),
         pc.wrong("not_blended", "tiles as they were decoded", lambda c: _faded_by(c, lambda before, after, weight: after), _BLENDED),
@@ -306,12 +302,9 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "aligned_corners", "corners aligned instead of half-pixel centres", lambda c: _resampled(c, "trilinear", align_corners=True)
         ),
-        pc.wrong("last_channels", "channels from the last on", _last_channels, _labels(lambda params: params["z"][1] > 1)),
+        pc.wrong("last_channels", "channels from the last on", _last_channels, lambda c: c["z"][1] > 1),
         pc.wrong(
-            "whole_world",
-            "group ignored",
-            lambda c: _rounding(without_group(c.case), c.inputs, c.rank),
-            _labels(lambda params: "group" in params),
+            "whole_world", "group ignored", lambda c: _rounding(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params
         ),
         pc.wrong(
             "tiles_of_four",

@@ -265,12 +265,8 @@ PRESETS = (
 )
 
 
-def _labels(where: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if where(spec))
-
-
-_ITERATED = _labels(lambda spec: spec.params["iterations"] > 0)
-_NOT_ITERATED = _labels(lambda spec: spec.params["iterations"] == 0)
+_ITERATED = pc.where(lambda c: c["iterations"] > 0)
+_NOT_ITERATED = pc.where(lambda c: c["iterations"] == 0)
 
 PROBLEM = pc.Problem(
     id=80,
@@ -295,7 +291,7 @@ PROBLEM = pc.Problem(
     known_wrong_answers=(
         pc.wrong("no_communication", "prototypes balanced over the rank's own samples", _wrong(members=lambda c: [c.rank]), _ITERATED),
         pc.wrong("last_rank_missing", "prototypes balanced without the last rank's samples", _wrong(members=_without_last), _ITERATED),
-        pc.wrong("one_iteration_less", "the last iteration skipped", _wrong(fewer=1), _labels(lambda spec: spec.params["iterations"] > 1)),
+        pc.wrong("one_iteration_less", "the last iteration skipped", _wrong(fewer=1), lambda c: c["iterations"] > 1),
         pc.wrong("one_iteration_more", "an iteration too many", _wrong(fewer=-1), _ITERATED),
         pc.wrong("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), _ITERATED),
         pc.wrong(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -277,12 +277,8 @@ PRESETS = (
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 # Beside the floor, Gram matrices of tiny entries change nothing.
-_NOT_TINY = _labels(lambda params: params.get("pattern") != "tiny")
+_NOT_TINY = pc.where(lambda c: c.params.get("pattern") != "tiny")
 
 PROBLEM = pc.Problem(
     id=86,
@@ -313,14 +309,14 @@ PROBLEM = pc.Problem(
             "a_step_short",
             "one step less (the last of Polar Express changes nothing any more)",
             lambda c: _mistaken(c, steps=c.case["steps"] - 1),
-            _labels(lambda params: params["coefficients"] != "polar_express"),
+            lambda c: c["coefficients"] != "polar_express",
         ),
         pc.wrong(
             "other_coefficients",
             "the one triple of 'simple', or of 'aol' for 'simple'",
             lambda c: _mistaken(c, coefficients="aol" if c.case["coefficients"] == "simple" else "simple"),
         ),
-        pc.wrong("first_triple", "the first triple in all steps", _first_triple, _labels(lambda p: p["coefficients"] != "simple")),
+        pc.wrong("first_triple", "the first triple in all steps", _first_triple, lambda c: c["coefficients"] != "simple"),
         pc.wrong(
             "exactly_orthogonal",
             "U V^T of the singular value decomposition",
@@ -328,7 +324,7 @@ PROBLEM = pc.Problem(
             ("small/quintic_fp32", "small/rows_simple_fp32"),
         ),
         pc.wrong("floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), ("small/tiny_fp32",)),
-        pc.wrong("whole_world", "group ignored", _whole_world, _labels(lambda params: "group" in params)),
+        pc.wrong("whole_world", "group ignored", _whole_world, lambda c: "group" in c.params),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("whole_fp32", _whole_fp32),

@@ -49,7 +49,7 @@ from peerlane.problems.contract.tree import (
     resolve_groups,
     tensor_descriptions,
 )
-from peerlane.problems.contract.wrong_answers import except_for, grouped, wrong
+from peerlane.problems.contract.wrong_answers import except_for, grouped, where, wrong
 
 __all__ = [
     "INTEGER",
@@ -95,5 +95,6 @@ __all__ = [
     "score",
     "seeded_generator",
     "tensor_descriptions",
+    "where",
     "wrong",
 ]

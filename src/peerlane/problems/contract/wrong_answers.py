@@ -14,6 +14,11 @@ def wrong(name: str, why: str, answer: Callable[[AnswerContext], Tree], cases: W
     return KnownWrongAnswer(name, why, answer, cases)
 
 
+def where(test: Callable[[Case], bool]) -> Where:
+    """The test, so that a module can give it a name in one line."""
+    return test
+
+
 def except_for(*names: str) -> Where:
     """All cases but those of the preset and label ``small/empty_bf16``, or with a label ``empty_bf16`` in any preset."""
     return lambda case: {case.label, f"{case.preset}/{case.label}"}.isdisjoint(names)
