@@ -219,9 +219,9 @@ PRESETS = (
 )
 
 
-def _ordinary(spec: pc.CaseSpec) -> bool:
+def _ordinary(case: pc.Case) -> bool:
     """Pre-activations of order one, where activation functions differ most."""
-    return spec.params.get("scale", 1.0) == 1.0 and spec.params.get("pattern") != "rank_scale"
+    return case.params.get("scale", 1.0) == 1.0 and case.params.get("pattern") != "rank_scale"
 
 
 PROBLEM = pc.Problem(

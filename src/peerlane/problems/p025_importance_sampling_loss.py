@@ -368,15 +368,8 @@ PRESETS = (
 )
 
 
-def _labels(*without: str, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """The cases with valid tokens and (if given) of a dtype, but for those of some labels."""
-    return tuple(
-        f"{item.name}/{spec.label}"
-        for item in PRESETS
-        for spec in item.cases
-        if spec.label not in (*without, "none_valid_fp32") and dtype in (None, spec.dtype)
-    )
-
+_VALID = pc.except_for("none_valid_fp32")
+_VALID_FP32 = pc.where(lambda c: _VALID(c) and c.dtype == FP32)
 
 PROBLEM = pc.Problem(
     id=25,
@@ -400,39 +393,36 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own tokens alone", _no_communication, _labels()),
-        pc.wrong("clamped_constant", "as if all ratios were exp(-20)", _clamped_constant, _labels()),
-        pc.wrong("ratio_one", "old_logprobs ignored", _ratio_one, _labels()),
-        pc.wrong("advantage_one", "advantages ignored", _with_arguments(lambda a: (*a[:4], torch.ones_like(a[4]), *a[5:])), _labels()),
+        pc.wrong("no_communication", "the rank's own tokens alone", _no_communication, _VALID),
+        pc.wrong("clamped_constant", "as if all ratios were exp(-20)", _clamped_constant, _VALID),
+        pc.wrong("ratio_one", "old_logprobs ignored", _ratio_one, _VALID),
+        pc.wrong("advantage_one", "advantages ignored", _with_arguments(lambda a: (*a[:4], torch.ones_like(a[4]), *a[5:])), _VALID),
         pc.wrong(
-            "local_extremes",
-            "least and largest ratio of the rank alone: may be within the error of bfloat16",
-            _local_extremes,
-            _labels(dtype=FP32),
+            "local_extremes", "least and largest ratio of the rank alone: may be within the error of bfloat16", _local_extremes, _VALID_FP32
         ),
         pc.wrong(
             "mean_of_means",
             "ranks' means averaged, whatever their numbers of tokens: within the error of bfloat16",
             _mean_of_means,
-            _labels("silent_rank_fp32", "one_ratio_fp32", dtype=FP32),
+            lambda c: _VALID_FP32(c) and c.label not in ("silent_rank_fp32", "one_ratio_fp32"),
         ),
         pc.wrong(
             "average_vocabulary",
             "the label's logit, and a closed form for all others",
             lambda c: _from_partition(c, _average_vocabulary),
-            _labels(),
+            _VALID,
         ),
         pc.wrong(
-            "half_vocabulary", "the label's logit, and every second other one", lambda c: _from_partition(c, _half_vocabulary), _labels()
+            "half_vocabulary", "the label's logit, and every second other one", lambda c: _from_partition(c, _half_vocabulary), _VALID
         ),
         pc.wrong(
             "eight_bit_product",
             "logits from hidden states and head in 8-bit floating point, with a scale for every token and every entry",
             _eight_bit_product,
-            _labels(),
+            _VALID,
         ),
         pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/large_logits_fp32",)),
-        pc.wrong("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, _labels(dtype=FP32)),
+        pc.wrong("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, _VALID_FP32),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("fp32_logits", _wide_logits),

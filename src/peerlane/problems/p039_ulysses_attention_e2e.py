@@ -360,11 +360,7 @@ PRESETS = (
 )
 
 
-def _labels(keep: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if keep(spec))
-
-
-_DEFAULT = _labels(lambda spec: spec.variant == "default")
+_DEFAULT = pc.where(lambda c: c.variant == "default")
 # Where one key takes all, it still does when scores are scaled.
 _UNSATURATED = pc.where(lambda c: c.variant == "default" and "spread" not in c.params)
 _CAUSAL = pc.where(lambda c: c.variant == "default" and c["causal"])
@@ -406,7 +402,12 @@ PROBLEM = pc.Problem(
         pc.wrong("later_ranks_visible", "a causal mask within the rank's own tokens only", _later_ranks_visible, _CAUSAL),
         pc.wrong("uniform", "equal weights for all keys", lambda c: _answer(c, scale=0.0), _DEFAULT),
         pc.wrong("unscaled", "scores not divided by sqrt(D)", lambda c: _answer(c, scale=1.0), _UNSATURATED),
-        pc.wrong("values_only", "every token attends to itself alone", _values_only, (*_DEFAULT, *_LEGACY_SEVERAL)),
+        pc.wrong(
+            "values_only",
+            "every token attends to itself alone",
+            _values_only,
+            lambda c: _DEFAULT(c) or c.label in ("public_full_bf16", "public_causal_fp32"),
+        ),
         pc.wrong("heads_rolled", "heads put together in the wrong order", _heads_rolled, _DEFAULT),
         pc.wrong(
             "eight_bits",

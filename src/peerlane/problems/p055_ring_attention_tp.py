@@ -231,10 +231,6 @@ PRESETS = (
 )
 
 
-def _names(wanted: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
-
-
 PROBLEM = pc.Problem(
     id=55,
     slug="ring_attention_tp",
@@ -307,7 +303,7 @@ PROBLEM = pc.Problem(
     ),
     excused={
         f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"
-        for name in _names(lambda c: _grid(c).sizes[1] == 1)
+        for name in attention.case_names(PRESETS, lambda c: _grid(c).sizes[1] == 1)
     },
     process_groups=process_groups,
     notes=(

@@ -269,11 +269,7 @@ PRESETS = (
 )
 
 
-def _names(wanted: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
-
-
-_REPLICATED, _RINGED = _names(lambda c: _grid(c).sizes[0] > 1), _names(lambda c: _grid(c).sizes[1] > 1)
+_REPLICATED, _RINGED = pc.where(lambda c: _grid(c).sizes[0] > 1), pc.where(lambda c: _grid(c).sizes[1] > 1)
 
 PROBLEM = pc.Problem(
     id=57,
@@ -333,7 +329,7 @@ PROBLEM = pc.Problem(
     ),
     excused={
         f"another_rank@{name}": "all ranks hold the same place of the sequence, and have the same mean"
-        for name in _names(lambda c: _grid(c).sizes[1] == 1)
+        for name in attention.case_names(PRESETS, lambda c: _grid(c).sizes[1] == 1)
     },
     process_groups=process_groups,
     notes=(

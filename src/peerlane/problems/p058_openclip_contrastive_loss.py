@@ -331,10 +331,6 @@ PRESETS = (
 )
 
 
-def _labels(wanted: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if wanted(spec))
-
-
 # Small cases in bfloat16 have too few texts to be told from their clusters' moments.
 _SUMMARISED = pc.where(lambda c: c.dtype == FP32 or "batch_total" in c.params or c["batch"] > 1000)
 
@@ -371,7 +367,7 @@ PROBLEM = pc.Problem(
             "neighbour_twice",
             "the right neighbour's texts in place of the left neighbour's",
             _chosen(lambda members, place: [members[(place + 1) % len(members)] if q == members[place - 1] else q for q in members]),
-            tuple(f"{name}/w{world}" for name in _labels(lambda s: s.dtype == FP32) for world in (4, 8)),
+            lambda c: c.dtype == FP32 and c.world_size > 2,
         ),
         pc.wrong("positives_everywhere", "diagonals of other ranks' blocks as matching pairs", _positives_everywhere),
         pc.wrong("no_positives", "matching pairs as negatives", _no_positives),

@@ -91,7 +91,7 @@ def _waves(slices: int, rows: int, columns: int, shared: pc.Draw) -> torch.Tenso
     return left.transpose(1, 2) @ torch.cat((b.cos(), b.sin()), dim=1)
 
 
-def _spectrum(field: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+def _spectrum(field: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
     """All rows of the half spectrum of a whole field."""
     _, s, dim, norm, _ = args
     lengths = [field.shape[axis] if length is None else length for axis, length in zip(dim, s, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -312,12 +312,8 @@ PRESETS = (
 )
 
 
-def _labels(where: Callable[[pc.CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if where(spec))
-
-
 _GENERAL = pc.where(lambda c: c.params.get("pattern") != "edges")
-_ONE_CAMERA = _labels(lambda spec: spec.params["cameras"] == 1)
+_ONE_CAMERA = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["cameras"] == 1)
 _SEVERAL_CAMERAS = pc.where(lambda c: c["cameras"] > 1 and c.params.get("pattern") != "edges")
 _NOT_BLIND = pc.where(lambda c: c.params.get("pattern") != "blind")
 _DEFAULT = pc.where(lambda c: c.variant == "default" and c.params.get("pattern") != "blind")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -301,19 +301,11 @@ PRESETS = (
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
 _CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
 # Where a sequence has three ranks or more, and their states are remembered.
-_FAR = tuple(
-    f"{name}/w{world_size}"
-    for name in _labels(lambda params: params.get("pattern") == "carried" or "length" in params)
-    for world_size in (4, 8)
-)
+_FAR = pc.where(lambda c: c.world_size > 2 and (c.params.get("pattern") == "carried" or "length" in c.params))
 _SUMMED = ("small/summed_bf16", "small/summed_fp32", "pkb/bf16/w4", "pkb/bf16/w8", "production_kimi_linear_tp2/bf16")
 
 PROBLEM = pc.Problem(

@@ -226,19 +226,7 @@ PRESETS = (
 )
 
 
-def _labels(*, padded: bool = True, stride: int | None = None, least_kernel: int = 1) -> tuple[str, ...]:
-    """Cases with a halo, or all; with one stride; with a kernel of that size at least."""
-    return tuple(
-        f"{item.name}/{spec.label}"
-        for item in PRESETS
-        for spec in item.cases
-        if (spec.params["padding"] > 0 or not padded)
-        and stride in (None, spec.params.get("stride", 1))
-        and spec.params["kernel"] >= least_kernel
-    )
-
-
-_BIASED = tuple(label for label in _labels(padded=False) if label != "small/five_no_bias_fp32")
+_HALO = pc.where(lambda c: c["padding"] > 0)
 
 PROBLEM = pc.Problem(
     id=87,
@@ -260,45 +248,42 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "zeros in place of the neighbours' rows", _no_communication, _labels()),
+        pc.wrong("no_communication", "zeros in place of the neighbours' rows", _no_communication, _HALO),
         pc.wrong(
             "own_border_repeated",
             "the rank's own border rows in place of the neighbours'",
             lambda c: _with_halos(c, _rows(c, 0, 0), _rows(c, 0, 1)),
-            _labels(),
+            _HALO,
         ),
         pc.wrong(
             "neighbours_exchanged",
             "the next rank's rows above and the previous one's below",
             lambda c: _with_halos(c, _rows(c, 1, 0), _rows(c, -1, 1)),
-            _labels(),
+            _HALO,
         ),
         pc.wrong(
             "wrong_side",
             "the neighbours' rows from the far border",
             lambda c: _with_halos(c, _rows(c, -1, 0), _rows(c, 1, 1)),
-            tuple(label for label in _labels() if label != "small/thin_bf16"),
+            lambda c: _HALO(c) and c.label != "thin_bf16",
         ),
         pc.wrong(
             "wraps_around",
             "the first and the last rank as neighbours",
             lambda c: _with_halos(c, _rows(c, -1, 1, around=True), _rows(c, 1, 0, around=True)),
-            _labels(),
+            _HALO,
         ),
         pc.wrong(
             "nothing_from_below",
             "zeros in place of the next rank's rows",
             lambda c: _with_halos(c, _rows(c, -1, 1), torch.zeros_like(_rows(c, 0, 0))),
-            _labels(stride=1),
+            lambda c: _HALO(c) and c.params.get("stride", 1) == 1,
         ),
         pc.wrong("stale_borders", "the first and the last row are those of the slot before", _stale_borders),
         pc.wrong(
-            "kernel_flipped",
-            "a convolution instead of a correlation",
-            lambda c: _wrong_stripe(c, flipped=True),
-            _labels(padded=False, least_kernel=2),
+            "kernel_flipped", "a convolution instead of a correlation", lambda c: _wrong_stripe(c, flipped=True), lambda c: c["kernel"] >= 2
         ),
-        pc.wrong("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), _BIASED),
+        pc.wrong("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), pc.except_for("five_no_bias_fp32")),
         pc.wrong(
             "whole_world",
             "group ignored",

@@ -14,12 +14,12 @@ def wrong(name: str, why: str, answer: Callable[[AnswerContext], Tree], cases: W
     return KnownWrongAnswer(name, why, answer, cases)
 
 
-def where(test: Callable[[Case], bool]) -> Where:
+def where(test: Callable[[Case], bool]) -> Callable[[Case], bool]:
     """The test, so that a module can give it a name in one line."""
     return test
 
 
-def except_for(*names: str) -> Where:
+def except_for(*names: str) -> Callable[[Case], bool]:
     """All cases but those of the preset and label ``small/empty_bf16``, or with a label ``empty_bf16`` in any preset."""
     return lambda case: {case.label, f"{case.preset}/{case.label}"}.isdisjoint(names)
 
