@@ -163,7 +163,6 @@ def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _clamped(context: pc.AnswerContext) -> torch.Tensor:
-    """Foreign ids moved to the nearest row of the rank's own shard."""
     shard: torch.Tensor = context.args[1]
     rows = _rows(context.case)
     return shard[(_ids_by_owner(context) - context.rank * rows).clamp(0, rows - 1)]

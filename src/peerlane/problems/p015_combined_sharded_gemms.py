@@ -169,7 +169,6 @@ def _summed_over_ranks(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _activation_before_sum(context: pc.AnswerContext) -> torch.Tensor:
-    """silu of every shard's product instead of silu of their sum."""
     rows, (_, w1, w2) = _rows_of(context.case, context.rank), context.args
     parts = zip(context.inputs, w1.to(FP32).chunk(context.case.world_size), strict=True)
     a = torch.stack([F.silu(args[0][rows].to(FP32) @ shard) for args, shard in parts]).sum(0)

@@ -118,7 +118,6 @@ def _drop_last_rank(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _every_other_channel(context: pc.AnswerContext) -> torch.Tensor:
-    """The mean of every second channel's square."""
     means = [args[0].to(FP32)[..., ::2].square().mean(-1, keepdim=True) for args in context.inputs]
     return _normalise(context.case, context.args, torch.stack(means).mean(0), 1, FP32).to(_answer_dtype(context.case))
 

@@ -109,7 +109,6 @@ def _scales_of_source_slice(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _own_scales(context: pc.AnswerContext) -> torch.Tensor:
-    """Codes from everywhere, decoded with this rank's own scales."""
     own = context.args[1].reshape(context.case.world_size, -1)
     return torch.stack([_decode(context.case, args[0][context.rank], own[q]) for q, args in enumerate(context.inputs)])
 

@@ -131,7 +131,6 @@ def _local_times_root(context: pc.AnswerContext) -> Answer:
 
 
 def _every_other_element(context: pc.AnswerContext) -> Answer:
-    """Everything follows from the norm of every second element times 2^(1/p)."""
     p = _norm_type(context.case)
     norm = narrow_norm([every_other(context.inputs[q][0]) for q in _members_of(context)], p, _device(context.inputs)) * 2 ** (1 / p)
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))

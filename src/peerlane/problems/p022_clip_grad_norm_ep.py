@@ -213,7 +213,6 @@ def _local_times_root(context: pc.AnswerContext) -> Answer:
 
 
 def _every_other_element(context: pc.AnswerContext) -> Answer:
-    """Everything follows from the norm of every second element times 2^(1/p)."""
     sampled = [(every_other(args[0]), every_other(args[1])) for args in context.inputs]
     norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / _norm_type(context.case))
     return _updated(context.case, context.args, norm)

@@ -134,7 +134,6 @@ def _always_finite(context: pc.AnswerContext) -> Scalars:
 
 
 def _never_replaced(context: pc.AnswerContext) -> Scalars:
-    """NaN and infinity times zero tokens."""
     return _answer(context, torch.stack([args[0].to(FP64) * args[1] for args in context.inputs]).sum())
 
 

@@ -233,7 +233,6 @@ def _answer_of(args: tuple[Any, ...], top_k: int, masked: bool = True) -> torch.
 
 
 def _global_batch(context: pc.AnswerContext) -> torch.Tensor:
-    """The loss of all ranks' tokens together."""
     logits = torch.cat([_whole(args) for args in context.inputs])
     weights = torch.cat([_row_weights(_whole(args), args[3]) for args in context.inputs])
     return _loss(logits, weights, context.case["k"])
@@ -263,7 +262,6 @@ def _probabilities_squared(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
-    """Softmax from the exponentials of the logits as they are."""
     losses = []
     for args in context.inputs:
         logits = _whole(args)

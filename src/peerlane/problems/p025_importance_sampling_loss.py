@@ -312,14 +312,12 @@ def _local_extremes(context: pc.AnswerContext) -> Answer:
 
 
 def _mean_of_means(context: pc.AnswerContext) -> Answer:
-    """Ranks' own losses and metrics averaged, whatever their numbers of tokens."""
     own = [_wide_logits(context.case, [args], 0) for args in context.inputs]
     metrics = torch.stack([answer[4] for answer in own]).mean(0)
     return torch.stack([answer[0] for answer in own]).mean(0), None, *context.answer[2:4], metrics
 
 
 def _all_tokens_counted(context: pc.AnswerContext) -> Answer:
-    """Sums divided by the number of all tokens."""
     share = sum(int((args[2] != _ignore_index(args)).sum()) for args in context.inputs) / (_tokens(context.case) * context.case.world_size)
     loss, _, lp, pg, metrics = context.answer
     return loss * share, None, lp, pg, metrics * metrics.new_tensor([share, 1.0, 1.0, share, share])

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members, neighbours
 
 INT64 = torch.int64
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -129,10 +129,8 @@ def _duplicates_merged(context: pc.AnswerContext) -> Four:
 
 def _contiguous_group(context: pc.AnswerContext) -> Four:
     """The right members' number, but neighbours for members."""
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    counts = torch.stack([(context.inputs[q][0] != 0).sum((1, 2)) for q in range(first, first + size)])
-    return metadata(counts, context.rank - first, context.case.dtype)
+    counts = torch.stack([(context.inputs[q][0] != 0).sum((1, 2)) for q in neighbours(context)])
+    return metadata(counts, neighbours(context).index(context.rank), context.case.dtype)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours, stale_tail
 
 
 def reference(
@@ -161,9 +161,7 @@ def _world_rank(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    return _group_of(context, range(first, first + size), context.rank - first)
+    return _group_of(context, neighbours(context), neighbours(context).index(context.rank))
 
 
 _UNEVEN = (

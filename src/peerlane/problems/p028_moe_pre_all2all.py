@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours, stale_tail
 from peerlane.problems.p027_moe_all2all_primitive import split_list
 
 INT64 = torch.int64
@@ -166,10 +166,9 @@ def _stale(context: pc.AnswerContext) -> pc.Tree:
 
 def _contiguous_group(context: pc.AnswerContext) -> pc.Tree:
     """The rows that the neighbours send to the same place."""
-    members = group_members(context.case, context.rank)
-    first = context.rank // len(members) * len(members)
-    neighbours = context.inputs[first : first + len(members)]
-    parts = [torch.split(_rows(args, _mapping(args)), args[3])[members.index(context.rank)] for args in neighbours]
+    place = group_members(context.case, context.rank).index(context.rank)
+    sources = [context.inputs[q] for q in neighbours(context)]
+    parts = [torch.split(_rows(args, _mapping(args)), args[3])[place] for args in sources]
     return _with_rows(context, torch.cat(parts))
 
 

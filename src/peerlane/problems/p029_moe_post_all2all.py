@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
 from peerlane.problems.families.matmul import FP64
 from peerlane.problems.p027_moe_all2all_primitive import split_list
 
@@ -196,13 +196,11 @@ def _unweighted(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _weights_by_token(context: pc.AnswerContext) -> torch.Tensor:
-    """Weights in the order of tokens and slots, not of the rows."""
     weights: torch.Tensor = context.args[1].flatten()
     return _combined(context, weights=moe.fitted(weights, context.args[8].shape[0]))
 
 
 def _mapping_derived(context: pc.AnswerContext) -> torch.Tensor:
-    """Rows added to the tokens that the routing map has them from."""
     _, token = (context.args[7] != 0).nonzero(as_tuple=True)
     return _combined(context, mapping=token)
 
@@ -229,10 +227,8 @@ def _first_slot_only(context: pc.AnswerContext) -> torch.Tensor:
 
 def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     """The rows that the neighbours send back to the same place."""
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
     me = group_members(context.case, context.rank).index(context.rank)
-    rows = torch.cat([torch.split(args[0], args[5])[me] for args in context.inputs[first : first + size]])
+    rows = torch.cat([torch.split(args[0], args[5])[me] for args in (context.inputs[q] for q in neighbours(context))])
     return _combined(context, rows=rows)
 
 

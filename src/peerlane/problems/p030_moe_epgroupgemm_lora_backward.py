@@ -97,7 +97,6 @@ def _mean(context: pc.AnswerContext) -> Triple:
 
 
 def _stale_last(context: pc.AnswerContext) -> Triple:
-    """The last gradient's second half is that of the slot before."""
     last = context.answer[2].clone()
     half = last.numel() // 2
     last.view(-1)[half:] = context.previous[2].reshape(-1)[half:]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
 
 
 def reference(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -46,7 +46,6 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
 
 
 def _flat(context: pc.AnswerContext) -> torch.Tensor:
-    """One exchange of x's memory in equal parts, whatever the axes."""
     members = group_members(context.case, context.rank)
     me = members.index(context.rank)
     parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(members))[me] for source in members]
@@ -55,11 +54,9 @@ def _flat(context: pc.AnswerContext) -> torch.Tensor:
 
 def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     """The exchange among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
-    case, ranks = context.case, len(group_members(context.case, context.rank))
-    first = context.rank // ranks * ranks
-    scatter_dim, gather_dim = case["scatter_dim"], case["gather_dim"]
-    sources = [context.inputs[q][0].chunk(ranks, scatter_dim)[context.rank - first] for q in range(first, first + ranks)]
-    return torch.cat(sources, gather_dim)
+    case, ranks = context.case, neighbours(context)
+    sources = [context.inputs[q][0].chunk(len(ranks), case["scatter_dim"])[ranks.index(context.rank)] for q in ranks]
+    return torch.cat(sources, case["gather_dim"])
 
 
 _INTERLEAVED = (

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members, stale_part
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members, neighbours, stale_part
 
 
 def reference(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -48,9 +48,7 @@ def _memory_order(context: pc.AnswerContext) -> torch.Tensor:
 
 def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     """All-gather among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
-    ranks = len(group_members(context.case, context.rank))
-    first = context.rank // ranks * ranks
-    return torch.cat([context.inputs[source][0] for source in range(first, first + ranks)])
+    return torch.cat([context.inputs[source][0] for source in neighbours(context)])
 
 
 PROBLEM = pc.Problem(

@@ -282,12 +282,6 @@ def _later_ranks_visible(context: pc.AnswerContext) -> torch.Tensor:
     return _output(context.inputs, rank, attended).to(case.dtype)
 
 
-def _values_only(context: pc.AnswerContext) -> torch.Tensor:
-    """Every token attends to itself alone."""
-    values = _projected(context.case, context.inputs, context.rank, FP32)[:, :, 2]
-    return _output(context.inputs, context.rank, values).to(context.case.dtype)
-
-
 def _heads_rolled(context: pc.AnswerContext) -> torch.Tensor:
     """The right context with the heads of one rank in the place of another's."""
     case, rank = context.case, context.rank
@@ -405,7 +399,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "values_only",
             "every token attends to itself alone",
-            _values_only,
+            lambda c: _output(c.inputs, c.rank, _projected(c.case, c.inputs, c.rank, FP32)[:, :, 2]).to(c.case.dtype),
             lambda c: _DEFAULT(c) or c.label in ("public_full_bf16", "public_causal_fp32"),
         ),
         pc.wrong("heads_rolled", "heads put together in the wrong order", _heads_rolled, _DEFAULT),

@@ -140,7 +140,6 @@ def _sum_instead_of_mean(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _every_other_channel(context: pc.AnswerContext) -> torch.Tensor:
-    """The mean of every second channel's square."""
     mean = _wide_mean(context.case, context.inputs, context.rank)
     scale = torch.rsqrt(mean[:, ::2].square().mean(-1, keepdim=True) + context.args[2])
     return torch.mul(mean * scale, context.args[1].to(FP32)).to(context.case.dtype)

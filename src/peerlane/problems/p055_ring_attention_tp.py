@@ -303,7 +303,7 @@ PROBLEM = pc.Problem(
     ),
     excused={
         f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"
-        for name in attention.case_names(PRESETS, lambda c: _grid(c).sizes[1] == 1)
+        for name in pc.names_of(PRESETS, lambda c: _grid(c).sizes[1] == 1)
     },
     process_groups=process_groups,
     notes=(

@@ -150,14 +150,12 @@ def _with(attend: Callable[[pc.Case], Attend]) -> Callable[[pc.AnswerContext], t
 
 
 def _own_hidden_states(context: pc.AnswerContext) -> torch.Tensor:
-    """The stage applied to its own hidden_states: nothing received."""
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = [context.inputs[q][0] for q in ring]
     return _stage(case, context.args, xs, ring.index(context.rank), attention_block.exact(case))
 
 
 def _first_input(context: pc.AnswerContext) -> torch.Tensor:
-    """The stage applied to the first stage's input: earlier stages skipped."""
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = _first_inputs(case, context.inputs, ring)
     return _stage(case, context.args, xs, ring.index(context.rank), attention_block.exact(case))

@@ -183,7 +183,6 @@ def _chosen(owners: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[
 
 
 def _positives_everywhere(context: pc.AnswerContext) -> torch.Tensor:
-    """The diagonals of all blocks count as matching pairs."""
     members = group_members(context.case, context.rank)
     total = torch.zeros((), device=context.args[0].device)
     for owner in members:
@@ -195,7 +194,6 @@ def _positives_everywhere(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _no_positives(context: pc.AnswerContext) -> torch.Tensor:
-    """Matching pairs count as negatives."""
     z = _signed_logits(context.case, context.inputs, context.rank, context.rank, FP32).diagonal()
     correction = (F.softplus(-z) - F.softplus(z)).sum() / z.shape[0]
     return torch.add(context.answer, correction).to(context.case.dtype)

@@ -184,7 +184,6 @@ def _real_parts_only(spectrum: torch.Tensor, context: pc.AnswerContext) -> torch
 
 
 def _mirrored_in_own_row(context: pc.AnswerContext) -> torch.Tensor:
-    """Missing bins taken from the same row, not from the row opposite."""
     (d0, d1), spectrum = fft.axes(context.case), TRANSFORM.whole(context.case, context.inputs, context.rank)
     whole = torch.cat((spectrum, spectrum.narrow(d1, 1, (_columns(context.case) - 1) // 2).flip(d1).conj()), dim=d1)
     return TRANSFORM.own(context.case, torch.fft.ifft2(whole, dim=(d0, d1), norm=context.args[3]).real, context.rank)

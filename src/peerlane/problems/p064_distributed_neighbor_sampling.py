@@ -200,7 +200,6 @@ def _spoilt(**options: Any) -> Any:
 
 
 def _own_positions(context: pc.AnswerContext) -> Sample:
-    """Edge ids counted in the rank's own arrays, whoever owns the destination."""
     node, row, col, edge = context.answer
     members = group_members(context.case, context.rank)
     theirs = torch.stack([context.inputs[q][2][:-1] for q in members])
@@ -209,7 +208,6 @@ def _own_positions(context: pc.AnswerContext) -> Sample:
 
 
 def _places(context: pc.AnswerContext) -> Sample:
-    """Edge ids counted from each node's first."""
     node, row, col, edge = context.answer
     members = group_members(context.case, context.rank)
     theirs = torch.stack([context.inputs[q][2][:-1] for q in members])

@@ -121,7 +121,6 @@ def _chunks(context: pc.AnswerContext, source: Any, number: Any) -> torch.Tensor
 
 
 def _wrong_counts(context: pc.AnswerContext) -> torch.Tensor:
-    """Rows cut by the counts of the other direction."""
     members = group_members(context.case, context.rank)
     me, ranks = members.index(context.rank), len(members)
     parts = []

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
 from peerlane.problems.families.graph import count_table, fitted, least_table, skewed
 
 INT32, INT64 = torch.int32, torch.int64
@@ -103,7 +103,6 @@ def _parts(context: pc.AnswerContext) -> list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _by_range(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Owners by ranges of ids."""
     members, parts = group_members(context.case, context.rank), []
     for q in members:
         ids, rows = context.inputs[q][:2]
@@ -113,7 +112,6 @@ def _by_range(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _sorted_by_id(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every source's pairs in the order of their ids."""
     return _joined([(ids.sort(stable=True).values, rows[ids.argsort(stable=True)]) for ids, rows in _parts(context)])
 
 
@@ -135,10 +133,7 @@ def _added_up(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _contiguous_group(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Neighbours taken for the group."""
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    return _fit(context, _joined(_received(context.inputs, range(first, first + size), context.rank - first)))
+    return _fit(context, _joined(_received(context.inputs, neighbours(context), neighbours(context).index(context.rank))))
 
 
 _MIXED = (

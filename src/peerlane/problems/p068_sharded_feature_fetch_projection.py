@@ -205,7 +205,6 @@ def _own_shard(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _remote_missing(context: pc.AnswerContext) -> torch.Tensor:
-    """Zeros for rows of other ranks."""
     members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
     remote = ids // _shard(context.case, len(members)) != members.index(context.rank)
     result: torch.Tensor = context.answer.masked_fill(remote.unsqueeze(1), 0.0)

@@ -226,7 +226,6 @@ def _no_sigmoid(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _own_alone(context: pc.AnswerContext) -> torch.Tensor:
-    """Zeros for the positives of other ranks."""
     members = group_members(context.case, context.rank)
     counts = [len(context.inputs[q][0]) for q in members]
     mine = torch.arange(len(members), device=context.answer.device).repeat_interleave(torch.tensor(counts, device=context.answer.device))

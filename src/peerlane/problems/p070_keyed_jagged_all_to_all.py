@@ -227,7 +227,6 @@ def _spoilt(context: pc.AnswerContext, **options: Any) -> Answer:
 
 
 def _no_communication(context: pc.AnswerContext) -> Answer:
-    """The rank's own data, repeated or cut, and the right strides."""
     own = {"lengths": context.args[0], "values": context.args[1], "weights": context.args[5]}
     return {name: fitted(own[name], tensor) if name in own else tensor.clone() for name, tensor in context.answer.items()}
 
@@ -243,7 +242,6 @@ def _weights_unpermuted(context: pc.AnswerContext) -> Answer:
 
 
 def _stale_values(context: pc.AnswerContext) -> Answer:
-    """The last values are those of the slot before."""
     values = context.answer["values"].clone()
     values[-8:] = context.previous["values"][-8:]
     return {**context.answer, "values": values}

@@ -192,7 +192,6 @@ def _taps_reversed(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _stale_heads(context: pc.AnswerContext) -> torch.Tensor:
-    """The first k - 1 outputs of every chunk left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
     for chunk, stale in zip(result.chunk(2, -1), context.previous.chunk(2, -1), strict=True):
         chunk[..., : context.case["taps"] - 1] = stale[..., : context.case["taps"] - 1]

@@ -216,7 +216,6 @@ def _sequence_of(context: pc.AnswerContext, ranks: Sequence[int]) -> torch.Tenso
 
 
 def _reset(context: pc.AnswerContext) -> torch.Tensor:
-    """The state starts from zero in every chunk of 64 tokens."""
     ranks, first, length = _until(context.case, context.rank)
     tokens = _tokens(context.case, context.inputs, ranks, FP32)
     chunks = [delta.recurrence(tokens(slice(start, min(start + 64, length)))) for start in range(0, length, 64)]
@@ -235,14 +234,12 @@ def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _interleaved_heads(context: pc.AnswerContext) -> torch.Tensor:
-    """Value head j with query head j mod H."""
     heads, value_heads = _heads(context.case, context.rank)
     order = [(j % heads) * (value_heads // heads) for j in range(value_heads)]  # the first of a head's repeats
     return _mistaken(context, lambda tokens: dataclasses.replace(tokens, q=tokens.q[:, order], k=tokens.k[:, order]))
 
 
 def _not_normalised(context: pc.AnswerContext) -> torch.Tensor:
-    """Keys as they are given."""
 
     def change(tokens: delta.Tokens) -> delta.Tokens:
         ranks, _, _ = _until(context.case, context.rank)

@@ -265,7 +265,6 @@ def _rank_major(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _padding_kept(context: pc.AnswerContext) -> torch.Tensor:
-    """clip_token_nums ignored: padding takes part, and moves later ranges' keys."""
     case, (_, rows, _) = context.case, _sizes(context.case)
     members = group_members(case, context.rank)
     keys, values = _assembled(case, context.inputs, members, len(members) * rows)
@@ -273,7 +272,6 @@ def _padding_kept(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _padding_dropped(context: pc.AnswerContext) -> torch.Tensor:
-    """Zeros for the queries of padding tokens."""
     (count, rows, clip), members = _sizes(context.case), group_members(context.case, context.rank)
     real = min(max(clip - members.index(context.rank) * rows, 0), rows)
     result: torch.Tensor = context.answer.clone()
@@ -282,7 +280,6 @@ def _padding_dropped(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _strided_heads(context: pc.AnswerContext) -> torch.Tensor:
-    """Query head h uses key head h mod Hkv."""
     keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
     (heads, kv_heads), device = _heads(context.case), context.args[0].device
     index = torch.arange(heads, device=device) % kv_heads
@@ -290,7 +287,6 @@ def _strided_heads(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _ranges_rotated(context: pc.AnswerContext) -> torch.Tensor:
-    """Outputs of a range in the place of the next."""
     result: torch.Tensor = context.answer
     return result.roll(_sizes(context.case)[1], dims=0)
 

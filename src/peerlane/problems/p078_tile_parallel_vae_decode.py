@@ -169,13 +169,11 @@ def _faded_by(context: pc.AnswerContext, fade: Callable[..., torch.Tensor]) -> t
 
 
 def _dealt_by_place(context: pc.AnswerContext) -> torch.Tensor:
-    """Tiles dealt out in the order of the grid, whatever their size."""
     tiles, members = tiling_of(context.case).tiles, group_members(context.case, context.rank)
     return _rounding(context.case, context.inputs, context.rank, lambda tile: members[tiles.index(tile) % len(members)])
 
 
 def _last_rank_forgotten(context: pc.AnswerContext) -> torch.Tensor:
-    """Zeros in the tiles of the last rank that has any."""
     case, members = context.case, group_members(context.case, context.rank)
     owners, tiles = tiling_of(case).owners(len(members)), _rounded_tiles(case, context.inputs, context.rank)
     last = max(owners.values())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import all_gather_single, group_layout, group_members, neighbours
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -289,7 +289,6 @@ def _ruled(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
 
 
 def _own_objects_only(context: pc.AnswerContext) -> Outputs:
-    """Only overlaps of objects of one rank count."""
     members = group_members(context.case, context.rank)
     masks, scores = _gathered(context.inputs, members)
     _, _, counts, times, threshold, reverse, _ = context.args
@@ -331,9 +330,7 @@ def _scores_blanked(context: pc.AnswerContext) -> Outputs:
 
 
 def _contiguous_group(context: pc.AnswerContext) -> Outputs:
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    masks, scores = _gathered(context.inputs, range(first, first + size))
+    masks, scores = _gathered(context.inputs, neighbours(context))
     return masks, scores, context.answer[2]
 
 

@@ -221,7 +221,6 @@ def _not_renormalised(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _local_vocabulary(context: pc.AnswerContext) -> torch.Tensor:
-    """Filter and softmax over the rank's own shard."""
     own, logits = _own(context.case, context.rank), context.args[0].to(FP32)
     top_k, top_p = vocab.filters(context.case, logits.shape[-1])
     kept = vocab.keep_nucleus(vocab.keep_largest(logits, top_k), top_p)

@@ -216,7 +216,6 @@ def _without_duplicates(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _stale_half(context: pc.AnswerContext) -> torch.Tensor:
-    """The upper half of every part left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
     half = len(result) // 2
     result[half:] = context.previous[half:]

@@ -219,15 +219,10 @@ def _exactly_orthogonal(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _first_triple(context: pc.AnswerContext) -> torch.Tensor:
-    """The first triple in all steps."""
     case = context.case
     x = torch.cat(_shards(case, context.inputs, group_members(case, context.rank), FP32), 1)
     result = iterate(x / x.norm().clamp(min=_FLOOR), case["steps"], COEFFICIENTS[case["coefficients"]][:1])
     return _own(case, result, context.rank).to(case.dtype)
-
-
-def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    return _whole_fp32(without_group(context.case), context.inputs, context.rank)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -324,7 +319,9 @@ PROBLEM = pc.Problem(
             ("small/quintic_fp32", "small/rows_simple_fp32"),
         ),
         pc.wrong("floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), ("small/tiny_fp32",)),
-        pc.wrong("whole_world", "group ignored", _whole_world, lambda c: "group" in c.params),
+        pc.wrong(
+            "whole_world", "group ignored", lambda c: _whole_fp32(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params
+        ),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("whole_fp32", _whole_fp32),

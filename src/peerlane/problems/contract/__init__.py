@@ -49,7 +49,7 @@ from peerlane.problems.contract.tree import (
     resolve_groups,
     tensor_descriptions,
 )
-from peerlane.problems.contract.wrong_answers import except_for, grouped, where, wrong
+from peerlane.problems.contract.wrong_answers import except_for, grouped, names_of, where, wrong
 
 __all__ = [
     "INTEGER",
@@ -87,6 +87,7 @@ __all__ = [
     "leaves",
     "linear_over",
     "map_leaves",
+    "names_of",
     "plainly",
     "preset",
     "resolve_groups",

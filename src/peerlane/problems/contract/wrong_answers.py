@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
-from peerlane.problems.contract.spec import AnswerContext, Case, KnownWrongAnswer, Problem, Where
+from peerlane.problems.contract.spec import AnswerContext, Case, KnownWrongAnswer, Preset, Problem, Where
 from peerlane.problems.contract.tree import Tree
 
 
@@ -27,6 +27,17 @@ def except_for(*names: str) -> Callable[[Case], bool]:
 def grouped(case: Case) -> bool:
     """Whether the case runs on a group that is not the world."""
     return case.params.get("group") == "strided"
+
+
+def names_of(presets: Iterable[Preset], test: Callable[[Case], bool], world_sizes: Sequence[int] = (2, 4, 8)) -> tuple[str, ...]:
+    """``preset/label/wN`` of the cases that pass the test."""
+    cases = (
+        Case(0, preset.name, spec.label, size, spec.dtype, spec.variant, spec.params)
+        for preset in presets
+        for spec in preset.cases
+        for size in spec.world_sizes or world_sizes
+    )
+    return tuple(case.name for case in cases if test(case))
 
 
 def case_names(problem: Problem, item: KnownWrongAnswer) -> list[str] | None:

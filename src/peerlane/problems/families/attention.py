@@ -273,15 +273,3 @@ def scale_of(case: pc.Case) -> float:
 def local_length(case: pc.Case, ring: int) -> int:
     """Tokens per rank. ``case``: ``local``, or ``length``, the whole sequence's, divided by the ranks of a ring."""
     return int(case["local"] if "local" in case.params else case["length"] // ring)
-
-
-def case_names(presets: Sequence[pc.Preset], wanted: Callable[[pc.Case], bool], world_sizes: Sequence[int] = (2, 4, 8)) -> tuple[str, ...]:
-    """The names of the default cases that are wanted."""
-    cases = [
-        pc.Case(0, item.name, spec.label, world, spec.dtype, spec.variant, spec.params)
-        for item in presets
-        for spec in item.cases
-        for world in world_sizes
-        if spec.world_sizes is None or world in spec.world_sizes
-    ]
-    return tuple(item.name for item in cases if wanted(item))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -355,14 +355,3 @@ def group_size(case: pc.Case) -> int:
 def several_sources(case: pc.Case) -> bool:
     """Whether more than one rank of a group has rows to send, if only to itself."""
     return sum(tokens_of(case, q) > 0 for q in group_members(case, 0)) > 1
-
-
-def labels(presets: Sequence[pc.Preset], world_sizes: Sequence[int], where: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-    """``preset/label/wN`` of all cases that ``where`` is true of."""
-    cases = [
-        pc.Case(0, item.name, spec.label, world, spec.dtype, spec.variant, spec.params)
-        for item in presets
-        for spec in item.cases
-        for world in spec.world_sizes or world_sizes
-    ]
-    return tuple(each.name for each in cases if where(each))

@@ -254,7 +254,7 @@ def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnsw
     """The wrong answers of the layer, each restricted to the cases in which it is wrong."""
 
     def where(condition: Callable[[pc.Case], bool]) -> tuple[str, ...]:
-        return moe.labels(presets, (2, 4, 8), condition)
+        return pc.names_of(presets, condition)
 
     def pattern(case: pc.Case) -> Any:
         return case.params.get("pattern")
