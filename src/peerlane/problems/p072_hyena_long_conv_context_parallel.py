@@ -343,7 +343,7 @@ PROBLEM = pc.Problem(
         pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
         pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
         pc.wrong("interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, lambda c: c["group_dim"] > 1),
-        pc.wrong("whole_world", "group ignored", lambda c: _fp32(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params),
+        pc.wrong("whole_world", "group ignored", lambda c: _fp32(without_group(c.case), c.inputs, c.rank), pc.grouped),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("rounded_between", _fp32),

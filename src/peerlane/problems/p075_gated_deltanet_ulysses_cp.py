@@ -361,7 +361,7 @@ PROBLEM = pc.Problem(
             "whole_world",
             "group ignored",
             lambda c: _sequence_of(c, list(group_members(without_group(c.case), c.rank))[: c.rank + 1]),
-            lambda c: "group" in c.params,
+            pc.grouped,
         ),
     ),
     alternative_solutions=(pc.AlternativeSolution("recurrent_fp32", _recurrent), pc.AlternativeSolution("tensor_cores", _tensor_cores)),

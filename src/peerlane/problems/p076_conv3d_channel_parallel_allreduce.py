@@ -320,7 +320,7 @@ PROBLEM = pc.Problem(
             "whole_world",
             "group ignored",
             lambda c: _sum(c.case, c.inputs, group_members(without_group(c.case), c.rank)),
-            lambda c: "group" in c.params,
+            pc.grouped,
         ),
         pc.wrong(
             "stale_tail", "the last elements are those of the slot before", stale_tail, lambda c: c.params.get("pattern") != "cancelling"
