@@ -20,6 +20,7 @@ from peerlane.settings import problem_folders
 
 ENTRY_POINTS = "peerlane.problems"
 OWN_PACKAGE = "peerlane.problems"
+OWN_FOLDER = Path(__file__).parent / "problems"
 _NAME = re.compile(r"p(\d{3,})_(\w+)\.py")
 
 
@@ -76,7 +77,7 @@ def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
 
 def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
     """Packages and their folders, in the order in which they are searched."""
-    yield OWN_PACKAGE, Path(__file__).parent / "problems"
+    yield OWN_PACKAGE, OWN_FOLDER
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda item: item.value):
         try:
             spec = importlib.util.find_spec(entry.value)

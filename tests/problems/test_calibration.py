@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Expected, KnownWrongAnswer, Tolerance
-from peerlane.problems.contract import is_excused, known_wrong_answers, same_bits
+from peerlane.problems import Expected, Tolerance
+from peerlane.problems.contract import except_for, grouped, is_excused, known_wrong_answers, names_of, same_bits, where, wrong
 from peerlane.problems.contract.calibration import Margins, draw_all, ratios_of, worst, wrong_answer_ratios
+from peerlane.problems.contract.wrong_answers import case_names
 
 SUM = problems.get(1)
 CASE = SUM.case("small", "ragged_bf16", 2)
@@ -87,9 +88,33 @@ def test_excuses_hold_where_they_say(key: str, excused: bool) -> None:
     assert is_excused(dataclasses.replace(SUM, excused={key: "a reason"}), null, CASE, "sum") is excused
 
 
-@pytest.mark.parametrize(("cases", "applies"), [(None, True), (("small/ragged_bf16",), True), (("small/ragged_bf16/w4",), False)])
+@pytest.mark.parametrize(
+    ("cases", "applies"),
+    [
+        (None, True),
+        (("small/ragged_bf16",), True),
+        (("small/ragged_bf16/w4",), False),
+        (except_for("small/ragged_bf16"), False),
+        (except_for("ragged_bf16"), False),
+        (except_for("pkb/ragged_bf16", "ragged"), True),
+        (grouped, False),
+        (where(lambda case: case.world_size == 2), True),
+    ],
+)
 def test_null_answers_apply_where_they_say(cases: Any, applies: bool) -> None:
-    assert KnownWrongAnswer("wrong", "why", lambda context: None, cases=cases).applies(CASE) is applies
+    assert wrong("wrong", "why", lambda context: None, cases).applies(CASE) is applies
+
+
+def test_the_cases_of_a_test_are_named() -> None:
+    def names(cases: Any) -> list[str] | None:
+        return case_names(SUM, wrong("wrong", "why", lambda context: None, cases))
+
+    labels = [f"{preset.name}/{spec.label}" for preset in SUM.presets for spec in preset.cases]
+    assert names(None) is None and names(("small/a",)) == ["small/a"]
+    assert names(lambda case: True) == labels
+    assert names(except_for(labels[0])) == labels[1:]
+    assert names(lambda case: case.name == CASE.name) == [CASE.name]
+    assert set(names_of(SUM.presets, lambda case: case.name == CASE.name)) == {CASE.name}
 
 
 def test_bits_of_one_element_are_compared_at_any_stride() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AlternativeSolution, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, Tolerance, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP16, FP32, sequential_sum, sum_expected, sum_tolerance, summand, sweep, wide_sum
 
 
@@ -18,31 +17,26 @@ def reference(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor]:
     return (summand(case, rank, draw, case["shape"]),)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return sum_expected([tensor for (tensor,) in inputs], case.dtype)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     return sum_tolerance(case, torch.Size(case["shape"]).numel())
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     elements = torch.Size(case["shape"]).numel()
     payload, world = elements * case.dtype.itemsize, case.world_size
     port = 2 * (world - 1) / world * payload
-    return Cost(
-        hbm_bytes=2 * payload,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": (world - 1) / world * elements},
-    )
+    return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port, flops={"fp32": (world - 1) / world * elements})
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=1,
     slug="allreduce",
     title="All-reduce (sum) of one tensor",
@@ -59,36 +53,36 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged, tiny and empty tensors, cancellation, NaN and infinities",
-            case("ragged_bf16", BF16, shape=(37, 53)),
-            case("scalar_fp32", FP32, shape=(1,)),
-            case("empty_bf16", BF16, shape=(0, 8)),
-            case("ragged_fp16", FP16, shape=(3, 5, 7)),
-            case("cancelling_bf16", BF16, shape=(61, 97), data="cancelling"),
-            case("special_fp32", FP32, shape=(67,), data="special"),
+            pc.case("ragged_bf16", BF16, shape=(37, 53)),
+            pc.case("scalar_fp32", FP32, shape=(1,)),
+            pc.case("empty_bf16", BF16, shape=(0, 8)),
+            pc.case("ragged_fp16", FP16, shape=(3, 5, 7)),
+            pc.case("cancelling_bf16", BF16, shape=(61, 97), data="cancelling"),
+            pc.case("special_fp32", FP32, shape=(67,), data="special"),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1024, 1024))),
-        preset("production_llama3_70b_decode", "64 tokens x hidden 8192", case("bf16", BF16, shape=(64, 8192))),
-        preset("production_llama3_70b_decode8", "8 tokens x hidden 8192: latency", case("bf16", BF16, shape=(8, 8192))),
-        preset("production_llama3_70b_prefill", "4096 tokens x hidden 8192", case("bf16", BF16, shape=(4096, 8192))),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, shape=(1024, 1024))),
+        pc.preset("production_llama3_70b_decode", "64 tokens x hidden 8192", pc.case("bf16", BF16, shape=(64, 8192))),
+        pc.preset("production_llama3_70b_decode8", "8 tokens x hidden 8192: latency", pc.case("bf16", BF16, shape=(8, 8192))),
+        pc.preset("production_llama3_70b_prefill", "4096 tokens x hidden 8192", pc.case("bf16", BF16, shape=(4096, 8192))),
+        pc.preset(
             "production_ddp_bucket",
             "a 25 MiB gradient bucket, and one of odd length",
-            case("fp32", FP32, shape=(6553600,)),
-            case("odd_fp32", FP32, shape=(6553593,)),
+            pc.case("fp32", FP32, shape=(6553600,)),
+            pc.case("odd_fp32", FP32, shape=(6553593,)),
         ),
         *sweep(lambda elements: {"shape": (elements,)}),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
-        KnownWrongAnswer("own_times_world", "the rank's own tensor times the world size", lambda c: c.args[0] * c.case.world_size),
-        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: wide_sum([tensor for (tensor,) in c.inputs[:-1]])),
+        pc.wrong("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        pc.wrong("own_times_world", "the rank's own tensor times the world size", lambda c: c.args[0] * c.case.world_size),
+        pc.wrong("drop_last_rank", "the sum without the last rank", lambda c: wide_sum([tensor for (tensor,) in c.inputs[:-1]])),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs])),
-        AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs])),
+        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs])),
+        pc.AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs])),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

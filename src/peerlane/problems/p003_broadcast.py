@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
 
 
@@ -18,7 +17,7 @@ def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     return received
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     root = root_argument(case, draw)
     tensor = draw.bits(case["shape"], case.dtype)
     if case.params.get("poison") and rank != root_of((tensor, *root)):
@@ -26,25 +25,19 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (tensor, *root)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("received", inputs[root_of(inputs[rank])][0])
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("received", inputs[root_of(inputs[rank])][0])
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The root's port sends the payload once (peers pass it on); every other port receives it once."""
     payload = torch.Size(case["shape"]).numel() * case.dtype.itemsize
     if may_be_root(case, rank):
-        return Cost(hbm_bytes=2 * payload, egress_bytes=payload, ingress_bytes=0)
-    return Cost(hbm_bytes=payload, egress_bytes=0, ingress_bytes=payload)
+        return pc.Cost(hbm_bytes=2 * payload, egress_bytes=payload, ingress_bytes=0)
+    return pc.Cost(hbm_bytes=payload, egress_bytes=0, ingress_bytes=payload)
 
 
-def _neighbour_of_root(context: AnswerContext) -> torch.Tensor:
-    neighbour = (root_of(context.args) + 1) % context.case.world_size
-    tensor: torch.Tensor = context.inputs[neighbour][0]
-    return tensor.clone()
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=3,
     slug="broadcast",
     title="Broadcast from one root",
@@ -60,33 +53,39 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged, tiny, empty and odd-sized tensors of random bits; roots 0, last and changing",
-            case("ragged_bf16", BF16, shape=(7, 11), root=0),
-            case("ragged_bf16_from_last", BF16, shape=(7, 11), root="last"),
-            case("scalar_int64", torch.int64, shape=(1,), root=0),
-            case("scalar_int64_from_last", torch.int64, shape=(1,), root="last"),
-            case("empty_bf16", BF16, shape=(0, 4), root=0),
-            case("odd_bytes_uint8", torch.uint8, shape=(4097,), root="any"),
-            case("nan_elsewhere_bf16", BF16, shape=(7, 11), root="last", poison=True),
+            pc.case("ragged_bf16", BF16, shape=(7, 11), root=0),
+            pc.case("ragged_bf16_from_last", BF16, shape=(7, 11), root="last"),
+            pc.case("scalar_int64", torch.int64, shape=(1,), root=0),
+            pc.case("scalar_int64_from_last", torch.int64, shape=(1,), root="last"),
+            pc.case("empty_bf16", BF16, shape=(0, 4), root=0),
+            pc.case("odd_bytes_uint8", torch.uint8, shape=(4097,), root="any"),
+            pc.case("nan_elsewhere_bf16", BF16, shape=(7, 11), root="last", poison=True),
         ),
-        preset("pkb", "the public benchmark's shape and root, src left out", case("bf16", BF16, shape=(1024, 1024))),
-        preset("production_llama3_8b_embedding", "the embedding table", case("bf16", BF16, shape=(128256, 4096), root=0)),
-        preset("production_llama3_8b_gate_proj", "one weight, from the last rank", case("bf16", BF16, shape=(14336, 4096), root="last")),
-        preset("production_decode_control", "4096 token ids: latency", case("int32", torch.int32, shape=(4096,), root=1)),
+        pc.preset("pkb", "the public benchmark's shape and root, src left out", pc.case("bf16", BF16, shape=(1024, 1024))),
+        pc.preset("production_llama3_8b_embedding", "the embedding table", pc.case("bf16", BF16, shape=(128256, 4096), root=0)),
+        pc.preset(
+            "production_llama3_8b_gate_proj", "one weight, from the last rank", pc.case("bf16", BF16, shape=(14336, 4096), root="last")
+        ),
+        pc.preset("production_decode_control", "4096 token ids: latency", pc.case("int32", torch.int32, shape=(4096,), root=1)),
         *sweep(lambda elements: {"shape": (elements,)}),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        pc.wrong(
             "always_from_rank_0",
             "rank 0's tensor, whatever src says",
             lambda c: c.inputs[0][0].clone(),
-            cases=("small/ragged_bf16_from_last", "small/scalar_int64_from_last", "small/nan_elsewhere_bf16"),
+            ("small/ragged_bf16_from_last", "small/scalar_int64_from_last", "small/nan_elsewhere_bf16"),
         ),
-        KnownWrongAnswer("neighbour_of_root", "the tensor of the rank after src", _neighbour_of_root),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong(
+            "neighbour_of_root",
+            "the tensor of the rank after src",
+            lambda c: c.inputs[(root_of(c.args) + 1) % c.case.world_size][0].clone(),
+        ),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -8,35 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    exactly,
-    preset,
-)
-from peerlane.problems.families.collective import (
-    BF16,
-    FP32,
-    first_arguments,
-    may_be_root,
-    root_argument,
-    root_of,
-    sequential_sum,
-    stale_tail,
-    sum_expected,
-    sum_tolerance,
-    summand,
-    sweep,
-    wide_sum,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import collective
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
@@ -46,26 +20,26 @@ def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
     return total if dist.get_rank() == dst else total.copy_(tensor)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    return (summand(case, rank, draw, case["shape"]), *root_argument(case, draw))
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
+    return (collective.summand(case, rank, draw, case["shape"]), *collective.root_argument(case, draw))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    if rank != root_of(inputs[rank]):
-        return exactly("own", inputs[rank][0])
-    return sum_expected(first_arguments(inputs), case.dtype)
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    if rank != collective.root_of(inputs[rank]):
+        return pc.exactly("own", inputs[rank][0])
+    return collective.sum_expected(collective.first_arguments(inputs), case.dtype)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    return sum_tolerance(case, torch.Size(case["shape"]).numel())
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
+    return collective.sum_tolerance(case, torch.Size(case["shape"]).numel())
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every other port sends the payload once (partial sums pass through peers); the root's receives it once. Additions are shared."""
     elements = torch.Size(case["shape"]).numel()
     payload = elements * case.dtype.itemsize
-    root = may_be_root(case, rank)
-    return Cost(
+    root = collective.may_be_root(case, rank)
+    return pc.Cost(
         hbm_bytes=2 * payload,
         egress_bytes=0 if root else payload,
         ingress_bytes=payload if root else 0,
@@ -73,29 +47,25 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _at_root(context: AnswerContext, value: torch.Tensor) -> torch.Tensor:
+def _at_root(context: pc.AnswerContext, value: torch.Tensor) -> torch.Tensor:
     """``value`` on the root, the right answer elsewhere."""
-    result: torch.Tensor = value if context.rank == root_of(context.args) else context.answer
+    result: torch.Tensor = value if context.rank == collective.root_of(context.args) else context.answer
     return result
 
 
-def _root_is_rank_0(context: AnswerContext) -> torch.Tensor:
-    total = context.answers[root_of(context.args)]
-    result: torch.Tensor = total if context.rank == 0 else context.args[0]
-    return result
-
-
-def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[Case, Sequence[tuple[Any, ...]], int], torch.Tensor]:
+def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, pc.Inputs, int], torch.Tensor]:
     """What a rank returns whose root computes the sum with ``total(terms)``."""
 
-    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-        result: torch.Tensor = total(first_arguments(inputs)) if rank == root_of(inputs[rank]) else inputs[rank][0].clone()
+    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
+        result: torch.Tensor = (
+            total(collective.first_arguments(inputs)) if rank == collective.root_of(inputs[rank]) else inputs[rank][0].clone()
+        )
         return result
 
     return answer
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=4,
     slug="reduce",
     title="Reduce (sum) to one root",
@@ -112,57 +82,59 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged, tiny and empty tensors, cancellation, NaN and infinities; roots 0, last and changing",
-            case("ragged_bf16", BF16, shape=(37, 53), root=0),
-            case("ragged_bf16_to_last", BF16, shape=(37, 53), root="last"),
-            case("tiny_fp32", FP32, shape=(5,), root=0),
-            case("tiny_fp32_to_last", FP32, shape=(5,), root="last"),
-            case("empty_bf16", BF16, shape=(0, 8), root=0),
-            case("cancelling_bf16", BF16, shape=(61, 97), root="any", data="cancelling"),
-            case("special_fp32", FP32, shape=(67,), root="last", data="special"),
+            pc.case("ragged_bf16", BF16, shape=(37, 53), root=0),
+            pc.case("ragged_bf16_to_last", BF16, shape=(37, 53), root="last"),
+            pc.case("tiny_fp32", FP32, shape=(5,), root=0),
+            pc.case("tiny_fp32_to_last", FP32, shape=(5,), root="last"),
+            pc.case("empty_bf16", BF16, shape=(0, 8), root=0),
+            pc.case("cancelling_bf16", BF16, shape=(61, 97), root="any", data="cancelling"),
+            pc.case("special_fp32", FP32, shape=(67,), root="last", data="special"),
         ),
-        preset("pkb", "the public benchmark's shape and root", case("bf16", BF16, shape=(1024, 1024), root=0)),
-        preset(
-            "production_zero2_bucket", "a 100 MB gradient bucket, its owner changing", case("bf16", BF16, shape=(50000000,), root="any")
+        pc.preset("pkb", "the public benchmark's shape and root", pc.case("bf16", BF16, shape=(1024, 1024), root=0)),
+        pc.preset(
+            "production_zero2_bucket", "a 100 MB gradient bucket, its owner changing", pc.case("bf16", BF16, shape=(50000000,), root="any")
         ),
-        preset("production_llama3_8b_layer_grad", "one weight's gradient, last rank", case("bf16", BF16, shape=(14336, 4096), root="last")),
-        preset("production_metrics", "1024 metrics: latency", case("fp32", FP32, shape=(1024,), root=0)),
-        *sweep(lambda elements: {"shape": (elements,)}),
+        pc.preset(
+            "production_llama3_8b_layer_grad", "one weight's gradient, last rank", pc.case("bf16", BF16, shape=(14336, 4096), root="last")
+        ),
+        pc.preset("production_metrics", "1024 metrics: latency", pc.case("fp32", FP32, shape=(1024,), root=0)),
+        *collective.sweep(lambda elements: {"shape": (elements,)}),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own tensor, on the root too", lambda c: c.args[0].clone()),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own tensor, on the root too", lambda c: c.args[0].clone()),
+        pc.wrong(
             "own_times_world", "on the root its own tensor times the world size", lambda c: _at_root(c, c.args[0] * c.case.world_size)
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "drop_last_rank",
             "on the root the sum without the last rank",
-            lambda c: _at_root(c, wide_sum(first_arguments(c.inputs[:-1]))),
+            lambda c: _at_root(c, collective.wide_sum(collective.first_arguments(c.inputs[:-1]))),
         ),
-        KnownWrongAnswer("sum_everywhere", "the sum on every rank: an all-reduce", lambda c: c.answers[root_of(c.args)]),
-        KnownWrongAnswer(
+        pc.wrong("sum_everywhere", "the sum on every rank: an all-reduce", lambda c: c.answers[collective.root_of(c.args)]),
+        pc.wrong(
             "zeros_off_root",
             "nothing in the other ranks' outputs",
-            lambda c: c.answer if c.rank == root_of(c.args) else torch.zeros_like(c.answer),
+            lambda c: c.answer if c.rank == collective.root_of(c.args) else torch.zeros_like(c.answer),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "always_to_rank_0",
             "the sum on rank 0, whatever dst says",
-            _root_is_rank_0,
-            cases=("small/ragged_bf16_to_last", "small/tiny_fp32_to_last", "small/special_fp32"),
+            lambda c: c.answers[collective.root_of(c.args)] if c.rank == 0 else c.args[0],
+            ("small/ragged_bf16_to_last", "small/tiny_fp32_to_last", "small/special_fp32"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "stale_tail",
             "the root's last elements are those of the slot before: shows where summands do not cancel",
-            lambda c: _at_root(c, stale_tail(c, 64)),
-            cases=("small/ragged_bf16", "small/ragged_bf16_to_last", "small/tiny_fp32", "small/tiny_fp32_to_last", "small/special_fp32"),
+            lambda c: _at_root(c, collective.stale_tail(c, 64)),
+            ("small/ragged_bf16", "small/ragged_bf16_to_last", "small/tiny_fp32", "small/tiny_fp32_to_last", "small/special_fp32"),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_accumulation", _by(wide_sum)),
-        AlternativeSolution("sequential_in_dtype", _by(sequential_sum)),
+        pc.AlternativeSolution("fp32_accumulation", _by(collective.wide_sum)),
+        pc.AlternativeSolution("sequential_in_dtype", _by(collective.sequential_sum)),
     ),
     integer_exact=True,
     excused={"echo/own": "off the root the answer is the rank's own tensor"},

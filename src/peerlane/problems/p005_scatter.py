@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
 
 
@@ -25,20 +24,20 @@ def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     return received
 
 
-def _rows(case: Case) -> tuple[int, tuple[int, ...]]:
+def _rows(case: pc.Case) -> tuple[int, tuple[int, ...]]:
     """k and S: ``rows`` and ``rest``, or the W-th part of a vector of ``whole`` numbers."""
     if "whole" in case.params:
         return case["whole"] // case.world_size, ()
     return case["rows"], tuple(case["rest"])
 
 
-def _slice_shape(case: Case) -> tuple[int, ...]:
+def _slice_shape(case: pc.Case) -> tuple[int, ...]:
     """One rank's output: k rows of shape S, without the leading axis if k is 1."""
     rows, rest = _rows(case)
     return rest if rows == 1 else (rows, *rest)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     root = root_argument(case, draw)
     if rank == root_of((None, *root)):
         rows, rest = _rows(case)
@@ -49,34 +48,29 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (template, *root)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("received", _slice_of_root(case, inputs, rank))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("received", _slice_of_root(case, inputs, rank))
 
 
-def _slice_of_root(case: Case, inputs: Sequence[tuple[Any, ...]], index: int) -> torch.Tensor:
+def _slice_of_root(case: pc.Case, inputs: pc.Inputs, index: int) -> torch.Tensor:
     whole: torch.Tensor = inputs[root_of(inputs[0])][0]
     rows, _ = _rows(case)
     return whole.narrow(0, index * rows, rows).reshape(_slice_shape(case))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     part, world = torch.Size(_slice_shape(case)).numel() * case.dtype.itemsize, case.world_size
     if may_be_root(case, rank):
-        return Cost(hbm_bytes=(world + 1) * part, egress_bytes=(world - 1) * part, ingress_bytes=0)
-    return Cost(hbm_bytes=part, egress_bytes=0, ingress_bytes=part)
+        return pc.Cost(hbm_bytes=(world + 1) * part, egress_bytes=(world - 1) * part, ingress_bytes=0)
+    return pc.Cost(hbm_bytes=part, egress_bytes=0, ingress_bytes=part)
 
 
-def _no_communication(context: AnswerContext) -> torch.Tensor:
+def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
     result: torch.Tensor = context.answer if context.rank == root_of(context.args) else context.args[0]
     return result.clone()
 
 
-def _strided_rows(context: AnswerContext) -> torch.Tensor:
-    whole: torch.Tensor = context.inputs[root_of(context.args)][0]
-    return whole[context.rank :: context.case.world_size].clone()
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=5,
     slug="scatter",
     title="Scatter slices of the root's tensor",
@@ -93,55 +87,55 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "one row and several rows per rank, scalars, odd sizes, empty; roots 0, last and changing",
-            case("row_bf16", BF16, rows=1, rest=(5, 7), root=0),
-            case("row_bf16_from_last", BF16, rows=1, rest=(5, 7), root="last"),
-            case("rows_int64", torch.int64, rows=3, rest=(4,), root=0),
-            case("rows_int64_from_last", torch.int64, rows=3, rest=(4,), root="last"),
-            case("scalar_int64", torch.int64, rows=1, rest=(), root="any"),
-            case("unit_axis_bf16", BF16, rows=1, rest=(1, 3), root=0),
-            case("odd_bytes_uint8", torch.uint8, rows=3, rest=(1367,), root="any"),
-            case("empty_bf16", BF16, rows=2, rest=(0,), root=0),
-            case("nan_templates_bf16", BF16, rows=1, rest=(5, 7), root="last", poison=True),
+            pc.case("row_bf16", BF16, rows=1, rest=(5, 7), root=0),
+            pc.case("row_bf16_from_last", BF16, rows=1, rest=(5, 7), root="last"),
+            pc.case("rows_int64", torch.int64, rows=3, rest=(4,), root=0),
+            pc.case("rows_int64_from_last", torch.int64, rows=3, rest=(4,), root="last"),
+            pc.case("scalar_int64", torch.int64, rows=1, rest=(), root="any"),
+            pc.case("unit_axis_bf16", BF16, rows=1, rest=(1, 3), root=0),
+            pc.case("odd_bytes_uint8", torch.uint8, rows=3, rest=(1367,), root="any"),
+            pc.case("empty_bf16", BF16, rows=2, rest=(0,), root=0),
+            pc.case("nan_templates_bf16", BF16, rows=1, rest=(5, 7), root="last", poison=True),
         ),
-        preset("pkb", "the public benchmark's shape and root, src left out", case("bf16", BF16, rows=1, rest=(1024, 1024))),
-        preset(
-            "production_token_batch", "8 sequences of 8192 token ids per rank", case("int64", torch.int64, rows=8, rest=(8192,), root=0)
+        pc.preset("pkb", "the public benchmark's shape and root, src left out", pc.case("bf16", BF16, rows=1, rest=(1024, 1024))),
+        pc.preset(
+            "production_token_batch", "8 sequences of 8192 token ids per rank", pc.case("int64", torch.int64, rows=8, rest=(8192,), root=0)
         ),
-        preset(
-            "production_activation_scatter", "2048 tokens x hidden 8192 per rank", case("bf16", BF16, rows=1, rest=(2048, 8192), root=0)
+        pc.preset(
+            "production_activation_scatter", "2048 tokens x hidden 8192 per rank", pc.case("bf16", BF16, rows=1, rest=(2048, 8192), root=0)
         ),
-        preset(
+        pc.preset(
             "production_deepseek_v3_expert_weights",
             "16 expert matrices per rank, from the last rank",
-            case("bf16", BF16, rows=16, rest=(2048, 7168), root="last"),
+            pc.case("bf16", BF16, rows=16, rest=(2048, 7168), root="last"),
         ),
         *sweep(lambda elements: {"whole": elements}),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the template as it came; the right slice on the root", _no_communication),
-        KnownWrongAnswer("first_slice", "slice 0 on every rank", lambda c: c.answers[0]),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the template as it came; the right slice on the root", _no_communication),
+        pc.wrong("first_slice", "slice 0 on every rank", lambda c: c.answers[0]),
+        pc.wrong(
             "always_from_rank_0",
             "rank 0's argument, whatever src says",
             lambda c: c.inputs[0][0].clone(),
-            cases=("small/row_bf16_from_last", "small/rows_int64_from_last", "small/nan_templates_bf16"),
+            ("small/row_bf16_from_last", "small/rows_int64_from_last", "small/nan_templates_bf16"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "strided_rows",
             "rows r, r + W, r + 2 W ... instead of consecutive ones",
-            _strided_rows,
-            cases=("small/rows_int64", "small/rows_int64_from_last", "small/odd_bytes_uint8"),
+            lambda c: c.inputs[root_of(c.args)][0][c.rank :: c.case.world_size].clone(),
+            ("small/rows_int64", "small/rows_int64_from_last", "small/odd_bytes_uint8"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "leading_axis_kept",
             "shape (1, *S) where one row per rank loses its axis",
             lambda c: c.answer.unsqueeze(0),
-            cases=("small/row_bf16", "small/row_bf16_from_last", "small/scalar_int64", "small/unit_axis_bf16"),
+            ("small/row_bf16", "small/row_bf16_from_last", "small/scalar_int64", "small/unit_axis_bf16"),
         ),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     notes=(
         "In the public benchmark rank r's answer is the constant r+1, always from rank 0 and with one row per rank. Here the bits are "

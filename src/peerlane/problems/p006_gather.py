@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
-from peerlane.problems.families.collective import (
-    BF16,
-    FP32,
-    first_arguments,
-    may_be_root,
-    root_argument,
-    root_of,
-    stale_part,
-    stale_tail,
-    sweep,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import collective
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
@@ -31,42 +22,36 @@ def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
     return gathered
 
 
-def _shape(case: Case) -> tuple[int, ...]:
+def _shape(case: pc.Case) -> tuple[int, ...]:
     """One rank's shape: ``shape``, its last axis cut into W parts if ``columns_over_world``."""
     *rest, columns = case["shape"]
     return (*rest, columns // case.world_size if case.params.get("columns_over_world") else columns)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    return (draw.bits(_shape(case), case.dtype), *root_argument(case, draw))
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
+    return (draw.bits(_shape(case), case.dtype), *collective.root_argument(case, draw))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    if rank != root_of(inputs[rank]):
-        return exactly("own", inputs[rank][0])
-    return exactly("gathered", torch.stack(first_arguments(inputs)))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    if rank != collective.root_of(inputs[rank]):
+        return pc.exactly("own", inputs[rank][0])
+    return pc.exactly("gathered", torch.stack(collective.first_arguments(inputs)))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     part, world = torch.Size(_shape(case)).numel() * case.dtype.itemsize, case.world_size
-    if may_be_root(case, rank):
-        return Cost(hbm_bytes=(1 + world) * part, egress_bytes=0, ingress_bytes=(world - 1) * part)
-    return Cost(hbm_bytes=part, egress_bytes=part, ingress_bytes=0)
+    if collective.may_be_root(case, rank):
+        return pc.Cost(hbm_bytes=(1 + world) * part, egress_bytes=0, ingress_bytes=(world - 1) * part)
+    return pc.Cost(hbm_bytes=part, egress_bytes=part, ingress_bytes=0)
 
 
-def _at_root(context: AnswerContext, spoil: Callable[[AnswerContext], torch.Tensor]) -> torch.Tensor:
+def _at_root(context: pc.AnswerContext, spoil: Callable[[pc.AnswerContext], torch.Tensor]) -> torch.Tensor:
     """``spoil(context)`` on the root, the right answer elsewhere."""
-    result: torch.Tensor = spoil(context) if context.rank == root_of(context.args) else context.answer
+    result: torch.Tensor = spoil(context) if context.rank == collective.root_of(context.args) else context.answer
     return result
 
 
-def _root_is_rank_0(context: AnswerContext) -> torch.Tensor:
-    gathered = context.answers[root_of(context.args)]
-    result: torch.Tensor = gathered if context.rank == 0 else context.args[0]
-    return result
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=6,
     slug="gather",
     title="Gather to one root with stacked output",
@@ -82,47 +67,49 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged, tiny, empty and odd-sized tensors of random bits; roots 0, last and changing",
-            case("ragged_bf16", BF16, shape=(5, 7), root=0),
-            case("ragged_bf16_to_last", BF16, shape=(5, 7), root="last"),
-            case("tiny_int32", torch.int32, shape=(3,), root=0),
-            case("tiny_int32_to_last", torch.int32, shape=(3,), root="last"),
-            case("empty_bf16", BF16, shape=(0, 4), root=0),
-            case("odd_bytes_uint8", torch.uint8, shape=(4097,), root="any"),
+            pc.case("ragged_bf16", BF16, shape=(5, 7), root=0),
+            pc.case("ragged_bf16_to_last", BF16, shape=(5, 7), root="last"),
+            pc.case("tiny_int32", torch.int32, shape=(3,), root=0),
+            pc.case("tiny_int32_to_last", torch.int32, shape=(3,), root="last"),
+            pc.case("empty_bf16", BF16, shape=(0, 4), root=0),
+            pc.case("odd_bytes_uint8", torch.uint8, shape=(4097,), root="any"),
         ),
-        preset("pkb", "the public benchmark's shape and root, dst left out", case("bf16", BF16, shape=(1024, 1024))),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape and root, dst left out", pc.case("bf16", BF16, shape=(1024, 1024))),
+        pc.preset(
             "production_llama3_logits",
             "256 sequences x 128256/W logits at the sampling rank",
-            case("bf16", BF16, shape=(256, 128256), columns_over_world=True, root=0),
+            pc.case("bf16", BF16, shape=(256, 128256), columns_over_world=True, root=0),
         ),
-        preset(
+        pc.preset(
             "production_qwen3_logits",
             "64 sequences x 151936/W logits at the sampling rank",
-            case("bf16", BF16, shape=(64, 151936), columns_over_world=True, root=0),
+            pc.case("bf16", BF16, shape=(64, 151936), columns_over_world=True, root=0),
         ),
-        preset("production_checkpoint_gather", "a 67 MB shard per rank, at the last", case("fp32", FP32, shape=(4096, 4096), root="last")),
-        *sweep(lambda elements: {"shape": (elements,), "columns_over_world": True}),
+        pc.preset(
+            "production_checkpoint_gather", "a 67 MB shard per rank, at the last", pc.case("fp32", FP32, shape=(4096, 4096), root="last")
+        ),
+        *collective.sweep(lambda elements: {"shape": (elements,), "columns_over_world": True}),
     ),
     excused={"echo/own": "off the root the answer is the rank's own tensor"},
     known_wrong_answers=(
-        KnownWrongAnswer(
+        pc.wrong(
             "no_communication",
             "on the root its own tensor W times",
             lambda c: _at_root(c, lambda c: torch.stack([c.args[0]] * c.case.world_size)),
         ),
-        KnownWrongAnswer("ranks_reversed", "the last rank first", lambda c: _at_root(c, lambda c: c.answer.flip(0))),
-        KnownWrongAnswer("not_stacked", "the leading axes merged", lambda c: _at_root(c, lambda c: c.answer.flatten(0, 1))),
-        KnownWrongAnswer(
+        pc.wrong("ranks_reversed", "the last rank first", lambda c: _at_root(c, lambda c: c.answer.flip(0))),
+        pc.wrong("not_stacked", "the leading axes merged", lambda c: _at_root(c, lambda c: c.answer.flatten(0, 1))),
+        pc.wrong(
             "always_to_rank_0",
             "gathered on rank 0, whatever dst says",
-            _root_is_rank_0,
-            cases=("small/ragged_bf16_to_last", "small/tiny_int32_to_last"),
+            lambda c: c.answers[collective.root_of(c.args)] if c.rank == 0 else c.args[0],
+            ("small/ragged_bf16_to_last", "small/tiny_int32_to_last"),
         ),
-        KnownWrongAnswer("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, stale_part)),
-        KnownWrongAnswer("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, stale_tail)),
+        pc.wrong("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, collective.stale_part)),
+        pc.wrong("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, collective.stale_tail)),
     ),
     notes=(
         "In the public benchmark every slice is a constant known from the rank, always on rank 0. Here the bits are random, and dst is the "

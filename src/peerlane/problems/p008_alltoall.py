@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, first_arguments, stale_part, stale_tail, sweep
 
 
@@ -18,7 +15,7 @@ def reference(tensor: torch.Tensor) -> torch.Tensor:
     return received
 
 
-def _shape(case: Case) -> tuple[int, ...]:
+def _shape(case: pc.Case) -> tuple[int, ...]:
     """(W k, *S), from ``block`` = (k, *S). Lengths named in ``over_world`` hold the sum over ranks and are divided by W."""
     rows, *rest = (
         length // case.world_size if axis in case.params.get("over_world", ()) else length for axis, length in enumerate(case["block"])
@@ -26,32 +23,32 @@ def _shape(case: Case) -> tuple[int, ...]:
     return (case.world_size * rows, *rest)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor]:
     return (draw.bits(_shape(case), case.dtype),)
 
 
-def _blocks(inputs: Sequence[tuple[Any, ...]], index: int) -> torch.Tensor:
+def _blocks(inputs: pc.Inputs, index: int) -> torch.Tensor:
     """Block ``index`` of every rank's tensor, in rank order."""
     rows = inputs[0][0].shape[0] // len(inputs)
     return torch.cat([tensor.narrow(0, index * rows, rows) for tensor in first_arguments(inputs)])
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("received", _blocks(inputs, rank))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("received", _blocks(inputs, rank))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     payload = torch.Size(_shape(case)).numel() * case.dtype.itemsize
     port = (case.world_size - 1) / case.world_size * payload
-    return Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
+    return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
 
 
-def _ring_order(context: AnswerContext) -> torch.Tensor:
+def _ring_order(context: pc.AnswerContext) -> torch.Tensor:
     answer: torch.Tensor = context.answer
     return answer.roll(-context.rank * (answer.shape[0] // context.case.world_size), 0)
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=8,
     slug="alltoall",
     title="All-to-all with equal splits",
@@ -67,34 +64,34 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "blocks of one and of several rows, odd sizes, empty",
-            case("block_bf16", BF16, block=(1, 3, 5)),
-            case("rows_int64", torch.int64, block=(2, 7)),
-            case("empty_bf16", BF16, block=(1, 0)),
-            case("odd_bytes_uint8", torch.uint8, block=(3, 1367)),
+            pc.case("block_bf16", BF16, block=(1, 3, 5)),
+            pc.case("rows_int64", torch.int64, block=(2, 7)),
+            pc.case("empty_bf16", BF16, block=(1, 0)),
+            pc.case("odd_bytes_uint8", torch.uint8, block=(3, 1367)),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, block=(1, 1024, 1024))),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, block=(1, 1024, 1024))),
+        pc.preset(
             "production_llama3_8b_ulysses",
             "32768/W tokens x 32/W heads of 128 for every rank",
-            case("bf16", BF16, block=(1, 32768, 32 * 128), over_world=(1, 2)),
+            pc.case("bf16", BF16, block=(1, 32768, 32 * 128), over_world=(1, 2)),
         ),
-        preset(
+        pc.preset(
             "production_deepseek_v3_moe_capacity",
             "4096 tokens x 8 experts, balanced, hidden 7168",
-            case("bf16", BF16, block=(1, 4096 * 8, 7168), over_world=(1,)),
+            pc.case("bf16", BF16, block=(1, 4096 * 8, 7168), over_world=(1,)),
         ),
-        preset("production_small_counts", "256 counts for every rank: latency", case("int32", torch.int32, block=(1, 256))),
+        pc.preset("production_small_counts", "256 counts for every rank: latency", pc.case("int32", torch.int32, block=(1, 256))),
         *sweep(lambda elements: {"block": (1, elements), "over_world": (1,)}),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
-        KnownWrongAnswer("mirrored_blocks", "block W - 1 - r of every rank", lambda c: _blocks(c.inputs, c.case.world_size - 1 - c.rank)),
-        KnownWrongAnswer("ring_order", "in the order of arrival on a ring: the rank's own block first", _ring_order),
-        KnownWrongAnswer("stale_part", "the last rank's block is that of the slot before", stale_part),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        pc.wrong("mirrored_blocks", "block W - 1 - r of every rank", lambda c: _blocks(c.inputs, c.case.world_size - 1 - c.rank)),
+        pc.wrong("ring_order", "in the order of arrival on a ring: the rank's own block first", _ring_order),
+        pc.wrong("stale_part", "the last rank's block is that of the slot before", stale_part),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     notes=(
         "In the public benchmark every block is a constant known from source and destination, and has one row. Here the bits are "

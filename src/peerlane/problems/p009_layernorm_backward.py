@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
 
@@ -38,7 +24,7 @@ def reference(X_hat: torch.Tensor, dY: torch.Tensor) -> tuple[torch.Tensor, torc
     return d_gamma, d_beta
 
 
-def _rows(case: Case, rank: int) -> int:
+def _rows(case: pc.Case, rank: int) -> int:
     """``rows``, ``rows_by_rank`` (repeated as often as the world needs), or the rank's share of ``tokens``."""
     if "rows" in case.params:
         return int(case["rows"])
@@ -48,16 +34,16 @@ def _rows(case: Case, rank: int) -> int:
     return int(by_rank[rank % len(by_rank)])
 
 
-def _total_rows(case: Case) -> int:
+def _total_rows(case: pc.Case) -> int:
     return sum(_rows(case, rank) for rank in range(case.world_size))
 
 
-def _normalised_dtype(case: Case) -> torch.dtype:
+def _normalised_dtype(case: pc.Case) -> torch.dtype:
     dtype: torch.dtype = case.params.get("normalised_dtype", case.dtype)
     return dtype
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> Pair:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> Pair:
     """X_hat has rows of mean 0 and variance 1; dY is N(0, s^2) with s from 1/16 to 16 per column, so that the sums, which are sent, fit no
     code with one scale for neighbours. ``case["pattern"]``:
 
@@ -99,7 +85,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> Pair:
     return normalised.to(_normalised_dtype(case)), gradient.to(case.dtype)
 
 
-def _sums_expected(name: str, case: Case, terms: Sequence[torch.Tensor], dtype: torch.dtype, *, rounded_terms: bool) -> Expected:
+def _sums_expected(name: str, case: pc.Case, terms: Sequence[torch.Tensor], dtype: torch.dtype, *, rounded_terms: bool) -> pc.Expected:
     """The column sums of all ranks' terms in float64. The magnitude is the error model's, in units of the dtype's roundoff u:
 
     (W + 1) sum |p_q| for ranks' partial sums p_q that are rounded and added in the dtype; 4 A with A the root of the sum of squared terms,
@@ -113,12 +99,12 @@ def _sums_expected(name: str, case: Case, terms: Sequence[torch.Tensor], dtype: 
         partials += partial.abs()
         squares += term.square().sum(0)
     spread = squares.sqrt()
-    walk = _total_rows(case) ** 0.5 * UNIT_ROUNDOFF[FP32] / UNIT_ROUNDOFF[dtype]
+    walk = _total_rows(case) ** 0.5 * pc.UNIT_ROUNDOFF[FP32] / pc.UNIT_ROUNDOFF[dtype]
     magnitude = (case.world_size + 1) * partials + (4 if rounded_terms else 0) * spread + walk * (spread + partials)
-    return Expected(name, total, dtype, magnitude=magnitude)
+    return pc.Expected(name, total, dtype, magnitude=magnitude)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     gradients = [dY.to(FP64) for _, dY in inputs]
     products = [dY * X_hat.to(FP64) for dY, (X_hat, _) in zip(gradients, inputs, strict=True)]
     product_dtype = torch.promote_types(case.dtype, _normalised_dtype(case))
@@ -128,7 +114,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
     )
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The oracle's magnitude, in units of u, and one more u for the result.
 
     Normwise, where there are channels enough for an average and none outweighs the others, bfloat16 partial sums leave 2.5e-3 on 2 ranks
@@ -136,28 +122,25 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """
     average = case["hidden"] >= 256 and case.params.get("pattern") != "outlier"
 
-    def of(dtype: torch.dtype) -> Tolerance:
-        u = UNIT_ROUNDOFF[dtype]
-        return Tolerance(relative=u, magnitude=u, normwise=1e-2 if dtype == BF16 and average else None)
+    def of(dtype: torch.dtype) -> pc.Tolerance:
+        u = pc.UNIT_ROUNDOFF[dtype]
+        return pc.Tolerance(relative=u, magnitude=u, normwise=1e-2 if dtype == BF16 and average else None)
 
     return {"d_gamma": of(torch.promote_types(case.dtype, _normalised_dtype(case))), "d_beta": of(case.dtype)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Both arguments are read once; one message with both sums is all-reduced."""
     elements, hidden, world = _rows(case, rank) * case["hidden"], case["hidden"], case.world_size
     x_size = _normalised_dtype(case).itemsize
     result = hidden * (case.dtype.itemsize + torch.promote_types(case.dtype, _normalised_dtype(case)).itemsize)
     port = 2 * (world - 1) / world * result
-    return Cost(
-        hbm_bytes=elements * (x_size + case.dtype.itemsize) + result,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": 3 * elements},
+    return pc.Cost(
+        hbm_bytes=elements * (x_size + case.dtype.itemsize) + result, egress_bytes=port, ingress_bytes=port, flops={"fp32": 3 * elements}
     )
 
 
-def _in_float32(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int]) -> Pair:
+def _in_float32(inputs: pc.Inputs, ranks: Sequence[int]) -> Pair:
     """Both sums over some ranks' tokens in float32, rounded once."""
     x_hats, gradients = zip(*(inputs[q] for q in ranks), strict=True)
     wide = [(x.to(FP32), dy.to(FP32)) for x, dy in zip(x_hats, gradients, strict=True)]
@@ -166,7 +149,7 @@ def _in_float32(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int]) -> Pair
     return d_gamma.to(torch.promote_types(x_hats[0].dtype, gradients[0].dtype)), d_beta.to(gradients[0].dtype)
 
 
-def _rounded_products(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Pair:
+def _rounded_products(case: pc.Case, inputs: pc.Inputs, rank: int) -> Pair:
     """Products, ranks' sums and every addition across ranks rounded."""
     return (
         sequential_sum([(dY * X_hat).to(FP32).sum(0).to(torch.promote_types(dY.dtype, X_hat.dtype)) for X_hat, dY in inputs]),
@@ -174,15 +157,12 @@ def _rounded_products(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) 
     )
 
 
-def _one_long_sum(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Pair:
+def _one_long_sum(case: pc.Case, inputs: pc.Inputs, rank: int) -> Pair:
     """All ranks' tokens row by row in float32, with the products rounded."""
-    return (
-        wide_sum(list(torch.cat([dY * X_hat for X_hat, dY in inputs]))),
-        wide_sum(list(torch.cat([dY for _, dY in inputs]))),
-    )
+    return (wide_sum(list(torch.cat([dY * X_hat for X_hat, dY in inputs]))), wide_sum(list(torch.cat([dY for _, dY in inputs]))))
 
 
-def _eight_bits(context: AnswerContext) -> Pair:
+def _eight_bits(context: pc.AnswerContext) -> Pair:
     totals = [
         eight_bits(torch.stack([eight_bits(part.to(FP32).sum(0).to(part.dtype)).to(FP32) for part in parts]).sum(0).to(parts[0].dtype))
         for parts in zip(*((dY * X_hat, dY) for X_hat, dY in context.inputs), strict=True)
@@ -190,7 +170,7 @@ def _eight_bits(context: AnswerContext) -> Pair:
     return totals[0], totals[1]
 
 
-def _narrow_accumulator(context: AnswerContext) -> Pair:
+def _narrow_accumulator(context: pc.AnswerContext) -> Pair:
     """Every addition rounded to the dtype: a sum of one sign stops growing once a term is less than half its spacing."""
     totals = []
     for terms in zip(*((dY * X_hat, dY) for X_hat, dY in context.inputs), strict=True):
@@ -203,11 +183,11 @@ def _scaled(pair: Pair, factor: float) -> Pair:
     return pair[0] * factor, pair[1] * factor
 
 
-def _world(context: AnswerContext) -> range:
+def _world(context: pc.AnswerContext) -> range:
     return range(context.case.world_size)
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=9,
     slug="layernorm_backward",
     title="Gradients of LayerNorm's gain and bias, summed over all ranks' tokens",
@@ -225,59 +205,57 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "unequal and missing rows, sums of one sign, ranks and channels of unlike scale, mixed dtypes, NaN and infinity",
-            case("ragged_bf16", BF16, rows_by_rank=(3, 7, 0, 5), hidden=65),
-            case("ragged_fp32", FP32, rows_by_rank=(3, 7, 0, 5), hidden=33),
-            case("equal_bf16", BF16, rows=5, hidden=161),
-            case("mixed", BF16, rows_by_rank=(3, 8), hidden=33, normalised_dtype=FP32),
-            case("column_bias_bf16", BF16, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),
-            case("column_bias_fp32", FP32, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),
-            case("rank_scale_bf16", BF16, rows=19, hidden=300, pattern="rank_scale"),
-            case("outlier_bf16", BF16, rows=19, hidden=300, pattern="outlier"),
-            case("special_bf16", BF16, rows=5, hidden=33, pattern="special"),
+            pc.case("ragged_bf16", BF16, rows_by_rank=(3, 7, 0, 5), hidden=65),
+            pc.case("ragged_fp32", FP32, rows_by_rank=(3, 7, 0, 5), hidden=33),
+            pc.case("equal_bf16", BF16, rows=5, hidden=161),
+            pc.case("mixed", BF16, rows_by_rank=(3, 8), hidden=33, normalised_dtype=FP32),
+            pc.case("column_bias_bf16", BF16, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),
+            pc.case("column_bias_fp32", FP32, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),
+            pc.case("rank_scale_bf16", BF16, rows=19, hidden=300, pattern="rank_scale"),
+            pc.case("outlier_bf16", BF16, rows=19, hidden=300, pattern="outlier"),
+            pc.case("special_bf16", BF16, rows=5, hidden=33, pattern="special"),
         ),
-        preset(
+        pc.preset(
             "pkb",
             "the public benchmark's shape; also with its rows of norm 1",
-            case("bf16", BF16, rows=1024, hidden=1024),
-            case("unit_rows_bf16", BF16, rows=1024, hidden=1024, pattern="unit_rows"),
+            pc.case("bf16", BF16, rows=1024, hidden=1024),
+            pc.case("unit_rows_bf16", BF16, rows=1024, hidden=1024, pattern="unit_rows"),
         ),
-        preset("production_gpt3_175b", "sequence parallel: 8192 tokens over all ranks", case("bf16", BF16, tokens=8192, hidden=12288)),
-        preset("production_dinov2_vit_g", "65536 tokens per rank", case("bf16", BF16, rows=65536, hidden=1536)),
-        preset("production_falcon_180b", "4096 tokens per rank", case("bf16", BF16, rows=4096, hidden=14848)),
+        pc.preset(
+            "production_gpt3_175b", "sequence parallel: 8192 tokens over all ranks", pc.case("bf16", BF16, tokens=8192, hidden=12288)
+        ),
+        pc.preset("production_dinov2_vit_g", "65536 tokens per rank", pc.case("bf16", BF16, rows=65536, hidden=1536)),
+        pc.preset("production_falcon_180b", "4096 tokens per rank", pc.case("bf16", BF16, rows=4096, hidden=14848)),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the sums over the rank's own tokens", lambda c: _in_float32(c.inputs, [c.rank])),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the sums over the rank's own tokens", lambda c: _in_float32(c.inputs, [c.rank])),
+        pc.wrong(
             "own_times_world",
             "the rank's own sums times the world size",
             lambda c: _scaled(_in_float32(c.inputs, [c.rank]), c.case.world_size),
         ),
-        KnownWrongAnswer("drop_last_rank", "the sums without the last rank", lambda c: _in_float32(c.inputs, range(c.case.world_size - 1))),
-        KnownWrongAnswer("eight_bits", "both sums sent in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        KnownWrongAnswer("mean", "the mean over ranks instead of the sum", lambda c: _scaled(c.answer, 1 / c.case.world_size)),
-        KnownWrongAnswer("swapped", "d_beta first", lambda c: tuple(a.to(b.dtype) for a, b in zip(c.answer[::-1], c.answer, strict=True))),
-        KnownWrongAnswer("bias_only", "d_beta for both", lambda c: (c.answer[1].to(c.answer[0].dtype), c.answer[1])),
-        KnownWrongAnswer("gain_missing", "d_gamma zero", lambda c: (torch.zeros_like(c.answer[0]), c.answer[1])),
-        KnownWrongAnswer(
-            "bias_not_reduced", "d_gamma right, d_beta the rank's own", lambda c: (c.answer[0], _in_float32(c.inputs, [c.rank])[1])
-        ),
-        KnownWrongAnswer(
-            "gain_not_reduced", "d_beta right, d_gamma the rank's own", lambda c: (_in_float32(c.inputs, [c.rank])[0], c.answer[1])
-        ),
-        KnownWrongAnswer(
+        pc.wrong("drop_last_rank", "the sums without the last rank", lambda c: _in_float32(c.inputs, range(c.case.world_size - 1))),
+        pc.wrong("eight_bits", "both sums sent in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        pc.wrong("mean", "the mean over ranks instead of the sum", lambda c: _scaled(c.answer, 1 / c.case.world_size)),
+        pc.wrong("swapped", "d_beta first", lambda c: tuple(a.to(b.dtype) for a, b in zip(c.answer[::-1], c.answer, strict=True))),
+        pc.wrong("bias_only", "d_beta for both", lambda c: (c.answer[1].to(c.answer[0].dtype), c.answer[1])),
+        pc.wrong("gain_missing", "d_gamma zero", lambda c: (torch.zeros_like(c.answer[0]), c.answer[1])),
+        pc.wrong("bias_not_reduced", "d_gamma right, d_beta the rank's own", lambda c: (c.answer[0], _in_float32(c.inputs, [c.rank])[1])),
+        pc.wrong("gain_not_reduced", "d_beta right, d_gamma the rank's own", lambda c: (_in_float32(c.inputs, [c.rank])[0], c.answer[1])),
+        pc.wrong(
             "narrow_accumulator",
             "every addition rounded to bfloat16, which loses most of a long sum of one sign",
             _narrow_accumulator,
-            cases=("small/column_bias_bf16",),
+            ("small/column_bias_bf16",),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(inputs, range(case.world_size))),
-        AlternativeSolution("products_and_partial_sums_rounded", _rounded_products),
-        AlternativeSolution("one_long_sum", _one_long_sum),
+        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(inputs, range(case.world_size))),
+        pc.AlternativeSolution("products_and_partial_sums_rounded", _rounded_products),
+        pc.AlternativeSolution("one_long_sum", _one_long_sum),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

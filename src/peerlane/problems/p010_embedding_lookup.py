@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, stale_tail
 
 # A prime larger than any table: multiplying ids by it modulo the table's size permutes them.
@@ -32,17 +32,17 @@ def reference(indices: torch.Tensor, local_shard: torch.Tensor) -> torch.Tensor:
     return vectors
 
 
-def _rows(case: Case) -> int:
+def _rows(case: pc.Case) -> int:
     """Rows per rank: ``rows``, or its share of ``vocab``."""
     return int(case["rows"] if "rows" in case.params else case["vocab"] // case.world_size)
 
 
-def _count(case: Case, rank: int) -> int:
+def _count(case: pc.Case, rank: int) -> int:
     """Indices on the rank: ``count``, or its entry of ``counts``."""
     return int(case["count"] if "count" in case.params else case["counts"][rank])
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """Tables of random bits, and ids that ``case["ids"]`` describes; the same distribution on all ranks, but for ``own``.
 
     * uniform; ascending, descending: uniform ids, sorted
@@ -94,7 +94,7 @@ def zipf_below(bound: torch.Tensor, size: int, exponent: float) -> torch.Tensor:
     return torch.div((bound + 1) ** (1 - exponent) - 1, (size + 1) ** (1 - exponent) - 1)
 
 
-def distinct(case: Case, draws: int, owner: int) -> float:
+def distinct(case: pc.Case, draws: int, owner: int) -> float:
     """Different rows of one owner among so many ids, on average; 0 where ids are made to be special, not drawn from the whole table."""
     rows, size = _rows(case), _rows(case) * case.world_size
     match case["ids"]:
@@ -121,26 +121,21 @@ def _bounds(first: int, last: int) -> torch.Tensor:
     return torch.cat((single, wide.floor())).clamp(first, last)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("vectors", _by_owner(case, inputs, rank, lambda ids: ids))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("vectors", _by_owner(case, inputs, rank, lambda ids: ids))
 
 
-def _by_owner(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
-    rank: int,
-    order: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+def _by_owner(case: pc.Case, inputs: pc.Inputs, rank: int, order: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The vectors of every owner in turn; ``order`` arranges the ids of one owner, which come in the rank's order."""
     ids, rows = inputs[rank][0], _rows(case)
     return torch.cat([shard[order(ids[ids // rows == owner]) - owner * rows] for owner, (_, shard) in enumerate(inputs)])
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every different row crosses a rank's port once, however often it is wanted there; asking for rows by direct loads sends nothing."""
     row, counts = case["width"] * case.dtype.itemsize, [_count(case, q) for q in range(case.world_size)]
     received = sum(distinct(case, counts[rank], owner) for owner in range(case.world_size) if owner != rank)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=counts[rank] * (torch.int64.itemsize + row) + distinct(case, sum(counts), rank) * row,
         egress_bytes=distinct(case, sum(counts) - counts[rank], rank) * row,
         ingress_bytes=received * row,
@@ -148,7 +143,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _lookup(context: AnswerContext, ids: torch.Tensor) -> torch.Tensor:
+def _lookup(context: pc.AnswerContext, ids: torch.Tensor) -> torch.Tensor:
     """The vectors of the ids, in their order."""
     rows, answer = _rows(context.case), torch.empty_like(context.answer)
     for owner, (_, shard) in enumerate(context.inputs):
@@ -157,36 +152,35 @@ def _lookup(context: AnswerContext, ids: torch.Tensor) -> torch.Tensor:
     return answer
 
 
-def _ids_by_owner(context: AnswerContext) -> torch.Tensor:
+def _ids_by_owner(context: pc.AnswerContext) -> torch.Tensor:
     ids: torch.Tensor = context.args[0]
     return ids[torch.argsort(ids // _rows(context.case), stable=True)]
 
 
-def _no_communication(context: AnswerContext) -> torch.Tensor:
+def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
     shard: torch.Tensor = context.args[1]
     return shard[_ids_by_owner(context) % _rows(context.case)]
 
 
-def _clamped(context: AnswerContext) -> torch.Tensor:
-    """Foreign ids moved to the nearest row of the rank's own shard."""
+def _clamped(context: pc.AnswerContext) -> torch.Tensor:
     shard: torch.Tensor = context.args[1]
     rows = _rows(context.case)
     return shard[(_ids_by_owner(context) - context.rank * rows).clamp(0, rows - 1)]
 
 
-def _dealt_out(context: AnswerContext) -> torch.Tensor:
+def _dealt_out(context: pc.AnswerContext) -> torch.Tensor:
     """As if row i were the i // W-th of rank i % W."""
     rows, world = _rows(context.case), context.case.world_size
     ids = _ids_by_owner(context)
     return _lookup(context, ids % world * rows + ids // world)
 
 
-def _owners_reversed(context: AnswerContext) -> torch.Tensor:
+def _owners_reversed(context: pc.AnswerContext) -> torch.Tensor:
     ids: torch.Tensor = context.args[0]
     return _lookup(context, ids[torch.argsort(ids // _rows(context.case), stable=True, descending=True)])
 
 
-def _first_ids_again(context: AnswerContext) -> torch.Tensor:
+def _first_ids_again(context: pc.AnswerContext) -> torch.Tensor:
     """This call's table and the order of owners, but every owner's first id in place of all."""
     return _by_owner(context.case, context.inputs, context.rank, lambda ids: ids[:1].expand(ids.shape[0]))
 
@@ -194,14 +188,14 @@ def _first_ids_again(context: AnswerContext) -> torch.Tensor:
 _COUNTS = (17, 0, 29, 14, 23, 1, 15, 16)
 
 
-def _small(label: str, dtype: torch.dtype, ids: str, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"rows": 8, "width": 3, "counts": _COUNTS, "ids": ids, **params})
+def _small(label: str, dtype: torch.dtype, ids: str, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"rows": 8, "width": 3, "counts": _COUNTS, "ids": ids, **params})
 
 
 _MIXED = tuple(f"small/{label}" for label in ("uniform_fp32", "uniform_bf16", "edges_bf16", "descending_bf16", "zipf_bf16", "wide_bf16"))
 _REMOTE = (*_MIXED, "small/ascending_bf16", "small/last_owner_bf16")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=10,
     slug="embedding_lookup",
     title="Lookup in an embedding table sharded by rows",
@@ -219,7 +213,7 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "unequal and missing ids; all at one owner, or at the rank itself; one id; first and last rows; sorted ids; Zipf's law",
             _small("uniform_fp32", FP32, "uniform"),
@@ -234,40 +228,38 @@ PROBLEM = Problem(
             _small("local_and_idle_bf16", BF16, "own"),
             _small("nothing_bf16", BF16, "uniform", counts=(0,) * 8),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, ids="uniform", rows=1024, width=1024, count=1024)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, ids="uniform", rows=1024, width=1024, count=1024)),
+        pc.preset(
             "production_dlrm_criteo",
             "4 million rows of 128 on every rank, 65536 ids by Zipf's law (1.05), scattered over the table",
-            case("bf16", BF16, ids="zipf", exponent=1.05, hashed=True, rows=4_000_000, width=128, count=65536),
+            pc.case("bf16", BF16, ids="zipf", exponent=1.05, hashed=True, rows=4_000_000, width=128, count=65536),
         ),
-        preset(
+        pc.preset(
             "production_llama3_70b_vocab",
             "vocabulary 128256, hidden 8192, 8192 tokens by Zipf's law (1), small ids the frequent ones",
-            case("bf16", BF16, ids="zipf", exponent=1.0, vocab=128256, width=8192, count=8192),
+            pc.case("bf16", BF16, ids="zipf", exponent=1.0, vocab=128256, width=8192, count=8192),
         ),
-        preset(
+        pc.preset(
             "production_narrow_fp32",
             "a million rows of 64 bytes on every rank, 262144 uniform ids",
-            case("fp32", FP32, ids="uniform", rows=1_000_000, width=16, count=262144),
+            pc.case("fp32", FP32, ids="uniform", rows=1_000_000, width=16, count=262144),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "every id looked up in the rank's own shard, modulo R", _no_communication, cases=_REMOTE),
-        KnownWrongAnswer("clamped", "foreign ids moved to the nearest row of the rank's own shard", _clamped, cases=_REMOTE),
-        KnownWrongAnswer("dealt_out", "rows taken to be dealt out to the ranks one by one", _dealt_out, cases=_REMOTE),
-        KnownWrongAnswer("input_order", "vectors in the order of the ids", lambda c: _lookup(c, c.args[0]), cases=_MIXED),
-        KnownWrongAnswer(
-            "sorted_ids", "vectors in ascending order of the ids", lambda c: _lookup(c, c.args[0].sort().values), cases=_MIXED
-        ),
-        KnownWrongAnswer("owners_reversed", "vectors of the last owner first", _owners_reversed, cases=(*_MIXED, "small/ascending_bf16")),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "every id looked up in the rank's own shard, modulo R", _no_communication, _REMOTE),
+        pc.wrong("clamped", "foreign ids moved to the nearest row of the rank's own shard", _clamped, _REMOTE),
+        pc.wrong("dealt_out", "rows taken to be dealt out to the ranks one by one", _dealt_out, _REMOTE),
+        pc.wrong("input_order", "vectors in the order of the ids", lambda c: _lookup(c, c.args[0]), _MIXED),
+        pc.wrong("sorted_ids", "vectors in ascending order of the ids", lambda c: _lookup(c, c.args[0].sort().values), _MIXED),
+        pc.wrong("owners_reversed", "vectors of the last owner first", _owners_reversed, (*_MIXED, "small/ascending_bf16")),
+        pc.wrong(
             "unstable",
             "sorted by owner, but backwards within",
             lambda c: _by_owner(c.case, c.inputs, c.rank, lambda ids: ids.flip(0)),
-            cases=(*_REMOTE, "small/local_and_idle_bf16"),
+            (*_REMOTE, "small/local_and_idle_bf16"),
         ),
-        KnownWrongAnswer("first_ids_again", "one row per owner", _first_ids_again, cases=(*_REMOTE, "small/local_and_idle_bf16")),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("first_ids_again", "one row per owner", _first_ids_again, (*_REMOTE, "small/local_and_idle_bf16")),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     graph=False,
     graph_reason="the host must know how many rows the other ranks ask for, which depends on their ids",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import Problem, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
 from peerlane.problems.families.matmul import BF16, FP32
 
@@ -18,7 +18,7 @@ def reference(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     return (B.t() @ gathered).t()
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=11,
     slug="allgather_gemm_AT",
     title="All-gather of K-shards (transposed layout) and matrix product",
@@ -35,32 +35,30 @@ PROBLEM = Problem(
     tolerance=matmul.gathered_tolerance,
     cost=matmul.gathered_cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged tiles, shards of unlike scale, a zero shard, outlier rows of B, NaN and infinities",
-            case("tile_bf16", BF16, m=33, k_by_rank=(16,), n=17),
-            case("ragged_bf16", BF16, m=5, k_by_rank=(3,), n=7),
-            case("ragged_fp32", FP32, m=5, k_by_rank=(3,), n=7),
-            case("rank_scale_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="rank_scale"),
-            case("zero_shard_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="zero_shard"),
-            case("outlier_rows_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="outlier_rows"),
-            case("special_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="special"),
+            pc.case("tile_bf16", BF16, m=33, k_by_rank=(16,), n=17),
+            pc.case("ragged_bf16", BF16, m=5, k_by_rank=(3,), n=7),
+            pc.case("ragged_fp32", FP32, m=5, k_by_rank=(3,), n=7),
+            pc.case("rank_scale_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="rank_scale"),
+            pc.case("zero_shard_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="zero_shard"),
+            pc.case("outlier_rows_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="outlier_rows"),
+            pc.case("special_bf16", BF16, m=33, k_by_rank=(16,), n=17, pattern="special"),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, m=1024, k=512, n=1024)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, m=1024, k=512, n=1024)),
+        pc.preset(
             "production_llama3_70b_gate_up",
             "gate and up projections, 4096 tokens",
-            case("bf16", BF16, m=4096, k=8192, n_total=2 * 28672),
+            pc.case("bf16", BF16, m=4096, k=8192, n_total=2 * 28672),
         ),
-        preset(
-            "production_llama3_8b_gate_up",
-            "gate and up projections, 8192 tokens",
-            case("bf16", BF16, m=8192, k=4096, n_total=2 * 14336),
+        pc.preset(
+            "production_llama3_8b_gate_up", "gate and up projections, 8192 tokens", pc.case("bf16", BF16, m=8192, k=4096, n_total=2 * 14336)
         ),
-        preset(
+        pc.preset(
             "production_llama3_70b_decode",
             "gate and up projections, 64 tokens: reading B decides",
-            case("bf16", BF16, m=64, k=8192, n_total=2 * 28672),
+            pc.case("bf16", BF16, m=64, k=8192, n_total=2 * 28672),
         ),
     ),
     known_wrong_answers=matmul.GATHERED_WRONG_ANSWERS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import Problem, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
 from peerlane.problems.families.matmul import BF16, FP32
 
@@ -16,7 +16,7 @@ def reference(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     return torch.cat(shards, dim=1) @ B
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=12,
     slug="allgather_gemm",
     title="All-gather of K-shards and matrix product",
@@ -33,33 +33,31 @@ PROBLEM = Problem(
     tolerance=matmul.gathered_tolerance,
     cost=matmul.gathered_cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged tiles, shards of unlike scale, a zero shard, NaN and infinities",
-            case("tile_bf16", BF16, m=33, k_by_rank=(8,), n=65),
-            case("ragged_bf16", BF16, m=5, k_by_rank=(3,), n=7),
-            case("ragged_fp32", FP32, m=5, k_by_rank=(3,), n=7),
-            case("tile_fp32", FP32, m=33, k_by_rank=(8,), n=65),
-            case("rank_scale_bf16", BF16, m=33, k_by_rank=(8,), n=65, pattern="rank_scale"),
-            case("zero_shard_bf16", BF16, m=33, k_by_rank=(8,), n=65, pattern="zero_shard"),
-            case("special_bf16", BF16, m=33, k_by_rank=(8,), n=65, pattern="special"),
+            pc.case("tile_bf16", BF16, m=33, k_by_rank=(8,), n=65),
+            pc.case("ragged_bf16", BF16, m=5, k_by_rank=(3,), n=7),
+            pc.case("ragged_fp32", FP32, m=5, k_by_rank=(3,), n=7),
+            pc.case("tile_fp32", FP32, m=33, k_by_rank=(8,), n=65),
+            pc.case("rank_scale_bf16", BF16, m=33, k_by_rank=(8,), n=65, pattern="rank_scale"),
+            pc.case("zero_shard_bf16", BF16, m=33, k_by_rank=(8,), n=65, pattern="zero_shard"),
+            pc.case("special_bf16", BF16, m=33, k_by_rank=(8,), n=65, pattern="special"),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, m=1024, k=512, n=1024)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, m=1024, k=512, n=1024)),
+        pc.preset(
             "production_llama3_70b_qkv",
             "query, key and value projections, 4096 tokens (and 4093, no multiple of a tile): the link decides",
-            case("bf16", BF16, m=4096, k=8192, n_total=(64 + 2 * 8) * 128),
-            case("ragged_bf16", BF16, m=4093, k=8192, n_total=(64 + 2 * 8) * 128),
+            pc.case("bf16", BF16, m=4096, k=8192, n_total=(64 + 2 * 8) * 128),
+            pc.case("ragged_bf16", BF16, m=4093, k=8192, n_total=(64 + 2 * 8) * 128),
         ),
-        preset(
-            "production_qwen3_32b_gate_up",
-            "gate and up projections, 8192 tokens",
-            case("bf16", BF16, m=8192, k=5120, n_total=2 * 25600),
+        pc.preset(
+            "production_qwen3_32b_gate_up", "gate and up projections, 8192 tokens", pc.case("bf16", BF16, m=8192, k=5120, n_total=2 * 25600)
         ),
-        preset(
+        pc.preset(
             "production_deepseek_v3_shared_expert_decode",
             "gate and up projections of the shared expert, replicated, 128 tokens",
-            case("bf16", BF16, m=128, k=7168, n=2 * 2048),
+            pc.case("bf16", BF16, m=128, k=7168, n=2 * 2048),
         ),
     ),
     known_wrong_answers=matmul.GATHERED_WRONG_ANSWERS,

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.matmul import BF16, FP32
@@ -34,23 +21,23 @@ def reference(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     return matmul.row_parallel_operands(case, rank, draw, case["m"])
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return matmul.sum_of_products(case, inputs, _ALL)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     return {"product": matmul.partials_tolerance(case)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The product is read or written once in full, and once more for the rank's 1/W of the reduction."""
     m, n, depth, world, size = case["m"], case["n"], matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
     port = 2 * (world - 1) / world * m * n * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(m * depth + depth * n + m * n + m * n / world) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -58,21 +45,21 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _sum_over(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
+def _sum_over(context: pc.AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     return matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], _ALL)
 
 
-def _eight_bits(context: AnswerContext) -> torch.Tensor:
+def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
     parts = [(a.to(FP32) @ b.to(FP32)).to(context.case.dtype) for a, b in context.inputs]
     return torch.stack([eight_bits(part).to(FP32) for part in parts]).sum(0).to(context.case.dtype)
 
 
-def _int8_operands(context: AnswerContext) -> torch.Tensor:
+def _int8_operands(context: pc.AnswerContext) -> torch.Tensor:
     parts = [eight_bits(a.to(FP32)) @ eight_bits(b.t().to(FP32)).t() for a, b in context.inputs]
     return torch.stack(parts).sum(0).to(context.case.dtype)
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=13,
     slug="gemm_allreduce",
     title="Row-parallel matrix product and all-reduce",
@@ -89,50 +76,39 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged tiles, unequal K, outlier channels, a zero shard, cancelling partial products, NaN and infinities",
-            case("unequal_k_bf16", BF16, m=5, k_by_rank=(3, 8, 1, 5), n=7),
-            case("unequal_k_fp32", FP32, m=5, k_by_rank=(3, 8, 1, 5), n=7),
-            case("tile_bf16", BF16, m=33, k_by_rank=(24, 7), n=17),
-            case("outliers_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="outliers"),
-            case("zero_shard_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="zero_shard"),
-            case("cancelling_bf16", BF16, m=33, k_by_rank=(24,), n=17, pattern="cancelling"),
-            case("special_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="special"),
+            pc.case("unequal_k_bf16", BF16, m=5, k_by_rank=(3, 8, 1, 5), n=7),
+            pc.case("unequal_k_fp32", FP32, m=5, k_by_rank=(3, 8, 1, 5), n=7),
+            pc.case("tile_bf16", BF16, m=33, k_by_rank=(24, 7), n=17),
+            pc.case("outliers_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="outliers"),
+            pc.case("zero_shard_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="zero_shard"),
+            pc.case("cancelling_bf16", BF16, m=33, k_by_rank=(24,), n=17, pattern="cancelling"),
+            pc.case("special_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="special"),
         ),
-        preset("pkb", "the public benchmark's shape: K = 512 on every rank", case("bf16", BF16, m=1024, k_by_rank=(512,), n=1024)),
-        preset("production_llama3_70b_down", "MLP down projection, 4096 tokens", case("bf16", BF16, m=4096, k=28672, n=8192)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape: K = 512 on every rank", pc.case("bf16", BF16, m=1024, k_by_rank=(512,), n=1024)),
+        pc.preset("production_llama3_70b_down", "MLP down projection, 4096 tokens", pc.case("bf16", BF16, m=4096, k=28672, n=8192)),
+        pc.preset(
             "production_llama3_70b_o_proj_decode",
             "attention output projection, 64 tokens: latency",
-            case("bf16", BF16, m=64, k=8192, n=8192),
+            pc.case("bf16", BF16, m=64, k=8192, n=8192),
         ),
-        preset("production_qwen3_32b_down", "MLP down projection, 8192 tokens", case("bf16", BF16, m=8192, k=25600, n=5120)),
+        pc.preset("production_qwen3_32b_down", "MLP down projection, 8192 tokens", pc.case("bf16", BF16, m=8192, k=25600, n=5120)),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own product", lambda c: _sum_over(c, [c.rank])),
-        KnownWrongAnswer(
-            "own_times_world", "the rank's own product times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)
+        pc.wrong("no_communication", "the rank's own product", lambda c: _sum_over(c, [c.rank])),
+        pc.wrong("own_times_world", "the rank's own product times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
+        pc.wrong("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        pc.wrong(
+            "own_counted_twice", "the rank's own product added once too often", lambda c: _sum_over(c, [*range(c.case.world_size), c.rank])
         ),
-        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
-        KnownWrongAnswer(
-            "own_counted_twice",
-            "the rank's own product added once too often",
-            lambda c: _sum_over(c, [*range(c.case.world_size), c.rank]),
-        ),
-        KnownWrongAnswer(
-            "eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, cases=("pkb/bf16",)
-        ),
-        KnownWrongAnswer(
-            "int8_operands",
-            "products of 8-bit integers with a scale for every 32 neighbours along K",
-            _int8_operands,
-            cases=("pkb/bf16",),
-        ),
+        pc.wrong("eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, ("pkb/bf16",)),
+        pc.wrong("int8_operands", "products of 8-bit integers with a scale for every 32 neighbours along K", _int8_operands, ("pkb/bf16",)),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _ALL)),
-        AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _ALL)),
+        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _ALL)),
+        pc.AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _ALL)),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
 from peerlane.problems.families.matmul import BF16, FP32, FP64
 
@@ -32,33 +19,30 @@ def reference(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     return torch.cat(blocks, dim=1)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     k = case["k"]
     source = draw.shared if case.params.get("replicated") else draw
-    return (
-        matmul.activations(case, rank, source, (case["m"], k), k),
-        matmul.weights(case, draw, (k, matmul.columns(case)), k),
-    )
+    return (matmul.activations(case, rank, source, (case["m"], k), k), matmul.weights(case, draw, (k, matmul.columns(case)), k))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     n = matmul.columns(case)
     value = torch.zeros((case["m"], n * case.world_size), dtype=FP64, device=inputs[0][0].device)
     magnitude = torch.zeros_like(value)
     for q, (a, b) in enumerate(inputs):
         block = slice(q * n, (q + 1) * n)
         matmul.add_product(value[:, block], magnitude[:, block], a, b)
-    return Expected("product", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("product", value, case.dtype, magnitude=magnitude)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     return {"product": matmul.gemm_tolerance(case, case["m"] * matmul.columns(case) * case.world_size)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     m, k, n, world, size = case["m"], case["k"], matmul.columns(case), case.world_size, case.dtype.itemsize
     port = (world - 1) * m * n * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(m * k + k * n + m * n * world) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -66,11 +50,11 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _blocks(case: Case, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def _blocks(case: pc.Case, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     return torch.cat([(a.to(FP32) @ b.to(FP32)).to(case.dtype) for a, b in pairs], dim=1)
 
 
-def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _split_depth(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Two halves of K, each in float32, added before the rounding: what split-K kernels do."""
     half = case["k"] // 2
     blocks = []
@@ -80,11 +64,7 @@ def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> to
     return torch.cat(blocks, dim=1)
 
 
-def _own_block_everywhere(context: AnswerContext) -> torch.Tensor:
-    return _blocks(context.case, [context.args] * context.case.world_size)
-
-
-def _own_block_only(context: AnswerContext) -> torch.Tensor:
+def _own_block_only(context: pc.AnswerContext) -> torch.Tensor:
     n = matmul.columns(context.case)
     answer = torch.zeros_like(context.answer)
     block = slice(context.rank * n, (context.rank + 1) * n)
@@ -92,37 +72,29 @@ def _own_block_only(context: AnswerContext) -> torch.Tensor:
     return answer
 
 
-def _own_a_for_all(context: AnswerContext) -> torch.Tensor:
-    return _blocks(context.case, [(context.args[0], b) for _, b in context.inputs])
-
-
-def _blocks_rotated(context: AnswerContext) -> torch.Tensor:
-    return torch.roll(context.answer, matmul.columns(context.case), dims=1)
-
-
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "ragged tiles and output rows of odd length, A equal on all ranks and not, blocks of unlike scale, NaN and infinities",
-        case("tile_bf16", BF16, m=33, k=16, n=7),
-        case("ragged_bf16", BF16, m=5, k=9, n=3),
-        case("ragged_fp32", FP32, m=5, k=9, n=3),
-        case("replicated_a_bf16", BF16, m=33, k=16, n=7, replicated=True),
-        case("rank_scale_bf16", BF16, m=33, k=16, n=7, pattern="rank_scale"),
-        case("special_bf16", BF16, m=33, k=16, n=7, pattern="special"),
+        pc.case("tile_bf16", BF16, m=33, k=16, n=7),
+        pc.case("ragged_bf16", BF16, m=5, k=9, n=3),
+        pc.case("ragged_fp32", FP32, m=5, k=9, n=3),
+        pc.case("replicated_a_bf16", BF16, m=33, k=16, n=7, replicated=True),
+        pc.case("rank_scale_bf16", BF16, m=33, k=16, n=7, pattern="rank_scale"),
+        pc.case("special_bf16", BF16, m=33, k=16, n=7, pattern="special"),
     ),
-    preset("pkb", "the public benchmark's shape, A different on every rank", case("bf16", BF16, m=1024, k=512, n_total=1024)),
-    preset(
+    pc.preset("pkb", "the public benchmark's shape, A different on every rank", pc.case("bf16", BF16, m=1024, k=512, n_total=1024)),
+    pc.preset(
         "production_llama3_70b_lm_head_decode",
         "logits of 256 tokens, A equal on all ranks, as in the modelled system (and not)",
-        case("bf16", BF16, m=256, k=8192, n_total=128256, replicated=True),
-        case("own_a_bf16", BF16, m=256, k=8192, n_total=128256),
+        pc.case("bf16", BF16, m=256, k=8192, n_total=128256, replicated=True),
+        pc.case("own_a_bf16", BF16, m=256, k=8192, n_total=128256),
     ),
-    preset("production_qwen3_8b_lm_head", "logits of 1024 tokens", case("bf16", BF16, m=1024, k=4096, n_total=151936)),
-    preset("production_llama3_70b_up_gathered", "MLP up projection, 4096 tokens", case("bf16", BF16, m=4096, k=8192, n_total=28672)),
+    pc.preset("production_qwen3_8b_lm_head", "logits of 1024 tokens", pc.case("bf16", BF16, m=1024, k=4096, n_total=151936)),
+    pc.preset("production_llama3_70b_up_gathered", "MLP up projection, 4096 tokens", pc.case("bf16", BF16, m=4096, k=8192, n_total=28672)),
 )
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=14,
     slug="gemm_allgather",
     title="Column-parallel matrix product and all-gather of columns",
@@ -140,19 +112,19 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own block, zeros elsewhere", _own_block_only),
-        KnownWrongAnswer("own_block_everywhere", "the rank's own block in every place", _own_block_everywhere),
-        KnownWrongAnswer("blocks_rotated", "every block in the next rank's place", _blocks_rotated),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own block, zeros elsewhere", _own_block_only),
+        pc.wrong("own_block_everywhere", "the rank's own block in every place", lambda c: _blocks(c.case, [c.args] * c.case.world_size)),
+        pc.wrong("blocks_rotated", "every block in the next rank's place", lambda c: torch.roll(c.answer, matmul.columns(c.case), dims=1)),
+        pc.wrong(
             "own_a_for_all",
             "gathers B and multiplies with the rank's own A: right only where A is replicated",
-            _own_a_for_all,
-            cases=tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if not spec.params.get("replicated")),
+            lambda c: _blocks(c.case, [(c.args[0], b) for _, b in c.inputs]),
+            lambda c: not c.params.get("replicated"),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _blocks(case, inputs)),
-        AlternativeSolution("split_depth", _split_depth),
+        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _blocks(case, inputs)),
+        pc.AlternativeSolution("split_depth", _split_depth),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

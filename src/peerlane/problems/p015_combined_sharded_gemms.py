@@ -9,21 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.matmul import ACCUMULATION, BF16, FP32, FP64
@@ -44,7 +30,7 @@ def reference(x_local: torch.Tensor, W1: torch.Tensor, W2: torch.Tensor) -> torc
     return F.silu(rows @ W1) @ W2
 
 
-def _sizes(case: Case) -> tuple[int, int, int, int]:
+def _sizes(case: pc.Case) -> tuple[int, int, int, int]:
     """M, H / W, F, H_out. ``case``: ``rows`` = M or ``rows_per_rank`` = M / W; ``hidden`` = H or ``hidden_per_rank`` = H / W."""
     world = case.world_size
     rows = case["rows"] if "rows" in case.params else case["rows_per_rank"] * world
@@ -52,7 +38,7 @@ def _sizes(case: Case) -> tuple[int, int, int, int]:
     return rows, local, case["inner"], case["out"]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights of variance 1 / fan-in, so that pre-activations are N(0, scale^2); ``shared_weights``: the same on all ranks.
 
     X's columns, which cross the wire, differ in size by powers of two (see :meth:`Draw.octaves`), and W1's rows make up for it exactly.
@@ -72,22 +58,22 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     return x, w1, matmul.weights(case, source, (inner, out), inner)
 
 
-def _rows_of(case: Case, rank: int) -> slice:
+def _rows_of(case: pc.Case, rank: int) -> slice:
     count = _sizes(case)[0] // case.world_size
     return slice(rank * count, (rank + 1) * count)
 
 
-def _x(inputs: Sequence[tuple[Any, ...]], rows: slice, order: Sequence[int | None] | None = None) -> torch.Tensor:
+def _x(inputs: pc.Inputs, rows: slice, order: Sequence[int | None] | None = None) -> torch.Tensor:
     """Some rows of X; ``order`` names the rank whose shard goes to each place, None zeros."""
     places = range(len(inputs)) if order is None else order
     return torch.cat([torch.zeros_like(inputs[0][0][rows]) if q is None else inputs[q][0][rows] for q in places], dim=1)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is the standard deviation of the output's rounding errors, in unit roundoffs: see :func:`tolerance`."""
     _, w1, w2 = inputs[rank]
     x = _x(inputs, _rows_of(case, rank)).to(FP64)
-    accumulation = ACCUMULATION / (_ROUNDINGS * UNIT_ROUNDOFF[case.dtype])
+    accumulation = ACCUMULATION / (_ROUNDINGS * pc.UNIT_ROUNDOFF[case.dtype])
     w1, w2 = w1.to(FP64), w2.to(FP64)
     z = x @ w1
     gate = torch.sigmoid(z)
@@ -95,10 +81,10 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     slope = gate + a * (1 - gate)
     error = a.square() + (z * slope).square() + (accumulation * slope * (x.abs() @ w1.abs())).square()
     magnitude = (error @ w2.square()).sqrt() + accumulation * (a.abs() @ w2.abs())
-    return Expected("output", a @ w2, case.dtype, magnitude=magnitude)
+    return pc.Expected("output", a @ w2, case.dtype, magnitude=magnitude)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Roundings of the pre-activation z, of a = silu(z) and of the output, and accumulation in float32.
 
     The first two are independent over the inner dimension, so they add up to u sqrt(sum_f (a_f^2 + (z silu'(z))_f^2) W2_f^2) at most, of
@@ -107,17 +93,19 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     rows, _, _, out = _sizes(case)
     normwise = 8e-3 if case.dtype == BF16 and rows // case.world_size * out >= 256 else None
     return {
-        "output": Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], magnitude=_ROUNDINGS * UNIT_ROUNDOFF[case.dtype], normwise=normwise)
+        "output": pc.Tolerance(
+            relative=2 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=_ROUNDINGS * pc.UNIT_ROUNDOFF[case.dtype], normwise=normwise
+        )
     }
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """A rank needs its own rows of X only, so that its shard is read once, and 1/W of it goes to every rank."""
     rows, local, inner, out = _sizes(case)
     world, size = case.world_size, case.dtype.itemsize
     own, hidden = rows // world, local * world
     port = (world - 1) * own * local * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(rows * local + hidden * inner + inner * out + own * out) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -125,12 +113,12 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _mlp(case: Case, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: Activation = F.silu) -> torch.Tensor:
+def _mlp(case: pc.Case, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: Activation = F.silu) -> torch.Tensor:
     """In float32, rounded once."""
     return (activation(x.to(FP32) @ w1.to(FP32)) @ w2.to(FP32)).to(case.dtype)
 
 
-def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Every step rounded to the dtype, the sigmoid too, and the first product summed shard by shard, the rank's own first."""
     _, w1, w2 = inputs[rank]
     world, rows = case.world_size, _rows_of(case, rank)
@@ -141,59 +129,58 @@ def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.
     return torch.mm(a.to(FP32), w2.to(FP32)).to(case.dtype)
 
 
-def _spoilt_x(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[AnswerContext], torch.Tensor]:
+def _spoilt_x(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer: ``order(rank, world_size)`` names the rank whose shard goes to each place of X; None leaves zeros there."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         x = _x(context.inputs, _rows_of(context.case, context.rank), order(context.rank, context.case.world_size))
         return _mlp(context.case, x, *context.args[1:])
 
     return answer
 
 
-def _coded(context: AnswerContext) -> torch.Tensor:
+def _coded(context: pc.AnswerContext) -> torch.Tensor:
     """A wrong answer: other ranks' shards of X arrive as 8-bit codes."""
     rows = _rows_of(context.case, context.rank)
     shards = [args[0][rows] if q == context.rank else eight_bits(args[0][rows]) for q, args in enumerate(context.inputs)]
     return _mlp(context.case, torch.cat(shards, dim=1), *context.args[1:])
 
 
-def _other_rows(context: AnswerContext, owner: int) -> torch.Tensor:
+def _other_rows(context: pc.AnswerContext, owner: int) -> torch.Tensor:
     return _mlp(context.case, _x(context.inputs, _rows_of(context.case, owner)), *context.args[1:])
 
 
-def _other_weights(context: AnswerContext, owner: int) -> torch.Tensor:
+def _other_weights(context: pc.AnswerContext, owner: int) -> torch.Tensor:
     return _mlp(context.case, _x(context.inputs, _rows_of(context.case, context.rank)), *context.inputs[owner][1:])
 
 
-def _other_activation(activation: Activation) -> Callable[[AnswerContext], torch.Tensor]:
-    def answer(context: AnswerContext) -> torch.Tensor:
+def _other_activation(activation: Activation) -> Callable[[pc.AnswerContext], torch.Tensor]:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         _, w1, w2 = context.args
         return _mlp(context.case, _x(context.inputs, _rows_of(context.case, context.rank)), w1, w2, activation)
 
     return answer
 
 
-def _summed_over_ranks(context: AnswerContext) -> torch.Tensor:
+def _summed_over_ranks(context: pc.AnswerContext) -> torch.Tensor:
     """As if W1 and W2 were shards of a larger layer."""
     x = _x(context.inputs, _rows_of(context.case, context.rank))
     return torch.stack([_mlp(context.case, x, *args[1:]).to(FP32) for args in context.inputs]).sum(0).to(context.case.dtype)
 
 
-def _activation_before_sum(context: AnswerContext) -> torch.Tensor:
-    """silu of every shard's product instead of silu of their sum."""
+def _activation_before_sum(context: pc.AnswerContext) -> torch.Tensor:
     rows, (_, w1, w2) = _rows_of(context.case, context.rank), context.args
     parts = zip(context.inputs, w1.to(FP32).chunk(context.case.world_size), strict=True)
     a = torch.stack([F.silu(args[0][rows].to(FP32) @ shard) for args, shard in parts]).sum(0)
     return torch.mm(a, w2.to(FP32)).to(context.case.dtype)
 
 
-def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"rows_per_rank": 13, "hidden_per_rank": 40, "inner": 24, "out": 17, **params})
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"rows_per_rank": 13, "hidden_per_rank": 40, "inner": 24, "out": 17, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "ragged sizes; saturated, faint and unlike shards; zero rows; weights shared or not; NaN and infinities",
         _small("tile_bf16"),
@@ -207,40 +194,36 @@ PRESETS = (
         _small("zero_rows_bf16", pattern="zero_rows"),
         _small("special_bf16", pattern="special"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape; and with activations as saturated as its weights of variance 1 make them",
-        case("bf16", BF16, rows=1024, hidden=256, inner=512, out=256),
-        case("saturated_bf16", BF16, rows=1024, hidden=256, inner=512, out=256, scale=16.0),
+        pc.case("bf16", BF16, rows=1024, hidden=256, inner=512, out=256),
+        pc.case("saturated_bf16", BF16, rows=1024, hidden=256, inner=512, out=256, scale=16.0),
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_mlp",
         "4096 tokens, hidden 4096, inner 14336, one set of weights",
-        case("bf16", BF16, rows=4096, hidden=4096, inner=14336, out=4096, shared_weights=True),
+        pc.case("bf16", BF16, rows=4096, hidden=4096, inner=14336, out=4096, shared_weights=True),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_1p7b_mlp",
         "16384 tokens, hidden 2048, inner 6144, one set of weights",
-        case("bf16", BF16, rows=16384, hidden=2048, inner=6144, out=2048, shared_weights=True),
+        pc.case("bf16", BF16, rows=16384, hidden=2048, inner=6144, out=2048, shared_weights=True),
     ),
-    preset(
+    pc.preset(
         "production_vit_g",
         "8192 patches, hidden 1536, inner 4096, another set of weights on every rank",
-        case("bf16", BF16, rows=8192, hidden=1536, inner=4096, out=1536),
+        pc.case("bf16", BF16, rows=8192, hidden=1536, inner=4096, out=1536),
     ),
 )
 
 
-def _labels(wanted: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if wanted(spec))
-
-
-def _ordinary(spec: CaseSpec) -> bool:
+def _ordinary(case: pc.Case) -> bool:
     """Pre-activations of order one, where activation functions differ most."""
-    return spec.params.get("scale", 1.0) == 1.0 and spec.params.get("pattern") != "rank_scale"
+    return case.params.get("scale", 1.0) == 1.0 and case.params.get("pattern") != "rank_scale"
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=15,
     slug="combined_sharded_gemms",
     title="Two-layer SiLU perceptron: input sharded by columns, output by rows",
@@ -259,40 +242,36 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
+        pc.wrong(
             "no_communication",
             "the rank's own columns of X, the others zero",
             _spoilt_x(lambda rank, world: [q if q == rank else None for q in range(world)]),
         ),
-        KnownWrongAnswer("own_everywhere", "the rank's own shard in every place of X", _spoilt_x(lambda rank, world: [rank] * world)),
-        KnownWrongAnswer("shards_reversed", "X's shards in reverse order", _spoilt_x(lambda _, world: range(world - 1, -1, -1))),
-        KnownWrongAnswer("drop_last_rank", "X without the last rank's shard", _spoilt_x(lambda _, world: [*range(world - 1), None])),
-        KnownWrongAnswer("eight_bits", "shards of X sent in 8-bit integers with a scale for every 32 neighbours", _coded),
-        KnownWrongAnswer("first_rows", "rank 0's rows on every rank", lambda c: _other_rows(c, 0)),
-        KnownWrongAnswer("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _other_rows(c, c.case.world_size - 1 - c.rank)),
-        KnownWrongAnswer(
-            "first_weights",
-            "rank 0's weights on every rank",
-            lambda c: _other_weights(c, 0),
-            cases=_labels(lambda spec: not spec.params.get("shared_weights")),
+        pc.wrong("own_everywhere", "the rank's own shard in every place of X", _spoilt_x(lambda rank, world: [rank] * world)),
+        pc.wrong("shards_reversed", "X's shards in reverse order", _spoilt_x(lambda _, world: range(world - 1, -1, -1))),
+        pc.wrong("drop_last_rank", "X without the last rank's shard", _spoilt_x(lambda _, world: [*range(world - 1), None])),
+        pc.wrong("eight_bits", "shards of X sent in 8-bit integers with a scale for every 32 neighbours", _coded),
+        pc.wrong("first_rows", "rank 0's rows on every rank", lambda c: _other_rows(c, 0)),
+        pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _other_rows(c, c.case.world_size - 1 - c.rank)),
+        pc.wrong(
+            "first_weights", "rank 0's weights on every rank", lambda c: _other_weights(c, 0), lambda c: not c.params.get("shared_weights")
         ),
-        KnownWrongAnswer("summed_over_ranks", "the sum over ranks of what their weights give", _summed_over_ranks),
-        KnownWrongAnswer(
+        pc.wrong("summed_over_ranks", "the sum over ranks of what their weights give", _summed_over_ranks),
+        pc.wrong(
             "activation_before_sum",
             "silu of the shards' products instead of silu of their sum: not far off where one shard outweighs the others",
             _activation_before_sum,
-            cases=_labels(lambda spec: spec.params.get("scale", 1.0) >= 1.0 and spec.params.get("pattern") != "rank_scale"),
+            lambda c: c.params.get("scale", 1.0) >= 1.0 and c.params.get("pattern") != "rank_scale",
         ),
-        KnownWrongAnswer("no_activation", "the two products alone", _other_activation(lambda z: z)),
-        KnownWrongAnswer("relu", "relu in place of silu", _other_activation(F.relu), cases=_labels(_ordinary)),
-        KnownWrongAnswer("gelu", "gelu in place of silu", _other_activation(F.gelu), cases=_labels(_ordinary)),
+        pc.wrong("no_activation", "the two products alone", _other_activation(lambda z: z)),
+        pc.wrong("relu", "relu in place of silu", _other_activation(F.relu), _ordinary),
+        pc.wrong("gelu", "gelu in place of silu", _other_activation(F.gelu), _ordinary),
     ),
     alternative_solutions=(
-        AlternativeSolution(
-            "fp32_rounded_once",
-            lambda case, inputs, rank: _mlp(case, _x(inputs, _rows_of(case, rank)), *inputs[rank][1:]),
+        pc.AlternativeSolution(
+            "fp32_rounded_once", lambda case, inputs, rank: _mlp(case, _x(inputs, _rows_of(case, rank)), *inputs[rank][1:])
         ),
-        AlternativeSolution("every_step_rounded", _rounded),
+        pc.AlternativeSolution("every_step_rounded", _rounded),
     ),
     notes=(
         "The public reference gathers all of X, computes the first layer for all M rows on every rank, and ends with a reduce-scatter that "

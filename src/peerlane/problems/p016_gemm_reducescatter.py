@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.matmul import BF16, FP32
@@ -33,16 +20,16 @@ def reference(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _local_rows(case: Case) -> int:
+def _local_rows(case: pc.Case) -> int:
     return int(case["m_local"] if "m_local" in case.params else case["m"] // case.world_size)
 
 
-def _rows_of(case: Case, rank: int) -> slice:
+def _rows_of(case: pc.Case, rank: int) -> slice:
     count = _local_rows(case)
     return slice(rank * count, (rank + 1) * count)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """Pattern ``row_scale`` makes the rows of owner q 4^q times as large, so that a wrong slice shows in every measure of error."""
     a, b = matmul.row_parallel_operands(case, rank, draw, _local_rows(case) * case.world_size)
     if case.params.get("pattern") == "row_scale" and not draw.integer:
@@ -51,19 +38,19 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     return a, b
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     return matmul.sum_of_products(case, inputs, _rows_of(case, rank))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     return {"product": matmul.partials_tolerance(case)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Partial products that are reduced as they arrive touch device memory only as operands and as the rank's own rows."""
     local, n, depth, world, size = _local_rows(case), case["n"], matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
     m, port = local * world, (world - 1) * local * n * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(m * depth + depth * n + local * n) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -71,18 +58,18 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _sum_over(context: AnswerContext, ranks: Sequence[int], owner: int | None = None) -> torch.Tensor:
+def _sum_over(context: pc.AnswerContext, ranks: Sequence[int], owner: int | None = None) -> torch.Tensor:
     rows = _rows_of(context.case, context.rank if owner is None else owner)
     return matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], rows)
 
 
-def _eight_bits(context: AnswerContext) -> torch.Tensor:
+def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
     parts = [(a.to(FP32) @ b.to(FP32)).to(context.case.dtype) for a, b in context.inputs]
     sent = [part if q == context.rank else eight_bits(part) for q, part in enumerate(parts)]
     return torch.stack([part[_rows_of(context.case, context.rank)].to(FP32) for part in sent]).sum(0).to(context.case.dtype)
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=16,
     slug="gemm_reducescatter",
     title="Row-parallel matrix product and reduce-scatter of rows",
@@ -99,45 +86,43 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged tiles, unequal K, row blocks of unlike scale, outlier channels, cancelling partial products, NaN and infinities",
-            case("unequal_k_bf16", BF16, m_local=3, k_by_rank=(3, 8, 1, 5), n=5),
-            case("unequal_k_fp32", FP32, m_local=3, k_by_rank=(3, 8, 1, 5), n=5),
-            case("row_scale_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="row_scale"),
-            case("outliers_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="outliers"),
-            case("zero_shard_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="zero_shard"),
-            case("cancelling_bf16", BF16, m_local=11, k_by_rank=(24,), n=17, pattern="cancelling"),
-            case("special_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="special"),
+            pc.case("unequal_k_bf16", BF16, m_local=3, k_by_rank=(3, 8, 1, 5), n=5),
+            pc.case("unequal_k_fp32", FP32, m_local=3, k_by_rank=(3, 8, 1, 5), n=5),
+            pc.case("row_scale_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="row_scale"),
+            pc.case("outliers_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="outliers"),
+            pc.case("zero_shard_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="zero_shard"),
+            pc.case("cancelling_bf16", BF16, m_local=11, k_by_rank=(24,), n=17, pattern="cancelling"),
+            pc.case("special_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="special"),
         ),
-        preset("pkb", "the public benchmark's shape: K = 512 over all ranks", case("bf16", BF16, m=1024, k=512, n=1024)),
-        preset("production_llama3_70b_down_sp", "MLP down projection, 8192 tokens", case("bf16", BF16, m=8192, k=28672, n=8192)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape: K = 512 over all ranks", pc.case("bf16", BF16, m=1024, k=512, n=1024)),
+        pc.preset("production_llama3_70b_down_sp", "MLP down projection, 8192 tokens", pc.case("bf16", BF16, m=8192, k=28672, n=8192)),
+        pc.preset(
             "production_llama3_70b_o_proj_sp",
             "attention output projection, 8192 tokens: the link decides",
-            case("bf16", BF16, m=8192, k=8192, n=8192),
+            pc.case("bf16", BF16, m=8192, k=8192, n=8192),
         ),
-        preset("production_qwen3_8b_down_sp", "MLP down projection, 16384 tokens", case("bf16", BF16, m=16384, k=12288, n=4096)),
+        pc.preset("production_qwen3_8b_down_sp", "MLP down projection, 16384 tokens", pc.case("bf16", BF16, m=16384, k=12288, n=4096)),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's rows of its own product", lambda c: _sum_over(c, [c.rank])),
-        KnownWrongAnswer("own_times_world", "the same times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
-        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
-        KnownWrongAnswer(
-            "eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, cases=("pkb/bf16",)
-        ),
-        KnownWrongAnswer("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, range(c.case.world_size), owner=0)),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's rows of its own product", lambda c: _sum_over(c, [c.rank])),
+        pc.wrong("own_times_world", "the same times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
+        pc.wrong("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        pc.wrong("eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, ("pkb/bf16",)),
+        pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, range(c.case.world_size), owner=0)),
+        pc.wrong(
             "mirrored_rows",
             "the rows of rank W - 1 - r",
             lambda c: _sum_over(c, range(c.case.world_size), owner=c.case.world_size - 1 - c.rank),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution(
+        pc.AlternativeSolution(
             "fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank))
         ),
-        AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _rows_of(case, rank))),
+        pc.AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _rows_of(case, rank))),
     ),
     integer_exact=True,
     notes=(

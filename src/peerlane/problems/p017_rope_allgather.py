@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 
 FP64 = torch.float64
@@ -32,10 +18,7 @@ _CONTEXT_LENGTH = 131072
 
 
 def reference(
-    q_local: torch.Tensor,
-    k_local: torch.Tensor,
-    cos_local: torch.Tensor,
-    sin_local: torch.Tensor,
+    q_local: torch.Tensor, k_local: torch.Tensor, cos_local: torch.Tensor, sin_local: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = cos_local.unsqueeze(2), sin_local.unsqueeze(2)
     q = q_local * cos + rotate_half(q_local) * sin
@@ -56,20 +39,20 @@ def _gather_sequence(x: torch.Tensor) -> torch.Tensor:
     return gathered.view(-1, *x.shape).transpose(0, 1).flatten(1, 2)
 
 
-def _local_length(case: Case) -> int:
+def _local_length(case: pc.Case) -> int:
     return int(case["local"] if "local" in case.params else case["length"] // case.world_size)
 
 
-def _table_dtype(case: Case) -> torch.dtype:
+def _table_dtype(case: pc.Case) -> torch.dtype:
     dtype: torch.dtype = case.params.get("table_dtype", case.dtype)
     return dtype
 
 
-def _answer_dtype(case: Case) -> torch.dtype:
+def _answer_dtype(case: pc.Case) -> torch.dtype:
     return torch.promote_types(case.dtype, _table_dtype(case))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, ...]:
     """N(0, scale^2) queries and keys; tables of the rank's positions, from an offset that all ranks share and that differs in the batch.
 
     The halves of a table are equal, unless ``case["unequal_halves"]``. ``case["special"]``: a NaN in q and an infinity in k, on every rank.
@@ -99,7 +82,7 @@ def _terms(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, work: torch.dt
     return x * cos.to(work).unsqueeze(2), rotate_half(x).mul_(sin.to(work).unsqueeze(2))
 
 
-def _expected(case: Case, inputs: Sequence[tuple[Any, ...]], name: str, index: int) -> Expected:
+def _expected(case: pc.Case, inputs: pc.Inputs, name: str, index: int) -> pc.Expected:
     """In float64, shard by shard, so that no wide copy of the gathered input is held."""
     batch, local, heads, depth = inputs[0][index].shape
     value = torch.empty((batch, local * len(inputs), heads, depth), dtype=FP64, device=inputs[0][index].device)
@@ -109,31 +92,31 @@ def _expected(case: Case, inputs: Sequence[tuple[Any, ...]], name: str, index: i
         kept, turned = _terms(args[index], args[2], args[3], FP64)
         torch.add(kept, turned, out=value[:, shard])
         torch.add(kept.abs_(), turned.abs_(), out=magnitude[:, shard])
-    return Expected(name, value, _answer_dtype(case), magnitude=magnitude)
+    return pc.Expected(name, value, _answer_dtype(case), magnitude=magnitude)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     return _expected(case, inputs, "q", 0), _expected(case, inputs, "k", 1)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Two products and their sum, rounded one by one, err by 2u (|x cos| + |rot(x) sin|) at most, and by 0.6 u normwise.
 
     Two and a half times that is allowed; a single rounding errs less.
     """
     dtype = _answer_dtype(case)
-    bound = Tolerance(magnitude=5 * UNIT_ROUNDOFF[dtype], normwise=6e-3 if dtype == BF16 else None)
+    bound = pc.Tolerance(magnitude=5 * pc.UNIT_ROUNDOFF[dtype], normwise=6e-3 if dtype == BF16 else None)
     return {"q": bound, "k": bound}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """What travels is rotated queries and keys, or, if that is less, queries and keys as they are and the tables."""
     world, tokens = case.world_size, case["batch"] * _local_length(case)
     heads, depth = case["q_heads"] + case["k_heads"], case["depth"]
     tables = 2 * depth * _table_dtype(case).itemsize
     rotated, raw = heads * depth * _answer_dtype(case).itemsize, heads * depth * case.dtype.itemsize
     port = (world - 1) * tokens * min(rotated, raw + tables)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=tokens * (raw + tables + world * rotated),
         egress_bytes=port,
         ingress_bytes=port,
@@ -153,21 +136,21 @@ def _rounded_three_times(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) 
     return x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)
 
 
-def _gathered(inputs: Sequence[tuple[Any, ...]], rotation: Rotation) -> tuple[torch.Tensor, ...]:
+def _gathered(inputs: pc.Inputs, rotation: Rotation) -> tuple[torch.Tensor, ...]:
     return tuple(torch.cat([rotation(args[index], args[2], args[3]) for args in inputs], dim=1) for index in (0, 1))
 
 
-def _rotation(function: Rotation) -> Callable[[AnswerContext], tuple[torch.Tensor, ...]]:
+def _rotation(function: Rotation) -> Callable[[pc.AnswerContext], tuple[torch.Tensor, ...]]:
     """The right gather of a wrong rotation."""
     return lambda context: _gathered(context.inputs, function)
 
 
-def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[AnswerContext], tuple[torch.Tensor, ...]]:
+def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[pc.AnswerContext], tuple[torch.Tensor, ...]]:
     """Right rotations gathered in a wrong way: ``order(shards, rank)``."""
     return lambda context: tuple(order(list(output.chunk(context.case.world_size, dim=1)), context.rank) for output in context.answer)
 
 
-def _with_tables_of(context: AnswerContext, rank: int) -> tuple[torch.Tensor, ...]:
+def _with_tables_of(context: pc.AnswerContext, rank: int) -> tuple[torch.Tensor, ...]:
     """All shards rotated by one rank's tables, as if their positions were its."""
     return _gathered([(*args[:2], *context.inputs[rank][2:]) for args in context.inputs], _rounded_once)
 
@@ -193,12 +176,12 @@ def _batch_inside(shards: list[torch.Tensor], rank: int) -> torch.Tensor:
     return torch.cat(shards).reshape(joined.shape)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 2, "local": 3, "q_heads": 4, "k_heads": 2, "depth": 6, "theta": 1e4, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"batch": 2, "local": 3, "q_heads": 4, "k_heads": 2, "depth": 6, "theta": 1e4, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "grouped keys, odd half width, one token per rank, tables with unlike halves or in float32, large queries, NaN and infinities",
         _small("grouped_bf16", BF16),
@@ -210,31 +193,31 @@ PRESETS = (
         _small("large_bf16", BF16, scale=1e4),
         _small("special_bf16", BF16, special=True),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 16 tokens over all ranks",
-        case("bf16", BF16, batch=16, length=16, q_heads=8, k_heads=8, depth=64, theta=1e4, unequal_halves=True),
+        pc.case("bf16", BF16, batch=16, length=16, q_heads=8, k_heads=8, depth=64, theta=1e4, unequal_halves=True),
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_32k",
         "32768 tokens, 32 query and 8 key heads of 128",
-        case("bf16", BF16, batch=1, length=32768, q_heads=32, k_heads=8, depth=128, theta=5e5),
+        pc.case("bf16", BF16, batch=1, length=32768, q_heads=32, k_heads=8, depth=128, theta=5e5),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_235b_64k",
         "65536 tokens, 64 query and 4 key heads of 128",
-        case("bf16", BF16, batch=1, length=65536, q_heads=64, k_heads=4, depth=128, theta=1e6),
+        pc.case("bf16", BF16, batch=1, length=65536, q_heads=64, k_heads=4, depth=128, theta=1e6),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3_mla",
         "2 x 32768 tokens, 128 query heads and one key head of 64: the rotary part",
-        case("bf16", BF16, batch=2, length=32768, q_heads=128, k_heads=1, depth=64, theta=1e4),
+        pc.case("bf16", BF16, batch=2, length=32768, q_heads=128, k_heads=1, depth=64, theta=1e4),
     ),
 )
 
 _BATCHED = tuple(f"small/{spec.label}" for spec in PRESETS[0].cases if spec.params["batch"] > 1)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=17,
     slug="rope_allgather",
     title="Rotary embedding of a sequence shard, then all-gather of queries and keys",
@@ -254,35 +237,30 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
+        pc.wrong(
             "no_communication",
             "the rank's own shard W times",
             _arranged(lambda shards, rank: torch.cat([shards[rank]] * len(shards), dim=1)),
         ),
-        KnownWrongAnswer(
-            "sources_reversed", "the last rank's tokens first", _arranged(lambda shards, rank: torch.cat(shards[::-1], dim=1))
-        ),
-        KnownWrongAnswer(
+        pc.wrong("sources_reversed", "the last rank's tokens first", _arranged(lambda shards, rank: torch.cat(shards[::-1], dim=1))),
+        pc.wrong(
             "ring_order", "the rank's own tokens first", _arranged(lambda shards, rank: torch.cat(shards[rank:] + shards[:rank], dim=1))
         ),
-        KnownWrongAnswer("batch_inside", "batch and ranks in the wrong order", _arranged(_batch_inside), cases=_BATCHED),
-        KnownWrongAnswer(
+        pc.wrong("batch_inside", "batch and ranks in the wrong order", _arranged(_batch_inside), _BATCHED),
+        pc.wrong(
             "not_rotated", "queries and keys as they were", _rotation(lambda x, cos, sin: x.to(torch.promote_types(x.dtype, cos.dtype)))
         ),
-        KnownWrongAnswer("sign_forgotten", "rot(x) without its minus sign", _rotation(_sign_forgotten)),
-        KnownWrongAnswer("neighbours_paired", "channels 2i and 2i + 1 rotated together", _rotation(_neighbours_paired)),
-        KnownWrongAnswer("positions_restart", "all shards rotated by the first rank's tables", lambda c: _with_tables_of(c, 0)),
-        KnownWrongAnswer("own_tables", "all shards rotated by the rank's own tables", lambda c: _with_tables_of(c, c.rank)),
-        KnownWrongAnswer(
-            "half_tables",
-            "the first half of each table taken for both",
-            _rotation(_half_tables),
-            cases=("small/unequal_halves_bf16", "pkb/bf16"),
+        pc.wrong("sign_forgotten", "rot(x) without its minus sign", _rotation(_sign_forgotten)),
+        pc.wrong("neighbours_paired", "channels 2i and 2i + 1 rotated together", _rotation(_neighbours_paired)),
+        pc.wrong("positions_restart", "all shards rotated by the first rank's tables", lambda c: _with_tables_of(c, 0)),
+        pc.wrong("own_tables", "all shards rotated by the rank's own tables", lambda c: _with_tables_of(c, c.rank)),
+        pc.wrong(
+            "half_tables", "the first half of each table taken for both", _rotation(_half_tables), ("small/unequal_halves_bf16", "pkb/bf16")
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("rounded_once", lambda case, inputs, rank: _gathered(inputs, _rounded_once)),
-        AlternativeSolution("rounded_three_times", lambda case, inputs, rank: _gathered(inputs, _rounded_three_times)),
+        pc.AlternativeSolution("rounded_once", lambda case, inputs, rank: _gathered(inputs, _rounded_once)),
+        pc.AlternativeSolution("rounded_three_times", lambda case, inputs, rank: _gathered(inputs, _rounded_three_times)),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

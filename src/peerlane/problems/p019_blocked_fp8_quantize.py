@@ -9,20 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 from peerlane.problems.families.interval import Interval, comparison
 from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, e4m3, student_t, widened
@@ -49,18 +36,18 @@ def _gathered(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _shape(case: Case) -> tuple[int, ...]:
+def _shape(case: pc.Case) -> tuple[int, ...]:
     """One rank's shape. ``elements`` in all on all ranks, in rows of 1024, or ``shape``."""
     if "elements" in case.params:
         return (case["elements"] // case.world_size // 1024, 1024)
     return tuple(case["shape"])
 
 
-def _block(case: Case) -> int:
+def _block(case: pc.Case) -> int:
     return int(case.params.get("block", 128))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Student's t, in rows of unlike size (1/16 to 16) and with one channel in 64 ten times as large. ``case["data"]``:
 
     * ``weights``: N(0, 0.02^2)
@@ -79,7 +66,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (values.to(case.dtype), *((case["block"],) if "block" in case.params else ()))
 
 
-def _harden(blocks: torch.Tensor, draw: Draw) -> None:
+def _harden(blocks: torch.Tensor, draw: pc.Draw) -> None:
     zero, single, powers, outlier, huge, tiny, tied, infinite = (blocks[kind::9] for kind in range(8))
     middle = blocks.shape[1] // 2
     zero.zero_()
@@ -114,31 +101,31 @@ def _quotients(tensor: torch.Tensor, block_size: int) -> torch.Tensor:
     return tensor.to(FP64) / divisors
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     block_size = _block(case)
     scales = [_amax(args[0], block_size).to(FP64) / E4M3_MAX for args in inputs]
     codes = [_coded(args[0], scale.to(FP32)) for args, scale in zip(inputs, scales, strict=True)]
     low, high = zip(*(map(e4m3, widened(_quotients(args[0], block_size))) for args in inputs), strict=True)
     return (
         Interval(name="codes", value=torch.cat(codes), dtype=E4M3, low=torch.cat(low), high=torch.cat(high)),
-        Expected("scales", torch.cat(scales), FP32),
+        pc.Expected("scales", torch.cat(scales), FP32),
     )
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Scales: 8 roundoffs of float32, where a division costs one, a product with 1/448 two, an approximate division up to four.
 
     Codes must be the correctly rounded quotient; where it lies within 2^-20 of a tie, relatively, either neighbour.
     """
-    return {"codes": Tolerance(), "scales": Tolerance(relative=8 * UNIT_ROUNDOFF[FP32])}
+    return {"codes": pc.Tolerance(), "scales": pc.Tolerance(relative=8 * pc.UNIT_ROUNDOFF[FP32])}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The tensor is read once; one byte per element and a scale per block go to every other rank, and W of each are written."""
     elements = torch.Size(_shape(case)).numel()
     coded = elements * (1 + FP32.itemsize / _block(case))
     port = (case.world_size - 1) * coded
-    return Cost(
+    return pc.Cost(
         hbm_bytes=elements * case.dtype.itemsize + case.world_size * coded,
         egress_bytes=port,
         ingress_bytes=port,
@@ -149,13 +136,13 @@ def cost(case: Case, rank: int) -> Cost:
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _from(inputs: Sequence[tuple[Any, ...]], pair: Any) -> Pair:
+def _from(inputs: pc.Inputs, pair: Any) -> Pair:
     """``pair(tensor)`` of every rank's tensor, concatenated."""
     codes, scales = zip(*(pair(args[0]) for args in inputs), strict=True)
     return torch.cat(codes), torch.cat(scales)
 
 
-def _with_scales(context: AnswerContext, change: Any) -> Pair:
+def _with_scales(context: pc.AnswerContext, change: Any) -> Pair:
     """Every block quantised with ``change(amax) / 448``, which is also what is returned."""
 
     def pair(tensor: torch.Tensor) -> Pair:
@@ -165,12 +152,12 @@ def _with_scales(context: AnswerContext, change: Any) -> Pair:
     return _from(context.inputs, pair)
 
 
-def _of_ranks(context: AnswerContext, ranks: Sequence[int]) -> Pair:
+def _of_ranks(context: pc.AnswerContext, ranks: Sequence[int]) -> Pair:
     codes, scales = (answer.chunk(context.case.world_size) for answer in context.answer)
     return torch.cat([codes[q] for q in ranks]), torch.cat([scales[q] for q in ranks])
 
 
-def _truncated(context: AnswerContext) -> Pair:
+def _truncated(context: pc.AnswerContext) -> Pair:
     """Rounded towards zero: one code less where the nearest one lies beyond the quotient."""
     codes, scales = context.answer
     quotients = torch.cat([_quotients(args[0], _block(context.case)) for args in context.inputs])
@@ -178,25 +165,25 @@ def _truncated(context: AnswerContext) -> Pair:
     return (codes.view(torch.uint8) - beyond.to(torch.uint8)).view(E4M3), scales
 
 
-def _scales_as(context: AnswerContext, change: Any) -> Pair:
+def _scales_as(context: pc.AnswerContext, change: Any) -> Pair:
     """The right codes with other scales."""
     codes, scales = context.answer
     return codes, change(scales)
 
 
-def _constant_codes(context: AnswerContext) -> Pair:
+def _constant_codes(context: pc.AnswerContext) -> Pair:
     codes, scales = context.answer
     return torch.full_like(codes, float(codes.to(FP32).nan_to_num().mean())), scales
 
 
-def _zero_block_one(context: AnswerContext) -> Pair:
+def _zero_block_one(context: pc.AnswerContext) -> Pair:
     return _scales_as(context, lambda scales: torch.where(scales == 0, 1.0, scales))
 
 
 def _by_product(factor: Any) -> Any:
     """An alternative solution: codes from x times ``factor(amax, scale)``, in float32."""
 
-    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Pair:
+    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Pair:
         def pair(tensor: torch.Tensor) -> Pair:
             amax = _amax(tensor, _block(case))
             scales = amax * (1 / E4M3_MAX)
@@ -209,30 +196,32 @@ def _by_product(factor: Any) -> Any:
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "one to three axes, blocks of 16 to 128, no rows, zero, huge and tiny blocks, outliers, ties between codes, infinities",
-        case("ragged_bf16", BF16, shape=(3, 256)),
-        case("three_axes_fp32", FP32, shape=(2, 3, 64), block=32),
-        case("one_axis_bf16", BF16, shape=(256,)),
-        case("empty_bf16", BF16, shape=(0, 128)),
-        case("hard_bf16", BF16, shape=(5, 256), block=16, data="hard"),
-        case("hard_fp32", FP32, shape=(5, 256), block=16, data="hard"),
+        pc.case("ragged_bf16", BF16, shape=(3, 256)),
+        pc.case("three_axes_fp32", FP32, shape=(2, 3, 64), block=32),
+        pc.case("one_axis_bf16", BF16, shape=(256,)),
+        pc.case("empty_bf16", BF16, shape=(0, 128)),
+        pc.case("hard_bf16", BF16, shape=(5, 256), block=16, data="hard"),
+        pc.case("hard_fp32", FP32, shape=(5, 256), block=16, data="hard"),
     ),
-    preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1024, 1024), block=128)),
-    preset("production_deepseek_v3_activations", "4096 tokens x hidden 7168", case("bf16", BF16, shape=(4096, 7168), block=128)),
-    preset(
+    pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, shape=(1024, 1024), block=128)),
+    pc.preset("production_deepseek_v3_activations", "4096 tokens x hidden 7168", pc.case("bf16", BF16, shape=(4096, 7168), block=128)),
+    pc.preset(
         "production_llama3_8b_fsdp_params",
         "the parameters of a transformer block, in equal shards",
-        case("bf16", BF16, elements=_LLAMA3_8B_BLOCK, block=128, data="weights"),
+        pc.case("bf16", BF16, elements=_LLAMA3_8B_BLOCK, block=128, data="weights"),
     ),
-    preset("production_kv_cache_gather", "8192 tokens x 1024 key or value channels", case("bf16", BF16, shape=(8192, 1024), block=64)),
+    pc.preset(
+        "production_kv_cache_gather", "8192 tokens x 1024 key or value channels", pc.case("bf16", BF16, shape=(8192, 1024), block=64)
+    ),
 )
 
 _HARD = ("small/hard_bf16", "small/hard_fp32")
-_NOT_EMPTY = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.label != "empty_bf16")
+_NOT_EMPTY = pc.where(lambda c: c.label != "empty_bf16")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=19,
     slug="blocked_fp8_quantize",
     title="Block-wise FP8 (e4m3) quantisation and all-gather of codes and scales",
@@ -253,34 +242,26 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication", "the rank's own codes and scales W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)
-        ),
-        KnownWrongAnswer("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
-        KnownWrongAnswer(
-            "scale_one", "elements rounded as they are, scale 1", lambda c: _with_scales(c, lambda a: torch.full_like(a, E4M3_MAX))
-        ),
-        KnownWrongAnswer("constant_codes", "right scales, and every code that of the codes' mean", _constant_codes, cases=_NOT_EMPTY),
-        KnownWrongAnswer("constant_scales", "right codes, all scales 0.006", lambda c: _scales_as(c, lambda s: torch.full_like(s, 0.006))),
-        KnownWrongAnswer(
-            "scales_in_bf16", "right codes, scales rounded to bfloat16", lambda c: _scales_as(c, lambda s: s.to(BF16).to(FP32))
-        ),
-        KnownWrongAnswer("inverse_scales", "right codes, 448 / amax for a scale", lambda c: _scales_as(c, torch.reciprocal)),
-        KnownWrongAnswer(
-            "scale_of_next_block", "quantised with the next block's scale", lambda c: _with_scales(c, lambda a: a.roll(-1, -1))
-        ),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own codes and scales W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
+        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
+        pc.wrong("scale_one", "elements rounded as they are, scale 1", lambda c: _with_scales(c, lambda a: torch.full_like(a, E4M3_MAX))),
+        pc.wrong("constant_codes", "right scales, and every code that of the codes' mean", _constant_codes, _NOT_EMPTY),
+        pc.wrong("constant_scales", "right codes, all scales 0.006", lambda c: _scales_as(c, lambda s: torch.full_like(s, 0.006))),
+        pc.wrong("scales_in_bf16", "right codes, scales rounded to bfloat16", lambda c: _scales_as(c, lambda s: s.to(BF16).to(FP32))),
+        pc.wrong("inverse_scales", "right codes, 448 / amax for a scale", lambda c: _scales_as(c, torch.reciprocal)),
+        pc.wrong("scale_of_next_block", "quantised with the next block's scale", lambda c: _with_scales(c, lambda a: a.roll(-1, -1))),
+        pc.wrong(
             "scale_of_whole_tensor",
             "one scale for all blocks of a rank",
             lambda c: _with_scales(c, lambda a: a.amax().expand_as(a)),
-            cases=_NOT_EMPTY,
+            _NOT_EMPTY,
         ),
-        KnownWrongAnswer("truncated", "rounded towards zero", _truncated),
-        KnownWrongAnswer("zero_block_scale_one", "scale 1 for blocks of zeros", _zero_block_one, cases=_HARD),
+        pc.wrong("truncated", "rounded towards zero", _truncated),
+        pc.wrong("zero_block_scale_one", "scale 1 for blocks of zeros", _zero_block_one, _HARD),
     ),
     alternative_solutions=(
-        AlternativeSolution("product_with_reciprocal", _by_product(lambda amax, scales: 1.0 / scales)),
-        AlternativeSolution("product_with_448_over_amax", _by_product(lambda amax, scales: E4M3_MAX / amax)),
+        pc.AlternativeSolution("product_with_reciprocal", _by_product(lambda amax, scales: 1.0 / scales)),
+        pc.AlternativeSolution("product_with_448_over_amax", _by_product(lambda amax, scales: E4M3_MAX / amax)),
     ),
     excused={
         "another_rank": "all ranks have the same answer",

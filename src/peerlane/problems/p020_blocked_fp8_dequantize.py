@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, stale_tail
 from peerlane.problems.families.interval import comparison
 from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, e4m3
@@ -40,26 +27,26 @@ def reference(local_y: torch.Tensor, local_s: torch.Tensor, block_size: int = 12
     return received
 
 
-def _shape(case: Case) -> tuple[int, ...]:
+def _shape(case: pc.Case) -> tuple[int, ...]:
     """(W, *slice); with ``rows``, which all ranks' slices share equally, (W, rows / W, *row)."""
     world = case.world_size
     return (world, case["rows"] // world, *case["row"]) if "rows" in case.params else (world, *case["slice"])
 
 
-def _block(case: Case) -> int:
+def _block(case: pc.Case) -> int:
     return int(case.params.get("block", 128))
 
 
-def _blocks(case: Case) -> int:
+def _blocks(case: pc.Case) -> int:
     return torch.Size(_shape(case)).numel() // _block(case)
 
 
-def _scale_dtype(case: Case) -> torch.dtype:
+def _scale_dtype(case: pc.Case) -> torch.dtype:
     dtype: torch.dtype = case.params.get("scale_dtype", FP32)
     return dtype
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """What a quantiser gives: codes N(0, 128^2) within float8's range, or bfloat16 values N(0, 1), and scales of 2^-12 to 2^-2.
 
     ``case["data"]``:
@@ -85,58 +72,48 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (y, scales.to(_scale_dtype(case)), *block)
 
 
-def _decode(case: Case, y: torch.Tensor, scales: torch.Tensor, work: torch.dtype = FP32) -> torch.Tensor:
+def _decode(case: pc.Case, y: torch.Tensor, scales: torch.Tensor, work: torch.dtype = FP32) -> torch.Tensor:
     """Elements times their blocks' scales, in y's shape."""
     return (y.reshape(-1, _block(case)).to(work) * scales.reshape(-1, 1).to(work)).view(y.shape).to(FP32)
 
 
-def _of_source(case: Case, args: tuple[Any, ...], target: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_source(case: pc.Case, args: tuple[Any, ...], target: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The slice and the scales that a source sends to ``target``."""
     return args[0][target], args[1].reshape(case.world_size, -1)[target]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """Products of at most 32 bits are exact in float64, and rounded once."""
-    return exactly("received", torch.stack([_decode(case, *_of_source(case, args, rank), FP64) for args in inputs]))
+    return pc.exactly("received", torch.stack([_decode(case, *_of_source(case, args, rank), FP64) for args in inputs]))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes and scales travel, and are decoded where they arrive."""
     elements, world = torch.Size(_shape(case)).numel(), case.world_size
     coded = elements * case.dtype.itemsize + _blocks(case) * _scale_dtype(case).itemsize
     port = (world - 1) / world * coded
-    return Cost(
-        hbm_bytes=coded + elements * FP32.itemsize,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": elements},
-    )
+    return pc.Cost(hbm_bytes=coded + elements * FP32.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": elements})
 
 
-def _received(context: AnswerContext, change: Any) -> torch.Tensor:
+def _received(context: pc.AnswerContext, change: Any) -> torch.Tensor:
     """Every source's slice decoded with ``change(its scales)``."""
     parts = (_of_source(context.case, args, context.rank) for args in context.inputs)
     return torch.stack([_decode(context.case, y, change(scales)) for y, scales in parts])
 
 
-def _scales_of_source_slice(context: AnswerContext) -> torch.Tensor:
+def _scales_of_source_slice(context: pc.AnswerContext) -> torch.Tensor:
     """Slice q decoded with the scales that the source keeps for slice q, not for this rank."""
     case = context.case
     scales = [args[1].reshape(case.world_size, -1)[(context.rank + 1) % case.world_size] for args in context.inputs]
     return torch.stack([_decode(case, args[0][context.rank], s) for args, s in zip(context.inputs, scales, strict=True)])
 
 
-def _own_scales(context: AnswerContext) -> torch.Tensor:
-    """Codes from everywhere, decoded with this rank's own scales."""
+def _own_scales(context: pc.AnswerContext) -> torch.Tensor:
     own = context.args[1].reshape(context.case.world_size, -1)
     return torch.stack([_decode(context.case, args[0][context.rank], own[q]) for q, args in enumerate(context.inputs)])
 
 
-def _not_exchanged(context: AnswerContext) -> torch.Tensor:
-    return _decode(context.case, context.args[0], context.args[1])
-
-
-def _at_receiver(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _at_receiver(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Codes and scales exchanged first, decoded in one go."""
     parts = [_of_source(case, args, rank) for args in inputs]
     return _decode(case, torch.stack([y for y, _ in parts]), torch.stack([s for _, s in parts]))
@@ -152,7 +129,7 @@ _FLOAT32_SCALES = (
     "production_bf16_payload/bf16",
 )
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=20,
     slug="blocked_fp8_dequantize",
     title="Block-wise dequantisation and all-to-all",
@@ -170,43 +147,41 @@ PROBLEM = Problem(
     compare=comparison(lambda _: {}),
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "fp8 and bfloat16 payloads, all 256 codes, scales that are zero or overflow, scales in one axis, a slice of one axis, no rows",
-            case("fp8", E4M3, slice=(3, 64), block=32),
-            case("all_codes_fp8", E4M3, slice=(8, 64), block=32, data="all_codes"),
-            case("extreme_fp8", E4M3, slice=(8, 64), block=32, data="extreme"),
-            case("flat_scales_fp8", E4M3, slice=(3, 64), block=16, flat_scales=True),
-            case("one_axis_bf16", BF16, slice=(256,), scale_dtype=BF16),
-            case("empty_fp8", E4M3, slice=(0, 64), block=32),
+            pc.case("fp8", E4M3, slice=(3, 64), block=32),
+            pc.case("all_codes_fp8", E4M3, slice=(8, 64), block=32, data="all_codes"),
+            pc.case("extreme_fp8", E4M3, slice=(8, 64), block=32, data="extreme"),
+            pc.case("flat_scales_fp8", E4M3, slice=(3, 64), block=16, flat_scales=True),
+            pc.case("one_axis_bf16", BF16, slice=(256,), scale_dtype=BF16),
+            pc.case("empty_fp8", E4M3, slice=(0, 64), block=32),
         ),
-        preset("pkb", "the public benchmark's shape and dtypes", case("bf16", BF16, slice=(1024, 1024), block=128, scale_dtype=BF16)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape and dtypes", pc.case("bf16", BF16, slice=(1024, 1024), block=128, scale_dtype=BF16)),
+        pc.preset(
             "production_deepseek_v3_dispatch",
             "4096 tokens to 8 experts each, hidden 7168, evenly spread",
-            case("fp8", E4M3, rows=4096 * 8, row=(7168,), block=128),
+            pc.case("fp8", E4M3, rows=4096 * 8, row=(7168,), block=128),
         ),
-        preset(
+        pc.preset(
             "production_qwen3_235b_dispatch",
             "4096 tokens to 8 experts each, hidden 4096, evenly spread",
-            case("fp8", E4M3, rows=4096 * 8, row=(4096,), block=128),
+            pc.case("fp8", E4M3, rows=4096 * 8, row=(4096,), block=128),
         ),
-        preset("production_bf16_payload", "2048 rows of 4096 to every rank", case("bf16", BF16, slice=(2048, 4096), block=128)),
+        pc.preset("production_bf16_payload", "2048 rows of 4096 to every rank", pc.case("bf16", BF16, slice=(2048, 4096), block=128)),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own slices, decoded", _not_exchanged),
-        KnownWrongAnswer("scale_one", "codes as they are", lambda c: _received(c, torch.ones_like)),
-        KnownWrongAnswer("scale_of_next_block", "every block with the next one's scale", lambda c: _received(c, lambda s: s.roll(1))),
-        KnownWrongAnswer(
-            "scales_in_bf16", "scales rounded to bfloat16", lambda c: _received(c, lambda s: s.to(BF16).to(FP32)), cases=_FLOAT32_SCALES
-        ),
-        KnownWrongAnswer("scales_of_next_slice", "the scales of the source's next slice", _scales_of_source_slice),
-        KnownWrongAnswer("own_scales", "the rank's own scales for codes from everywhere", _own_scales),
-        KnownWrongAnswer("sources_reversed", "the last source first", lambda c: c.answer.flip(0)),
-        KnownWrongAnswer("rounded_to_bf16", "the exchange in bfloat16", lambda c: c.answer.to(BF16).to(FP32)),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("no_communication", "the rank's own slices, decoded", lambda c: _decode(c.case, c.args[0], c.args[1])),
+        pc.wrong("scale_one", "codes as they are", lambda c: _received(c, torch.ones_like)),
+        pc.wrong("scale_of_next_block", "every block with the next one's scale", lambda c: _received(c, lambda s: s.roll(1))),
+        pc.wrong("scales_in_bf16", "scales rounded to bfloat16", lambda c: _received(c, lambda s: s.to(BF16).to(FP32)), _FLOAT32_SCALES),
+        pc.wrong("scales_of_next_slice", "the scales of the source's next slice", _scales_of_source_slice),
+        pc.wrong("own_scales", "the rank's own scales for codes from everywhere", _own_scales),
+        pc.wrong("sources_reversed", "the last source first", lambda c: c.answer.flip(0)),
+        pc.wrong("rounded_to_bf16", "the exchange in bfloat16", lambda c: c.answer.to(BF16).to(FP32)),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    alternative_solutions=(AlternativeSolution("decoded_by_the_receiver", _at_receiver),),
+    alternative_solutions=(pc.AlternativeSolution("decoded_by_the_receiver", _at_receiver),),
     notes=(
         "The public benchmark feeds bfloat16 instead of FP8 and scales of either sign, which no quantiser gives. Here its shape keeps "
         "bfloat16, with positive scales, and the other presets are FP8.",

@@ -8,21 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    leaves,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import clipping
 from peerlane.problems.families.clipping import Entry, Gradients, coefficient, every_other, narrow_norm, scaled, tensors
 from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
@@ -31,10 +17,7 @@ Answer = tuple[torch.Tensor, dict[str, Gradients]]
 
 
 def reference(
-    grad_tensors: list[torch.Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    fsdp_group: dist.ProcessGroup | None = None,
+    grad_tensors: list[torch.Tensor], max_norm: float, norm_type: float = 2.0, fsdp_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     gradients = clipping.present(grad_tensors)
     total = clipping.power_sum(gradients, norm_type)
@@ -65,7 +48,7 @@ _MODELS: Mapping[str, Callable[[], tuple[Entry, ...]]] = {
 }
 
 
-def entries(case: Case, rank: int) -> tuple[Entry, ...]:
+def entries(case: pc.Case, rank: int) -> tuple[Entry, ...]:
     """The rank's part of ``case["model"]``, or ``case["tensors_by_rank"]`` (repeated as often as the world needs)."""
     if "model" in case.params:
         return clipping.shard(_MODELS[case["model"]](), case.world_size, rank)
@@ -74,16 +57,16 @@ def entries(case: Case, rank: int) -> tuple[Entry, ...]:
     return chosen
 
 
-def _members(case: Case, rank: int) -> Sequence[int]:
+def _members(case: pc.Case, rank: int) -> Sequence[int]:
     """The ranks whose gradients make up the norm: without a group, the rank alone."""
     return group_members(case, rank) if group_layout(case) else [rank]
 
 
-def _norm_type(case: Case) -> float:
+def _norm_type(case: pc.Case) -> float:
     return float(case.params.get("norm_type", 2.0))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Gradients of :func:`_clipping.draw_gradients`, whose norm is that of the group. ``case``:
 
     * ``near``: all gradients are scaled such that the norm is ``1 + near x U[0.5, 2)`` times max_norm
@@ -101,108 +84,103 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         gradients = clipping.draw_gradients(draw, lists[rank], split, p, rank=rank)
     if "poison" in case.params and rank == 0:
         clipping.poison(gradients, case["poison"])
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return gradients, case["max_norm"], p, group
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, dict[str, list[Any]]]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, dict[str, list[Any]]]:
     device = _device(inputs)
     sums = [clipping.wide_power_sum(inputs[q][0], _norm_type(case)) for q in _members(case, rank)]
     norm = clipping.norm_of(sums, _norm_type(case), device)
     gradients = clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"])
-    return Expected("norm", norm, FP32), {"grad_tensors": gradients}
+    return pc.Expected("norm", norm, FP32), {"grad_tensors": gradients}
 
 
-def _device(inputs: Sequence[tuple[Any, ...]]) -> torch.device:
-    return next(leaves(list(inputs))).device
+def _device(inputs: pc.Inputs) -> torch.device:
+    return next(pc.leaves(list(inputs))).device
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     lists = [entries(case, rank) for rank in range(case.world_size)]
     error = clipping.norm_error(lists)
-    return {"norm": Tolerance(relative=error), **clipping.tolerances("gradient", lists, error)}
+    return {"norm": pc.Tolerance(relative=error), **clipping.tolerances("gradient", lists, error)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """One float32 number is all-reduced; a direct exchange with every peer would send W / 2 times as much, and is quicker."""
     hbm_bytes, operations = clipping.traffic(entries(case, rank), clips=case["clips"])
     ranks = len(_members(case, rank))
     port = 2 * (ranks - 1) / ranks * FP32.itemsize
-    return Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
+    return pc.Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
 
 
-def _answer(context: AnswerContext, norm: torch.Tensor, factor: torch.Tensor | float) -> Answer:
+def _answer(context: pc.AnswerContext, norm: torch.Tensor, factor: torch.Tensor | float) -> Answer:
     """A norm, and gradients times a factor."""
     return norm, {"grad_tensors": scaled(context.args[0], factor)}
 
 
-def _with_norm_of(context: AnswerContext, ranks: Sequence[int], *, norm_type: float | None = None, factor: float = 1.0) -> Answer:
+def _with_norm_of(context: pc.AnswerContext, ranks: Sequence[int], *, norm_type: float | None = None, factor: float = 1.0) -> Answer:
     """Everything follows from the norm of some ranks' gradients, times a factor."""
     p = norm_type or _norm_type(context.case)
     norm = narrow_norm([context.inputs[q][0] for q in ranks], p, _device(context.inputs)) * factor
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
-def _local_times_root(context: AnswerContext) -> Answer:
+def _local_times_root(context: pc.AnswerContext) -> Answer:
     return _with_norm_of(context, [context.rank], factor=len(_members(context.case, context.rank)) ** (1 / _norm_type(context.case)))
 
 
-def _every_other_element(context: AnswerContext) -> Answer:
-    """Everything follows from the norm of every second element times 2^(1/p)."""
+def _every_other_element(context: pc.AnswerContext) -> Answer:
     p = _norm_type(context.case)
     norm = narrow_norm([every_other(context.inputs[q][0]) for q in _members_of(context)], p, _device(context.inputs)) * 2 ** (1 / p)
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
-def _gradients_kept(context: AnswerContext) -> Answer:
-    return _answer(context, context.answer[0], 1.0)
-
-
-def _clipped_by_local_norm(context: AnswerContext) -> Answer:
+def _clipped_by_local_norm(context: pc.AnswerContext) -> Answer:
     return context.answer[0], _with_norm_of(context, [context.rank])[1]
 
 
-def _clipped_norm(context: AnswerContext) -> Answer:
+def _clipped_norm(context: pc.AnswerContext) -> Answer:
     return context.answer[0].clamp(max=context.case["max_norm"]), context.answer[1]
 
 
-def _last_tensor_forgotten(context: AnswerContext) -> Answer:
+def _last_tensor_forgotten(context: pc.AnswerContext) -> Answer:
     right, original = context.answer[1]["grad_tensors"], context.args[0]
     last = max(index for index, gradient in enumerate(original) if gradient is not None and gradient.numel())
     return context.answer[0], {"grad_tensors": [*right[:last], original[last].clone(), *right[last + 1 :]]}
 
 
-def _always_scaled(context: AnswerContext) -> Answer:
+def _always_scaled(context: pc.AnswerContext) -> Answer:
     return _answer(context, context.answer[0], context.case["max_norm"] / context.answer[0])
 
 
-def _usual_epsilon(context: AnswerContext) -> Answer:
+def _usual_epsilon(context: pc.AnswerContext) -> Answer:
     return _answer(context, context.answer[0], context.case["max_norm"] / (context.answer[0] + 1e-6))
 
 
-def _sum_of_norms(context: AnswerContext) -> Answer:
+def _sum_of_norms(context: pc.AnswerContext) -> Answer:
     norms = [narrow_norm([context.inputs[q][0]], _norm_type(context.case), _device(context.inputs)) for q in _members_of(context)]
     norm = torch.stack(norms).sum()
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
-def _not_rooted(context: AnswerContext) -> Answer:
+def _not_rooted(context: pc.AnswerContext) -> Answer:
     total = context.answer[0].pow(_norm_type(context.case))
     return _answer(context, total, coefficient(total, context.case["max_norm"]))
 
 
-def _members_of(context: AnswerContext) -> Sequence[int]:
+def _members_of(context: pc.AnswerContext) -> Sequence[int]:
     return _members(context.case, context.rank)
 
 
-def _float32(coarse: bool) -> AlternativeSolution:
+def _float32(coarse: bool) -> pc.AlternativeSolution:
     """Norm and product in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
 
-    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
         norm = narrow_norm([inputs[q][0] for q in _members(case, rank)], _norm_type(case), _device(inputs))
         return norm, {"grad_tensors": scaled(inputs[rank][0], coefficient(norm, case["max_norm"]), coarse=coarse)}
 
-    return AlternativeSolution("coefficient_rounded" if coarse else "rounded_once", answer)
+    return pc.AlternativeSolution("coefficient_rounded" if coarse else "rounded_once", answer)
 
 
 _RAGGED = (*tensors(BF16, (37, 5), (3, 7), (0,), None, (128,)), *tensors(FP32, (1,), (3, 3, 3)))
@@ -213,43 +191,43 @@ _IDLE = tensors(BF16, None, (0,), None)
 _WORLD: dict[str, Any] = {"group": "world", "max_norm": 1.0, "level": 1.0, "clips": True}
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "lists that differ between ranks, with missing and empty entries; norms 1, 2 and 3; above, below and near the bound; groups; NaN, "
         "infinity and overflow",
-        case("ragged", BF16, tensors_by_rank=(_RAGGED, _OTHER), **_WORLD),
-        case("below", BF16, tensors_by_rank=(_RAGGED, _OTHER), **{**_WORLD, "max_norm": 1e6, "clips": False}),
-        case("norm_1", BF16, tensors_by_rank=(_RAGGED,), norm_type=1.0, **_WORLD),
-        case("norm_3", FP32, tensors_by_rank=(_SINGLE,), norm_type=3.0, **_WORLD),
-        case("no_group", BF16, tensors_by_rank=(_RAGGED, _OTHER), **{**_WORLD, "group": None}),
-        case("strided_group", BF16, tensors_by_rank=(_RAGGED,), world_sizes=(4, 8), **{**_WORLD, "group": "strided"}),
-        case("idle_rank", BF16, tensors_by_rank=(_RAGGED, _IDLE), **_WORLD),
-        case("just_above", FP32, tensors_by_rank=(_SINGLE,), near=1e-3, **_WORLD),
-        case("just_below", FP32, tensors_by_rank=(_SINGLE,), near=-1e-3, **{**_WORLD, "clips": False}),
-        case("tiny", FP32, tensors_by_rank=(_SINGLE,), **{**_WORLD, "level": 1e-6, "max_norm": 1e-6}),
-        case("nan", BF16, tensors_by_rank=(_RAGGED,), poison=float("nan"), **{**_WORLD, "clips": False}),
-        case("infinite", BF16, tensors_by_rank=(_RAGGED,), poison=float("inf"), **_WORLD),
-        case("overflow", FP32, tensors_by_rank=(_SINGLE,), **{**_WORLD, "level": 1e22}),
+        pc.case("ragged", BF16, tensors_by_rank=(_RAGGED, _OTHER), **_WORLD),
+        pc.case("below", BF16, tensors_by_rank=(_RAGGED, _OTHER), **{**_WORLD, "max_norm": 1e6, "clips": False}),
+        pc.case("norm_1", BF16, tensors_by_rank=(_RAGGED,), norm_type=1.0, **_WORLD),
+        pc.case("norm_3", FP32, tensors_by_rank=(_SINGLE,), norm_type=3.0, **_WORLD),
+        pc.case("no_group", BF16, tensors_by_rank=(_RAGGED, _OTHER), **{**_WORLD, "group": None}),
+        pc.case("strided_group", BF16, tensors_by_rank=(_RAGGED,), world_sizes=(4, 8), **{**_WORLD, "group": "strided"}),
+        pc.case("idle_rank", BF16, tensors_by_rank=(_RAGGED, _IDLE), **_WORLD),
+        pc.case("just_above", FP32, tensors_by_rank=(_SINGLE,), near=1e-3, **_WORLD),
+        pc.case("just_below", FP32, tensors_by_rank=(_SINGLE,), near=-1e-3, **{**_WORLD, "clips": False}),
+        pc.case("tiny", FP32, tensors_by_rank=(_SINGLE,), **{**_WORLD, "level": 1e-6, "max_norm": 1e-6}),
+        pc.case("nan", BF16, tensors_by_rank=(_RAGGED,), poison=float("nan"), **{**_WORLD, "clips": False}),
+        pc.case("infinite", BF16, tensors_by_rank=(_RAGGED,), poison=float("inf"), **_WORLD),
+        pc.case("overflow", FP32, tensors_by_rank=(_SINGLE,), **{**_WORLD, "level": 1e22}),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: three tensors of 1024 x 1024",
-        case("bf16", BF16, tensors_by_rank=(tensors(BF16, *[(1024, 1024)] * 3),), **{**_WORLD, "level": 1e-2}),
+        pc.case("bf16", BF16, tensors_by_rank=(tensors(BF16, *[(1024, 1024)] * 3),), **{**_WORLD, "level": 1e-2}),
     ),
-    preset(
+    pc.preset(
         "production_llama3_2_1b_fsdp",
         "all 146 parameters, sharded along axis 0",
-        case("bf16", BF16, model="llama3.2-1b", **{**_WORLD, "level": 1e-3}),
+        pc.case("bf16", BF16, model="llama3.2-1b", **{**_WORLD, "level": 1e-3}),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_0p6b_fsdp",
         "all 310 parameters, sharded along axis 0, gradients in float32",
-        case("fp32", FP32, model="qwen3-0.6b", **{**_WORLD, "level": 1e-3}),
+        pc.case("fp32", FP32, model="qwen3-0.6b", **{**_WORLD, "level": 1e-3}),
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_flat",
         "one flat float32 shard of a quarter of the model",
-        case("fp32", FP32, model="quarter of llama3-8b, flat", **{**_WORLD, "level": 1e-3}),
+        pc.case("fp32", FP32, model="quarter of llama3-8b, flat", **{**_WORLD, "level": 1e-3}),
     ),
 )
 
@@ -279,7 +257,7 @@ def _excused() -> dict[str, str]:
     return found
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=21,
     slug="clip_grad_norm_no_ep",
     title="Clipping of sharded gradients by their global norm, in place",
@@ -299,54 +277,46 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the norm of the rank's own gradients", lambda c: _with_norm_of(c, [c.rank]), cases=_SEVERAL),
-        KnownWrongAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=_SEVERAL),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the norm of the rank's own gradients", lambda c: _with_norm_of(c, [c.rank]), _SEVERAL),
+        pc.wrong("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, _SEVERAL),
+        pc.wrong(
             "drop_last_rank",
             "the norm without the group's last rank",
             lambda c: _with_norm_of(c, _members_of(c)[:-1]),
-            cases=_everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny", "below"),
+            _everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny", "below"),
         ),
-        KnownWrongAnswer(
-            "sum_of_norms", "the sum of the ranks' norms", _sum_of_norms, cases=_everywhere("ragged", "norm_3", "strided_group", "tiny")
-        ),
-        KnownWrongAnswer(
+        pc.wrong("sum_of_norms", "the sum of the ranks' norms", _sum_of_norms, _everywhere("ragged", "norm_3", "strided_group", "tiny")),
+        pc.wrong(
             "every_other_element",
             "the norm of every second element times 2^(1/p)",
             _every_other_element,
-            cases=_everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny"),
+            _everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny"),
         ),
-        KnownWrongAnswer(
-            "not_rooted", "the sum of powers returned as the norm", _not_rooted, cases=_everywhere("ragged", "norm_3", "no_group")
+        pc.wrong("not_rooted", "the sum of powers returned as the norm", _not_rooted, _everywhere("ragged", "norm_3", "no_group")),
+        pc.wrong(
+            "euclidean", "norm_type ignored", lambda c: _with_norm_of(c, _members_of(c), norm_type=2.0), ("small/norm_1", "small/norm_3")
         ),
-        KnownWrongAnswer(
-            "euclidean",
-            "norm_type ignored",
-            lambda c: _with_norm_of(c, _members_of(c), norm_type=2.0),
-            cases=("small/norm_1", "small/norm_3"),
-        ),
-        KnownWrongAnswer(
+        pc.wrong(
             "whole_world",
             "the group, or that there is none, ignored",
             lambda c: _with_norm_of(c, range(c.case.world_size)),
-            cases=("small/no_group", "small/strided_group"),
+            ("small/no_group", "small/strided_group"),
         ),
-        KnownWrongAnswer("gradients_kept", "the right norm, and gradients as they were", _gradients_kept, cases=_everywhere(*_CLIPPING)),
-        KnownWrongAnswer("clipped_norm", "the norm after clipping", _clipped_norm, cases=_everywhere(*_FINITE, "no_group", "just_above")),
-        KnownWrongAnswer(
-            "clipped_by_local_norm",
-            "the right norm, gradients scaled by the rank's own",
-            _clipped_by_local_norm,
-            cases=_everywhere(*_SHARED),
+        pc.wrong(
+            "gradients_kept", "the right norm, and gradients as they were", lambda c: _answer(c, c.answer[0], 1.0), _everywhere(*_CLIPPING)
         ),
-        KnownWrongAnswer(
+        pc.wrong("clipped_norm", "the norm after clipping", _clipped_norm, _everywhere(*_FINITE, "no_group", "just_above")),
+        pc.wrong(
+            "clipped_by_local_norm", "the right norm, gradients scaled by the rank's own", _clipped_by_local_norm, _everywhere(*_SHARED)
+        ),
+        pc.wrong(
             "last_tensor_forgotten",
             "all gradients clipped but the last",
             _last_tensor_forgotten,
-            cases=_everywhere("ragged", "norm_1", "norm_3", "no_group", "strided_group", "tiny"),
+            _everywhere("ragged", "norm_1", "norm_3", "no_group", "strided_group", "tiny"),
         ),
-        KnownWrongAnswer("always_scaled", "gradients scaled to max_norm although they are below it", _always_scaled, cases=_BELOW),
-        KnownWrongAnswer("usual_epsilon", "max_norm / (n + 1e-6)", _usual_epsilon, cases=("small/tiny",)),
+        pc.wrong("always_scaled", "gradients scaled to max_norm although they are below it", _always_scaled, _BELOW),
+        pc.wrong("usual_epsilon", "max_norm / (n + 1e-6)", _usual_epsilon, ("small/tiny",)),
     ),
     alternative_solutions=(_float32(coarse=False), _float32(coarse=True)),
     excused=_excused(),

@@ -8,22 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    GroupLayout,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    leaves,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import clipping
 from peerlane.problems.families.clipping import Entry, Gradients, coefficient, every_other, narrow_power_sum, scaled, tensors
 from peerlane.problems.families.collective import BF16, FP32
@@ -59,19 +44,19 @@ def reference(
     return norm
 
 
-def _ep_ranks(case: Case) -> int:
+def _ep_ranks(case: pc.Case) -> int:
     """Ranks in an expert-parallel group: ``case["ep_ranks"]``, or 1/``case["replicas"]`` of the world, but at least one."""
     if "ep_ranks" in case.params:
         return int(case["ep_ranks"])
     return max(1, case.world_size // int(case["replicas"]))
 
 
-def _divisor(case: Case) -> int:
+def _divisor(case: pc.Case) -> int:
     """The argument ep_size: the size of an expert-parallel group, or ``case["divisor"]``."""
     return int(case.params.get("divisor", _ep_ranks(case)))
 
 
-def process_groups(case: Case) -> GroupLayout:
+def process_groups(case: pc.Case) -> pc.GroupLayout:
     """Rank b E + e, with E ranks per expert-parallel group, is number e of the contiguous group b; equal e share the same experts."""
     size, world = _ep_ranks(case), range(case.world_size)
     return {
@@ -81,7 +66,7 @@ def process_groups(case: Case) -> GroupLayout:
     }
 
 
-def _stages(case: Case) -> tuple[str | None, str | None, str | None]:
+def _stages(case: pc.Case) -> tuple[str | None, str | None, str | None]:
     """The names of fsdp_group, ep_fsdp_group and ep_group, None where a stage is skipped; ``case["groups"]``: see :func:`inputs`."""
     match case.params.get("groups", "grid"):
         case "grid" if _ep_ranks(case) > 1:
@@ -98,7 +83,7 @@ def _stages(case: Case) -> tuple[str | None, str | None, str | None]:
             raise ValueError(f"unknown groups {other!r}")
 
 
-def entries(case: Case, rank: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+def entries(case: pc.Case, rank: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """Both lists of one rank: ``case["non_ep"]`` and ``case["ep"]``, or the rank's part of ``case["model"]``.
 
     Of a model, other parameters are sharded along axis 0 over the world, experts along axis 1 over the ranks that share them.
@@ -107,17 +92,14 @@ def entries(case: Case, rank: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]
         return case["non_ep"], case["ep"]
     size = _ep_ranks(case)
     non_ep, ep = MODELS[case["model"]](size)
-    return (
-        clipping.shard(non_ep, case.world_size, rank),
-        clipping.shard(ep, case.world_size // size, rank // size, axis=1),
-    )
+    return (clipping.shard(non_ep, case.world_size, rank), clipping.shard(ep, case.world_size // size, rank // size, axis=1))
 
 
-def _norm_type(case: Case) -> float:
+def _norm_type(case: pc.Case) -> float:
     return float(case.params.get("norm_type", 2.0))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Gradients of :func:`_clipping.draw_gradients`, whose norm is that of the world after the division by ep_size.
 
     ``case["groups"]``: ``grid`` (if absent) reduces over the world, and over both sides of the grid; ``ep_fsdp_only`` leaves out the
@@ -133,11 +115,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     expert_gradients = clipping.draw_gradients(draw, ep[rank], split, p, rank=rank, which=1, stacked=True, factor=factor)
     if "poison" in case.params and rank == 0:
         clipping.poison(expert_gradients, case["poison"])
-    groups = [None if name is None else GroupRef(name) for name in _stages(case)]
+    groups = [None if name is None else pc.GroupRef(name) for name in _stages(case)]
     return gradients, expert_gradients, case["max_norm"], p, _divisor(case), *groups
 
 
-def _reduced(case: Case, sums: Sequence[torch.Tensor], stages: Sequence[str | None]) -> list[torch.Tensor]:
+def _reduced(case: pc.Case, sums: Sequence[torch.Tensor], stages: Sequence[str | None]) -> list[torch.Tensor]:
     """Every rank's sum after all-reduces over the groups of these names, one after the other."""
     layout, values = process_groups(case), list(sums)
     for name in stages:
@@ -147,46 +129,46 @@ def _reduced(case: Case, sums: Sequence[torch.Tensor], stages: Sequence[str | No
     return values
 
 
-def _device(inputs: Sequence[tuple[Any, ...]]) -> torch.device:
-    return next(leaves(list(inputs))).device
+def _device(inputs: pc.Inputs) -> torch.device:
+    return next(pc.leaves(list(inputs))).device
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, dict[str, list[Any]]]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, dict[str, list[Any]]]:
     device, p, divisor = _device(inputs), _norm_type(case), _divisor(case)
     fsdp, ep_fsdp, ep = _stages(case)
     sums = [clipping.wide_power_sum(args[0], p).to(device) for args in inputs]
     expert_sums = [clipping.wide_power_sum(args[1], p).to(device) / divisor**p for args in inputs]
     own = [_reduced(case, sums, [fsdp])[rank], _reduced(case, expert_sums, [ep_fsdp, ep])[rank]]
     norm = clipping.norm_of(own, p, device)
-    return Expected("norm", norm, FP32), {
+    return pc.Expected("norm", norm, FP32), {
         "non_ep_grad_tensors": clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"]),
         "ep_grad_tensors": clipping.clipped("expert_gradient", inputs[rank][1], norm, case["max_norm"], divisor),
     }
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """An expert's gradient is divided by a power of two, which is exact, or in float32, where the norm's error leaves room for it."""
     non_ep, ep = zip(*(entries(case, rank) for rank in range(case.world_size)), strict=True)
     error = clipping.norm_error(non_ep, ep)
     return {
-        "norm": Tolerance(relative=error),
+        "norm": pc.Tolerance(relative=error),
         **clipping.tolerances("gradient", non_ep, error),
         **clipping.tolerances("expert_gradient", ep, error),
     }
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Two float32 numbers are all-reduced over the world, which serves all groups."""
     non_ep, ep = entries(case, rank)
     always = ep if _divisor(case) > 1 else ()
     hbm_bytes, operations = clipping.traffic(non_ep if always else (*non_ep, *ep), clips=case["clips"], always_written=always)
     port = 2 * (case.world_size - 1) / case.world_size * 2 * FP32.itemsize if case.params.get("groups", "grid") == "grid" else 0
-    return Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
+    return pc.Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
 
 
 def _narrow_norm(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
+    case: pc.Case,
+    inputs: pc.Inputs,
     rank: int,
     *,
     stages: Sequence[str | None] | None = None,
@@ -204,7 +186,7 @@ def _narrow_norm(
 
 
 def _updated(
-    case: Case,
+    case: pc.Case,
     args: tuple[Any, ...],
     norm: torch.Tensor,
     *,
@@ -220,50 +202,49 @@ def _updated(
     }
 
 
-def _with_norm_of(context: AnswerContext, **options: Any) -> Answer:
+def _with_norm_of(context: pc.AnswerContext, **options: Any) -> Answer:
     """Everything follows from a wrong norm."""
     return _updated(context.case, context.args, _narrow_norm(context.case, context.inputs, context.rank, **options))
 
 
-def _local_times_root(context: AnswerContext) -> Answer:
+def _local_times_root(context: pc.AnswerContext) -> Answer:
     local = _narrow_norm(context.case, context.inputs, context.rank, stages=(None, None, None))
     return _updated(context.case, context.args, local * context.case.world_size ** (1 / _norm_type(context.case)))
 
 
-def _every_other_element(context: AnswerContext) -> Answer:
-    """Everything follows from the norm of every second element times 2^(1/p)."""
+def _every_other_element(context: pc.AnswerContext) -> Answer:
     sampled = [(every_other(args[0]), every_other(args[1])) for args in context.inputs]
     norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / _norm_type(context.case))
     return _updated(context.case, context.args, norm)
 
 
-def _right_norm(context: AnswerContext, **options: Any) -> Answer:
+def _right_norm(context: pc.AnswerContext, **options: Any) -> Answer:
     """The right norm, and gradients with other factors."""
     return _updated(context.case, context.args, context.answer[0], **options)
 
 
-def _all_divided(context: AnswerContext) -> Answer:
+def _all_divided(context: pc.AnswerContext) -> Answer:
     non_ep, ep = (scaled(gradients, 1.0 / _divisor(context.case)) for gradients in context.args[:2])
     return _updated(context.case, (non_ep, ep), context.answer[0], divisor=1)
 
 
-def _one_list_scaled(context: AnswerContext, *, experts: bool) -> Answer:
+def _one_list_scaled(context: pc.AnswerContext, *, experts: bool) -> Answer:
     norm, right = context.answer
     _, kept = _right_norm(context, factor=torch.ones_like(norm))
     name = "non_ep_grad_tensors" if experts else "ep_grad_tensors"
     return norm, {**right, name: kept[name]}
 
 
-def _float32(coarse: bool) -> AlternativeSolution:
+def _float32(coarse: bool) -> pc.AlternativeSolution:
     """Norm and products in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
 
-    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
         return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
 
-    return AlternativeSolution("coefficient_rounded" if coarse else "rounded", answer)
+    return pc.AlternativeSolution("coefficient_rounded" if coarse else "rounded", answer)
 
 
-def _folded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+def _folded(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     """Experts' divisor and coefficient in one factor, their norm from undivided gradients."""
     fsdp, *ep_stages = _stages(case)
     device, p = _device(inputs), _norm_type(case)
@@ -283,44 +264,44 @@ _RAGGED: dict[str, Any] = {"non_ep": _NON_EP, "ep": _EP, "max_norm": 1.0, "level
 _LARGE: dict[str, Any] = {"max_norm": 1.0, "level": 1e-3, "clips": True}
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "missing and empty entries, empty lists; one, two and all ranks per expert-parallel group; skipped and partial reductions; norms 1 "
         "and 2; above and below the bound; a NaN",
-        case("grid", BF16, replicas=2, **_RAGGED),
-        case("below", BF16, ep_ranks=2, **{**_RAGGED, "max_norm": 1e7, "clips": False}),
-        case("all_ranks", BF16, replicas=1, **_RAGGED),
-        case("no_non_ep", BF16, ep_ranks=2, **{**_RAGGED, "non_ep": ()}),
-        case("no_ep", BF16, ep_ranks=2, **{**_RAGGED, "ep": ()}),
-        case("norm_1", BF16, ep_ranks=2, norm_type=1.0, **_RAGGED),
-        case("divisor_3", FP32, ep_ranks=2, divisor=3, **{**_RAGGED, "non_ep": _SINGLE, "ep": _SINGLE}),
-        case("large_experts", BF16, ep_ranks=2, ep_level=1000.0, **_RAGGED),
-        case("ep_fsdp_only", BF16, ep_ranks=2, groups="ep_fsdp_only", world_sizes=(4, 8), **_RAGGED),
-        case("ep_only", BF16, ep_ranks=2, groups="ep_only", **_RAGGED),
-        case("nan", BF16, ep_ranks=2, poison=float("nan"), **{**_RAGGED, "clips": False}),
-        case("hybrid", BF16, ep_ranks=2, groups="hybrid", world_sizes=(4, 8), **_RAGGED),
+        pc.case("grid", BF16, replicas=2, **_RAGGED),
+        pc.case("below", BF16, ep_ranks=2, **{**_RAGGED, "max_norm": 1e7, "clips": False}),
+        pc.case("all_ranks", BF16, replicas=1, **_RAGGED),
+        pc.case("no_non_ep", BF16, ep_ranks=2, **{**_RAGGED, "non_ep": ()}),
+        pc.case("no_ep", BF16, ep_ranks=2, **{**_RAGGED, "ep": ()}),
+        pc.case("norm_1", BF16, ep_ranks=2, norm_type=1.0, **_RAGGED),
+        pc.case("divisor_3", FP32, ep_ranks=2, divisor=3, **{**_RAGGED, "non_ep": _SINGLE, "ep": _SINGLE}),
+        pc.case("large_experts", BF16, ep_ranks=2, ep_level=1000.0, **_RAGGED),
+        pc.case("ep_fsdp_only", BF16, ep_ranks=2, groups="ep_fsdp_only", world_sizes=(4, 8), **_RAGGED),
+        pc.case("ep_only", BF16, ep_ranks=2, groups="ep_only", **_RAGGED),
+        pc.case("nan", BF16, ep_ranks=2, poison=float("nan"), **{**_RAGGED, "clips": False}),
+        pc.case("hybrid", BF16, ep_ranks=2, groups="hybrid", world_sizes=(4, 8), **_RAGGED),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: a list of one 1024 x 1024 tensor each; W/2 ranks per expert-parallel group",
-        case(
+        pc.case(
             "bf16", BF16, replicas=2, **{**_RAGGED, "non_ep": tensors(BF16, (1024, 1024)), "ep": tensors(BF16, (1024, 1024)), "level": 1e-2}
         ),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_30b_a3b",
         "4 layers, W/2 ranks per expert-parallel group",
-        case("bf16", BF16, model="qwen3-30b-a3b", replicas=2, **_LARGE),
+        pc.case("bf16", BF16, model="qwen3-30b-a3b", replicas=2, **_LARGE),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3",
         "one layer with a quarter of its experts, all ranks in one expert-parallel group",
-        case("bf16", BF16, model="deepseek-v3", replicas=1, **_LARGE),
+        pc.case("bf16", BF16, model="deepseek-v3", replicas=1, **_LARGE),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x7b",
         "2 layers, 2 ranks per expert-parallel group",
-        case("bf16", BF16, model="mixtral-8x7b", ep_ranks=2, **_LARGE),
+        pc.case("bf16", BF16, model="mixtral-8x7b", ep_ranks=2, **_LARGE),
     ),
 )
 
@@ -336,7 +317,7 @@ _BOTH = _small("all_ranks", "norm_1", "divisor_3")
 _REDUCED = (*_small("grid", "below", "large_experts"), *_BOTH)
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=22,
     slug="clip_grad_norm_ep",
     title="Clipping of expert-parallel and other sharded gradients by their global norm, in place",
@@ -358,117 +339,96 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
+        pc.wrong(
             "no_communication",
             "the norm of the rank's own gradients",
             lambda c: _with_norm_of(c, stages=(None, None, None)),
-            cases=(*_REDUCED, *_small("no_non_ep", "no_ep", "ep_fsdp_only", "ep_only"), *_OTHERS),
+            (*_REDUCED, *_small("no_non_ep", "no_ep", "ep_fsdp_only", "ep_only"), *_OTHERS),
         ),
-        KnownWrongAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=(*_REDUCED, *_OTHERS)),
-        KnownWrongAnswer(
-            "every_other_element",
-            "the norm of every second element times 2^(1/p)",
-            _every_other_element,
-            cases=(*_REDUCED, *_OTHERS),
-        ),
-        KnownWrongAnswer(
+        pc.wrong("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, (*_REDUCED, *_OTHERS)),
+        pc.wrong("every_other_element", "the norm of every second element times 2^(1/p)", _every_other_element, (*_REDUCED, *_OTHERS)),
+        pc.wrong(
             "experts_not_reduced",
             "experts' sum not reduced",
             lambda c: _with_norm_of(c, stages=("world", None, None)),
-            cases=(*_REDUCED, *_OTHERS),
+            (*_REDUCED, *_OTHERS),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "experts_reduced_over_sharers_only",
             "experts' sum not reduced over the expert-parallel group",
             lambda c: _with_norm_of(c, stages=("world", "ep_fsdp", None)),
-            cases=(*(f"{name}/w4" for name in _small("grid")), *_small("below"), *_BOTH, *_OTHERS_ON_MORE),
+            (*(f"{name}/w4" for name in _small("grid")), *_small("below"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "experts_reduced_over_ep_group_only",
             "experts' sum not reduced over the ranks that share them",
             lambda c: _with_norm_of(c, stages=("world", None, "ep")),
-            cases=(*_small("grid"), *(f"{name}/w4" for name in _small("below", "norm_1", "divisor_3"))),
+            (*_small("grid"), *(f"{name}/w4" for name in _small("below", "norm_1", "divisor_3"))),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "groups_swapped",
             "the expert-parallel group in place of the ranks that share experts, or the other way round",
             lambda c: _with_norm_of(c, stages=("world", "ep", None) if _stages(c.case)[1] else (None, None, "ep_fsdp")),
-            cases=_small("ep_fsdp_only", "ep_only"),
+            _small("ep_fsdp_only", "ep_only"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "whole_world",
             "skipped sums taken",
             lambda c: _with_norm_of(c, stages=("world", "world", None)),
-            cases=_small("ep_fsdp_only", "ep_only/w4"),
+            _small("ep_fsdp_only", "ep_only/w4"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "fsdp_group_ignored",
             "the other gradients' sum taken over the world",
             lambda c: _with_norm_of(c, stages=("world", *_stages(c.case)[1:])),
-            cases=_small("hybrid", "ep_only"),
+            _small("hybrid", "ep_only"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "others_not_reduced",
             "the other gradients' sum not reduced",
             lambda c: _with_norm_of(c, stages=(None, *_stages(c.case)[1:])),
-            cases=(*_small("hybrid"), *_BOTH),
+            (*_small("hybrid"), *_BOTH),
         ),
-        KnownWrongAnswer(
-            "euclidean",
-            "norm_type ignored",
-            lambda c: _with_norm_of(c, norm_type=2.0),
-            cases=_small("norm_1"),
-        ),
-        KnownWrongAnswer(
-            "experts_left_out", "the norm of the other gradients", lambda c: _with_norm_of(c, weights=(1.0, 0.0)), cases=(*_BOTH, *_OTHERS)
-        ),
-        KnownWrongAnswer(
-            "others_left_out", "the norm of experts' gradients", lambda c: _with_norm_of(c, weights=(0.0, 1.0)), cases=(*_BOTH, *_OTHERS)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("euclidean", "norm_type ignored", lambda c: _with_norm_of(c, norm_type=2.0), _small("norm_1")),
+        pc.wrong("experts_left_out", "the norm of the other gradients", lambda c: _with_norm_of(c, weights=(1.0, 0.0)), (*_BOTH, *_OTHERS)),
+        pc.wrong("others_left_out", "the norm of experts' gradients", lambda c: _with_norm_of(c, weights=(0.0, 1.0)), (*_BOTH, *_OTHERS)),
+        pc.wrong(
             "not_divided",
             "ep_size ignored",
             lambda c: _updated(c.case, c.args, _narrow_norm(c.case, c.inputs, c.rank, divisor=1), divisor=1),
-            cases=(*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
+            (*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "divided_after_the_norm",
             "the norm of undivided gradients of experts",
             lambda c: _with_norm_of(c, divisor=1),
-            cases=(*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
+            (*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "divided_for_the_norm_only",
             "the right norm, experts' gradients not divided",
             lambda c: _right_norm(c, divisor=1),
-            cases=(*_small("below", "no_non_ep", "large_experts", "nan"), *_BOTH, *_OTHERS_ON_MORE),
+            (*_small("below", "no_non_ep", "large_experts", "nan"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        KnownWrongAnswer(
-            "all_divided",
-            "the other gradients divided too",
-            _all_divided,
-            cases=(*_small("below", "no_ep", "nan"), *_BOTH, *_OTHERS_ON_MORE),
+        pc.wrong(
+            "all_divided", "the other gradients divided too", _all_divided, (*_small("below", "no_ep", "nan"), *_BOTH, *_OTHERS_ON_MORE)
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "not_clipped",
             "the right norm, gradients not scaled by it",
             lambda c: _right_norm(c, factor=torch.ones_like(c.answer[0])),
-            cases=(*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts", "hybrid"), *_BOTH, *_OTHERS),
+            (*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts", "hybrid"), *_BOTH, *_OTHERS),
         ),
-        KnownWrongAnswer(
-            "only_experts_clipped", "the other gradients not scaled", lambda c: _one_list_scaled(c, experts=True), cases=(*_BOTH, *_OTHERS)
-        ),
-        KnownWrongAnswer(
-            "only_others_clipped", "experts' gradients not scaled", lambda c: _one_list_scaled(c, experts=False), cases=(*_BOTH, *_OTHERS)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("only_experts_clipped", "the other gradients not scaled", lambda c: _one_list_scaled(c, experts=True), (*_BOTH, *_OTHERS)),
+        pc.wrong("only_others_clipped", "experts' gradients not scaled", lambda c: _one_list_scaled(c, experts=False), (*_BOTH, *_OTHERS)),
+        pc.wrong(
             "always_scaled",
             "gradients scaled to max_norm although they are below it",
             lambda c: _right_norm(c, factor=c.case["max_norm"] / c.answer[0]),
-            cases=_small("below"),
+            _small("below"),
         ),
     ),
-    alternative_solutions=(_float32(coarse=False), _float32(coarse=True), AlternativeSolution("folded", _folded)),
+    alternative_solutions=(_float32(coarse=False), _float32(coarse=True), pc.AlternativeSolution("folded", _folded)),
     excused={
         "another_rank/norm": "all ranks of the world have one norm, but where groups are smaller or left out",
         "echo/gradient_0@small/below": "what is not clipped stays as it is",

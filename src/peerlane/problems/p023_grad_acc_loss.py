@@ -9,20 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32
 
 FP64 = torch.float64
@@ -47,7 +34,7 @@ def reference(
     return loss_sum / global_valid_tokens, loss_sum, grad_loss
 
 
-def token_counts(case: Case, draw: Draw) -> torch.Tensor:
+def token_counts(case: pc.Case, draw: pc.Draw) -> torch.Tensor:
     """(W,) int64, alike on all ranks: one in the lower half of each of W equal parts of the logarithmic range ``case["tokens"]``, in any
     order. ``case["idle"]``: the ranks 0 and 5 have none.
     """
@@ -60,7 +47,7 @@ def token_counts(case: Case, draw: Draw) -> torch.Tensor:
     return counts
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor | None, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor | None, ...]:
     """Losses between 0.5 and 12, NaN on ranks without tokens. The global count is ``case["steps"]`` (1) times the sum of the ranks' counts.
 
     In bfloat16, where answers are right within a few percent, losses and upstream gradients are larger on ranks with fewer tokens, in
@@ -95,70 +82,62 @@ def _wide(args: Sequence[Any]) -> list[Any]:
     return [torch.zeros((), dtype=FP64, device=args[0].device) if tensor is None else tensor.to(FP64) for tensor in args]
 
 
-def _token_losses(inputs: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+def _token_losses(inputs: pc.Inputs) -> torch.Tensor:
     """(W,) float64: every rank's loss times its tokens, 0 where it has none."""
     parts = [(args[0] * 1.0, args[1]) for args in map(_wide, inputs)]
     return torch.stack([torch.where(count == 0, 0.0, loss * count) for loss, count in parts])
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, Expected, Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected, pc.Expected]:
     _, local, whole, grad, grad_sum = _wide(inputs[rank])
     parts = _token_losses(inputs)
     total, magnitude = parts.sum(), parts.abs().sum()
     through_mean, through_sum = grad * local / whole, grad_sum * local
     return (
-        Expected("normalized_loss", total / whole, case.dtype, magnitude=magnitude / whole),
-        Expected("loss_sum", total, case.dtype, magnitude=magnitude),
-        Expected("grad_loss", through_mean + through_sum, case.dtype, magnitude=through_mean.abs() + through_sum.abs()),
+        pc.Expected("normalized_loss", total / whole, case.dtype, magnitude=magnitude / whole),
+        pc.Expected("loss_sum", total, case.dtype, magnitude=magnitude),
+        pc.Expected("grad_loss", through_mean + through_sum, case.dtype, magnitude=through_mean.abs() + through_sum.abs()),
     )
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Every count, product, addition over ranks and quotient is rounded to the losses' dtype: W + 4 times at most, relative to the sum of
     |loss| tokens. The gradient is rounded five times at most.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
-    sums = Tolerance(magnitude=(case.world_size + 6) * u)
-    return {"normalized_loss": sums, "loss_sum": sums, "grad_loss": Tolerance(magnitude=8 * u)}
+    u = pc.UNIT_ROUNDOFF[case.dtype]
+    sums = pc.Tolerance(magnitude=(case.world_size + 6) * u)
+    return {"normalized_loss": sums, "loss_sum": sums, "grad_loss": pc.Tolerance(magnitude=8 * u)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """One number is all-reduced."""
     size, world = case.dtype.itemsize, case.world_size
     port = 2 * (world - 1) / world * size
-    return Cost(hbm_bytes=2 * 8 + 6 * size, egress_bytes=port, ingress_bytes=port, flops={"fp32": 8})
+    return pc.Cost(hbm_bytes=2 * 8 + 6 * size, egress_bytes=port, ingress_bytes=port, flops={"fp32": 8})
 
 
-def _answer(context: AnswerContext, total: torch.Tensor, grad: torch.Tensor | None = None) -> Scalars:
+def _answer(context: pc.AnswerContext, total: torch.Tensor, grad: torch.Tensor | None = None) -> Scalars:
     """Outputs from a sum of losses in float64 and, unless right, a gradient."""
     whole, dtype = context.args[2], context.case.dtype
     return (total / whole).to(dtype), total.to(dtype), context.answer[2] if grad is None else grad.to(dtype)
 
 
-def _unweighted(context: AnswerContext) -> Scalars:
-    """The mean of the losses for the normalised one."""
-    losses = torch.stack([args[0].to(FP64) for args in context.inputs]).nan_to_num()
-    whole = context.args[2].to(FP64)
-    return _answer(context, losses.mean() * whole)
-
-
-def _gradient(context: AnswerContext, change: Any) -> Scalars:
+def _gradient(context: pc.AnswerContext, change: Any) -> Scalars:
     """A wrong gradient, from loss, local and global count, and both upstream gradients in float64."""
     return (*context.answer[:2], change(*_wide(context.args)).to(context.case.dtype))
 
 
-def _always_finite(context: AnswerContext) -> Scalars:
+def _always_finite(context: pc.AnswerContext) -> Scalars:
     """Infinities replaced on ranks that do have tokens."""
     parts = [args[0].nan_to_num().to(FP64) * args[1] for args in context.inputs]
     return _answer(context, torch.stack(parts).sum())
 
 
-def _never_replaced(context: AnswerContext) -> Scalars:
-    """NaN and infinity times zero tokens."""
+def _never_replaced(context: pc.AnswerContext) -> Scalars:
     return _answer(context, torch.stack([args[0].to(FP64) * args[1] for args in context.inputs]).sum())
 
 
-def _wide_variant(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Scalars:
+def _wide_variant(case: pc.Case, inputs: pc.Inputs, rank: int) -> Scalars:
     """In float64 throughout, rounded once."""
     _, local, whole, grad, grad_sum = _wide(inputs[rank])
     total = _token_losses(inputs).sum()
@@ -166,7 +145,7 @@ def _wide_variant(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> S
     return tuple(output.to(case.dtype) for output in outputs)  # type: ignore[return-value]
 
 
-def _other_order(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Scalars:
+def _other_order(case: pc.Case, inputs: pc.Inputs, rank: int) -> Scalars:
     """In the losses' dtype, ranks in reverse order, each normalised before the sum, both gradients added before the product."""
     _, local, whole, grad, grad_sum = inputs[rank]
     total = torch.zeros((), dtype=case.dtype, device=local.device)
@@ -180,38 +159,37 @@ def _other_order(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Sc
 _RAGGED, _PACKED, _MASKED, _MILLION = (300, 10**6), (2000, 4 * 8192), (50, 8192), (2**8, 2**21)
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "ragged counts, ranks without tokens, float32 and bfloat16, with and without a gradient of the sum, infinite and negative losses",
-        case("ragged_fp32", FP32, tokens=_RAGGED),
-        case("ragged_bf16", BF16, tokens=_RAGGED),
-        case("gradient_of_sum_fp32", FP32, tokens=_RAGGED, grad_sum=1e-4),
-        case("gradient_of_sum_bf16", BF16, tokens=_RAGGED, grad_sum=5e-5),
-        case("idle_fp32", FP32, tokens=_RAGGED, idle=True, grad_sum=1e-4),
-        case("idle_bf16", BF16, tokens=_RAGGED, idle=True),
-        case("idle_infinite_fp32", FP32, tokens=_RAGGED, idle=True, data="zero_infinite"),
-        case("infinite_fp32", FP32, tokens=_RAGGED, data="infinite"),
-        case("negative_fp32", FP32, tokens=_RAGGED, data="negative"),
-        case("many_tokens_fp32", FP32, tokens=(2**24, 2**27)),
-        case("few_global_tokens_fp32", FP32, tokens=_RAGGED, steps=0.01),
+        pc.case("ragged_fp32", FP32, tokens=_RAGGED),
+        pc.case("ragged_bf16", BF16, tokens=_RAGGED),
+        pc.case("gradient_of_sum_fp32", FP32, tokens=_RAGGED, grad_sum=1e-4),
+        pc.case("gradient_of_sum_bf16", BF16, tokens=_RAGGED, grad_sum=5e-5),
+        pc.case("idle_fp32", FP32, tokens=_RAGGED, idle=True, grad_sum=1e-4),
+        pc.case("idle_bf16", BF16, tokens=_RAGGED, idle=True),
+        pc.case("idle_infinite_fp32", FP32, tokens=_RAGGED, idle=True, data="zero_infinite"),
+        pc.case("infinite_fp32", FP32, tokens=_RAGGED, data="infinite"),
+        pc.case("negative_fp32", FP32, tokens=_RAGGED, data="negative"),
+        pc.case("many_tokens_fp32", FP32, tokens=(2**24, 2**27)),
+        pc.case("few_global_tokens_fp32", FP32, tokens=_RAGGED, steps=0.01),
     ),
-    preset(
-        "pkb", "the public benchmark's dtypes, with unlike numbers of tokens", case("bf16", BF16, tokens=_MILLION, grad=1.0, grad_sum=1e-4)
+    pc.preset(
+        "pkb",
+        "the public benchmark's dtypes, with unlike numbers of tokens",
+        pc.case("bf16", BF16, tokens=_MILLION, grad=1.0, grad_sum=1e-4),
     ),
-    preset("production_llama_sft_packed", "packed sequences", case("fp32", FP32, tokens=_PACKED, grad=1.0)),
-    preset("production_rl_masked", "some ranks without tokens", case("fp32", FP32, tokens=_MASKED, idle=True, grad=1.0, grad_sum=1e-3)),
-    preset("production_grad_accum", "16 micro-batches", case("fp32", FP32, tokens=_PACKED, steps=16, grad=1.0)),
+    pc.preset("production_llama_sft_packed", "packed sequences", pc.case("fp32", FP32, tokens=_PACKED, grad=1.0)),
+    pc.preset(
+        "production_rl_masked", "some ranks without tokens", pc.case("fp32", FP32, tokens=_MASKED, idle=True, grad=1.0, grad_sum=1e-3)
+    ),
+    pc.preset("production_grad_accum", "16 micro-batches", pc.case("fp32", FP32, tokens=_PACKED, steps=16, grad=1.0)),
 )
 
 
-def _labels(test: Any) -> tuple[str, ...]:
-    """The cases whose parameters pass the test."""
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if test(spec.params))
+_FINITE = pc.where(lambda c: c.params.get("data") != "infinite")
 
-
-_FINITE = _labels(lambda params: params.get("data") != "infinite")
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=23,
     slug="grad_acc_loss",
     title="Token-weighted loss over all ranks, with its gradient",
@@ -231,33 +209,34 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own loss", lambda c: _answer(c, _token_losses([c.args]).sum()), cases=_FINITE),
-        KnownWrongAnswer("unweighted", "the mean of the ranks' losses", _unweighted, cases=_FINITE),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own loss", lambda c: _answer(c, _token_losses([c.args]).sum()), _FINITE),
+        pc.wrong(
+            "unweighted",
+            "the mean of the ranks' losses",
+            lambda c: _answer(c, torch.stack([args[0].to(FP64) for args in c.inputs]).nan_to_num().mean() * c.args[2].to(FP64)),
+            _FINITE,
+        ),
+        pc.wrong(
             "drop_last_rank",
             "the last rank left out: may be within the error of bfloat16",
             lambda c: _answer(c, _token_losses(c.inputs[:-1]).sum()),
-            cases=tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.dtype == FP32),
+            lambda c: c.dtype == FP32,
         ),
-        KnownWrongAnswer(
-            "gradient_over_world", "gradient / W", lambda c: _gradient(c, lambda x, n, t, g, s: g / c.case.world_size + s * n)
-        ),
-        KnownWrongAnswer("gradient_unnormalised", "gradient times n_r", lambda c: _gradient(c, lambda x, n, t, g, s: (g + s) * n)),
-        KnownWrongAnswer(
+        pc.wrong("gradient_over_world", "gradient / W", lambda c: _gradient(c, lambda x, n, t, g, s: g / c.case.world_size + s * n)),
+        pc.wrong("gradient_unnormalised", "gradient times n_r", lambda c: _gradient(c, lambda x, n, t, g, s: (g + s) * n)),
+        pc.wrong(
             "no_gradient_of_sum",
             "grad_loss_sum ignored",
             lambda c: _gradient(c, lambda x, n, t, g, s: g * n / t),
-            cases=_labels(lambda params: "grad_sum" in params),
+            lambda c: "grad_sum" in c.params,
         ),
-        KnownWrongAnswer(
-            "zero_tokens_poison",
-            "NaN or infinity times no tokens",
-            _never_replaced,
-            cases=_labels(lambda params: "idle" in params),
-        ),
-        KnownWrongAnswer("always_finite", "infinities replaced where there are tokens", _always_finite, cases=("small/infinite_fp32",)),
+        pc.wrong("zero_tokens_poison", "NaN or infinity times no tokens", _never_replaced, lambda c: "idle" in c.params),
+        pc.wrong("always_finite", "infinities replaced where there are tokens", _always_finite, ("small/infinite_fp32",)),
     ),
-    alternative_solutions=(AlternativeSolution("float64_rounded_once", _wide_variant), AlternativeSolution("other_order", _other_order)),
+    alternative_solutions=(
+        pc.AlternativeSolution("float64_rounded_once", _wide_variant),
+        pc.AlternativeSolution("other_order", _other_order),
+    ),
     excused={
         "another_rank/normalized_loss": "all ranks have the same",
         "another_rank/loss_sum": "all ranks have the same",

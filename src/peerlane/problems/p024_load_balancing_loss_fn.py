@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.interval import Interval, comparison
 
@@ -36,10 +22,7 @@ _SUMS = 1e-5
 
 
 def reference(
-    gate_logits: torch.Tensor | tuple[torch.Tensor, ...],
-    num_experts: int,
-    top_k: int = 2,
-    attention_mask: torch.Tensor | None = None,
+    gate_logits: torch.Tensor | tuple[torch.Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     logits = gate_logits if isinstance(gate_logits, torch.Tensor) else torch.cat(list(gate_logits))
     probabilities = torch.softmax(logits, dim=-1)
@@ -62,23 +45,23 @@ def _row_weights(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tenso
     return mask.reshape(-1).to(torch.float32).repeat(logits.shape[0] // mask.numel())
 
 
-def _layers(case: Case) -> int:
+def _layers(case: pc.Case) -> int:
     return int(case.params.get("layers", 1))
 
 
-def _tokens(case: Case) -> int:
+def _tokens(case: pc.Case) -> int:
     """Tokens of a layer: ``tokens``, or batch times sequence of ``batch``."""
     return int(torch.Size(case["batch"]).numel() if "batch" in case.params else case["tokens"])
 
 
-def _padding(case: Case) -> list[int]:
+def _padding(case: pc.Case) -> list[int]:
     """Masked tokens at the end of every sequence: none in the first, and more in each, a share of ``case["padding"]`` in all."""
     batch, length = case.params.get("batch", (1, _tokens(case)))
     step = int(batch * length * case.params.get("padding", 0.0)) // max(1, batch * (batch - 1) // 2)
     return [step * sequence for sequence in range(batch)]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Logits N(0, 1) plus a slope over the experts, in an order that is rotated from rank to rank.
 
     The slope is 20 or less from the most to the least popular expert: times a number for every rank, no two of which are close, and times
@@ -135,7 +118,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return parts if case.params.get("as_tuple") else torch.cat(parts), experts, case["k"], mask
 
 
-def _collapse(logits: Sequence[torch.Tensor], mask: torch.Tensor | None, expert: torch.Tensor, stretch: torch.Tensor, draw: Draw) -> None:
+def _collapse(
+    logits: Sequence[torch.Tensor], mask: torch.Tensor | None, expert: torch.Tensor, stretch: torch.Tensor, draw: pc.Draw
+) -> None:
     """Gives ``expert`` a probability of about 0.95 in ``stretch`` tokens of every layer, which may go round its end, but for every second,
     third or fourth of them, and for padding."""
     tokens, experts = logits[0].shape
@@ -195,9 +180,9 @@ def local_loss(logits: torch.Tensor, weights: torch.Tensor, top_k: int, margin: 
     return value * factor, low * factor, high * factor
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The mean of local losses. In bfloat16 two probabilities may be rounded to the same number if they differ by 2 u, relatively."""
-    margin = (2 * UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + _SUMS
+    margin = (2 * pc.UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + _SUMS
     losses = []
     for args in inputs:
         logits = _whole(args)
@@ -206,19 +191,19 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     return Interval(name="loss", value=value, dtype=FP32, low=low, high=high)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """One roundoff for mean probabilities in the logits' dtype, and that of sums.
 
     Roundings of single tokens' probabilities average out. Those of mean probabilities need not, where one expert makes most of the loss.
     """
-    return {"loss": Tolerance(relative=(UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + 2 * _SUMS)}
+    return {"loss": pc.Tolerance(relative=(pc.UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + 2 * _SUMS)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The logits of tokens that count are read once; one float32 is all-reduced."""
     rows, world = _layers(case) * (_tokens(case) - sum(_padding(case))), case.world_size
     port = 2 * (world - 1) / world * FP32.itemsize
-    return Cost(
+    return pc.Cost(
         hbm_bytes=rows * case["experts"] * case.dtype.itemsize,
         egress_bytes=port,
         ingress_bytes=port,
@@ -238,7 +223,7 @@ def _mean(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(losses)).mean(0)
 
 
-def _of_ranks(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
+def _of_ranks(context: pc.AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     return _mean([_answer_of(context.inputs[q], context.case["k"]) for q in ranks])
 
 
@@ -247,18 +232,17 @@ def _answer_of(args: tuple[Any, ...], top_k: int, masked: bool = True) -> torch.
     return _loss(logits, _row_weights(logits, args[3] if masked else None), top_k)
 
 
-def _global_batch(context: AnswerContext) -> torch.Tensor:
-    """The loss of all ranks' tokens together."""
+def _global_batch(context: pc.AnswerContext) -> torch.Tensor:
     logits = torch.cat([_whole(args) for args in context.inputs])
     weights = torch.cat([_row_weights(_whole(args), args[3]) for args in context.inputs])
     return _loss(logits, weights, context.case["k"])
 
 
-def _first_layer(context: AnswerContext) -> torch.Tensor:
+def _first_layer(context: pc.AnswerContext) -> torch.Tensor:
     return _mean([_answer_of((args[0][0], *args[1:]), context.case["k"]) for args in context.inputs])
 
 
-def _every_kth(context: AnswerContext, distance: int, turning: bool) -> torch.Tensor:
+def _every_kth(context: pc.AnswerContext, distance: int, turning: bool) -> torch.Tensor:
     """The loss of every k-th token of every layer: the first and so on, or ``turning``, one token later in every layer."""
     losses = []
     for gate, _, top_k, mask in context.inputs:
@@ -270,20 +254,14 @@ def _every_kth(context: AnswerContext, distance: int, turning: bool) -> torch.Te
     return _mean(losses)
 
 
-def _all_chosen(context: AnswerContext) -> torch.Tensor:
-    """Every ratio of tokens is k / E, as if the router were balanced: the loss is k."""
-    return torch.full_like(context.answer, float(context.case["k"]))
-
-
-def _probabilities_squared(context: AnswerContext) -> torch.Tensor:
+def _probabilities_squared(context: pc.AnswerContext) -> torch.Tensor:
     """E times the sum of squared mean probabilities, times k: no choice is made."""
     means = [mean_probabilities(_whole(args), _row_weights(_whole(args), args[3])) for args in context.inputs]
     factor: int = context.case["k"] * context.case["experts"]
     return _mean([part.square().sum() for part in means]).to(FP32) * factor
 
 
-def _no_maximum(context: AnswerContext) -> torch.Tensor:
-    """Softmax from the exponentials of the logits as they are."""
+def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
     losses = []
     for args in context.inputs:
         logits = _whole(args)
@@ -292,11 +270,11 @@ def _no_maximum(context: AnswerContext) -> torch.Tensor:
     return _mean(losses)
 
 
-def _wide(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _wide(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return _mean([_answer_of(args, case["k"]) for args in inputs])
 
 
-def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _in_dtype(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Probabilities rounded to the logits' dtype before the choice, and their mean after it."""
     losses = []
     for args in inputs:
@@ -309,14 +287,14 @@ def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch
     return _mean(losses)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"tokens": 61, "experts": 5, "k": 2, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"tokens": 61, "experts": 5, "k": 2, **params})
 
 
 _PADDED: Mapping[str, Any] = {"batch": (3, 20), "padding": 0.5, "layers": 2, "as_tuple": True}
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "one and several layers, masks, 1 to 8 choices, odd numbers of experts, ties, collapsed routers and tokens, disabled experts, "
         "large logits, NaN",
@@ -337,42 +315,31 @@ PRESETS = (
         _small("nothing_valid_fp32", FP32, data="nothing_valid", **_PADDED),
         _small("large_logits_fp32", FP32, data="large", experts=8),
     ),
-    preset("pkb", "the public benchmark's shape", case("bf16", BF16, tokens=1024, experts=8, k=2)),
-    preset(
+    pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, tokens=1024, experts=8, k=2)),
+    pc.preset(
         "production_mixtral_8x7b",
         "32 layers x 4 sequences of 1024 tokens, a quarter of them padding",
-        case("bf16", BF16, batch=(4, 1024), padding=0.25, layers=32, as_tuple=True, experts=8, k=2, uneven=True),
+        pc.case("bf16", BF16, batch=(4, 1024), padding=0.25, layers=32, as_tuple=True, experts=8, k=2, uneven=True),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_30b_a3b",
         "48 layers x 8192 tokens, 8 of 128 experts",
-        case("bf16", BF16, tokens=8192, layers=48, as_tuple=True, experts=128, k=8, uneven=True),
+        pc.case("bf16", BF16, tokens=8192, layers=48, as_tuple=True, experts=128, k=8, uneven=True),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3",
         "58 layers x 4096 tokens, 8 of 256 experts",
-        case("fp32", FP32, tokens=4096, layers=58, as_tuple=True, experts=256, k=8, uneven=True),
+        pc.case("fp32", FP32, tokens=4096, layers=58, as_tuple=True, experts=256, k=8, uneven=True),
     ),
 )
 
 
-def _labels(test: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    """The cases whose parameters pass the test, but for those whose loss is NaN."""
-    hopeless = ("nan", "nothing_valid")
-    return tuple(
-        f"{item.name}/{spec.label}"
-        for item in PRESETS
-        for spec in item.cases
-        if test(spec.params) and spec.params.get("data") not in hopeless
-    )
-
-
-_DEFINED = _labels(lambda params: True)
+_DEFINED = pc.where(lambda c: c.params.get("data") not in ("nan", "nothing_valid"))
 # A small case in bfloat16 has so few layers that by chance a sample is fair, now and then.
-_UNEVEN = tuple(label for label in _labels(lambda params: params.get("uneven", False)) if label != "small/uneven_bf16")
-_FLOAT32 = tuple(label for label in _DEFINED if label.endswith("fp32"))
+_UNEVEN = pc.where(lambda c: _DEFINED(c) and c.params.get("uneven", False) and (c.preset, c.label) != ("small", "uneven_bf16"))
+_FLOAT32 = pc.where(lambda c: _DEFINED(c) and c.label.endswith("fp32"))
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=24,
     slug="load_balancing_loss_fn",
     title="Router load-balancing loss, averaged over ranks",
@@ -393,51 +360,41 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own loss", lambda c: _of_ranks(c, [c.rank]), cases=_DEFINED),
-        KnownWrongAnswer("sum", "not divided by the world size", lambda c: c.answer * c.case.world_size, cases=_DEFINED),
-        KnownWrongAnswer(
-            "drop_last_rank",
-            "the mean over all ranks but the last",
-            lambda c: _of_ranks(c, range(c.case.world_size - 1)),
-            cases=_FLOAT32,
-        ),
-        KnownWrongAnswer("global_batch", "the loss of all ranks' tokens together", _global_batch, cases=_DEFINED),
-        KnownWrongAnswer("balanced", "the loss of a balanced router, top_k", _all_chosen),
-        KnownWrongAnswer(
-            "no_choice",
-            "mean probabilities in place of choices: not far off, for bfloat16",
-            _probabilities_squared,
-            cases=_FLOAT32,
-        ),
-        KnownWrongAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
-        KnownWrongAnswer("every_other", "every second token only", lambda c: _every_kth(c, 2, turning=False), cases=_UNEVEN),
-        KnownWrongAnswer("every_fourth", "every fourth token only", lambda c: _every_kth(c, 4, turning=False), cases=_UNEVEN),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own loss", lambda c: _of_ranks(c, [c.rank]), _DEFINED),
+        pc.wrong("sum", "not divided by the world size", lambda c: c.answer * c.case.world_size, _DEFINED),
+        pc.wrong("drop_last_rank", "the mean over all ranks but the last", lambda c: _of_ranks(c, range(c.case.world_size - 1)), _FLOAT32),
+        pc.wrong("global_batch", "the loss of all ranks' tokens together", _global_batch, _DEFINED),
+        pc.wrong("balanced", "the loss of a balanced router, top_k", lambda c: torch.full_like(c.answer, float(c.case["k"]))),
+        pc.wrong("no_choice", "mean probabilities in place of choices: not far off, for bfloat16", _probabilities_squared, _FLOAT32),
+        pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/large_logits_fp32",)),
+        pc.wrong("every_other", "every second token only", lambda c: _every_kth(c, 2, turning=False), _UNEVEN),
+        pc.wrong("every_fourth", "every fourth token only", lambda c: _every_kth(c, 4, turning=False), _UNEVEN),
+        pc.wrong(
             "every_fourth_in_turn",
             "every fourth token only, of every layer one later than of the last",
             lambda c: _every_kth(c, 4, turning=True),
-            cases=_UNEVEN,
+            _UNEVEN,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "sixteenth_in_turn",
             "every sixteenth token only, of every layer one later than of the last",
             lambda c: _every_kth(c, 16, turning=True),
-            cases=_UNEVEN,
+            _UNEVEN,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "mask_ignored",
             "padding counted",
             lambda c: _mean([_answer_of(args, c.case["k"], masked=False) for args in c.inputs]),
-            cases=_labels(lambda params: "batch" in params),
+            lambda c: _DEFINED(c) and "batch" in c.params,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "top_1",
             "only the best expert counted, times k: not far off, for bfloat16",
             lambda c: _mean([_answer_of(a, 1) for a in c.inputs]) * c.case["k"],
-            cases=tuple(label for label in _labels(lambda params: params["k"] > 1) if label in _FLOAT32),
+            lambda c: _FLOAT32(c) and c["k"] > 1,
         ),
     ),
-    alternative_solutions=(AlternativeSolution("one_hot_fp32", _wide), AlternativeSolution("probabilities_in_dtype", _in_dtype)),
+    alternative_solutions=(pc.AlternativeSolution("one_hot_fp32", _wide), pc.AlternativeSolution("probabilities_in_dtype", _in_dtype)),
     excused={
         "another_rank": "all ranks have the same answer",
         **{

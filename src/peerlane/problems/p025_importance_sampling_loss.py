@@ -10,21 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.codes import eight_bit_floats
 from peerlane.problems.families.importance import CLAMP, Tokens, evaluate, extremes, global_mean
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32
@@ -63,11 +49,11 @@ def reference(
     return loss, None, (-cross_entropy).to(logits.dtype), policy_gradient.to(gradient_dtype), metrics
 
 
-def _tokens(case: Case) -> int:
+def _tokens(case: pc.Case) -> int:
     return torch.Size(case["tokens"]).numel()
 
 
-def _ignored(case: Case, rank: int) -> int:
+def _ignored(case: pc.Case, rank: int) -> int:
     """Ignored tokens: ``case["ignored"]`` of all, times 1/2, 1, 3/2, 1/2 ... by rank; with ``case["silent"]`` all, on one rank or every."""
     silent = case.params.get("silent")
     if silent == "every" or (silent == "last" and rank == case.world_size - 1):
@@ -75,13 +61,13 @@ def _ignored(case: Case, rank: int) -> int:
     return int(_tokens(case) * case.params.get("ignored", 0.0) * (1 + rank % 3) / 2)
 
 
-def _aux_dtype(case: Case) -> torch.dtype:
+def _aux_dtype(case: pc.Case) -> torch.dtype:
     """The dtype of old log-probabilities and advantages."""
     dtype: torch.dtype = case.params.get("aux_dtype", case.dtype)
     return dtype
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Hidden states near the head's rows of their label and of two rivals, so that all three are as probable as sampled tokens.
 
     Rivals are anywhere in the vocabulary: the label's logit and a part of the others do not tell its probability. The other logits have a
@@ -150,8 +136,8 @@ def _evaluated(args: Sequence[Any]) -> Tokens:
     return evaluate(args[0].flatten(0, -2), args[1], labels, old, advantages, _ignore_index(args))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, None, Expected, Expected, Expected]:
-    tokens, u = [_evaluated(args) for args in inputs], UNIT_ROUNDOFF[case.dtype]
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, None, pc.Expected, pc.Expected, pc.Expected]:
+    tokens, u = [_evaluated(args) for args in inputs], pc.UNIT_ROUNDOFF[case.dtype]
     count = torch.stack([part.valid.sum() for part in tokens]).sum().clamp(min=1)
     loss, loss_error = global_mean([t.policy_gradient for t in tokens], [t.policy_gradient * t.ratio_error for t in tokens], count, u)
     mean, mean_error = global_mean([t.ratio for t in tokens], [t.ratio * t.ratio_error for t in tokens], count, u)
@@ -164,26 +150,26 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
     own, shape = tokens[rank], tuple(case["tokens"])
     gradient, gradient_error = own.policy_gradient.view(shape), (own.policy_gradient.abs() * own.ratio_error).view(shape)
     return (
-        Expected("loss", loss, FP32, magnitude=loss_error),
+        pc.Expected("loss", loss, FP32, magnitude=loss_error),
         None,
-        Expected("logprobs", own.log_probability.view(shape), case.dtype, magnitude=2 * own.error.view(shape)),
-        Expected("policy_gradient", gradient, torch.promote_types(case.dtype, _aux_dtype(case)), magnitude=gradient_error),
-        Expected("metrics", metrics, FP32, magnitude=allowed),
+        pc.Expected("logprobs", own.log_probability.view(shape), case.dtype, magnitude=2 * own.error.view(shape)),
+        pc.Expected("policy_gradient", gradient, torch.promote_types(case.dtype, _aux_dtype(case)), magnitude=gradient_error),
+        pc.Expected("metrics", metrics, FP32, magnitude=allowed),
     )
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The oracle derives every output's error from that of the log-probabilities, and gives it as magnitude."""
-    return dict.fromkeys(("loss", "logprobs", "policy_gradient", "metrics"), Tolerance(magnitude=1.0))
+    return dict.fromkeys(("loss", "logprobs", "policy_gradient", "metrics"), pc.Tolerance(magnitude=1.0))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Only valid tokens need a product. Five sums, a minimum and a maximum are all-reduced as one message of float32."""
     count, valid, world = _tokens(case), _tokens(case) - _ignored(case, rank), case.world_size
     depth, vocab, size, aux = case["hidden"], case["vocab"], case.dtype.itemsize, _aux_dtype(case).itemsize
     port = 2 * (world - 1) / world * 7 * FP32.itemsize
     head = vocab * depth * size if valid else 0
-    return Cost(
+    return pc.Cost(
         hbm_bytes=head + valid * (depth * size + 2 * aux) + count * (8 + size + max(size, aux)),
         egress_bytes=port,
         ingress_bytes=port,
@@ -204,7 +190,7 @@ def _cross_entropy(args: Sequence[Any], logits: torch.Tensor) -> torch.Tensor:
     return flat.view(args[2].shape)
 
 
-def _assembled(case: Case, every: Sequence[tuple[torch.Tensor, ...]], rank: int, sum_dtype: torch.dtype) -> Answer:
+def _assembled(case: pc.Case, every: Sequence[tuple[torch.Tensor, ...]], rank: int, sum_dtype: torch.dtype) -> Answer:
     """The answer from all ranks' :func:`_token_terms`, local sums and their sum rounded to ``sum_dtype``."""
 
     def total(term: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -228,13 +214,13 @@ def _assembled(case: Case, every: Sequence[tuple[torch.Tensor, ...]], rank: int,
     return total(lambda lp, d, rho, pg: pg), None, lp.to(case.dtype), pg.to(gradient_dtype), torch.stack(metrics)
 
 
-def _wide_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+def _wide_logits(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     """Logits and everything after them in float32, rounded once."""
     every = [_token_terms(args, _cross_entropy(args, args[0].flatten(0, -2).to(FP32) @ args[1].to(FP32).t())) for args in inputs]
     return _assembled(case, every, rank, FP32)
 
 
-def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+def _in_dtype(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     """Everything rounded to the inputs' dtype after every operation, as the public reference does it."""
     every = [
         _token_terms(args, _cross_entropy(args, (args[0].flatten(0, -2).to(FP32) @ args[1].to(FP32).t()).to(case.dtype))) for args in inputs
@@ -242,7 +228,7 @@ def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answe
     return _assembled(case, every, rank, case.dtype)
 
 
-def _carrying_gradient(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+def _carrying_gradient(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     """The loss plus and less a sum over the rank's own tokens, through which the public reference's gradient flows."""
     loss, _, lp, pg, metrics = _wide_logits(case, inputs, rank)
     count = sum(int((args[2] != _ignore_index(args)).sum()) for args in inputs)
@@ -250,16 +236,16 @@ def _carrying_gradient(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int)
     return loss + carrier - carrier, None, lp, pg, metrics
 
 
-def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[AnswerContext], Answer]:
+def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[pc.AnswerContext], Answer]:
     """The answer to other arguments."""
 
-    def answer(context: AnswerContext) -> Answer:
+    def answer(context: pc.AnswerContext) -> Answer:
         return _wide_logits(context.case, [change(args) for args in context.inputs], context.rank)
 
     return answer
 
 
-def _from_partition(context: AnswerContext, rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Answer:
+def _from_partition(context: pc.AnswerContext, rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Answer:
     """Log-probabilities from the label's logit and ``rest``, a guess at the log-sum-exp of the others from hidden states and head."""
     every = []
     for args in context.inputs:
@@ -280,7 +266,7 @@ def _half_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return (hidden @ weight[::2].t()).logsumexp(-1) + math.log(2.0)
 
 
-def _no_maximum(context: AnswerContext) -> Answer:
+def _no_maximum(context: pc.AnswerContext) -> Answer:
     """Log-sum-exp from the exponentials of the logits as they are."""
     every = []
     for args in context.inputs:
@@ -292,25 +278,25 @@ def _no_maximum(context: AnswerContext) -> Answer:
     return _assembled(context.case, every, context.rank, FP32)
 
 
-def _eight_bit_product(context: AnswerContext) -> Answer:
+def _eight_bit_product(context: pc.AnswerContext) -> Answer:
     def coded(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (eight_bit_floats(args[0]), eight_bit_floats(args[1]), *args[2:])
 
     return _with_arguments(coded)(context)
 
 
-def _no_communication(context: AnswerContext) -> Answer:
+def _no_communication(context: pc.AnswerContext) -> Answer:
     return _wide_logits(context.case, [context.args], 0)
 
 
-def _clamped_constant(context: AnswerContext) -> Answer:
+def _clamped_constant(context: pc.AnswerContext) -> Answer:
     """What all tokens clamped to exp(-20) would give: no loss, no gradient, and the cross entropy right."""
     loss, _, lp, pg, metrics = context.answer
     zero = torch.zeros_like(metrics[0])
     return torch.zeros_like(loss), None, lp, torch.zeros_like(pg), torch.stack([zero, zero, zero, zero + 19.0, metrics[4]])
 
 
-def _ratio_one(context: AnswerContext) -> Answer:
+def _ratio_one(context: pc.AnswerContext) -> Answer:
     """Every ratio one: gradients are the advantages."""
     gradients = [torch.where(args[2] != _ignore_index(args), -args[4], 0.0) for args in context.inputs]
     count = sum(int((args[2] != _ignore_index(args)).sum()) for args in context.inputs)
@@ -319,32 +305,30 @@ def _ratio_one(context: AnswerContext) -> Answer:
     return (torch.stack([part.to(FP32).sum() for part in gradients]).sum() / count, None, lp, gradients[context.rank].to(pg.dtype), known)
 
 
-def _local_extremes(context: AnswerContext) -> Answer:
+def _local_extremes(context: pc.AnswerContext) -> Answer:
     loss, _, lp, pg, metrics = context.answer
     own = _no_communication(context)[4]
     return loss, None, lp, pg, torch.stack([metrics[0], own[1], own[2], metrics[3], metrics[4]])
 
 
-def _mean_of_means(context: AnswerContext) -> Answer:
-    """Ranks' own losses and metrics averaged, whatever their numbers of tokens."""
+def _mean_of_means(context: pc.AnswerContext) -> Answer:
     own = [_wide_logits(context.case, [args], 0) for args in context.inputs]
     metrics = torch.stack([answer[4] for answer in own]).mean(0)
     return torch.stack([answer[0] for answer in own]).mean(0), None, *context.answer[2:4], metrics
 
 
-def _all_tokens_counted(context: AnswerContext) -> Answer:
-    """Sums divided by the number of all tokens."""
+def _all_tokens_counted(context: pc.AnswerContext) -> Answer:
     share = sum(int((args[2] != _ignore_index(args)).sum()) for args in context.inputs) / (_tokens(context.case) * context.case.world_size)
     loss, _, lp, pg, metrics = context.answer
     return loss * share, None, lp, pg, metrics * metrics.new_tensor([share, 1.0, 1.0, share, share])
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"tokens": (3, 128), "hidden": 16, "vocab": 23, "ignored": 0.4, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"tokens": (3, 128), "hidden": 16, "vocab": 23, "ignored": 0.4, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "few and many tokens, ranks without valid tokens, clamped and single huge ratios, another ignore_index, wider log-probabilities, "
         "large logits",
@@ -361,40 +345,31 @@ PRESETS = (
         _small("wide_logprobs_bf16", BF16, aux_dtype=FP32),
         _small("large_logits_fp32", FP32, shift=120.0),
     ),
-    preset(
-        "pkb",
-        "the public benchmark's shape",
-        case("bf16", BF16, tokens=(1024,), hidden=1024, vocab=32000, spread=2.0, ignored=0.2),
+    pc.preset(
+        "pkb", "the public benchmark's shape", pc.case("bf16", BF16, tokens=(1024,), hidden=1024, vocab=32000, spread=2.0, ignored=0.2)
     ),
-    preset(
+    pc.preset(
         "production_qwen2_5_7b_grpo",
         "4096 tokens, hidden 3584, vocabulary 152064, prompts ignored",
-        case("bf16", BF16, tokens=(4, 1024), hidden=3584, vocab=152064, noise=0.05, ignored=0.4),
+        pc.case("bf16", BF16, tokens=(4, 1024), hidden=3584, vocab=152064, noise=0.05, ignored=0.4),
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_grpo",
         "8192 tokens, hidden 4096, vocabulary 128256, prompts ignored",
-        case("bf16", BF16, tokens=(8, 1024), hidden=4096, vocab=128256, noise=0.05, ignored=0.4),
+        pc.case("bf16", BF16, tokens=(8, 1024), hidden=4096, vocab=128256, noise=0.05, ignored=0.4),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_0_6b",
         "16384 tokens, hidden 1024, vocabulary 151936",
-        case("bf16", BF16, tokens=(16, 1024), hidden=1024, vocab=151936, noise=0.05, ignored=0.4),
+        pc.case("bf16", BF16, tokens=(16, 1024), hidden=1024, vocab=151936, noise=0.05, ignored=0.4),
     ),
 )
 
 
-def _labels(*without: str, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """The cases with valid tokens and (if given) of a dtype, but for those of some labels."""
-    return tuple(
-        f"{item.name}/{spec.label}"
-        for item in PRESETS
-        for spec in item.cases
-        if spec.label not in (*without, "none_valid_fp32") and dtype in (None, spec.dtype)
-    )
+_VALID = pc.except_for("none_valid_fp32")
+_VALID_FP32 = pc.where(lambda c: _VALID(c) and c.dtype == FP32)
 
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=25,
     slug="importance_sampling_loss",
     title="Importance-sampled policy-gradient loss from a language-model head",
@@ -416,54 +391,41 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own tokens alone", _no_communication, cases=_labels()),
-        KnownWrongAnswer("clamped_constant", "as if all ratios were exp(-20)", _clamped_constant, cases=_labels()),
-        KnownWrongAnswer(
-            "ratio_one",
-            "old_logprobs ignored",
-            _ratio_one,
-            cases=_labels(),
+        pc.wrong("no_communication", "the rank's own tokens alone", _no_communication, _VALID),
+        pc.wrong("clamped_constant", "as if all ratios were exp(-20)", _clamped_constant, _VALID),
+        pc.wrong("ratio_one", "old_logprobs ignored", _ratio_one, _VALID),
+        pc.wrong("advantage_one", "advantages ignored", _with_arguments(lambda a: (*a[:4], torch.ones_like(a[4]), *a[5:])), _VALID),
+        pc.wrong(
+            "local_extremes", "least and largest ratio of the rank alone: may be within the error of bfloat16", _local_extremes, _VALID_FP32
         ),
-        KnownWrongAnswer(
-            "advantage_one", "advantages ignored", _with_arguments(lambda a: (*a[:4], torch.ones_like(a[4]), *a[5:])), cases=_labels()
-        ),
-        KnownWrongAnswer(
-            "local_extremes",
-            "least and largest ratio of the rank alone: may be within the error of bfloat16",
-            _local_extremes,
-            cases=_labels(dtype=FP32),
-        ),
-        KnownWrongAnswer(
+        pc.wrong(
             "mean_of_means",
             "ranks' means averaged, whatever their numbers of tokens: within the error of bfloat16",
             _mean_of_means,
-            cases=_labels("silent_rank_fp32", "one_ratio_fp32", dtype=FP32),
+            lambda c: _VALID_FP32(c) and c.label not in ("silent_rank_fp32", "one_ratio_fp32"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "average_vocabulary",
             "the label's logit, and a closed form for all others",
             lambda c: _from_partition(c, _average_vocabulary),
-            cases=_labels(),
+            _VALID,
         ),
-        KnownWrongAnswer(
-            "half_vocabulary",
-            "the label's logit, and every second other one",
-            lambda c: _from_partition(c, _half_vocabulary),
-            cases=_labels(),
+        pc.wrong(
+            "half_vocabulary", "the label's logit, and every second other one", lambda c: _from_partition(c, _half_vocabulary), _VALID
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "eight_bit_product",
             "logits from hidden states and head in 8-bit floating point, with a scale for every token and every entry",
             _eight_bit_product,
-            cases=_labels(),
+            _VALID,
         ),
-        KnownWrongAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
-        KnownWrongAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
+        pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/large_logits_fp32",)),
+        pc.wrong("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, _VALID_FP32),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_logits", _wide_logits),
-        AlternativeSolution("everything_in_dtype", _in_dtype),
-        AlternativeSolution("carrying_gradient", _carrying_gradient),
+        pc.AlternativeSolution("fp32_logits", _wide_logits),
+        pc.AlternativeSolution("everything_in_dtype", _in_dtype),
+        pc.AlternativeSolution("carrying_gradient", _carrying_gradient),
     ),
     excused={
         "another_rank/loss": "all ranks have the same",

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tree,
-    case,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members
+from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members, neighbours
 
 INT64 = torch.int64
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -41,19 +27,19 @@ def reference(expert_mask: torch.Tensor, num_experts: int, group: dist.ProcessGr
     return sent.sum(1).to(INT64), received.sum(1).to(INT64), received, received.sum(0)
 
 
-def lists_accepted(returned: Tree) -> Tree:
+def lists_accepted(returned: pc.Tree) -> pc.Tree:
     """The same, with split sizes that are lists of whole numbers made int64 tensors."""
     if not isinstance(returned, tuple) or len(returned) != 4:
         return returned
     return (*(_as_tensor(item) if isinstance(item, list) else item for item in returned[:2]), *returned[2:])
 
 
-def _as_tensor(sizes: list[Any]) -> Tree:
+def _as_tensor(sizes: list[Any]) -> pc.Tree:
     whole = all(type(size) is int or (type(size) is float and size.is_integer()) for size in sizes)
     return torch.tensor(sizes, dtype=INT64) if whole else sizes
 
 
-def _selection(case: Case, rank: int, draw: Draw) -> torch.Tensor:
+def _selection(case: pc.Case, rank: int, draw: pc.Draw) -> torch.Tensor:
     """Experts of every slot (T, k): distinct within a token unless ``case["replacement"]``.
 
     ``case["skew"]`` makes the popularity of experts differ between ranks too: by that many natural units, on average.
@@ -66,13 +52,13 @@ def _selection(case: Case, rank: int, draw: Draw) -> torch.Tensor:
     return moe.draw_experts(case, draw, popularity.expand(tokens, -1), k)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     permuted = bool(case.params.get("permuted"))
     mask = moe.expert_mask(_selection(case, rank, draw), case["experts"], case.dtype, permuted=permuted)
-    return (mask, case["experts"], GroupRef(case["group"]) if "group" in case.params else None)
+    return (mask, case["experts"], pc.GroupRef(case["group"]) if "group" in case.params else None)
 
 
-def _counts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _counts(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Rows per member of the rank's group and expert, (P, E), int64."""
     return torch.stack([(inputs[q][0] != 0).sum((1, 2)) for q in group_members(case, rank)])
 
@@ -85,28 +71,28 @@ def metadata(counts: torch.Tensor, me: int, dtype: torch.dtype) -> Four:
     return per_owner[me].sum(-1), per_owner[:, me].sum(-1), received.clone(), received.sum(0)
 
 
-def _metadata(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Four:
+def _metadata(case: pc.Case, inputs: pc.Inputs, rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Four:
     return metadata(change(_counts(case, inputs, rank)), group_members(case, rank).index(rank), case.dtype)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, ...]:
     results = _metadata(case, inputs, rank, lambda counts: counts)
     names = ("input_splits", "output_splits", "per_local_expert", "sum_local_expert")
-    return tuple(exactly(name, value, host=True) for name, value in zip(names, results, strict=True))
+    return tuple(pc.exactly(name, value, host=True) for name, value in zip(names, results, strict=True))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The mask is read once; each peer needs the counts of its own experts alone, 4 bytes each."""
     ranks = len(group_members(case, rank))
     slots = case["experts"] * case["k"] * moe.tokens_of(case, rank)
     port = (ranks - 1) * (case["experts"] // ranks) * 4
-    return Cost(hbm_bytes=slots * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": slots})
+    return pc.Cost(hbm_bytes=slots * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": slots})
 
 
-def _from_counts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[AnswerContext], Four]:
+def _from_counts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[pc.AnswerContext], Four]:
     """A wrong answer: the right one for counts (P, E) changed by ``change(counts, me)``."""
 
-    def answer(context: AnswerContext) -> Four:
+    def answer(context: pc.AnswerContext) -> Four:
         me = group_members(context.case, context.rank).index(context.rank)
         return _metadata(context.case, context.inputs, context.rank, lambda counts: change(counts, me))
 
@@ -123,7 +109,7 @@ def _interleaved(counts: torch.Tensor, me: int) -> torch.Tensor:
     return counts.view(ranks, -1, ranks).transpose(1, 2).reshape(ranks, -1)
 
 
-def _one_off(context: AnswerContext) -> Four:
+def _one_off(context: pc.AnswerContext) -> Four:
     """One row too many: what a tolerance of a percent lets through."""
     results = [leaf.clone() for leaf in context.answer]
     for leaf in results:
@@ -131,35 +117,28 @@ def _one_off(context: AnswerContext) -> Four:
     return results[0], results[1], results[2], results[3]
 
 
-def _first_slot(context: AnswerContext) -> Four:
+def _first_slot(context: pc.AnswerContext) -> Four:
     kept = [(args[0][:, :1], *args[1:]) for args in context.inputs]
     return _metadata(context.case, kept, context.rank, lambda counts: counts)
 
 
-def _duplicates_merged(context: AnswerContext) -> Four:
+def _duplicates_merged(context: pc.AnswerContext) -> Four:
     merged = [(args[0].amax(1, keepdim=True), *args[1:]) for args in context.inputs]
     return _metadata(context.case, merged, context.rank, lambda counts: counts)
 
 
-def _splits_exchanged(context: AnswerContext) -> Four:
-    sent, received, per_local, total = context.answer
-    return received, sent, per_local, total
-
-
-def _contiguous_group(context: AnswerContext) -> Four:
+def _contiguous_group(context: pc.AnswerContext) -> Four:
     """The right members' number, but neighbours for members."""
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    counts = torch.stack([(context.inputs[q][0] != 0).sum((1, 2)) for q in range(first, first + size)])
-    return metadata(counts, context.rank - first, context.case.dtype)
+    counts = torch.stack([(context.inputs[q][0] != 0).sum((1, 2)) for q in neighbours(context)])
+    return metadata(counts, neighbours(context).index(context.rank), context.case.dtype)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"tokens": (59, 83, 0, 71), "experts": 8, "k": 2, "exponent": 0.7, "skew": 0.5, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"tokens": (59, 83, 0, 71), "experts": 8, "k": 2, "exponent": 0.7, "skew": 0.5, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "unequal and empty ranks, empty experts, one popular expert, duplicates, float, integer and bool masks, strides, groups",
         _small("skewed_int64", INT64),
@@ -175,37 +154,33 @@ PRESETS = (
         _small("alone_int64", INT64, group="strided", world_sizes=(2,)),
         _small("public_fp32", FP32, tokens=997, k=2, replacement=True, permuted=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape and strides, experts drawn without and with replacement",
-        case("fp32", FP32, tokens=1024, experts=8, k=2, exponent=0.3, permuted=True),
-        case("replacement_fp32", FP32, tokens=1024, experts=8, k=2, replacement=True, permuted=True),
-        case("public_fp32", FP32, tokens=1024, experts=8, k=2, replacement=True, permuted=True, variant="pkb"),
+        pc.case("fp32", FP32, tokens=1024, experts=8, k=2, exponent=0.3, permuted=True),
+        pc.case("replacement_fp32", FP32, tokens=1024, experts=8, k=2, replacement=True, permuted=True),
+        pc.case("public_fp32", FP32, tokens=1024, experts=8, k=2, replacement=True, permuted=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_235b",
         "8192 tokens, 8 of 128 experts, Zipf(0.8)",
-        case("int64", INT64, tokens=8192, experts=128, k=8, exponent=0.8, skew=0.3),
+        pc.case("int64", INT64, tokens=8192, experts=128, k=8, exponent=0.8, skew=0.3),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3",
         "4096 tokens, 8 of 256 experts out of 4 of 8 groups, Zipf(0.5)",
-        case("int64", INT64, tokens=4096, experts=256, k=8, exponent=0.5, skew=0.3, limit=(8, 4)),
+        pc.case("int64", INT64, tokens=4096, experts=256, k=8, exponent=0.5, skew=0.3, limit=(8, 4)),
     ),
-    preset(
+    pc.preset(
         "production_mixtral",
         "16384 tokens, 2 of 8 experts, Zipf(0.3)",
-        case("fp32", FP32, tokens=16384, experts=8, k=2, exponent=0.3, skew=0.2),
-        case("popular_fp32", FP32, tokens=16384, experts=8, k=2, exponent=2.0, empty=2),
+        pc.case("fp32", FP32, tokens=16384, experts=8, k=2, exponent=0.3, skew=0.2),
+        pc.case("popular_fp32", FP32, tokens=16384, experts=8, k=2, exponent=2.0, empty=2),
     ),
 )
 
 
-def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
-    return moe.labels(PRESETS, (2, 4, 8), where)
-
-
-def _several(case: Case) -> bool:
+def _several(case: pc.Case) -> bool:
     return not (case.world_size == 2 and "group" in case.params)
 
 
@@ -224,7 +199,7 @@ def _excused() -> dict[str, str]:
     }
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=26,
     slug="moe_token_preprocess",
     title="Expert-parallel dispatch metadata",
@@ -244,40 +219,32 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "own_counts",
-            "the rank's own counts for every source",
-            _from_counts(lambda counts, me: counts[me].expand_as(counts)),
-            cases=_where(_several),
+        pc.wrong(
+            "own_counts", "the rank's own counts for every source", _from_counts(lambda counts, me: counts[me].expand_as(counts)), _several
         ),
-        KnownWrongAnswer("balanced", "as if all experts were equally popular", _from_counts(_balanced)),
-        KnownWrongAnswer(
-            "experts_interleaved", "expert e on rank e mod P", _from_counts(_interleaved), cases=_where(lambda c: c["experts"] > 8)
-        ),
-        KnownWrongAnswer("one_off", "one row too many", _one_off),
-        KnownWrongAnswer(
+        pc.wrong("balanced", "as if all experts were equally popular", _from_counts(_balanced)),
+        pc.wrong("experts_interleaved", "expert e on rank e mod P", _from_counts(_interleaved), lambda c: c["experts"] > 8),
+        pc.wrong("one_off", "one row too many", _one_off),
+        pc.wrong(
             "splits_exchanged",
             "rows received for rows sent; two ranks may send each other as many",
-            _splits_exchanged,
-            cases=_where(lambda c: c.world_size > 2),
+            lambda c: (c.answer[1], c.answer[0], c.answer[2], c.answer[3]),
+            lambda c: c.world_size > 2,
         ),
-        KnownWrongAnswer("first_slot", "only the first of a token's experts", _first_slot, cases=_where(lambda c: c["k"] > 1)),
-        KnownWrongAnswer(
+        pc.wrong("first_slot", "only the first of a token's experts", _first_slot, lambda c: c["k"] > 1),
+        pc.wrong(
             "duplicates_merged",
             "an expert that a token selects twice counted once",
             _duplicates_merged,
-            cases=_where(lambda c: bool(c.params.get("replacement"))),
+            lambda c: bool(c.params.get("replacement")),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "last_rank_missing",
             "the last rank's rows not counted",
             _from_counts(lambda counts, me: torch.cat([counts[:-1], torch.zeros_like(counts[-1:])])),
         ),
-        KnownWrongAnswer(
-            "contiguous_group",
-            "neighbours taken for the group",
-            _contiguous_group,
-            cases=_where(lambda c: "group" in c.params and c.world_size > 2),
+        pc.wrong(
+            "contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and c.world_size > 2
         ),
     ),
     excused=_excused(),

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, GroupRef, KnownWrongAnswer, Problem, case, exactly, preset
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
+from peerlane.problems import contract as pc
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours, stale_tail
 
 
 def reference(
@@ -44,7 +44,7 @@ def popularity(ranks: int, exponent: float) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def split_table(case: Case, ranks: int, layout: random.Random) -> list[list[int]]:
+def split_table(case: pc.Case, ranks: int, layout: random.Random) -> list[list[int]]:
     """Rows that every source (first index) sends to every destination in a group of ``ranks``. ``case["splits"]``:
 
     * none, equal: the same for every pair (none: and the arguments are left out)
@@ -76,7 +76,7 @@ def split_table(case: Case, ranks: int, layout: random.Random) -> list[list[int]
             raise ValueError(f"unknown splits {other!r}")
 
 
-def expected_table(case: Case, ranks: int) -> list[list[float]]:
+def expected_table(case: pc.Case, ranks: int) -> list[list[float]]:
     """The mean of :func:`split_table` over slots; equal to it where nothing is random."""
     mean = ranks * ranks + 2
     match case["splits"]:
@@ -90,34 +90,34 @@ def expected_table(case: Case, ranks: int) -> list[list[float]]:
             return [list(map(float, row)) for row in split_table(case, ranks, random.Random(0))]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     members = group_members(case, rank)
     me, table = members.index(rank), split_table(case, len(members), draw.layout)
     shape = (sum(table[me]), *case["row"])
     local_tensor = draw.bits(shape[::-1], case.dtype).t() if case.params.get("transposed") else draw.bits(shape, case.dtype)
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     if case["splits"] == "none":
         return (local_tensor, None, None, group)
     return (local_tensor, table[me], [row[me] for row in table], group)
 
 
-def _parts(case: Case, inputs: Sequence[tuple[Any, ...]], members: Sequence[int], index: int) -> list[torch.Tensor]:
+def _parts(case: pc.Case, inputs: pc.Inputs, members: Sequence[int], index: int) -> list[torch.Tensor]:
     """What every member sends to the member ``index``, in the order of sources."""
     sizes = [args[1] or [args[0].shape[0] // len(members)] * len(members) for args in inputs]
     return [inputs[source][0].split(sizes[source])[index] for source in members]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     members = group_members(case, rank)
-    return exactly("received", torch.cat(_parts(case, inputs, members, members.index(rank))))
+    return pc.exactly("received", torch.cat(_parts(case, inputs, members, members.index(rank))))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     members = group_members(case, rank)
     me, table = members.index(rank), expected_table(case, len(members))
     row = torch.Size(case["row"]).numel() * case.dtype.itemsize
     sent, received = sum(table[me]), sum(line[me] for line in table)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(sent + received) * row,
         egress_bytes=(sent - table[me][me]) * row,
         ingress_bytes=(received - table[me][me]) * row,
@@ -125,7 +125,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _fitted(context: AnswerContext, rows: torch.Tensor) -> torch.Tensor:
+def _fitted(context: pc.AnswerContext, rows: torch.Tensor) -> torch.Tensor:
     """``rows`` repeated and cut to the answer's length, so that the contents and not the shape decide."""
     length = context.answer.shape[0]
     if rows.shape[0] == 0:
@@ -133,37 +133,35 @@ def _fitted(context: AnswerContext, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
 
 
-def _own_parts(context: AnswerContext) -> list[torch.Tensor]:
+def _own_parts(context: pc.AnswerContext) -> list[torch.Tensor]:
     members = group_members(context.case, context.rank)
     return _parts(context.case, context.inputs, members, members.index(context.rank))
 
 
-def _equal_splits(context: AnswerContext) -> torch.Tensor:
+def _equal_splits(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     chunks = [context.inputs[source][0].tensor_split(len(members))[members.index(context.rank)] for source in members]
     return _fitted(context, torch.cat(chunks))
 
 
-def _own_offsets(context: AnswerContext) -> torch.Tensor:
+def _own_offsets(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     offset = sum(context.args[1][: members.index(context.rank)])
     parts = [context.inputs[source][0][offset : offset + rows] for source, rows in zip(members, context.args[2], strict=True)]
     return _fitted(context, torch.cat(parts))
 
 
-def _group_of(context: AnswerContext, members: Sequence[int], index: int) -> torch.Tensor:
+def _group_of(context: pc.AnswerContext, members: Sequence[int], index: int) -> torch.Tensor:
     return _fitted(context, torch.cat(_parts(context.case, context.inputs, members, index)))
 
 
-def _world_rank(context: AnswerContext) -> torch.Tensor:
+def _world_rank(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     return _group_of(context, members, context.rank % len(members))
 
 
-def _contiguous_group(context: AnswerContext) -> torch.Tensor:
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    return _group_of(context, range(first, first + size), context.rank - first)
+def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
+    return _group_of(context, neighbours(context), neighbours(context).index(context.rank))
 
 
 _UNEVEN = (
@@ -176,7 +174,7 @@ _UNEVEN = (
 )
 _SEVERAL_SOURCES = (*_UNEVEN, "small/incast_fp32", "small/no_splits_bf16")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=27,
     slug="moe_all2all_primitive",
     title="Variable-split all-to-all of token rows",
@@ -194,48 +192,46 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "uneven, missing and empty splits, ranks that send or receive nothing, all rows to one rank, groups, odd rows",
-            case("uneven_bf16", BF16, splits="uneven", row=(3,)),
-            case("uneven_fp32", FP32, splits="uneven", row=(5,)),
-            case("uneven_int64", torch.int64, splits="uneven", row=(3,)),
-            case("transposed_bf16", BF16, splits="uneven", row=(3,), transposed=True),
-            case("idle_ranks_bf16", BF16, splits="idle", row=(3,)),
-            case("incast_fp32", FP32, splits="incast", rows=7, row=(3,)),
-            case("nothing_bf16", BF16, splits="nothing", row=(3,)),
-            case("no_splits_bf16", BF16, splits="none", rows=16, row=(3, 5)),
-            case("world_group_fp32", FP32, splits="uneven", row=(3,), group="world"),
-            case("strided_group_bf16", BF16, splits="uneven", row=(3,), group="strided", world_sizes=(4, 8)),
+            pc.case("uneven_bf16", BF16, splits="uneven", row=(3,)),
+            pc.case("uneven_fp32", FP32, splits="uneven", row=(5,)),
+            pc.case("uneven_int64", torch.int64, splits="uneven", row=(3,)),
+            pc.case("transposed_bf16", BF16, splits="uneven", row=(3,), transposed=True),
+            pc.case("idle_ranks_bf16", BF16, splits="idle", row=(3,)),
+            pc.case("incast_fp32", FP32, splits="incast", rows=7, row=(3,)),
+            pc.case("nothing_bf16", BF16, splits="nothing", row=(3,)),
+            pc.case("no_splits_bf16", BF16, splits="none", rows=16, row=(3, 5)),
+            pc.case("world_group_fp32", FP32, splits="uneven", row=(3,), group="world"),
+            pc.case("strided_group_bf16", BF16, splits="uneven", row=(3,), group="strided", world_sizes=(4, 8)),
         ),
-        preset("pkb", "the public benchmark's shape and equal splits", case("bf16", BF16, splits="equal", rows=1024, row=(1024,))),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape and equal splits", pc.case("bf16", BF16, splits="equal", rows=1024, row=(1024,))),
+        pc.preset(
             "production_deepseek_v3_ep",
             "4096 tokens x 8 experts, hidden 7168, Zipf(0.6)",
-            case("bf16", BF16, splits="zipf", exponent=0.6, rows=4096 * 8, row=(7168,)),
+            pc.case("bf16", BF16, splits="zipf", exponent=0.6, rows=4096 * 8, row=(7168,)),
         ),
-        preset(
+        pc.preset(
             "production_qwen3_235b_ep",
             "8192 tokens x 8 experts, hidden 4096, Zipf(0.6)",
-            case("bf16", BF16, splits="zipf", exponent=0.6, rows=8192 * 8, row=(4096,)),
+            pc.case("bf16", BF16, splits="zipf", exponent=0.6, rows=8192 * 8, row=(4096,)),
         ),
-        preset(
+        pc.preset(
             "production_deepseek_v3_decode_ep",
             "128 tokens x 8 experts, hidden 7168, Zipf(1): latency",
-            case("bf16", BF16, splits="zipf", exponent=1.0, rows=128 * 8, row=(7168,)),
+            pc.case("bf16", BF16, splits="zipf", exponent=1.0, rows=128 * 8, row=(7168,)),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own rows, repeated or cut", lambda c: _fitted(c, c.args[0])),
-        KnownWrongAnswer("equal_splits", "rows cut equally, whatever the splits say", _equal_splits, cases=_UNEVEN),
-        KnownWrongAnswer("own_offsets", "every source read at this rank's own offset", _own_offsets, cases=_UNEVEN),
-        KnownWrongAnswer("sources_reversed", "the last source first", lambda c: torch.cat(_own_parts(c)[::-1]), cases=_SEVERAL_SOURCES),
-        KnownWrongAnswer(
-            "parts_reversed", "rows inside every part backwards", lambda c: torch.cat([part.flip(0) for part in _own_parts(c)])
-        ),
-        KnownWrongAnswer("world_rank_as_index", "the part for the world rank's number", _world_rank, cases=("small/strided_group_bf16",)),
-        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: _fitted(c, c.args[0])),
+        pc.wrong("equal_splits", "rows cut equally, whatever the splits say", _equal_splits, _UNEVEN),
+        pc.wrong("own_offsets", "every source read at this rank's own offset", _own_offsets, _UNEVEN),
+        pc.wrong("sources_reversed", "the last source first", lambda c: torch.cat(_own_parts(c)[::-1]), _SEVERAL_SOURCES),
+        pc.wrong("parts_reversed", "rows inside every part backwards", lambda c: torch.cat([part.flip(0) for part in _own_parts(c)])),
+        pc.wrong("world_rank_as_index", "the part for the world rank's number", _world_rank, ("small/strided_group_bf16",)),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     process_groups=group_layout,
     notes=(

@@ -8,23 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tree,
-    case,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours, stale_tail
 from peerlane.problems.p027_moe_all2all_primitive import split_list
 
 INT64 = torch.int64
@@ -50,7 +36,7 @@ def reference(
     return arrived[order], routing_map, mapping, tokens.shape
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     routing = moe.fixed_routing(case, rank, draw)
     mask = routing.mask(case["experts"], case["mask"], permuted=bool(case.params.get("permuted")))
     hidden = draw.normal((moe.tokens_of(case, rank), case["hidden"]), case.dtype)
@@ -59,7 +45,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         rows.copy_((draw.bits(rows.shape, case.dtype).view(torch.int16) | 0x7F80).view(case.dtype))
     if case.params.get("three_axes"):
         hidden = hidden.unsqueeze(0)
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     return (hidden, mask, case["experts"], *routing.metadata(draw.device), group)
 
 
@@ -79,7 +65,7 @@ def _rows(args: Sequence[Any], mapping: torch.Tensor) -> torch.Tensor:
 
 
 def _chunks(
-    case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, mapping: Callable[[Any], torch.Tensor], counts: torch.Tensor | None = None
+    case: pc.Case, inputs: pc.Inputs, rank: int, mapping: Callable[[Any], torch.Tensor], counts: torch.Tensor | None = None
 ) -> list[list[torch.Tensor]]:
     """What arrives, by source and local expert, if the rows of every rank are those of ``mapping(args)``; ``counts`` for the right ones."""
     members = group_members(case, rank)
@@ -92,37 +78,37 @@ def _by_expert(chunks: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([by_source[expert] for expert in range(len(chunks[0])) for by_source in chunks])
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected | torch.Size, ...]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected | torch.Size, ...]:
     args = inputs[rank]
     return (
-        exactly("rows", _by_expert(_chunks(case, inputs, rank, _mapping))),
-        exactly("routing_map", _routing_map(args)),
-        exactly("mapping", _mapping(args)),
+        pc.exactly("rows", _by_expert(_chunks(case, inputs, rank, _mapping))),
+        pc.exactly("routing_map", _routing_map(args)),
+        pc.exactly("mapping", _mapping(args)),
         torch.Size((args[0].shape[-2], args[0].shape[-1])),
     )
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every token is read once, every row written once, and the mask read once; see :func:`_moe.travelling_rows` for the link."""
     row, tokens = case["hidden"] * case.dtype.itemsize, moe.tokens_of(case, rank)
     members = group_members(case, rank)
     arriving = case["k"] * sum(moe.routed_tokens(case, q) for q in members) / len(members)
     port = moe.travelling_rows(case, rank) * row
     mask = case["experts"] * case["k"] * tokens * case["mask"].itemsize
-    return Cost(hbm_bytes=(tokens + arriving) * row + mask, egress_bytes=port, ingress_bytes=port, typical=moe.is_drawn(case))
+    return pc.Cost(hbm_bytes=(tokens + arriving) * row + mask, egress_bytes=port, ingress_bytes=port, typical=moe.is_drawn(case))
 
 
-def _with_rows(context: AnswerContext, rows: torch.Tensor) -> Tree:
+def _with_rows(context: pc.AnswerContext, rows: torch.Tensor) -> pc.Tree:
     """The right answer but for its rows."""
     return (moe.fitted(rows, context.answer[0].shape[0]), *context.answer[1:])
 
 
-def _arranged(arrange: Callable[[list[list[torch.Tensor]]], torch.Tensor]) -> Callable[[AnswerContext], Tree]:
+def _arranged(arrange: Callable[[list[list[torch.Tensor]]], torch.Tensor]) -> Callable[[pc.AnswerContext], pc.Tree]:
     """A wrong answer: what arrives, put in the order of ``arrange``."""
     return lambda c: _with_rows(c, arrange(_chunks(c.case, c.inputs, c.rank, _mapping)))
 
 
-def _sent_as(mapping: Callable[[Any], torch.Tensor]) -> Callable[[AnswerContext], Tree]:
+def _sent_as(mapping: Callable[[Any], torch.Tensor]) -> Callable[[pc.AnswerContext], pc.Tree]:
     """A wrong answer: every rank sends the rows of ``mapping(args)``."""
     return lambda c: _with_rows(c, _by_expert(_chunks(c.case, c.inputs, c.rank, mapping)))
 
@@ -147,19 +133,14 @@ def _slot_major(args: Sequence[Any]) -> torch.Tensor:
     return mapping[: sum(args[3])]
 
 
-def _order_of_another_call(context: AnswerContext) -> Tree:
-    """What arrives, put in order by counts that have the same sums by source: those that the next local experts have."""
-    return _with_rows(context, _by_expert(_chunks(context.case, context.inputs, context.rank, _mapping, context.args[5].roll(1, 1))))
-
-
-def _equal_splits(context: AnswerContext) -> Tree:
+def _equal_splits(context: pc.AnswerContext) -> pc.Tree:
     members = group_members(context.case, context.rank)
     me = members.index(context.rank)
     parts = [_rows(args, _mapping(args)).tensor_split(len(members))[me] for args in (context.inputs[q] for q in members)]
     return _with_rows(context, torch.cat(parts))
 
 
-def _splits_from_mask(context: AnswerContext) -> Tree:
+def _splits_from_mask(context: pc.AnswerContext) -> pc.Tree:
     """Rows go where the mask says, whatever the splits say."""
     members = group_members(context.case, context.rank)
     local = context.case["experts"] // len(members)
@@ -171,39 +152,33 @@ def _splits_from_mask(context: AnswerContext) -> Tree:
     return _with_rows(context, torch.cat(rows))
 
 
-def _mapping_one_off(context: AnswerContext) -> Tree:
-    rows, routing_map, mapping, shape = context.answer
-    return (rows, routing_map, mapping + 1, shape)
-
-
-def _boolean_map(context: AnswerContext) -> Tree:
+def _boolean_map(context: pc.AnswerContext) -> pc.Tree:
     rows, routing_map, mapping, shape = context.answer
     return (rows, routing_map.clamp(max=1), mapping, shape)
 
 
-def _stale(context: AnswerContext) -> Tree:
+def _stale(context: pc.AnswerContext) -> pc.Tree:
     rows, routing_map, mapping, shape = context.answer
     previous = context.previous[0]
-    tail = stale_tail(AnswerContext(context.case, context.rank, context.inputs, {context.rank: rows}, previous))
+    tail = stale_tail(pc.AnswerContext(context.case, context.rank, context.inputs, {context.rank: rows}, previous))
     return (tail, routing_map, mapping, shape)
 
 
-def _contiguous_group(context: AnswerContext) -> Tree:
+def _contiguous_group(context: pc.AnswerContext) -> pc.Tree:
     """The rows that the neighbours send to the same place."""
-    members = group_members(context.case, context.rank)
-    first = context.rank // len(members) * len(members)
-    neighbours = context.inputs[first : first + len(members)]
-    parts = [torch.split(_rows(args, _mapping(args)), args[3])[members.index(context.rank)] for args in neighbours]
+    place = group_members(context.case, context.rank).index(context.rank)
+    sources = [context.inputs[q] for q in neighbours(context)]
+    parts = [torch.split(_rows(args, _mapping(args)), args[3])[place] for args in sources]
     return _with_rows(context, torch.cat(parts))
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     base = {"tokens": (29, 0, 17, 41), "hidden": 6, "experts": 16, "k": 2, "exponent": 0.7, "mask": FP32}
-    return case(label, dtype, **{**base, **params})
+    return pc.case(label, dtype, **{**base, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "unequal and empty ranks, empty experts, all rows to one rank, duplicates, NaN payloads, masks' dtypes and strides, groups",
         _small("skewed_bf16", BF16),
@@ -219,41 +194,37 @@ PRESETS = (
         _small("alone_bf16", BF16, tokens=29, group="strided", world_sizes=(2,)),
         _small("literal_bf16", BF16, tokens=32, literal=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, with equal splits that the mask really has; a skewed one; one whose mask contradicts equal splits",
-        case("bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, mask=FP32),
-        case("skewed_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.5, mask=FP32),
-        case("literal_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.1, mask=FP32, literal=True, variant="pkb"),
+        pc.case("bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, mask=FP32),
+        pc.case("skewed_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.5, mask=FP32),
+        pc.case("literal_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.1, mask=FP32, literal=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_235b",
         "4096 tokens, hidden 4096, 8 of 128 experts, Zipf(0.6)",
-        case("bf16", BF16, tokens=4096, hidden=4096, experts=128, k=8, exponent=0.6, mask=INT64),
+        pc.case("bf16", BF16, tokens=4096, hidden=4096, experts=128, k=8, exponent=0.6, mask=INT64),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3",
         "4096 tokens, hidden 7168, 8 of 256 experts out of 4 of 8 groups, Zipf(0.3)",
-        case("bf16", BF16, tokens=4096, hidden=7168, experts=256, k=8, exponent=0.3, limit=(8, 4), mask=INT64),
+        pc.case("bf16", BF16, tokens=4096, hidden=7168, experts=256, k=8, exponent=0.3, limit=(8, 4), mask=INT64),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x7b",
         "8192 tokens, hidden 4096, 2 of 8 experts, Zipf(0.3)",
-        case("bf16", BF16, tokens=8192, hidden=4096, experts=8, k=2, exponent=0.3, mask=INT64),
-        case("one_rank_bf16", BF16, tokens=2048, hidden=4096, experts=16, k=2, one_rank=True, mask=INT64),
+        pc.case("bf16", BF16, tokens=8192, hidden=4096, experts=8, k=2, exponent=0.3, mask=INT64),
+        pc.case("one_rank_bf16", BF16, tokens=2048, hidden=4096, experts=16, k=2, one_rank=True, mask=INT64),
     ),
 )
 
 
-def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
-    return moe.labels(PRESETS, (2, 4, 8), where)
-
-
-def _several(case: Case) -> bool:
+def _several(case: pc.Case) -> bool:
     return moe.group_size(case) > 1
 
 
-def _several_local(case: Case) -> bool:
+def _several_local(case: pc.Case) -> bool:
     """Whether a rank has several experts, and receives from several ranks."""
     return _several(case) and case["experts"] > moe.group_size(case)
 
@@ -270,9 +241,9 @@ def _as_received(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([chunk for by_source in chunks for chunk in by_source])
 
 
-_TWO_SOURCES = _where(moe.several_sources)
+_TWO_SOURCES = moe.several_sources
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=28,
     slug="moe_pre_all2all",
     title="Dispatch of tokens to their experts",
@@ -293,50 +264,39 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication",
-            "the rank's own rows, repeated or cut",
-            lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))),
-            cases=_where(_several),
+        pc.wrong(
+            "no_communication", "the rank's own rows, repeated or cut", lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))), _several
         ),
-        KnownWrongAnswer("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), cases=_TWO_SOURCES),
-        KnownWrongAnswer("sources_reversed", "the last source first", _arranged(_reverse_sources), cases=_TWO_SOURCES),
-        KnownWrongAnswer("experts_reversed", "the last local expert first", _arranged(_reverse_experts), cases=_where(_several_local)),
-        KnownWrongAnswer(
+        pc.wrong("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), _TWO_SOURCES),
+        pc.wrong("sources_reversed", "the last source first", _arranged(_reverse_sources), _TWO_SOURCES),
+        pc.wrong("experts_reversed", "the last local expert first", _arranged(_reverse_experts), _several_local),
+        pc.wrong(
             "order_of_another_call",
             "rows regrouped by counts of another call with the same splits",
-            _order_of_another_call,
-            cases=_where(moe.counts_vary),
+            lambda c: _with_rows(c, _by_expert(_chunks(c.case, c.inputs, c.rank, _mapping, c.args[5].roll(1, 1)))),
+            moe.counts_vary,
         ),
-        KnownWrongAnswer("tokens_reversed", "an expert's rows with the last token first", _sent_as(_tokens_reversed)),
-        KnownWrongAnswer("by_owner", "rows sent by rank and token, not by expert", _sent_as(_by_owner), cases=_where(_several_local)),
-        KnownWrongAnswer("slot_major", "rows sent in the order of slots and tokens", _sent_as(_slot_major)),
-        KnownWrongAnswer(
+        pc.wrong("tokens_reversed", "an expert's rows with the last token first", _sent_as(_tokens_reversed)),
+        pc.wrong("by_owner", "rows sent by rank and token, not by expert", _sent_as(_by_owner), _several_local),
+        pc.wrong("slot_major", "rows sent in the order of slots and tokens", _sent_as(_slot_major)),
+        pc.wrong(
             "equal_splits",
             "rows cut equally, whatever the splits say",
             _equal_splits,
-            cases=_where(lambda c: _several(c) and bool(c.params.get("exponent")) and "literal" not in c.params),
+            lambda c: _several(c) and bool(c.params.get("exponent")) and ("literal" not in c.params),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "splits_from_mask",
             "rows sent to the experts that the mask names, against the splits",
             _splits_from_mask,
-            cases=_where(lambda c: "literal" in c.params),
+            lambda c: "literal" in c.params,
         ),
-        KnownWrongAnswer("mapping_one_off", "every token's number one too large", _mapping_one_off),
-        KnownWrongAnswer(
-            "boolean_map",
-            "the mask's sum as a flag",
-            _boolean_map,
-            cases=_where(lambda c: "duplicates" in c.params),
+        pc.wrong(
+            "mapping_one_off", "every token's number one too large", lambda c: (c.answer[0], c.answer[1], c.answer[2] + 1, c.answer[3])
         ),
-        KnownWrongAnswer(
-            "contiguous_group",
-            "neighbours taken for the group",
-            _contiguous_group,
-            cases=_where(lambda c: "group" in c.params and _several(c)),
-        ),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", _stale),
+        pc.wrong("boolean_map", "the mask's sum as a flag", _boolean_map, lambda c: "duplicates" in c.params),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", _stale),
     ),
     process_groups=group_layout,
     notes=(

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
 from peerlane.problems.families.matmul import FP64
 from peerlane.problems.p027_moe_all2all_primitive import split_list
 
@@ -58,7 +43,7 @@ def reference(
     return weighted.new_zeros(org_hidden_states_shape).index_add_(0, local_input_permutation_mapping, weighted)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Rows N(0, 1); a token's weights are positive and add up to ``case["scale"]`` (1 if absent).
 
     ``case["poisoned"]``: a third of the rows is NaN, and half of the weights are 0. ``case["renamed"]``: the rank's tokens are shuffled in
@@ -93,11 +78,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         routing_map.to(case.params.get("map", torch.bool)),
         mapping,
         torch.Size((moe.tokens_of(case, rank), case["hidden"])),
-        GroupRef(case["group"]) if "group" in case.params else None,
+        pc.GroupRef(case["group"]) if "group" in case.params else None,
     )
 
 
-def _parts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, *, ungroup: bool = True, shift: int = 0) -> list[torch.Tensor]:
+def _parts(case: pc.Case, inputs: pc.Inputs, rank: int, *, ungroup: bool = True, shift: int = 0) -> list[torch.Tensor]:
     """The rows that every member of the group sends back to the rank; ``ungroup`` False: cut from the rows as the experts left them.
 
     ``shift``: local experts take each other's counts.
@@ -129,14 +114,14 @@ def _dtype(args: Sequence[Any]) -> torch.dtype:
     return torch.promote_types(args[0].dtype, args[1].dtype)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     args = inputs[rank]
     terms = torch.cat(_parts(case, inputs, rank)).to(FP64).mul_(_row_weights(args).unsqueeze(1))
     value = _summed(args, terms)
-    return Expected("output", value, _dtype(args), magnitude=_summed(args, terms.abs_()))
+    return pc.Expected("output", value, _dtype(args), magnitude=_summed(args, terms.abs_()))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Each of at most k products and k - 1 sums of a token is rounded: k u of the sum of |w y|, and 2 u more of it for room.
 
     Normwise, eight rounded products added up one after the other in bfloat16 leave 4e-3.
@@ -144,16 +129,16 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     dtype = torch.promote_types(case.dtype, case["weights"])
     slots = case["k"] + (1 if case.params.get("duplicates") else 0)
     normwise = 1e-2 if dtype == BF16 else None
-    return {"output": Tolerance(magnitude=(slots + 2) * UNIT_ROUNDOFF[dtype], normwise=normwise)}
+    return {"output": pc.Tolerance(magnitude=(slots + 2) * pc.UNIT_ROUNDOFF[dtype], normwise=normwise)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every expert's row is read once, every token written once; see :func:`_moe.travelling_rows` for the link."""
     members = group_members(case, rank)
     arriving = case["k"] * sum(moe.routed_tokens(case, q) for q in members) / len(members)
     row, out = case["hidden"] * case.dtype.itemsize, torch.promote_types(case.dtype, case["weights"]).itemsize
     port = moe.travelling_rows(case, rank) * row
-    return Cost(
+    return pc.Cost(
         hbm_bytes=arriving * row + moe.tokens_of(case, rank) * case["hidden"] * out,
         egress_bytes=port,
         ingress_bytes=port,
@@ -162,14 +147,14 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _wide(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _wide(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Products and sums in float32, one rounding."""
     args = inputs[rank]
     terms = torch.cat(_parts(case, inputs, rank)).to(FP32) * _row_weights(args).to(FP32).unsqueeze(1)
     return _summed(args, terms).to(_dtype(args))
 
 
-def _added_by_rank(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _added_by_rank(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """A token's rows on one rank weighted and added up there, rounded, and added up over ranks: what sends the fewest rows."""
     args, dtype = inputs[rank], _dtype(inputs[rank])
     weights = torch.split(_row_weights(args).to(FP32), args[4])
@@ -182,11 +167,7 @@ def _added_by_rank(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> 
 
 
 def _combined(
-    context: AnswerContext,
-    *,
-    rows: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    mapping: torch.Tensor | None = None,
+    context: pc.AnswerContext, *, rows: torch.Tensor | None = None, weights: torch.Tensor | None = None, mapping: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The answer with other rows, weights or targets of the rows."""
     args = context.args
@@ -196,62 +177,47 @@ def _combined(
     return _summed(args, terms, mapping).to(_dtype(args))
 
 
-def _own_rows(context: AnswerContext) -> torch.Tensor:
-    return _combined(context, rows=context.args[0])
-
-
-def _not_ungrouped(context: AnswerContext) -> torch.Tensor:
+def _not_ungrouped(context: pc.AnswerContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, ungroup=False)))
 
 
-def _order_of_another_call(context: AnswerContext) -> torch.Tensor:
-    return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, shift=1)))
-
-
-def _sources_reversed(context: AnswerContext) -> torch.Tensor:
+def _sources_reversed(context: pc.AnswerContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank)[::-1]))
 
 
-def _last_source_missing(context: AnswerContext) -> torch.Tensor:
+def _last_source_missing(context: pc.AnswerContext) -> torch.Tensor:
     parts = _parts(context.case, context.inputs, context.rank)
     return _combined(context, rows=torch.cat([*parts[:-1], torch.zeros_like(parts[-1])]))
 
 
-def _unweighted(context: AnswerContext) -> torch.Tensor:
+def _unweighted(context: pc.AnswerContext) -> torch.Tensor:
     weights = _row_weights(context.args)
     return _combined(context, weights=torch.full_like(weights, float(weights.mean()) if weights.numel() else 0.0))
 
 
-def _weights_by_token(context: AnswerContext) -> torch.Tensor:
-    """Weights in the order of tokens and slots, not of the rows."""
+def _weights_by_token(context: pc.AnswerContext) -> torch.Tensor:
     weights: torch.Tensor = context.args[1].flatten()
     return _combined(context, weights=moe.fitted(weights, context.args[8].shape[0]))
 
 
-def _rows_by_token(context: AnswerContext) -> torch.Tensor:
-    """Rows taken to lie in the order of tokens: the permutation mapping ignored."""
-    return _combined(context, mapping=context.args[8].sort().values)
-
-
-def _mapping_derived(context: AnswerContext) -> torch.Tensor:
-    """Rows added to the tokens that the routing map has them from."""
+def _mapping_derived(context: pc.AnswerContext) -> torch.Tensor:
     _, token = (context.args[7] != 0).nonzero(as_tuple=True)
     return _combined(context, mapping=token)
 
 
-def _one_row_each(context: AnswerContext) -> torch.Tensor:
+def _one_row_each(context: pc.AnswerContext) -> torch.Tensor:
     """Every token overwritten with its last expert's row instead of added to."""
     expert, token = (context.args[7] != 0).nonzero(as_tuple=True)
     last = torch.zeros(context.args[9][0], dtype=INT64, device=expert.device).scatter_reduce_(0, token, expert, "amax")
     return _combined(context, weights=_row_weights(context.args) * (last[token] == expert))
 
 
-def _zero_weights_skipped(context: AnswerContext) -> torch.Tensor:
+def _zero_weights_skipped(context: pc.AnswerContext) -> torch.Tensor:
     rows = torch.cat(_parts(context.case, context.inputs, context.rank))
     return _combined(context, rows=rows.masked_fill((_row_weights(context.args) == 0).unsqueeze(1), 0.0))
 
 
-def _first_slot_only(context: AnswerContext) -> torch.Tensor:
+def _first_slot_only(context: pc.AnswerContext) -> torch.Tensor:
     """An expert's weight taken from the first slot that names it."""
     args = context.args
     expert, token = (args[7] != 0).nonzero(as_tuple=True)
@@ -259,22 +225,20 @@ def _first_slot_only(context: AnswerContext) -> torch.Tensor:
     return _combined(context, weights=args[1][token, slot])
 
 
-def _contiguous_group(context: AnswerContext) -> torch.Tensor:
+def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     """The rows that the neighbours send back to the same place."""
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
     me = group_members(context.case, context.rank).index(context.rank)
-    rows = torch.cat([torch.split(args[0], args[5])[me] for args in context.inputs[first : first + size]])
+    rows = torch.cat([torch.split(args[0], args[5])[me] for args in (context.inputs[q] for q in neighbours(context))])
     return _combined(context, rows=rows)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     base = {"tokens": (29, 0, 17, 41), "hidden": 6, "experts": 16, "k": 2, "exponent": 0.7, "weights": dtype}
-    return case(label, dtype, **{**base, **params})
+    return pc.case(label, dtype, **{**base, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "unequal and empty ranks, empty experts, one to four experts a token, duplicates, mixed dtypes, tiny weights, NaN rows, "
         "shuffled tokens, groups",
@@ -292,46 +256,42 @@ PRESETS = (
         _small("renamed_tokens_fp32", FP32, k=3, renamed=True),
         _small("literal_bf16", BF16, tokens=32, literal=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, with equal splits that the routing really has; a skewed one; one that contradicts equal splits",
-        case("bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, weights=BF16),
-        case("skewed_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.5, weights=BF16),
-        case("literal_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.1, weights=BF16, literal=True, variant="pkb"),
+        pc.case("bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, weights=BF16),
+        pc.case("skewed_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.5, weights=BF16),
+        pc.case("literal_bf16", BF16, tokens=1024, hidden=1024, experts=8, k=2, exponent=0.1, weights=BF16, literal=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_235b",
         "4096 tokens, hidden 4096, 8 of 128 experts, Zipf(0.6), float32 weights",
-        case("bf16", BF16, tokens=4096, hidden=4096, experts=128, k=8, exponent=0.6, weights=FP32),
+        pc.case("bf16", BF16, tokens=4096, hidden=4096, experts=128, k=8, exponent=0.6, weights=FP32),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3",
         "4096 tokens, hidden 7168, 8 of 256 experts out of 4 of 8 groups, Zipf(0.3), weights that add up to 2.5",
-        case("bf16", BF16, tokens=4096, hidden=7168, experts=256, k=8, exponent=0.3, limit=(8, 4), weights=BF16, scale=2.5),
+        pc.case("bf16", BF16, tokens=4096, hidden=7168, experts=256, k=8, exponent=0.3, limit=(8, 4), weights=BF16, scale=2.5),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x7b",
         "8192 tokens, hidden 4096, 2 of 8 experts, Zipf(0.3)",
-        case("bf16", BF16, tokens=8192, hidden=4096, experts=8, k=2, exponent=0.3, weights=BF16),
-        case("one_rank_bf16", BF16, tokens=2048, hidden=4096, experts=16, k=2, one_rank=True, weights=BF16),
+        pc.case("bf16", BF16, tokens=8192, hidden=4096, experts=8, k=2, exponent=0.3, weights=BF16),
+        pc.case("one_rank_bf16", BF16, tokens=2048, hidden=4096, experts=16, k=2, one_rank=True, weights=BF16),
     ),
 )
 
 
-def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
-    return moe.labels(PRESETS, (2, 4, 8), where)
-
-
-def _several(case: Case) -> bool:
+def _several(case: pc.Case) -> bool:
     return moe.group_size(case) > 1
 
 
-def _several_returned(case: Case) -> bool:
+def _several_returned(case: pc.Case) -> bool:
     """Whether a rank's rows come back from several ranks."""
     return _several(case) and "one_rank" not in case.params
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=29,
     slug="moe_post_all2all",
     title="Combination of experts' rows by token",
@@ -353,53 +313,35 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows, cases=_where(_several)),
-        KnownWrongAnswer("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, cases=_where(moe.several_sources)),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: _combined(c, rows=c.args[0]), _several),
+        pc.wrong("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, moe.several_sources),
+        pc.wrong(
             "order_of_another_call",
             "rows put in order by counts of another call with the same splits",
-            _order_of_another_call,
-            cases=_where(moe.counts_vary),
+            lambda c: _combined(c, rows=torch.cat(_parts(c.case, c.inputs, c.rank, shift=1))),
+            moe.counts_vary,
         ),
-        KnownWrongAnswer("sources_reversed", "the last source first", _sources_reversed, cases=_where(_several_returned)),
-        KnownWrongAnswer(
-            "last_source_missing",
-            "zeros for the last rank's rows",
-            _last_source_missing,
-            cases=_where(lambda c: "one_rank" not in c.params),
-        ),
-        KnownWrongAnswer("unweighted", "the mean weight for every row", _unweighted, cases=_where(lambda c: c["k"] > 1)),
-        KnownWrongAnswer(
-            "weights_by_token", "weights in the order of tokens and slots", _weights_by_token, cases=_where(lambda c: c["k"] > 1)
-        ),
-        KnownWrongAnswer("mapping_ignored", "rows taken to be in the order of tokens", _rows_by_token),
-        KnownWrongAnswer(
+        pc.wrong("sources_reversed", "the last source first", _sources_reversed, _several_returned),
+        pc.wrong("last_source_missing", "zeros for the last rank's rows", _last_source_missing, lambda c: "one_rank" not in c.params),
+        pc.wrong("unweighted", "the mean weight for every row", _unweighted, lambda c: c["k"] > 1),
+        pc.wrong("weights_by_token", "weights in the order of tokens and slots", _weights_by_token, lambda c: c["k"] > 1),
+        pc.wrong("mapping_ignored", "rows taken to be in the order of tokens", lambda c: _combined(c, mapping=c.args[8].sort().values)),
+        pc.wrong(
             "mapping_derived",
             "rows added to the tokens of the routing map, the permutation mapping ignored",
             _mapping_derived,
-            cases=_where(lambda c: "renamed" in c.params),
+            lambda c: "renamed" in c.params,
         ),
-        KnownWrongAnswer("one_row_each", "the last row of a token alone", _one_row_each, cases=_where(lambda c: c["k"] > 1)),
-        KnownWrongAnswer(
-            "zero_weights_skipped",
-            "rows of weight 0 left out, NaN among them",
-            _zero_weights_skipped,
-            cases=_where(lambda c: "poisoned" in c.params),
+        pc.wrong("one_row_each", "the last row of a token alone", _one_row_each, lambda c: c["k"] > 1),
+        pc.wrong(
+            "zero_weights_skipped", "rows of weight 0 left out, NaN among them", _zero_weights_skipped, lambda c: "poisoned" in c.params
         ),
-        KnownWrongAnswer(
-            "first_slot_only",
-            "only the first slot that names an expert counts",
-            _first_slot_only,
-            cases=_where(lambda c: "duplicates" in c.params),
+        pc.wrong(
+            "first_slot_only", "only the first slot that names an expert counts", _first_slot_only, lambda c: "duplicates" in c.params
         ),
-        KnownWrongAnswer(
-            "contiguous_group",
-            "neighbours taken for the group",
-            _contiguous_group,
-            cases=_where(lambda c: "group" in c.params and _several(c)),
-        ),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and _several(c)),
     ),
-    alternative_solutions=(AlternativeSolution("fp32_accumulation", _wide), AlternativeSolution("added_by_rank", _added_by_rank)),
+    alternative_solutions=(pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("added_by_rank", _added_by_rank)),
     process_groups=group_layout,
     integer_exact=True,
     notes=(

@@ -9,32 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import collective
 from peerlane.problems.families.codes import eight_bits
-from peerlane.problems.families.collective import (
-    BF16,
-    FP32,
-    group_layout,
-    group_members,
-    sequential_sum,
-    sum_expected,
-    sum_tolerance,
-    summand,
-    wide_sum,
-)
+from peerlane.problems.families.collective import BF16, FP32
 
 NAMES = ("grad_fc1_1_lora_A", "grad_fc1_2_lora_A", "grad_fc2_lora_B")
 
@@ -42,17 +20,14 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def reference(
-    grad_fc1_1_lora_A: torch.Tensor,
-    grad_fc1_2_lora_A: torch.Tensor,
-    grad_fc2_lora_B: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    grad_fc1_1_lora_A: torch.Tensor, grad_fc1_2_lora_A: torch.Tensor, grad_fc2_lora_B: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     for gradient in (grad_fc1_1_lora_A, grad_fc1_2_lora_A, grad_fc2_lora_B):
         dist.all_reduce(gradient, group=group)
     return grad_fc1_1_lora_A, grad_fc1_2_lora_A, grad_fc2_lora_B
 
 
-def _shapes(case: Case) -> Sequence[tuple[int, ...]]:
+def _shapes(case: pc.Case) -> Sequence[tuple[int, ...]]:
     """``shapes``; or both A gradients (r, in) and the B gradient (out, r) of ``lora`` = (r, in, out)."""
     if "shapes" in case.params:
         shapes: Sequence[tuple[int, ...]] = case["shapes"]
@@ -61,85 +36,67 @@ def _shapes(case: Case) -> Sequence[tuple[int, ...]]:
     return (r, inner), (r, inner), (outer, r)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """See :func:`summand`. ``case["data"]`` = ``idle``: every rank of a group but its last has gradients of zero.
 
     Columns differ in size by powers of two, the same on all ranks, unless the case is one of :func:`summand`'s patterns.
 
     All ranks must return the same bits, so several groups have the same gradients, whole numbers whose sums are exact in any order.
     """
-    members = group_members(case, rank)
-    gradients = [summand(case, members.index(rank), draw, shape) for shape in _shapes(case)]
+    members = collective.group_members(case, rank)
+    gradients = [collective.summand(case, members.index(rank), draw, shape) for shape in _shapes(case)]
     if not draw.integer and "data" not in case.params:
         for gradient in gradients:
             gradient *= draw.shared.octaves(gradient.shape[-1:])
-    if group_layout(case):
+    if collective.group_layout(case):
         whole = [draw.shared.integers(-16, 17, (len(members), *shape), case.dtype) for shape in _shapes(case)]
         gradients = [every[members.index(rank)].clone() for every in whole]
     if case.params.get("data") == "idle" and rank != members[-1]:
         gradients = [torch.zeros_like(gradient) for gradient in gradients]
-    return (*gradients, next((GroupRef(name) for name in group_layout(case)), None))
+    return (*gradients, next((pc.GroupRef(name) for name in collective.group_layout(case)), None))
 
 
-def _terms(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], index: int) -> list[torch.Tensor]:
+def _terms(inputs: pc.Inputs, ranks: Sequence[int], index: int) -> list[torch.Tensor]:
     return [inputs[q][index] for q in ranks]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
-    members = group_members(case, rank)
-    sums = (sum_expected(_terms(inputs, members, index), case.dtype) for index in range(3))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, ...]:
+    members = collective.group_members(case, rank)
+    sums = (collective.sum_expected(_terms(inputs, members, index), case.dtype) for index in range(3))
     return tuple(dataclasses.replace(expected, name=name) for name, expected in zip(NAMES, sums, strict=True))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     shapes = zip(NAMES, _shapes(case), strict=True)
-    return {name: sum_tolerance(case, torch.Size(shape).numel())["sum"] for name, shape in shapes}
+    return {name: collective.sum_tolerance(case, torch.Size(shape).numel())["sum"] for name, shape in shapes}
 
 
-def cost(case: Case, rank: int) -> Cost:
-    elements, ranks = sum(torch.Size(shape).numel() for shape in _shapes(case)), len(group_members(case, rank))
+def cost(case: pc.Case, rank: int) -> pc.Cost:
+    elements, ranks = sum(torch.Size(shape).numel() for shape in _shapes(case)), len(collective.group_members(case, rank))
     payload = elements * case.dtype.itemsize
     port = 2 * (ranks - 1) / ranks * payload
-    return Cost(
-        hbm_bytes=2 * payload,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": (ranks - 1) / ranks * elements},
-    )
+    return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port, flops={"fp32": (ranks - 1) / ranks * elements})
 
 
-def _sums(
-    inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], add: Callable[[Sequence[torch.Tensor]], torch.Tensor] = wide_sum
-) -> Triple:
+def _sums(inputs: pc.Inputs, ranks: Sequence[int], add: Callable[[Sequence[torch.Tensor]], torch.Tensor] = collective.wide_sum) -> Triple:
     first, second, third = (add(_terms(inputs, ranks, index)) for index in range(3))
     return first, second, third
 
 
-def _members(context: AnswerContext) -> Sequence[int]:
-    return group_members(context.case, context.rank)
+def _members(context: pc.AnswerContext) -> Sequence[int]:
+    return collective.group_members(context.case, context.rank)
 
 
-def _own(context: AnswerContext) -> Triple:
+def _own(context: pc.AnswerContext) -> Triple:
     return _sums(context.inputs, [context.rank])
 
 
-def _only_first(context: AnswerContext) -> Triple:
-    """The sum of the first gradient, and the rank's own second and third."""
-    return (context.answer[0], *_own(context)[1:])
-
-
-def _mean(context: AnswerContext) -> Triple:
+def _mean(context: pc.AnswerContext) -> Triple:
     first, second, third = (total / len(_members(context)) for total in context.answer)
     return first, second, third
 
 
-def _eight_bits(context: AnswerContext) -> Triple:
-    coded = [tuple(eight_bits(gradient) for gradient in args[:3]) for args in context.inputs]
-    return _sums(coded, _members(context))
-
-
-def _stale_last(context: AnswerContext) -> Triple:
-    """The last gradient's second half is that of the slot before."""
+def _stale_last(context: pc.AnswerContext) -> Triple:
     last = context.answer[2].clone()
     half = last.numel() // 2
     last.view(-1)[half:] = context.previous[2].reshape(-1)[half:]
@@ -148,7 +105,7 @@ def _stale_last(context: AnswerContext) -> Triple:
 
 _ODD = ((5, 9), (5, 11), (12, 5))
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=30,
     slug="moe_epgroupgemm_lora_backward",
     title="Sum of three shared LoRA gradients over expert-parallel ranks",
@@ -166,49 +123,49 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "odd and unlike shapes, one empty, three axes, cancellation, idle ranks, NaN and infinities, a group",
-            case("odd_bf16", BF16, shapes=_ODD),
-            case("odd_fp32", FP32, shapes=_ODD),
-            case("empty_bf16", BF16, shapes=((9, 35), (0, 4), (31, 7))),
-            case("stacked_fp32", FP32, shapes=((2, 3, 5), (2, 3, 5), (2, 5, 3))),
-            case("cancelling_bf16", BF16, shapes=((9, 131), (9, 131), (67, 9)), data="cancelling"),
-            case("idle_bf16", BF16, shapes=_ODD, data="idle"),
-            case("special_fp32", FP32, shapes=_ODD, data="special"),
-            case("strided_group_bf16", BF16, shapes=_ODD, group="strided", world_sizes=(4, 8)),
+            pc.case("odd_bf16", BF16, shapes=_ODD),
+            pc.case("odd_fp32", FP32, shapes=_ODD),
+            pc.case("empty_bf16", BF16, shapes=((9, 35), (0, 4), (31, 7))),
+            pc.case("stacked_fp32", FP32, shapes=((2, 3, 5), (2, 3, 5), (2, 5, 3))),
+            pc.case("cancelling_bf16", BF16, shapes=((9, 131), (9, 131), (67, 9)), data="cancelling"),
+            pc.case("idle_bf16", BF16, shapes=_ODD, data="idle"),
+            pc.case("special_fp32", FP32, shapes=_ODD, data="special"),
+            pc.case("strided_group_bf16", BF16, shapes=_ODD, group="strided", world_sizes=(4, 8)),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, lora=(8, 1024, 1024))),
-        preset("production_qwen3_30b_a3b", "rank 64, hidden 2048: 768 KiB", case("bf16", BF16, lora=(64, 2048, 2048))),
-        preset("production_qwen3_235b", "rank 64, hidden 4096, float32: 3 MiB", case("fp32", FP32, lora=(64, 4096, 4096))),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, lora=(8, 1024, 1024))),
+        pc.preset("production_qwen3_30b_a3b", "rank 64, hidden 2048: 768 KiB", pc.case("bf16", BF16, lora=(64, 2048, 2048))),
+        pc.preset("production_qwen3_235b", "rank 64, hidden 4096, float32: 3 MiB", pc.case("fp32", FP32, lora=(64, 4096, 4096))),
+        pc.preset(
             "production_deepseek_v3",
             "adapters of rank 128 of 32 experts, stacked: 176 MB",
-            case("bf16", BF16, shapes=((4096, 7168), (4096, 7168), (7168, 4096))),
+            pc.case("bf16", BF16, shapes=((4096, 7168), (4096, 7168), (7168, 4096))),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own gradients", _own),
-        KnownWrongAnswer("only_first_summed", "the second and third gradient left as they are", _only_first),
-        KnownWrongAnswer("mean", "divided by the number of ranks", _mean),
-        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sums(c.inputs, _members(c)[:-1])),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own gradients", _own),
+        pc.wrong("only_first_summed", "the second and third gradient left as they are", lambda c: (c.answer[0], *_own(c)[1:])),
+        pc.wrong("mean", "divided by the number of ranks", _mean),
+        pc.wrong("drop_last_rank", "the sum without the last rank", lambda c: _sums(c.inputs, _members(c)[:-1])),
+        pc.wrong(
             "eight_bits",
             "gradients are sent in 8-bit integers with a scale for every 32 neighbours",
-            _eight_bits,
-            cases=("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
+            lambda c: _sums([tuple(eight_bits(gradient) for gradient in args[:3]) for args in c.inputs], _members(c)),
+            ("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
         ),
-        KnownWrongAnswer("stale_half", "half of the last gradient is that of the slot before", _stale_last),
-        KnownWrongAnswer(
-            "whole_world", "group ignored", lambda c: _sums(c.inputs, range(c.case.world_size)), cases=("small/strided_group_bf16",)
-        ),
+        pc.wrong("stale_half", "half of the last gradient is that of the slot before", _stale_last),
+        pc.wrong("whole_world", "group ignored", lambda c: _sums(c.inputs, range(c.case.world_size)), ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, group_members(case, rank))),
-        AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: _sums(inputs, group_members(case, rank), sequential_sum)),
+        pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank))),
+        pc.AlternativeSolution(
+            "sequential_in_dtype", lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank), collective.sequential_sum)
+        ),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
-    process_groups=group_layout,
+    process_groups=collective.group_layout,
     replicated=True,
     integer_exact=True,
     mutates=frozenset(NAMES),

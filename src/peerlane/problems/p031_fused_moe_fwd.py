@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from peerlane.problems.contract import CaseSpec, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe_layer_answers as _layer
 from peerlane.problems.families.collective import BF16, FP32
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"tokens": (99, 0, 41, 65), "hidden": 64, "inner": 32, "experts_per_rank": 4, "k": 2, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"tokens": (99, 0, 41, 65), "hidden": 64, "inner": 32, "experts_per_rank": 4, "k": 2, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "unequal and empty ranks, empty experts, all tokens to one rank or none elsewhere, 1 or 3 experts a token, NaN, groups, big logits",
         _small("skewed_bf16", BF16, exponent=1.2, empty=1),
@@ -32,33 +32,33 @@ PRESETS = (
         _small("strided_group_bf16", BF16, group="strided", exponent=0.6, world_sizes=(4, 8)),
         _small("large_logits_bf16", BF16, logits=104.0),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, even and skewed",
-        case("bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2),
-        case("skewed_bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2, exponent=1.2, empty=1),
+        pc.case("bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2),
+        pc.case("skewed_bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2, exponent=1.2, empty=1),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x7b",
         "prefill, 4096 tokens, 2 of 8 experts; evenly, and by Zipf(1.2) with an expert that nobody chooses",
-        case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=8, k=2),
-        case("skewed_bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=8, k=2, exponent=1.2, empty=1),
+        pc.case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=8, k=2),
+        pc.case("skewed_bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=8, k=2, exponent=1.2, empty=1),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3",
         "2048 tokens, 8 of 256 experts; evenly, and by Zipf(0.8)",
-        case("bf16", BF16, tokens=2048, hidden=7168, inner=2048, experts=256, k=8),
-        case("skewed_bf16", BF16, tokens=2048, hidden=7168, inner=2048, experts=256, k=8, exponent=0.8, empty=16),
+        pc.case("bf16", BF16, tokens=2048, hidden=7168, inner=2048, experts=256, k=8),
+        pc.case("skewed_bf16", BF16, tokens=2048, hidden=7168, inner=2048, experts=256, k=8, exponent=0.8, empty=16),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3_decode",
         "128 tokens, 8 of 256 experts: latency",
-        case("bf16", BF16, tokens=128, hidden=7168, inner=2048, experts=256, k=8),
+        pc.case("bf16", BF16, tokens=128, hidden=7168, inner=2048, experts=256, k=8),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_30b_a3b",
         "512 tokens, 8 of 128 experts",
-        case("bf16", BF16, tokens=512, hidden=2048, inner=768, experts=128, k=8),
+        pc.case("bf16", BF16, tokens=512, hidden=2048, inner=768, experts=128, k=8),
     ),
 )
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import CaseSpec, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe_layer_answers as _layer
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.moe_layer import expert_parallel
@@ -44,13 +44,13 @@ def reference(
     return expert_parallel(hidden_states, gate_weight, gate_bias, expert, top_k, group)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     base = {"tokens": (99, 0, 41, 65), "hidden": 64, "inner": 32, "experts_per_rank": 4, "k": 2, "low_rank": 4}
-    return case(label, dtype, **{**base, **params})
+    return pc.case(label, dtype, **{**base, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "ranks 1 to 16; factors that are zero, alone, or cancel the projections; unequal and empty ranks, groups, big logits",
         _small("skewed_bf16", BF16, exponent=1.2, empty=1),
@@ -63,27 +63,27 @@ PRESETS = (
         _small("strided_group_bf16", BF16, group="strided", exponent=0.6, world_sizes=(4, 8)),
         _small("large_logits_bf16", BF16, logits=104.0),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, even and skewed",
-        case("bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2, low_rank=8),
-        case("skewed_bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2, low_rank=8, exponent=1.2, empty=1),
+        pc.case("bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2, low_rank=8),
+        pc.case("skewed_bf16", BF16, tokens=1024, hidden=1024, inner=128, experts=8, k=2, low_rank=8, exponent=1.2, empty=1),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x7b",
         "4096 tokens, 2 of 8 experts, adapters of rank 16",
-        case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=8, k=2, low_rank=16),
+        pc.case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=8, k=2, low_rank=16),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_30b_a3b",
         "512 tokens, 8 of 128 experts, adapters of rank 32",
-        case("bf16", BF16, tokens=512, hidden=2048, inner=768, experts=128, k=8, low_rank=32),
+        pc.case("bf16", BF16, tokens=512, hidden=2048, inner=768, experts=128, k=8, low_rank=32),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3",
         "1024 tokens, 8 of 256 experts, adapters of rank 64; evenly, and by Zipf(0.8)",
-        case("bf16", BF16, tokens=1024, hidden=7168, inner=2048, experts=256, k=8, low_rank=64),
-        case("skewed_bf16", BF16, tokens=1024, hidden=7168, inner=2048, experts=256, k=8, low_rank=64, exponent=0.8, empty=16),
+        pc.case("bf16", BF16, tokens=1024, hidden=7168, inner=2048, experts=256, k=8, low_rank=64),
+        pc.case("skewed_bf16", BF16, tokens=1024, hidden=7168, inner=2048, experts=256, k=8, low_rank=64, exponent=0.8, empty=16),
     ),
 )
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
 
 
 def reference(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     return ulysses.exchange(x, scatter_dim, gather_dim, group)
 
 
-def _shape(case: Case, ranks: int) -> tuple[int, ...]:
+def _shape(case: pc.Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``per_rank``: scatter_dim's length is multiplied by the group's size; ``whole``: gather_dim's is divided by it."""
     return ulysses.local_shape(
         case["shape"],
@@ -30,37 +29,34 @@ def _shape(case: Case, ranks: int) -> tuple[int, ...]:
 _EXCHANGE = ulysses.Exchange(scattered="pieces", gathered="sources", axes=lambda case: (case["scatter_dim"], case["gather_dim"]))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
     return (x, case["scatter_dim"], case["gather_dim"], ulysses.group_argument(case))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("exchanged", _EXCHANGE.answer(case, inputs, rank))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("exchanged", _EXCHANGE.answer(case, inputs, rank))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     ranks = len(group_members(case, rank))
     payload = torch.Size(_shape(case, ranks)).numel() * case.dtype.itemsize
     port = (ranks - 1) / ranks * payload
-    return Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
+    return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
 
 
-def _flat(context: AnswerContext) -> torch.Tensor:
-    """One exchange of x's memory in equal parts, whatever the axes."""
+def _flat(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     me = members.index(context.rank)
     parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(members))[me] for source in members]
     return torch.cat(parts).view(context.answer.shape)
 
 
-def _contiguous_group(context: AnswerContext) -> torch.Tensor:
+def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     """The exchange among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
-    case, ranks = context.case, len(group_members(context.case, context.rank))
-    first = context.rank // ranks * ranks
-    scatter_dim, gather_dim = case["scatter_dim"], case["gather_dim"]
-    sources = [context.inputs[q][0].chunk(ranks, scatter_dim)[context.rank - first] for q in range(first, first + ranks)]
-    return torch.cat(sources, gather_dim)
+    case, ranks = context.case, neighbours(context)
+    sources = [context.inputs[q][0].chunk(len(ranks), case["scatter_dim"])[ranks.index(context.rank)] for q in ranks]
+    return torch.cat(sources, case["gather_dim"])
 
 
 _INTERLEAVED = (
@@ -74,7 +70,7 @@ _INTERLEAVED = (
     "small/strided_group_bf16",
 )
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=33,
     slug="ulysses_all_to_all_tensor_primitive",
     title="Tensor all-to-all that scatters one axis and gathers another",
@@ -91,36 +87,36 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "every order of the axes, equal and negative ones, odd and tiny runs, permuted input, a group",
-            case("scatter_first_bf16", BF16, shape=(2, 3), scatter_dim=0, gather_dim=1, per_rank=True),
-            case("scatter_third_bf16", BF16, shape=(1, 3, 2, 5), scatter_dim=2, gather_dim=1, per_rank=True),
-            case("scatter_second_bf16", BF16, shape=(1, 2, 3, 5), scatter_dim=1, gather_dim=2, per_rank=True),
-            case("same_axis_bf16", BF16, shape=(2, 5), scatter_dim=0, gather_dim=0, per_rank=True),
-            case("scatter_last_fp32", FP32, shape=(3, 1), scatter_dim=1, gather_dim=0, per_rank=True),
-            case("permuted_bf16", BF16, shape=(4, 3), scatter_dim=0, gather_dim=1, per_rank=True, permuted=True),
-            case("negative_int32", torch.int32, shape=(2, 3, 2, 5), scatter_dim=-2, gather_dim=-3, per_rank=True),
-            case("vector_int64", torch.int64, shape=(3,), scatter_dim=0, gather_dim=-1, per_rank=True),
-            case(
+            pc.case("scatter_first_bf16", BF16, shape=(2, 3), scatter_dim=0, gather_dim=1, per_rank=True),
+            pc.case("scatter_third_bf16", BF16, shape=(1, 3, 2, 5), scatter_dim=2, gather_dim=1, per_rank=True),
+            pc.case("scatter_second_bf16", BF16, shape=(1, 2, 3, 5), scatter_dim=1, gather_dim=2, per_rank=True),
+            pc.case("same_axis_bf16", BF16, shape=(2, 5), scatter_dim=0, gather_dim=0, per_rank=True),
+            pc.case("scatter_last_fp32", FP32, shape=(3, 1), scatter_dim=1, gather_dim=0, per_rank=True),
+            pc.case("permuted_bf16", BF16, shape=(4, 3), scatter_dim=0, gather_dim=1, per_rank=True, permuted=True),
+            pc.case("negative_int32", torch.int32, shape=(2, 3, 2, 5), scatter_dim=-2, gather_dim=-3, per_rank=True),
+            pc.case("vector_int64", torch.int64, shape=(3,), scatter_dim=0, gather_dim=-1, per_rank=True),
+            pc.case(
                 "strided_group_bf16", BF16, shape=(2, 3, 5), scatter_dim=0, gather_dim=1, per_rank=True, group="strided", world_sizes=(4, 8)
             ),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1024, 1024), scatter_dim=0, gather_dim=1)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, shape=(1024, 1024), scatter_dim=0, gather_dim=1)),
+        pc.preset(
             "production_llama3_70b_32k",
             "activations of 32768 tokens x 8192, from tokens to channels",
-            case("bf16", BF16, shape=(32768, 8192), scatter_dim=1, gather_dim=0, whole=True),
+            pc.case("bf16", BF16, shape=(32768, 8192), scatter_dim=1, gather_dim=0, whole=True),
         ),
-        preset(
+        pc.preset(
             "production_wan21_14b_720p",
             "75600 video tokens, 40 heads of 128",
-            case("bf16", BF16, shape=(1, 75600, 40, 128), scatter_dim=2, gather_dim=1, whole=True),
+            pc.case("bf16", BF16, shape=(1, 75600, 40, 128), scatter_dim=2, gather_dim=1, whole=True),
         ),
-        preset(
+        pc.preset(
             "production_decode_reshuffle",
             "64 tokens x 8192 on every rank: latency",
-            case("bf16", BF16, shape=(64, 8192), scatter_dim=1, gather_dim=0),
+            pc.case("bf16", BF16, shape=(64, 8192), scatter_dim=1, gather_dim=0),
         ),
     ),
     known_wrong_answers=(
@@ -138,13 +134,13 @@ PROBLEM = Problem(
             ),
             interleaved=(*_INTERLEAVED, "small/vector_int64"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "flat",
             "x's memory exchanged in equal parts, without regard to the axes",
             _flat,
-            cases=tuple(label for label in _INTERLEAVED if label != "small/same_axis_bf16"),
+            tuple(label for label in _INTERLEAVED if label != "small/same_axis_bf16"),
         ),
-        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
     process_groups=group_layout,
     notes=(

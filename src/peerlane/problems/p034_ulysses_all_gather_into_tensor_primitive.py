@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members, stale_part
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members, neighbours, stale_part
 
 
 def reference(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -20,41 +19,39 @@ def reference(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.
     return gathered
 
 
-def _shape(case: Case, ranks: int) -> tuple[int, ...]:
+def _shape(case: pc.Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``whole``: the length of axis 0 is divided by the group's size."""
     return ulysses.local_shape(case["shape"], ranks, over=0 if case.params.get("whole") else None)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
     return (x, ulysses.group_argument(case))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("gathered", torch.cat(ulysses.members_tensors(case, inputs, rank)))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("gathered", torch.cat(ulysses.members_tensors(case, inputs, rank)))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     ranks = len(group_members(case, rank))
     shard = torch.Size(_shape(case, ranks)).numel() * case.dtype.itemsize
     port = (ranks - 1) * shard
-    return Cost(hbm_bytes=(1 + ranks) * shard, egress_bytes=port, ingress_bytes=port)
+    return pc.Cost(hbm_bytes=(1 + ranks) * shard, egress_bytes=port, ingress_bytes=port)
 
 
-def _memory_order(context: AnswerContext) -> torch.Tensor:
+def _memory_order(context: pc.AnswerContext) -> torch.Tensor:
     """Every rank's elements in the order they have in memory, not in that of the axes."""
     tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
     return torch.cat([tensor.permute(*reversed(range(tensor.dim()))).reshape(tensor.shape) for tensor in tensors])
 
 
-def _contiguous_group(context: AnswerContext) -> torch.Tensor:
+def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
     """All-gather among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
-    ranks = len(group_members(context.case, context.rank))
-    first = context.rank // ranks * ranks
-    return torch.cat([context.inputs[source][0] for source in range(first, first + ranks)])
+    return torch.cat([context.inputs[source][0] for source in neighbours(context)])
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=34,
     slug="ulysses_all_gather_into_tensor_primitive",
     title="All-gather along the first axis",
@@ -71,30 +68,30 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "ragged, tiny and empty tensors of random bits, odd numbers of bytes, permuted input, a group",
-            case("ragged_bf16", BF16, shape=(3, 5)),
-            case("vector_fp32", FP32, shape=(7,)),
-            case("single_bf16", BF16, shape=(1,)),
-            case("empty_bf16", BF16, shape=(0, 4)),
-            case("three_axes_int32", torch.int32, shape=(2, 3, 5)),
-            case("odd_bytes_uint8", torch.uint8, shape=(4097,)),
-            case("permuted_bf16", BF16, shape=(5, 3), permuted=True),
-            case("strided_group_bf16", BF16, shape=(3, 5), group="strided", world_sizes=(4, 8)),
+            pc.case("ragged_bf16", BF16, shape=(3, 5)),
+            pc.case("vector_fp32", FP32, shape=(7,)),
+            pc.case("single_bf16", BF16, shape=(1,)),
+            pc.case("empty_bf16", BF16, shape=(0, 4)),
+            pc.case("three_axes_int32", torch.int32, shape=(2, 3, 5)),
+            pc.case("odd_bytes_uint8", torch.uint8, shape=(4097,)),
+            pc.case("permuted_bf16", BF16, shape=(5, 3), permuted=True),
+            pc.case("strided_group_bf16", BF16, shape=(3, 5), group="strided", world_sizes=(4, 8)),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1024, 1024))),
-        preset(
-            "production_llama3_70b_sp", "8192 tokens x hidden 8192, before attention", case("bf16", BF16, shape=(8192, 8192), whole=True)
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, shape=(1024, 1024))),
+        pc.preset(
+            "production_llama3_70b_sp", "8192 tokens x hidden 8192, before attention", pc.case("bf16", BF16, shape=(8192, 8192), whole=True)
         ),
-        preset("production_llama3_8b_fsdp", "the parameters of one layer, flat", case("bf16", BF16, shape=(218112000,), whole=True)),
-        preset("production_deepseek_v3_decode", "16 tokens per rank x 7168: latency", case("bf16", BF16, shape=(16, 7168))),
+        pc.preset("production_llama3_8b_fsdp", "the parameters of one layer, flat", pc.case("bf16", BF16, shape=(218112000,), whole=True)),
+        pc.preset("production_deepseek_v3_decode", "16 tokens per rank x 7168: latency", pc.case("bf16", BF16, shape=(16, 7168))),
     ),
     known_wrong_answers=(
         *ulysses.gather_wrong_answers(lambda case: 0),
-        KnownWrongAnswer("stale_part", "the last part is that of the slot before", stale_part),
-        KnownWrongAnswer("memory_order", "strides ignored", _memory_order, cases=("small/permuted_bf16",)),
-        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        pc.wrong("stale_part", "the last part is that of the slot before", stale_part),
+        pc.wrong("memory_order", "strides ignored", _memory_order, ("small/permuted_bf16",)),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
     process_groups=group_layout,

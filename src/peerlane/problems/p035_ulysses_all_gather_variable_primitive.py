@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
 from peerlane.problems.families.collective import BF16, all_gather_single, group_layout, group_members
 
@@ -32,7 +31,7 @@ def reference(x: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | None 
     return torch.cat(parts, dim=gather_dim)
 
 
-def _lengths(case: Case, ranks: int) -> list[int]:
+def _lengths(case: pc.Case, ranks: int) -> list[int]:
     """The lengths along gather_dim of a group's tensors, in no order.
 
     ``each``: one per rank, from the first. ``eighths``: those of eight ranks, neighbours merged where there are fewer.
@@ -43,7 +42,7 @@ def _lengths(case: Case, ranks: int) -> list[int]:
     return [sum(eighths[first : first + merged]) for first in range(0, 8, merged)]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Random bits; lengths change places from slot to slot."""
     members = group_members(case, rank)
     lengths = _lengths(case, len(members))
@@ -52,11 +51,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (ulysses.payload(case, draw, shape), case["gather_dim"], ulysses.group_argument(case))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("gathered", torch.cat(ulysses.members_tensors(case, inputs, rank), case["gather_dim"]))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("gathered", torch.cat(ulysses.members_tensors(case, inputs, rank), case["gather_dim"]))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The busiest rank's, for every rank, since lengths change places between slots; it alone bounds the time.
 
     The shortest tensor's owner receives all the rest. Sending can be shared by forwarding, but no rank sends less than its own tensor,
@@ -65,14 +64,14 @@ def cost(case: Case, rank: int) -> Cost:
     ranks = len(group_members(case, rank))
     lengths = _lengths(case, ranks)
     total, line = sum(lengths), torch.Size(ulysses.with_length(case["shape"], case["gather_dim"], 1)).numel() * case.dtype.itemsize
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(max(lengths) + total) * line,
         egress_bytes=max(max(lengths), (ranks - 1) / ranks * total) * line,
         ingress_bytes=(total - min(lengths)) * line,
     )
 
 
-def _own_length_for_all(context: AnswerContext) -> torch.Tensor:
+def _own_length_for_all(context: pc.AnswerContext) -> torch.Tensor:
     """Every tensor cut to the rank's own length, or repeated up to it."""
     axis, own = context.case["gather_dim"], context.args[0].size(context.case["gather_dim"])
     tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
@@ -82,7 +81,7 @@ def _own_length_for_all(context: AnswerContext) -> torch.Tensor:
     return ulysses.fitted(context, torch.cat([*parts, context.args[0]], axis), axis)
 
 
-def _padding_left(context: AnswerContext) -> torch.Tensor:
+def _padding_left(context: pc.AnswerContext) -> torch.Tensor:
     """All tensors padded to the longest, and the end of the result cut off instead of the padding."""
     axis = context.case["gather_dim"]
     tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
@@ -94,7 +93,7 @@ def _padding_left(context: AnswerContext) -> torch.Tensor:
     return ulysses.fitted(context, torch.cat(parts, axis), axis)
 
 
-def _gathered_flat(context: AnswerContext) -> torch.Tensor:
+def _gathered_flat(context: pc.AnswerContext) -> torch.Tensor:
     """The ranks' memory one after the other, whatever the axis."""
     tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).view(context.answer.shape)
@@ -103,15 +102,17 @@ def _gathered_flat(context: AnswerContext) -> torch.Tensor:
 _UNEVEN = (3, 1, 6, 4, 2, 9, 5, 7)
 
 
-def _small(label: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int, each: tuple[int, ...] = _UNEVEN, **params: Any) -> CaseSpec:
+def _small(
+    label: str, dtype: torch.dtype, shape: tuple[int, ...], axis: int, each: tuple[int, ...] = _UNEVEN, **params: Any
+) -> pc.CaseSpec:
     """``shape`` with 0 in place of the gathered axis."""
-    return case(label, dtype, shape=shape, gather_dim=axis, each=each, **params)
+    return pc.case(label, dtype, shape=shape, gather_dim=axis, each=each, **params)
 
 
 _SHARED = ("uneven_bf16", "columns_bf16", "second_last_bf16", "vector_int64", "one_empty_bf16", "spike_bf16", "odd_uint8", "permuted_bf16")
 _INNER = ("columns_bf16", "second_last_bf16")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=35,
     slug="ulysses_all_gather_variable_primitive",
     title="All-gather of tensors whose lengths along the gathered axis differ",
@@ -128,7 +129,7 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "lengths that differ, are zero on some ranks or on all, or on all but one; every axis; odd bytes; permuted input; a group",
             _small("uneven_bf16", BF16, (0, 3), 0),
@@ -143,44 +144,44 @@ PROBLEM = Problem(
             _small("permuted_bf16", BF16, (0, 3), 0, permuted=True),
             _small("strided_group_bf16", BF16, (0, 3), 0, group="strided", world_sizes=(4, 8)),
         ),
-        preset(
+        pc.preset(
             "pkb",
             "the public benchmark's shape, the same on all ranks, and one of as many bytes whose lengths differ",
-            case("bf16", BF16, shape=(0, 1024), gather_dim=0, each=(1024,) * 8),
-            case("jittered_bf16", BF16, shape=(0, 1024), gather_dim=0, each=tuple(1024 - 37 * rank for rank in range(8))),
+            pc.case("bf16", BF16, shape=(0, 1024), gather_dim=0, each=(1024,) * 8),
+            pc.case("jittered_bf16", BF16, shape=(0, 1024), gather_dim=0, each=tuple(1024 - 37 * rank for rank in range(8))),
         ),
-        preset(
+        pc.preset(
             "production_llama3_70b_packed",
             "a packed batch, hidden 8192",
-            case("bf16", BF16, shape=(0, 8192), gather_dim=0, eighths=(4096, 1, 2500, 4095, 777, 3072, 4000, 128)),
+            pc.case("bf16", BF16, shape=(0, 8192), gather_dim=0, eighths=(4096, 1, 2500, 4095, 777, 3072, 4000, 128)),
         ),
-        preset(
+        pc.preset(
             "production_qwen25_vl_vision",
             "image tokens, hidden 3584",
-            case("bf16", BF16, shape=(0, 3584), gather_dim=0, eighths=(0, 256, 1024, 4096, 64, 1369, 2048, 16)),
+            pc.case("bf16", BF16, shape=(0, 3584), gather_dim=0, eighths=(0, 256, 1024, 4096, 64, 1369, 2048, 16)),
         ),
-        preset(
+        pc.preset(
             "production_llama3_logits",
             "512 tokens, a vocabulary of 128256 in unequal parts, along the last axis",
-            case("bf16", BF16, shape=(512, 0), gather_dim=1, eighths=(15000, 17000, 16500, 15531, 16064, 15903, 16777, 15481)),
+            pc.case("bf16", BF16, shape=(512, 0), gather_dim=1, eighths=(15000, 17000, 16500, 15531, 16064, 15903, 16777, 15481)),
         ),
     ),
     known_wrong_answers=(
         *ulysses.gather_wrong_answers(lambda case: int(case["gather_dim"]), shared=tuple(f"small/{label}" for label in _SHARED)),
-        KnownWrongAnswer(
+        pc.wrong(
             "own_length_for_all",
             "all tensors taken to be as long as the rank's own",
             _own_length_for_all,
-            cases=tuple(f"small/{label}" for label in _SHARED),
+            tuple(f"small/{label}" for label in _SHARED),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "padding_left",
             "tensors padded to the longest, and the padding left between them",
             _padding_left,
             # On two ranks the longer tensor may come first, and the padding is then at the end.
-            cases=tuple(f"small/{label}/w{ranks}" for label in _SHARED for ranks in (4, 8)),
+            tuple(f"small/{label}/w{ranks}" for label in _SHARED for ranks in (4, 8)),
         ),
-        KnownWrongAnswer("gathered_flat", "the axis ignored", _gathered_flat, cases=tuple(f"small/{label}" for label in _INNER)),
+        pc.wrong("gathered_flat", "the axis ignored", _gathered_flat, tuple(f"small/{label}" for label in _INNER)),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
     graph=False,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
 from peerlane.problems.families.collective import BF16, group_layout, group_members
 
@@ -25,7 +25,7 @@ def _padded(x: torch.Tensor, seq_dim: int, ranks: int) -> torch.Tensor:
     return torch.cat((x, x.new_zeros(ulysses.with_length(x.shape, seq_dim, missing))), dim=seq_dim)
 
 
-def _shape(case: Case, ranks: int) -> tuple[int, ...]:
+def _shape(case: pc.Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``length`` = (a, b): a * ranks + b positions; ``whole_heads``: head_dim's length is divided by the group's size."""
     shape = ulysses.local_shape(case["shape"], ranks, over=case["head_dim"] if case.params.get("whole_heads") else None)
     if "length" in case.params:
@@ -41,7 +41,7 @@ _EXCHANGE = ulysses.Exchange(
 )
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Random bits. ``case["nan_end"]``: the last position is NaN, which must not reach the padding."""
     x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
     if case.params.get("nan_end"):
@@ -49,11 +49,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (x, case["seq_dim"], case["head_dim"], ulysses.group_argument(case))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("scattered", _EXCHANGE.answer(case, inputs, rank))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("scattered", _EXCHANGE.answer(case, inputs, rank))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Padding is written, but neither read nor sent; it is at the end, so the last ranks receive less."""
     members = group_members(case, rank)
     ranks, me = len(members), members.index(rank)
@@ -62,14 +62,12 @@ def cost(case: Case, rank: int) -> Cost:
     block = -(-length // ranks)
     own = min(max(length - me * block, 0), block)
     position = torch.Size(shape).numel() // length * case.dtype.itemsize
-    return Cost(
-        hbm_bytes=(length + block * ranks) * position,
-        egress_bytes=(length - own) * position,
-        ingress_bytes=(ranks - 1) * own * position,
+    return pc.Cost(
+        hbm_bytes=(length + block * ranks) * position, egress_bytes=(length - own) * position, ingress_bytes=(ranks - 1) * own * position
     )
 
 
-def _with_ends(context: AnswerContext, ends: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+def _with_ends(context: pc.AnswerContext, ends: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
     """The exchange of tensors that ``ends(x, ranks)`` brings to a multiple of the group's size."""
     case, members = context.case, group_members(context.case, context.rank)
     me, seq_dim = members.index(context.rank), case["seq_dim"]
@@ -77,7 +75,7 @@ def _with_ends(context: AnswerContext, ends: Callable[[torch.Tensor, int], torch
     return torch.cat(parts, case["head_dim"])
 
 
-def _padded_in_front(context: AnswerContext) -> torch.Tensor:
+def _padded_in_front(context: pc.AnswerContext) -> torch.Tensor:
     seq_dim = context.case["seq_dim"]
 
     def ends(x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -86,7 +84,7 @@ def _padded_in_front(context: AnswerContext) -> torch.Tensor:
     return _with_ends(context, ends)
 
 
-def _last_token_in_padding(context: AnswerContext, factor: float) -> torch.Tensor:
+def _last_token_in_padding(context: pc.AnswerContext, factor: float) -> torch.Tensor:
     """Padding that is the last token times ``factor``: with 0, NaN stays NaN and negative numbers give -0."""
     seq_dim = context.case["seq_dim"]
 
@@ -99,7 +97,7 @@ def _last_token_in_padding(context: AnswerContext, factor: float) -> torch.Tenso
     return _with_ends(context, ends)
 
 
-def _padding_spread(context: AnswerContext) -> torch.Tensor:
+def _padding_spread(context: pc.AnswerContext) -> torch.Tensor:
     """Blocks as equal as can be without padding, each of them padded for itself."""
     case, members = context.case, group_members(context.case, context.rank)
     me, seq_dim = members.index(context.rank), case["seq_dim"]
@@ -132,7 +130,7 @@ _SEVERAL_TOKENS = (
 # Padding at the end leaves other blocks than the most equal ones.
 _UNEVEN = tuple(f"small/{label}/w{ranks}" for label in ("padded_bf16", "heads_first_int32", "permuted_bf16") for ranks in (4, 8))
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=37,
     slug="ulysses_gather_heads_scatter_seq",
     title="Ulysses exchange out of attention: pad and scatter the sequence, gather the heads",
@@ -150,56 +148,46 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "every order of the axes, padding of part of a block and of whole ranks, NaN beside the padding, permuted input, a group",
-            case("plain_bf16", BF16, shape=(2, 0, 2, 5), length=(3, 0), seq_dim=1, head_dim=2),
-            case("padded_bf16", BF16, shape=(2, 0, 2, 3), length=(2, 1), seq_dim=1, head_dim=2),
-            case("packed_padded_bf16", BF16, shape=(0, 3, 4), length=(2, -1), seq_dim=0, head_dim=1),
-            case("heads_first_int32", torch.int32, shape=(3, 0, 5), length=(2, 1), seq_dim=1, head_dim=0),
-            case("single_token_bf16", BF16, shape=(1, 1, 2, 4), seq_dim=1, head_dim=2),
-            case("short_bf16", BF16, shape=(1, 0, 2, 4), length=(1, -1), seq_dim=1, head_dim=2),
-            case("nan_end_bf16", BF16, shape=(2, 0, 2, 3), length=(3, -1), seq_dim=1, head_dim=2, nan_end=True),
-            case("permuted_bf16", BF16, shape=(2, 0, 2, 80), length=(2, 1), seq_dim=1, head_dim=2, permuted=True),
-            case(
-                "strided_group_bf16",
-                BF16,
-                shape=(2, 0, 2, 3),
-                length=(2, 1),
-                seq_dim=1,
-                head_dim=2,
-                group="strided",
-                world_sizes=(4, 8),
+            pc.case("plain_bf16", BF16, shape=(2, 0, 2, 5), length=(3, 0), seq_dim=1, head_dim=2),
+            pc.case("padded_bf16", BF16, shape=(2, 0, 2, 3), length=(2, 1), seq_dim=1, head_dim=2),
+            pc.case("packed_padded_bf16", BF16, shape=(0, 3, 4), length=(2, -1), seq_dim=0, head_dim=1),
+            pc.case("heads_first_int32", torch.int32, shape=(3, 0, 5), length=(2, 1), seq_dim=1, head_dim=0),
+            pc.case("single_token_bf16", BF16, shape=(1, 1, 2, 4), seq_dim=1, head_dim=2),
+            pc.case("short_bf16", BF16, shape=(1, 0, 2, 4), length=(1, -1), seq_dim=1, head_dim=2),
+            pc.case("nan_end_bf16", BF16, shape=(2, 0, 2, 3), length=(3, -1), seq_dim=1, head_dim=2, nan_end=True),
+            pc.case("permuted_bf16", BF16, shape=(2, 0, 2, 80), length=(2, 1), seq_dim=1, head_dim=2, permuted=True),
+            pc.case(
+                "strided_group_bf16", BF16, shape=(2, 0, 2, 3), length=(2, 1), seq_dim=1, head_dim=2, group="strided", world_sizes=(4, 8)
             ),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(16, 16, 8, 64), seq_dim=1, head_dim=2)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, shape=(16, 16, 8, 64), seq_dim=1, head_dim=2)),
+        pc.preset(
             "production_llama3_70b_output",
             "32763 tokens, 64 heads of 128",
-            case("bf16", BF16, shape=(1, 32763, 64, 128), seq_dim=1, head_dim=2, whole_heads=True),
+            pc.case("bf16", BF16, shape=(1, 32763, 64, 128), seq_dim=1, head_dim=2, whole_heads=True),
         ),
-        preset(
+        pc.preset(
             "production_wan21_14b_720p",
             "75595 tokens, 40 heads of 128",
-            case("bf16", BF16, shape=(1, 75595, 40, 128), seq_dim=1, head_dim=2, whole_heads=True),
+            pc.case("bf16", BF16, shape=(1, 75595, 40, 128), seq_dim=1, head_dim=2, whole_heads=True),
         ),
-        preset(
+        pc.preset(
             "production_qwen25_vl_vision",
             "16381 patches, 16 heads of 80",
-            case("bf16", BF16, shape=(1, 16381, 16, 80), seq_dim=1, head_dim=2, whole_heads=True),
+            pc.case("bf16", BF16, shape=(1, 16381, 16, 80), seq_dim=1, head_dim=2, whole_heads=True),
         ),
     ),
     known_wrong_answers=(
         *_EXCHANGE.known_wrong_answers(strided=_SEVERAL_TOKENS, ring=_SEVERAL_TOKENS),
-        KnownWrongAnswer("padded_in_front", "zeros before the sequence instead of behind it", _padded_in_front, cases=_PADDED),
-        KnownWrongAnswer("padding_repeats", "the last token in place of padding", lambda c: _last_token_in_padding(c, 1.0), cases=_PADDED),
-        KnownWrongAnswer(
-            "padding_multiplied",
-            "the last token times 0 as padding",
-            lambda c: _last_token_in_padding(c, 0.0),
-            cases=("small/nan_end_bf16",),
+        pc.wrong("padded_in_front", "zeros before the sequence instead of behind it", _padded_in_front, _PADDED),
+        pc.wrong("padding_repeats", "the last token in place of padding", lambda c: _last_token_in_padding(c, 1.0), _PADDED),
+        pc.wrong(
+            "padding_multiplied", "the last token times 0 as padding", lambda c: _last_token_in_padding(c, 0.0), ("small/nan_end_bf16",)
         ),
-        KnownWrongAnswer("padding_spread", "blocks of unequal length, each padded for itself", _padding_spread, cases=_UNEVEN),
+        pc.wrong("padding_spread", "blocks of unequal length, each padded for itself", _padding_spread, _UNEVEN),
     ),
     process_groups=group_layout,
     notes=(

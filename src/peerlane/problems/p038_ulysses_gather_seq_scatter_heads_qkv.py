@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
 from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
@@ -31,7 +30,7 @@ def _blocks_of_three(qkv: torch.Tensor) -> torch.Tensor:
     return qkv.view(*qkv.shape[:-1], 3, qkv.shape[-1] // 3)
 
 
-def _shape(case: Case, ranks: int) -> tuple[int, ...]:
+def _shape(case: pc.Case, ranks: int) -> tuple[int, ...]:
     """One rank's qkv. ``per_rank``: P is multiplied by the group's size; ``whole_sequence``: seq_dim's length is divided by it."""
     return ulysses.local_shape(
         case["shape"],
@@ -41,11 +40,11 @@ def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     )
 
 
-def _unpadded(case: Case, rank: int) -> int:
+def _unpadded(case: pc.Case, rank: int) -> int:
     return ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
 
 
-def _layout(case: Case, tensor: torch.Tensor) -> torch.Tensor:
+def _layout(case: pc.Case, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(-2) if case.params.get("restore", True) else tensor
 
 
@@ -59,22 +58,22 @@ _EXCHANGE = ulysses.Exchange(
 )
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     qkv = draw.bits(_shape(case, len(group_members(case, rank))), case.dtype)
     unpadded = _unpadded(case, rank) if "unpadded" in case.params else None
     return (qkv, case["seq_dim"], ulysses.group_argument(case), unpadded, case.params.get("restore", True))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("gathered", _EXCHANGE.answer(case, inputs, rank))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("gathered", _EXCHANGE.answer(case, inputs, rank))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     shape = _shape(case, len(group_members(case, rank)))
     return ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
 
 
-def _whole_width_scattered(context: AnswerContext) -> torch.Tensor:
+def _whole_width_scattered(context: pc.AnswerContext) -> torch.Tensor:
     """The r-th part of all P channels, without regard to queries, keys and values."""
     case, members = context.case, group_members(context.case, context.rank)
     parts = [context.inputs[source][0].chunk(len(members), -1)[members.index(context.rank)] for source in members]
@@ -82,7 +81,7 @@ def _whole_width_scattered(context: AnswerContext) -> torch.Tensor:
     return _EXCHANGE.finished(case, context.rank, _blocks_of_three(whole))
 
 
-def _channel_major(context: AnswerContext) -> torch.Tensor:
+def _channel_major(context: pc.AnswerContext) -> torch.Tensor:
     """Query, key and value of one channel side by side, instead of all queries before all keys."""
     blocks = _EXCHANGE.blocks(context.case, context.inputs, context.rank)
     whole = torch.cat(blocks, context.case["seq_dim"]).transpose(-1, -2)
@@ -91,7 +90,7 @@ def _channel_major(context: AnswerContext) -> torch.Tensor:
 
 _PADDED = ("small/padded_bf16", "small/padded_split_bf16", "small/packed_padded_split_int32", "small/long_padding_fp32")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=38,
     slug="ulysses_gather_seq_scatter_heads_qkv",
     title="Ulysses exchange of a fused query-key-value projection",
@@ -110,42 +109,42 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "batched and packed, odd widths, both layouts of the result, padding that is cut and padding that is not, a group",
-            case("plain_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True),
-            case("padded_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(3, -1)),
-            case("padded_split_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(3, -1), restore=False),
-            case("multiple_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(2, 0)),
-            case("packed_fp32", FP32, shape=(3, 12), seq_dim=0, per_rank=True),
-            case("packed_padded_split_int32", torch.int32, shape=(3, 12), seq_dim=0, per_rank=True, unpadded=(3, -1), restore=False),
-            case("odd_width_bf16", BF16, shape=(3, 2, 15), seq_dim=1, per_rank=True, unpadded=(0, 0)),
-            case("long_padding_fp32", FP32, shape=(2, 7, 6), seq_dim=1, per_rank=True, unpadded=(7, -9)),
-            case("sequence_first_bf16", BF16, shape=(3, 2, 12), seq_dim=0, per_rank=True),
-            case("strided_group_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, group="strided", world_sizes=(4, 8)),
+            pc.case("plain_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True),
+            pc.case("padded_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(3, -1)),
+            pc.case("padded_split_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(3, -1), restore=False),
+            pc.case("multiple_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(2, 0)),
+            pc.case("packed_fp32", FP32, shape=(3, 12), seq_dim=0, per_rank=True),
+            pc.case("packed_padded_split_int32", torch.int32, shape=(3, 12), seq_dim=0, per_rank=True, unpadded=(3, -1), restore=False),
+            pc.case("odd_width_bf16", BF16, shape=(3, 2, 15), seq_dim=1, per_rank=True, unpadded=(0, 0)),
+            pc.case("long_padding_fp32", FP32, shape=(2, 7, 6), seq_dim=1, per_rank=True, unpadded=(7, -9)),
+            pc.case("sequence_first_bf16", BF16, shape=(3, 2, 12), seq_dim=0, per_rank=True),
+            pc.case("strided_group_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, group="strided", world_sizes=(4, 8)),
         ),
-        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(16, 16, 1536), seq_dim=1)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, shape=(16, 16, 1536), seq_dim=1)),
+        pc.preset(
             "production_llama2_7b_32k",
             "32768 tokens, 3 x 32 heads of 128",
-            case("bf16", BF16, shape=(1, 32768, 12288), seq_dim=1, whole_sequence=True),
+            pc.case("bf16", BF16, shape=(1, 32768, 12288), seq_dim=1, whole_sequence=True),
         ),
-        preset(
+        pc.preset(
             "production_wan21_14b_720p",
             "75600 tokens, 5 of them padding, 3 x 40 heads of 128",
-            case("bf16", BF16, shape=(1, 75600, 15360), seq_dim=1, whole_sequence=True, unpadded=(0, 75595)),
+            pc.case("bf16", BF16, shape=(1, 75600, 15360), seq_dim=1, whole_sequence=True, unpadded=(0, 75595)),
         ),
-        preset(
+        pc.preset(
             "production_siglip_so400m",
             "packed, 65536 patches, 5 of them padding, 3 x 16 heads of 72",
-            case("bf16", BF16, shape=(65536, 3456), seq_dim=0, whole_sequence=True, unpadded=(0, 65531)),
+            pc.case("bf16", BF16, shape=(65536, 3456), seq_dim=0, whole_sequence=True, unpadded=(0, 65531)),
         ),
     ),
     known_wrong_answers=(
         *_EXCHANGE.known_wrong_answers(),
         *_EXCHANGE.trimming_wrong_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
-        KnownWrongAnswer("whole_width_scattered", "the r-th part of the whole last axis", _whole_width_scattered),
-        KnownWrongAnswer("channel_major", "query, key and value of one channel side by side", _channel_major),
+        pc.wrong("whole_width_scattered", "the r-th part of the whole last axis", _whole_width_scattered),
+        pc.wrong("channel_major", "query, key and value of one channel side by side", _channel_major),
     ),
     process_groups=group_layout,
     notes=(

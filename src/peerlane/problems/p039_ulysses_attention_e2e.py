@@ -10,21 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
 from peerlane.problems.families.attention import attention
 from peerlane.problems.families.codes import eight_bits
@@ -32,7 +18,7 @@ from peerlane.problems.families.collective import BF16, FP32, group_layout, grou
 
 FP64 = torch.float64
 
-Arguments = Sequence[tuple[Any, ...]]
+Arguments = pc.Inputs
 
 
 def reference(
@@ -85,17 +71,17 @@ def _split(qkv: torch.Tensor, heads: int) -> torch.Tensor:
     return qkv.view(*qkv.shape[:-1], 3, heads, qkv.shape[-1] // (3 * heads))
 
 
-def _local_length(case: Case) -> int:
+def _local_length(case: pc.Case) -> int:
     return int(case["local"] if "local" in case.params else case["length"] // case.world_size)
 
 
-def _heads(case: Case, rank: int) -> int:
+def _heads(case: pc.Case, rank: int) -> int:
     """Heads of the model: ``heads``, or ``heads_per_rank`` times the group's size."""
     ranks = len(group_members(case, rank))
     return int(case["heads"] if "heads" in case.params else case["heads_per_rank"] * ranks)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """N(0, 1) hidden states; weights equal on all ranks, that give values and outputs of unit scale and scores N(0, case["spread"]^2).
 
     So it is but for powers of two, which cancel bit for bit: channels of the hidden states, of every head's q and k, and of its values and
@@ -115,19 +101,21 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return hidden_states.to(case.dtype), w_qkv.flatten(0, 1).to(case.dtype), w_o.to(case.dtype), group, heads, case["causal"]
 
 
-def _projected(case: Case, inputs: Arguments, rank: int, work: torch.dtype) -> torch.Tensor:
+def _projected(case: pc.Case, inputs: Arguments, rank: int, work: torch.dtype) -> torch.Tensor:
     """One rank's queries, keys and values (B, S_l, 3, h, D), in ``work``."""
     hidden_states, w_qkv = (tensor.to(work) for tensor in inputs[rank][:2])
     return _split(F.linear(hidden_states, w_qkv), _heads(case, rank))
 
 
-def _visible(case: Case, rank: int, causal: bool) -> list[int]:
+def _visible(case: pc.Case, rank: int, causal: bool) -> list[int]:
     """The group's ranks whose keys the rank's queries see; under a causal mask the last of them is the rank itself."""
     members = list(group_members(case, rank))
     return members[: members.index(rank) + 1] if causal else members
 
 
-def _context(case: Case, inputs: Arguments, rank: int, *, owners: Sequence[int], causal: bool, scale: float | None = None) -> torch.Tensor:
+def _context(
+    case: pc.Case, inputs: Arguments, rank: int, *, owners: Sequence[int], causal: bool, scale: float | None = None
+) -> torch.Tensor:
     """Float64 attention (B, S_l, h, D) of the rank's queries to the owners' keys; under a causal mask the rank is the last owner."""
     q = _projected(case, inputs, rank, FP64)[:, :, 0]
     projected = [_projected(case, inputs, owner, FP64)[:, :, 1:] for owner in owners]
@@ -136,7 +124,7 @@ def _context(case: Case, inputs: Arguments, rank: int, *, owners: Sequence[int],
     return value
 
 
-def _among_heads(case: Case, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+def _among_heads(case: pc.Case, rank: int, tensor: torch.Tensor) -> torch.Tensor:
     """(B, S, h, D) as (B S, h / W, W, D): the heads of a group take the place of positions, the groups that of heads."""
     groups = len(group_members(case, rank))
     split = tensor.view(*tensor.shape[:2], groups, tensor.shape[2] // groups, tensor.shape[3])
@@ -165,7 +153,7 @@ def _future(queries: int, keys: int, device: torch.device) -> torch.Tensor:
 
 
 def _legacy_context(
-    case: Case, inputs: Arguments, rank: int, *, causal: bool, work: torch.dtype, rounded: torch.dtype | None = None
+    case: pc.Case, inputs: Arguments, rank: int, *, causal: bool, work: torch.dtype, rounded: torch.dtype | None = None
 ) -> torch.Tensor:
     """The public semantics' context (B, S_l, h, D), in ``work``; with ``rounded``, rounded to that dtype before and inside attention."""
     qkv = _projected(case, inputs, rank, work)
@@ -182,7 +170,7 @@ def _output(inputs: Arguments, rank: int, context: torch.Tensor) -> torch.Tensor
     return F.linear(context.flatten(2), inputs[rank][2].to(context.dtype))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is the root mean square of each token's output."""
     causal = case["causal"]
     if case.variant == "pkb":
@@ -190,10 +178,10 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     else:
         context = _context(case, inputs, rank, owners=_visible(case, rank, causal), causal=causal)
     value = _output(inputs, rank, context)
-    return Expected("output", value, case.dtype, magnitude=value.square().mean(-1, keepdim=True).sqrt())
+    return pc.Expected("output", value, case.dtype, magnitude=value.square().mean(-1, keepdim=True).sqrt())
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Errors relative to the norm of a token's output, and elementwise six times as much as an average element of it may have.
 
     In bfloat16 queries, keys, values, probabilities, context and output are rounded, 1.7e-3 normwise each; scores of deviation one then err
@@ -201,12 +189,12 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     token. In float32, 256 u for products in any order, and as much again times the spread of the scores, for their errors are the weights'.
     """
     spread = case.params.get("spread", 1.0)
-    rowwise = 2.5e-2 if case.dtype == BF16 else 256 * UNIT_ROUNDOFF[FP32] * (1 + spread)
+    rowwise = 2.5e-2 if case.dtype == BF16 else 256 * pc.UNIT_ROUNDOFF[FP32] * (1 + spread)
     normwise = 1e-2 if case.dtype == BF16 and case["batch"] * _local_length(case) >= 16 else None
-    return {"output": Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], magnitude=6 * rowwise, normwise=normwise, rowwise=rowwise)}
+    return {"output": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=6 * rowwise, normwise=normwise, rowwise=rowwise)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """A rank sends and receives 3 (W - 1) / W of its projected tokens, and (W - 1) / W of its context.
 
     On two ranks, to gather all hidden states and to project keys and values twice takes less. What is stored between the stages is not
@@ -223,7 +211,7 @@ def cost(case: Case, rank: int) -> Cost:
         positions = length * (length + 1) // 2 if case["causal"] else length**2
         pairs = case["batch"] * positions * _heads(case, rank) // ranks
         port = min(4 * (ranks - 1) / ranks * tokens * width, (ranks - 1) * tokens * hidden) * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(tokens * (hidden + case["out"]) + width * (3 * hidden + case["out"])) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -232,7 +220,7 @@ def cost(case: Case, rank: int) -> Cost:
 
 
 def _in_steps(
-    case: Case,
+    case: pc.Case,
     inputs: Arguments,
     rank: int,
     rounded: torch.dtype | None,
@@ -260,7 +248,7 @@ def _in_steps(
 
 
 def _answer(
-    context: AnswerContext, *, owners: Sequence[int] | None = None, causal: bool | None = None, scale: float | None = None
+    context: pc.AnswerContext, *, owners: Sequence[int] | None = None, causal: bool | None = None, scale: float | None = None
 ) -> torch.Tensor:
     """The answer to another question: other owners of keys, mask or scale."""
     case, rank = context.case, context.rank
@@ -270,19 +258,19 @@ def _answer(
     return _output(context.inputs, rank, attended).to(case.dtype)
 
 
-def _legacy_answer(context: AnswerContext, *, causal: bool | None = None) -> torch.Tensor:
+def _legacy_answer(context: pc.AnswerContext, *, causal: bool | None = None) -> torch.Tensor:
     masked = context.case["causal"] if causal is None else causal
     attended = _legacy_context(context.case, context.inputs, context.rank, causal=masked, work=FP64)
     return _output(context.inputs, context.rank, attended).to(context.case.dtype)
 
 
-def _farthest_dropped(context: AnswerContext) -> torch.Tensor:
+def _farthest_dropped(context: pc.AnswerContext) -> torch.Tensor:
     """Without the keys of the last rank, or of the first under a causal mask, unless it sees no others."""
     visible = _visible(context.case, context.rank, context.case["causal"])
     return _answer(context, owners=(visible[1:] if context.case["causal"] else visible[:-1]) or visible)
 
 
-def _later_ranks_visible(context: AnswerContext) -> torch.Tensor:
+def _later_ranks_visible(context: pc.AnswerContext) -> torch.Tensor:
     """A causal mask within the rank's own tokens only, whereas all of other ranks' keys count."""
     case, rank, members = context.case, context.rank, group_members(context.case, context.rank)
     q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
@@ -294,13 +282,7 @@ def _later_ranks_visible(context: AnswerContext) -> torch.Tensor:
     return _output(context.inputs, rank, attended).to(case.dtype)
 
 
-def _values_only(context: AnswerContext) -> torch.Tensor:
-    """Every token attends to itself alone."""
-    values = _projected(context.case, context.inputs, context.rank, FP32)[:, :, 2]
-    return _output(context.inputs, context.rank, values).to(context.case.dtype)
-
-
-def _heads_rolled(context: AnswerContext) -> torch.Tensor:
+def _heads_rolled(context: pc.AnswerContext) -> torch.Tensor:
     """The right context with the heads of one rank in the place of another's."""
     case, rank = context.case, context.rank
     attended = _context(case, context.inputs, rank, owners=_visible(case, rank, case["causal"]), causal=case["causal"])
@@ -308,7 +290,7 @@ def _heads_rolled(context: AnswerContext) -> torch.Tensor:
     return _output(context.inputs, rank, attended.roll(per_rank, 2)).to(case.dtype)
 
 
-def _no_maximum(context: AnswerContext) -> torch.Tensor:
+def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
     """A softmax whose exponentials overflow."""
     case, rank = context.case, context.rank
     q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
@@ -319,8 +301,8 @@ def _no_maximum(context: AnswerContext) -> torch.Tensor:
     return _output(context.inputs, rank, attended).to(case.dtype)
 
 
-def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool = False, **params: Any) -> CaseSpec:
-    return case(
+def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool = False, **params: Any) -> pc.CaseSpec:
+    return pc.case(
         label,
         dtype,
         variant=params.pop("variant", "default"),
@@ -333,7 +315,7 @@ def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool = False, **par
 _PUBLIC: dict[str, Any] = {"batch": 16, "length": 16, "heads": 8, "depth": 64, "hidden": 512, "out": 512}
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "causal and not, one token or one head per rank, an output narrower than the input, scores that overflow exp, a group",
         _small("full_bf16"),
@@ -348,42 +330,38 @@ PRESETS = (
         _small("public_causal_fp32", FP32, causal=True, variant="pkb"),
         _small("public_one_head_bf16", heads_per_rank=1, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 16 tokens over all ranks",
-        case("bf16", BF16, causal=False, **_PUBLIC),
-        case("public_bf16", BF16, causal=False, variant="pkb", **_PUBLIC),
+        pc.case("bf16", BF16, causal=False, **_PUBLIC),
+        pc.case("public_bf16", BF16, causal=False, variant="pkb", **_PUBLIC),
     ),
-    preset(
+    pc.preset(
         "production_llama2_7b_16k",
         "32 heads of 128, 16384 tokens, causal",
-        case("bf16", BF16, causal=True, batch=1, length=16384, heads=32, depth=128, hidden=4096, out=4096),
+        pc.case("bf16", BF16, causal=True, batch=1, length=16384, heads=32, depth=128, hidden=4096, out=4096),
     ),
-    preset(
+    pc.preset(
         "production_wan21_14b_480p",
         "video diffusion: 40 heads of 128, 32760 tokens, not causal",
-        case("bf16", BF16, causal=False, batch=1, length=32760, heads=40, depth=128, hidden=5120, out=5120),
+        pc.case("bf16", BF16, causal=False, batch=1, length=32760, heads=40, depth=128, hidden=5120, out=5120),
     ),
-    preset(
+    pc.preset(
         "production_hunyuan_video",
         "video diffusion: 24 heads of 128, 65536 tokens, not causal",
-        case("bf16", BF16, causal=False, batch=1, length=65536, heads=24, depth=128, hidden=3072, out=3072),
+        pc.case("bf16", BF16, causal=False, batch=1, length=65536, heads=24, depth=128, hidden=3072, out=3072),
     ),
 )
 
 
-def _labels(keep: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if keep(spec))
-
-
-_DEFAULT = _labels(lambda spec: spec.variant == "default")
+_DEFAULT = pc.where(lambda c: c.variant == "default")
 # Where one key takes all, it still does when scores are scaled.
-_UNSATURATED = _labels(lambda spec: spec.variant == "default" and "spread" not in spec.params)
-_CAUSAL = _labels(lambda spec: spec.variant == "default" and spec.params["causal"])
+_UNSATURATED = pc.where(lambda c: c.variant == "default" and "spread" not in c.params)
+_CAUSAL = pc.where(lambda c: c.variant == "default" and c["causal"])
 # In the public semantics a single head per group has nothing to attend to but itself.
 _LEGACY_SEVERAL = ("small/public_full_bf16", "small/public_causal_fp32")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=39,
     slug="ulysses_attention_e2e",
     title="Ulysses attention block: QKV projection, exchange, attention, exchange back, output projection",
@@ -404,45 +382,42 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "attention to the rank's own tokens", lambda c: _answer(c, owners=[c.rank]), cases=_DEFAULT),
-        KnownWrongAnswer(
-            "heads_attended",
-            "heads of a rank attend to one another, in every position: the public semantics",
-            _legacy_answer,
-            cases=_DEFAULT,
+        pc.wrong("no_communication", "attention to the rank's own tokens", lambda c: _answer(c, owners=[c.rank]), _DEFAULT),
+        pc.wrong(
+            "heads_attended", "heads of a rank attend to one another, in every position: the public semantics", _legacy_answer, _DEFAULT
         ),
-        KnownWrongAnswer("farthest_dropped", "one rank's keys left out", _farthest_dropped, cases=_DEFAULT),
-        KnownWrongAnswer(
+        pc.wrong("farthest_dropped", "one rank's keys left out", _farthest_dropped, _DEFAULT),
+        pc.wrong(
             "mask_inverted",
             "a causal mask instead of none, or none instead of a causal mask",
             lambda c: _answer(c, causal=not c.case["causal"]),
-            cases=_DEFAULT,
+            _DEFAULT,
         ),
-        KnownWrongAnswer("later_ranks_visible", "a causal mask within the rank's own tokens only", _later_ranks_visible, cases=_CAUSAL),
-        KnownWrongAnswer("uniform", "equal weights for all keys", lambda c: _answer(c, scale=0.0), cases=_DEFAULT),
-        KnownWrongAnswer("unscaled", "scores not divided by sqrt(D)", lambda c: _answer(c, scale=1.0), cases=_UNSATURATED),
-        KnownWrongAnswer("values_only", "every token attends to itself alone", _values_only, cases=(*_DEFAULT, *_LEGACY_SEVERAL)),
-        KnownWrongAnswer("heads_rolled", "heads put together in the wrong order", _heads_rolled, cases=_DEFAULT),
-        KnownWrongAnswer(
+        pc.wrong("later_ranks_visible", "a causal mask within the rank's own tokens only", _later_ranks_visible, _CAUSAL),
+        pc.wrong("uniform", "equal weights for all keys", lambda c: _answer(c, scale=0.0), _DEFAULT),
+        pc.wrong("unscaled", "scores not divided by sqrt(D)", lambda c: _answer(c, scale=1.0), _UNSATURATED),
+        pc.wrong(
+            "values_only",
+            "every token attends to itself alone",
+            lambda c: _output(c.inputs, c.rank, _projected(c.case, c.inputs, c.rank, FP32)[:, :, 2]).to(c.case.dtype),
+            lambda c: _DEFAULT(c) or c.label in ("public_full_bf16", "public_causal_fp32"),
+        ),
+        pc.wrong("heads_rolled", "heads put together in the wrong order", _heads_rolled, _DEFAULT),
+        pc.wrong(
             "eight_bits",
             "both exchanges in 8-bit integers, with a scale for every 32 neighbours",
             lambda c: _in_steps(c.case, c.inputs, c.rank, c.case.dtype, eight_bits),
-            cases=_DEFAULT,
+            _DEFAULT,
         ),
-        KnownWrongAnswer("no_maximum", "exponentials that overflow", _no_maximum, cases=("small/large_scores_fp32",)),
-        KnownWrongAnswer(
-            "positions_attended", "attention over the sequence, where the public semantics is asked for", _answer, cases=_LEGACY_SEVERAL
-        ),
-        KnownWrongAnswer(
-            "heads_mask_inverted",
-            "the mask over heads inverted",
-            lambda c: _legacy_answer(c, causal=not c.case["causal"]),
-            cases=_LEGACY_SEVERAL,
+        pc.wrong("no_maximum", "exponentials that overflow", _no_maximum, ("small/large_scores_fp32",)),
+        pc.wrong("positions_attended", "attention over the sequence, where the public semantics is asked for", _answer, _LEGACY_SEVERAL),
+        pc.wrong(
+            "heads_mask_inverted", "the mask over heads inverted", lambda c: _legacy_answer(c, causal=not c.case["causal"]), _LEGACY_SEVERAL
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("wide", lambda case, inputs, rank: _in_steps(case, inputs, rank, None)),
-        AlternativeSolution("rounded_stages", lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype)),
+        pc.AlternativeSolution("wide", lambda case, inputs, rank: _in_steps(case, inputs, rank, None)),
+        pc.AlternativeSolution("rounded_stages", lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype)),
     ),
     variant_references={"pkb": legacy_reference},
     process_groups=group_layout,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Problem, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import training_step
 from peerlane.problems.families.collective import BF16, FP32, wide_sum
 from peerlane.problems.families.optimizer import Adam, Output, Training, adam_update, flatten, mlp_gradients, rank_gradients, unflatten
@@ -55,7 +54,7 @@ def reference(
     return (*(part.requires_grad_() for part in new_parameters), *moments[0], *moments[1])
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Batches and state of :mod:`_training_step`. Other ranks' state is one of their own, or all NaN if ``case["others"]`` is ``nan``."""
     count, shapes = training_step.parameter_count(case), training_step.shapes_of(case)
     state = [training_step.draw_parameters(case, draw, 0, count), *training_step.draw_moments(case, draw, 0, count)]
@@ -66,7 +65,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (*training_step.draw_batch(case, rank, draw), *tensors, adam.lr, adam.beta1, adam.beta2, adam.eps, adam.step)
 
 
-def _training(case: Case, inputs: Sequence[tuple[Any, ...]], source: int = 0) -> Training:
+def _training(case: pc.Case, inputs: pc.Inputs, source: int = 0) -> Training:
     """The step from the state of rank ``source``."""
     parameters, exp_avg, exp_avg_sq = (flatten(inputs[source][first : first + 4]) for first in (2, 6, 10))
     return Training(
@@ -82,20 +81,20 @@ def _training(case: Case, inputs: Sequence[tuple[Any, ...]], source: int = 0) ->
 _PREFIXES = ("", "exp_avg_", "exp_avg_sq_")
 
 
-def _outputs(case: Case, rank: int) -> list[Output]:
+def _outputs(case: pc.Case, rank: int) -> list[Output]:
     return [output for source, prefix in enumerate(_PREFIXES) for output in training_step.whole_outputs(case, source, prefix)]
 
 
 MODEL = StepModel(_training, _outputs)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every rank must learn the parameters and both new moments (the new parameters follow from them), and the ranks' gradients must meet:
     3 P elements into every rank but rank 0, and 4 (W - 1) P in all, here shared equally.
     """
     count, size, world = training_step.parameter_count(case), case.dtype.itemsize, case.world_size
     port = max(3, 4 * (world - 1) / world) * count * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=training_step.batch_bytes(case, rank) + (3 if rank else 6) * count * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -103,17 +102,17 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
 
 
-def _weighted_by_tokens(_: AnswerContext, training: Training) -> Training:
+def _weighted_by_tokens(_: pc.AnswerContext, training: Training) -> Training:
     counts = [x.shape[0] for x, _ in training.batches]
     gradients = rank_gradients(training)
     return replace(training, gradient=wide_sum([n / sum(counts) * g for n, g in zip(counts, gradients, strict=True)]))
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=40,
     slug="ddp",
     title="Data-parallel training step of a two-layer MLP with Adam",
@@ -133,7 +132,7 @@ PROBLEM = Problem(
     tolerance=MODEL.tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "first, early and late steps; unequal batches, NaN in state to be ignored, dead hidden units, a batch without loss, a large "
             "eps, unusual betas, a NaN in a batch",
@@ -150,25 +149,25 @@ PROBLEM = Problem(
             _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
             _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
         ),
-        preset(
+        pc.preset(
             "pkb",
             "the public benchmark's shape: 262912 parameters, 1024 tokens over all ranks",
-            case("bf16", BF16, d_in=256, h=512, d_out=256, tokens_total=1024, lr=1e-3, step=3),
+            pc.case("bf16", BF16, d_in=256, h=512, d_out=256, tokens_total=1024, lr=1e-3, step=3),
         ),
-        preset(
+        pc.preset(
             "production_bert_large_ffn",
             "the MLP of a layer of BERT large, 4096 tokens per rank",
-            case("bf16", BF16, d_in=1024, h=4096, d_out=1024, tokens=4096, lr=1e-3, step=3),
+            pc.case("bf16", BF16, d_in=1024, h=4096, d_out=1024, tokens=4096, lr=1e-3, step=3),
         ),
-        preset(
+        pc.preset(
             "production_llama3_8b_ffn",
             "an MLP of the size of Llama 3 8B's, 4096 tokens per rank",
-            case("bf16", BF16, d_in=4096, h=14336, d_out=4096, tokens=4096, lr=1e-3, step=3),
+            pc.case("bf16", BF16, d_in=4096, h=14336, d_out=4096, tokens=4096, lr=1e-3, step=3),
         ),
-        preset(
+        pc.preset(
             "production_gpt2_xl_ffn",
             "the MLP of a layer of GPT-2 XL in float32, 2048 tokens per rank",
-            case("fp32", FP32, d_in=1600, h=6400, d_out=1600, tokens=2048, lr=2e-4, step=1000),
+            pc.case("fp32", FP32, d_in=1600, h=6400, d_out=1600, tokens=2048, lr=2e-4, step=1000),
         ),
     ),
     known_wrong_answers=(

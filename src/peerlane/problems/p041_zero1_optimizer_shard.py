@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import Problem
+from peerlane.problems import contract as pc
 from peerlane.problems.families import zero
 from peerlane.problems.families.collective import all_gather_single
 from peerlane.problems.families.optimizer import NAMES, Adam, adam_update, flatten, mlp_gradients, unflatten
@@ -42,7 +42,7 @@ def reference(
     return (*unflatten(parameters, shapes), exp_avg, exp_avg_sq)
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=41,
     slug="zero1_optimizer_shard",
     title="ZeRO-1 training step of a two-layer MLP: optimizer state sharded",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Problem, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import training_step
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 from peerlane.problems.families.optimizer import Adam, Flat, Output, Training, adam_update
@@ -34,17 +33,17 @@ def reference(
     return gathered
 
 
-def _size(case: Case) -> int:
+def _size(case: pc.Case) -> int:
     """p: ``size``, or the rank's share of ``parameters``."""
     return int(case["size"] if "size" in case.params else case["parameters"] // case.world_size)
 
 
-def _gradient_dtype(case: Case) -> torch.dtype:
+def _gradient_dtype(case: pc.Case) -> torch.dtype:
     dtype: torch.dtype = case.params.get("gradient_dtype", case.dtype)
     return dtype
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Parameters N(0, 0.02^2); gradients whose size varies over four decades about 1e-3; moments as earlier gradients of their size leave
     them, see :func:`_training_step.past_moments`. ``case["pattern"]`` changes the shard's first elements:
 
@@ -73,23 +72,23 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (gradient.to(_gradient_dtype(case)), *state, adam.lr, adam.beta1, adam.beta2, adam.eps, adam.step)
 
 
-def _training(case: Case, inputs: Sequence[tuple[Any, ...]]) -> Training:
+def _training(case: pc.Case, inputs: pc.Inputs) -> Training:
     gradient, parameters, exp_avg, exp_avg_sq = (torch.cat([args[position] for args in inputs]) for position in range(4))
     return Training(Adam(*inputs[0][4:]), parameters, exp_avg, exp_avg_sq, gradient=gradient)
 
 
-def _outputs(case: Case, rank: int) -> list[Output]:
+def _outputs(case: pc.Case, rank: int) -> list[Output]:
     return [Output("parameters", 0, 0, (case.world_size * _size(case),))]
 
 
 MODEL = StepModel(_training, _outputs, single=True)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """A dozen operations per parameter of the shard, which is sent to every other rank; the gathered parameters are written."""
     size, world = _size(case), case.world_size
     port = (world - 1) * size * case.dtype.itemsize
-    return Cost(
+    return pc.Cost(
         hbm_bytes=size * (_gradient_dtype(case).itemsize + 3 * case.dtype.itemsize) + world * size * case.dtype.itemsize,
         egress_bytes=port,
         ingress_bytes=port,
@@ -97,7 +96,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _own_shard_only(context: AnswerContext, old: Training, new: Flat) -> Flat:
+def _own_shard_only(context: pc.AnswerContext, old: Training, new: Flat) -> Flat:
     """Other ranks' parameters are gathered before the step."""
     size = _size(context.case)
     own = slice(context.rank * size, (context.rank + 1) * size)
@@ -106,31 +105,31 @@ def _own_shard_only(context: AnswerContext, old: Training, new: Flat) -> Flat:
     return parameters, *new[1:]
 
 
-def _own_shard_repeated(context: AnswerContext, _: Training, new: Flat) -> Flat:
+def _own_shard_repeated(context: pc.AnswerContext, _: Training, new: Flat) -> Flat:
     return new[0].chunk(context.case.world_size)[context.rank].repeat(context.case.world_size), *new[1:]
 
 
-def _reversed(context: AnswerContext, _: Training, new: Flat) -> Flat:
+def _reversed(context: pc.AnswerContext, _: Training, new: Flat) -> Flat:
     return torch.cat(new[0].chunk(context.case.world_size)[::-1]), *new[1:]
 
 
-def _averaged(context: AnswerContext, right: Training) -> Training:
+def _averaged(context: pc.AnswerContext, right: Training) -> Training:
     """The gradient divided by the world size, as if it were a sum over ranks."""
     assert right.gradient is not None
     return replace(right, gradient=right.gradient.to(FP32) / context.case.world_size)
 
 
-def _last_shard_stale(context: AnswerContext, old: Training, new: Flat) -> Flat:
+def _last_shard_stale(context: pc.AnswerContext, old: Training, new: Flat) -> Flat:
     parameters = new[0].clone()
     parameters[-_size(context.case) :] = old.parameters[-_size(context.case) :].to(FP32)
     return parameters, *new[1:]
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"size": 37, "lr": 3e-3, "step": 3, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"size": 37, "lr": 3e-3, "step": 3, **params})
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=43,
     slug="fused_adam_grad_unshard_allgather",
     title="Adam on a parameter shard, then all-gather of the updated parameters",
@@ -149,7 +148,7 @@ PROBLEM = Problem(
     tolerance=MODEL.tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "odd shards, first and late steps, narrow gradients with wide state, elements without gradient or moments, overflowing "
             "squares, a large eps, unusual betas and learning rate, NaN",
@@ -164,22 +163,20 @@ PROBLEM = Problem(
             _small("nan_fp32", FP32, pattern="nan"),
             _small("unusual_adam_fp32", FP32, beta1=0.8, beta2=0.95, eps=1e-3, lr=0.02),
         ),
-        preset("pkb", "the public benchmark's shape: 4096 parameters per rank", case("bf16", BF16, size=4096, lr=1e-3, step=3)),
-        preset(
+        pc.preset("pkb", "the public benchmark's shape: 4096 parameters per rank", pc.case("bf16", BF16, size=4096, lr=1e-3, step=3)),
+        pc.preset(
             "production_llama3_8b_block",
             "one transformer block of Llama 3 8B; in bfloat16, and with float32 masters",
-            case("bf16", BF16, parameters=218_112_000, lr=3e-4, step=100),
-            case("fp32", FP32, parameters=218_112_000, lr=3e-4, step=1000),
+            pc.case("bf16", BF16, parameters=218_112_000, lr=3e-4, step=100),
+            pc.case("fp32", FP32, parameters=218_112_000, lr=3e-4, step=1000),
         ),
-        preset(
+        pc.preset(
             "production_llama3_70b_block",
             "one transformer block of Llama 3 70B",
-            case("bf16", BF16, parameters=855_654_400, lr=3e-4, step=100),
+            pc.case("bf16", BF16, parameters=855_654_400, lr=3e-4, step=100),
         ),
-        preset(
-            "production_25mib_bucket",
-            "shards of 6.25 MiB: 25 MiB on 4 ranks",
-            case("fp32", FP32, size=1_638_400, lr=3e-4, step=1000),
+        pc.preset(
+            "production_25mib_bucket", "shards of 6.25 MiB: 25 MiB on 4 ranks", pc.case("fp32", FP32, size=1_638_400, lr=3e-4, step=1000)
         ),
     ),
     known_wrong_answers=(

@@ -9,20 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.interval import Interval, comparison
 from peerlane.problems.families.quant import FP64, flat_blocks, student_t, widened
@@ -43,7 +30,7 @@ def reference(flat_grad: torch.Tensor, block_size: int) -> torch.Tensor:
     return total.div_(dist.get_world_size()).to(flat_grad.dtype).view(flat_grad.shape)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, int]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, int]:
     """Student's t times ``case["size"]`` (10^-3) and 1.3^rank. ``case["data"]``:
 
     * ``rank_scale``: ranks' sizes spread over 10^6, the last is the largest
@@ -84,12 +71,12 @@ def _codes(quotients: torch.Tensor) -> torch.Tensor:
     return quotients.round().clamp_(-_CODES, _CODES)
 
 
-def _unpadded(case: Case, blocks: torch.Tensor) -> torch.Tensor:
+def _unpadded(case: pc.Case, blocks: torch.Tensor) -> torch.Tensor:
     shape = torch.Size(case["shape"])
     return blocks.reshape(-1)[: shape.numel()].reshape(shape)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The mean in float64 of codes times scales; a code whose quotient is within 2^-20 of a tie, relatively, may be either neighbour."""
     shape = flat_blocks(inputs[0][0], case["block"]).shape
     value, low, high, magnitude = (torch.zeros(shape, dtype=FP64, device=inputs[0][0].device) for _ in range(4))
@@ -106,17 +93,17 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     return Interval(name="mean", value=value, dtype=case.dtype, low=low, high=high, magnitude=magnitude)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The result's rounding and, in float32, that of W - 1 additions, of the products and of scales (a roundoff, or three by a reciprocal).
 
     The last three are relative to the mean of the decoded magnitudes, and allowed twice. Quantisation itself has no tolerance: a code must
     be the nearest.
     """
-    sums = 2 * (case.world_size + 4) * UNIT_ROUNDOFF[FP32]
-    return {"mean": Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], magnitude=sums)}
+    sums = 2 * (case.world_size + 4) * pc.UNIT_ROUNDOFF[FP32]
+    return {"mean": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=sums)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The cheapest of three ways: codes and scales to the owners of W slices, and the means back; codes and scales to everybody; or, for
     blocks so small that scales outweigh codes, the float32 products reduced in place of both."""
     count, world = torch.Size(case["shape"]).numel(), case.world_size
@@ -124,26 +111,21 @@ def cost(case: Case, rank: int) -> Cost:
     owners = (world - 1) / world * (coded + count * case.dtype.itemsize)
     products = 2 * (world - 1) / world * count * FP32.itemsize
     port = min(owners, (world - 1) * coded, products)
-    return Cost(
-        hbm_bytes=2 * count * case.dtype.itemsize,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": 5 * count},
-    )
+    return pc.Cost(hbm_bytes=2 * count * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": 5 * count})
 
 
 def _trip(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return _codes(blocks.to(FP32) / scales) * scales
 
 
-def _mean(context: AnswerContext, ranks: Sequence[int], trip: Any, divisor: int | None = None) -> torch.Tensor:
+def _mean(context: pc.AnswerContext, ranks: Sequence[int], trip: Any, divisor: int | None = None) -> torch.Tensor:
     """The mean of ``trip(blocks)`` over some ranks, as if of all."""
     case = context.case
     parts = [trip(flat_blocks(context.inputs[q][0], case["block"])) for q in ranks]
     return _unpadded(case, torch.stack(parts).sum(0) / (divisor or case.world_size)).to(case.dtype)
 
 
-def _all(context: AnswerContext) -> range:
+def _all(context: pc.AnswerContext) -> range:
     return range(context.case.world_size)
 
 
@@ -169,18 +151,18 @@ def _one_scale(blocks: torch.Tensor) -> torch.Tensor:
     return _trip(blocks, _block_scales(blocks).amax(0))
 
 
-def _decoded_with_own_scales(context: AnswerContext) -> torch.Tensor:
+def _decoded_with_own_scales(context: pc.AnswerContext) -> torch.Tensor:
     own = _block_scales(flat_blocks(context.args[0], context.case["block"]))
     return _mean(context, _all(context), lambda blocks: _codes(blocks.to(FP32) / _block_scales(blocks)) * own)
 
 
-def _quantised_again(context: AnswerContext) -> torch.Tensor:
+def _quantised_again(context: pc.AnswerContext) -> torch.Tensor:
     """The mean goes through int8 once more, as if its way back were quantised too."""
     case = context.case
     return _unpadded(case, _plain(flat_blocks(_mean(context, _all(context), _plain).to(FP32), case["block"]))).to(case.dtype)
 
 
-def _by_reciprocal(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _by_reciprocal(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Products with 127 / amax and amax / 127 from reciprocals; ranks in reverse order."""
     total = torch.zeros((), device=inputs[0][0].device)
     for grad, block_size in reversed(inputs):
@@ -190,44 +172,39 @@ def _by_reciprocal(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> 
     return _unpadded(case, total * (1 / case.world_size)).to(case.dtype)
 
 
-def _by_definition(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _by_definition(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     total = torch.stack([_plain(flat_blocks(grad, block_size)) for grad, block_size in inputs]).sum(0)
     return _unpadded(case, total / case.world_size).to(case.dtype)
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "a ragged last block, one block and none, block size 1, two axes, unlike ranks, outliers, ties, blocks below the floor, NaN",
-        case("ragged_bf16", BF16, shape=(1013,), block=64),
-        case("ragged_fp32", FP32, shape=(1013,), block=64),
-        case("one_short_block_fp32", FP32, shape=(13,), block=16),
-        case("blocks_of_one_fp32", FP32, shape=(64,), block=1),
-        case("two_axes_bf16", BF16, shape=(17, 15), block=16),
-        case("empty_bf16", BF16, shape=(0,), block=16),
-        case("rank_scale_fp32", FP32, shape=(1013,), block=64, data="rank_scale"),
-        case("outlier_bf16", BF16, shape=(1013,), block=64, data="outlier"),
-        case("ties_bf16", BF16, shape=(1013,), block=64, data="ties"),
-        case("floor_fp32", FP32, shape=(1013,), block=16, data="floor"),
-        case("special_bf16", BF16, shape=(1013,), block=64, data="special"),
+        pc.case("ragged_bf16", BF16, shape=(1013,), block=64),
+        pc.case("ragged_fp32", FP32, shape=(1013,), block=64),
+        pc.case("one_short_block_fp32", FP32, shape=(13,), block=16),
+        pc.case("blocks_of_one_fp32", FP32, shape=(64,), block=1),
+        pc.case("two_axes_bf16", BF16, shape=(17, 15), block=16),
+        pc.case("empty_bf16", BF16, shape=(0,), block=16),
+        pc.case("rank_scale_fp32", FP32, shape=(1013,), block=64, data="rank_scale"),
+        pc.case("outlier_bf16", BF16, shape=(1013,), block=64, data="outlier"),
+        pc.case("ties_bf16", BF16, shape=(1013,), block=64, data="ties"),
+        pc.case("floor_fp32", FP32, shape=(1013,), block=16, data="floor"),
+        pc.case("special_bf16", BF16, shape=(1013,), block=64, data="special"),
     ),
-    preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1048576,), block=128)),
-    preset("production_ddp_bucket", "a 25 MiB bucket of bfloat16 gradients", case("bf16", BF16, shape=(13107200,), block=128)),
-    preset("production_llama3_8b_block", "the gradient of a transformer block", case("bf16", BF16, shape=(218112000,), block=256)),
-    preset("production_ragged", "a prime number of float32 gradients", case("fp32", FP32, shape=(10000019,), block=128)),
+    pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, shape=(1048576,), block=128)),
+    pc.preset("production_ddp_bucket", "a 25 MiB bucket of bfloat16 gradients", pc.case("bf16", BF16, shape=(13107200,), block=128)),
+    pc.preset("production_llama3_8b_block", "the gradient of a transformer block", pc.case("bf16", BF16, shape=(218112000,), block=256)),
+    pc.preset("production_ragged", "a prime number of float32 gradients", pc.case("fp32", FP32, shape=(10000019,), block=128)),
 )
 
 
-def _labels(*without: str) -> tuple[str, ...]:
-    """All cases but those of some labels."""
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.label not in without)
-
-
 # Blocks of one element come back as they were; a single block has no next one.
-_LOSSY = _labels("blocks_of_one_fp32")
-_SEVERAL_BLOCKS = _labels("one_short_block_fp32", "empty_bf16", "blocks_of_one_fp32")
+_LOSSY = pc.except_for("blocks_of_one_fp32")
+_SEVERAL_BLOCKS = pc.except_for("one_short_block_fp32", "empty_bf16", "blocks_of_one_fp32")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=44,
     slug="quantized_grad_allreduce",
     title="Mean of block-wise int8-quantised gradients across ranks",
@@ -248,24 +225,24 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own gradient, quantised", lambda c: _mean(c, [c.rank], _plain, 1)),
-        KnownWrongAnswer("not_quantised", "the mean of the gradients", lambda c: _mean(c, _all(c), lambda b: b.to(FP32)), cases=_LOSSY),
-        KnownWrongAnswer("sum", "not divided by the world size", lambda c: _mean(c, _all(c), _plain, 1)),
-        KnownWrongAnswer("drop_last_rank", "the mean without the last rank", lambda c: _mean(c, _all(c)[:-1], _plain)),
-        KnownWrongAnswer("scale_one", "rounded to integers", lambda c: _mean(c, _all(c), lambda b: _codes(b.to(FP32)))),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own gradient, quantised", lambda c: _mean(c, [c.rank], _plain, 1)),
+        pc.wrong("not_quantised", "the mean of the gradients", lambda c: _mean(c, _all(c), lambda b: b.to(FP32)), _LOSSY),
+        pc.wrong("sum", "not divided by the world size", lambda c: _mean(c, _all(c), _plain, 1)),
+        pc.wrong("drop_last_rank", "the mean without the last rank", lambda c: _mean(c, _all(c)[:-1], _plain)),
+        pc.wrong("scale_one", "rounded to integers", lambda c: _mean(c, _all(c), lambda b: _codes(b.to(FP32)))),
+        pc.wrong(
             "scale_of_next_block",
             "every block with the next one's scale",
             lambda c: _mean(c, _all(c), _scales_of_next_block),
-            cases=_SEVERAL_BLOCKS,
+            _SEVERAL_BLOCKS,
         ),
-        KnownWrongAnswer("one_scale", "one scale for all blocks of a rank", lambda c: _mean(c, _all(c), _one_scale), cases=_SEVERAL_BLOCKS),
-        KnownWrongAnswer("own_scales", "all ranks' codes decoded with the rank's own scales", _decoded_with_own_scales),
-        KnownWrongAnswer("quantised_again", "the mean quantised once more", _quantised_again, cases=_LOSSY),
-        KnownWrongAnswer("truncated", "codes rounded towards zero", lambda c: _mean(c, _all(c), _truncated), cases=_LOSSY),
-        KnownWrongAnswer("no_floor", "no least scale", lambda c: _mean(c, _all(c), _without_floor), cases=("small/floor_fp32",)),
+        pc.wrong("one_scale", "one scale for all blocks of a rank", lambda c: _mean(c, _all(c), _one_scale), _SEVERAL_BLOCKS),
+        pc.wrong("own_scales", "all ranks' codes decoded with the rank's own scales", _decoded_with_own_scales),
+        pc.wrong("quantised_again", "the mean quantised once more", _quantised_again, _LOSSY),
+        pc.wrong("truncated", "codes rounded towards zero", lambda c: _mean(c, _all(c), _truncated), _LOSSY),
+        pc.wrong("no_floor", "no least scale", lambda c: _mean(c, _all(c), _without_floor), ("small/floor_fp32",)),
     ),
-    alternative_solutions=(AlternativeSolution("true_division", _by_definition), AlternativeSolution("reciprocal", _by_reciprocal)),
+    alternative_solutions=(pc.AlternativeSolution("true_division", _by_definition), pc.AlternativeSolution("reciprocal", _by_reciprocal)),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(

@@ -8,21 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum
 
 FP64 = torch.float64
@@ -41,7 +27,7 @@ def reference(rs_input_1d: torch.Tensor, gamma: torch.Tensor, eps: float) -> tor
     return (hidden * scale * gamma.to(torch.float32)).to(rs_input_1d.dtype)
 
 
-def _rows(case: Case) -> int:
+def _rows(case: pc.Case) -> int:
     """Rows that a rank owns: ``rows`` (a number, or one by world size), or its share of ``tokens``."""
     if "tokens" in case.params:
         return int(case["tokens"] // case.world_size)
@@ -49,7 +35,7 @@ def _rows(case: Case) -> int:
     return int(rows[case.world_size] if isinstance(rows, Mapping) else rows)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, float]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Rows of unlike size, equal on all ranks (10^case["decades"]), whose mean is 0.3 of their deviation; ranks of unlike size.
 
     In long rows a few channels, the same on all ranks, make up half of the sum of squares: a sample of the channels does not tell it.
@@ -79,12 +65,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     return x.view(-1).to(case.dtype), gamma, case["eps"]
 
 
-def _chunks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
+def _chunks(case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
     """Every rank's part of the rank's rows, (rows, hidden)."""
     return [args[0].view(case.world_size, _rows(case), case["hidden"])[rank] for args in inputs]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is what an error of the mean t in proportion to A, the mean of absolute terms, can do to the result.
 
     Directly, and through R, the root: |gamma| / R (A + |t| mean(|t| A) / R^2).
@@ -99,28 +85,28 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     root = torch.sqrt(mean.square().mean(-1, keepdim=True) + eps)
     value = mean / root * gamma
     through_root = mean.abs() * (mean.abs() * terms).mean(-1, keepdim=True) / root.square()
-    return Expected("normalised", value, case.dtype, magnitude=gamma.abs() / root * (terms + through_root))
+    return pc.Expected("normalised", value, case.dtype, magnitude=gamma.abs() / root * (terms + through_root))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """W - 1 additions, a division and one more for slack in the working dtype, scaled by the oracle's magnitude, and the last rounding.
 
     In float32 16 u stand for the mean of squares, the root and the products. Normwise, sums in bfloat16 leave 2.4e-3 on 2 ranks and 4.1e-3
     on 8; a row of few elements may have twice as much, and one that an outlier makes up has no norm to speak of.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
+    u = pc.UNIT_ROUNDOFF[case.dtype]
     if case.dtype == FP32:
-        return {"normalised": Tolerance(relative=16 * u, magnitude=(case.world_size + 1) * u)}
+        return {"normalised": pc.Tolerance(relative=16 * u, magnitude=(case.world_size + 1) * u)}
     normwise, rowwise = (None, None) if case.params.get("pattern") == "outlier" else (1e-2, 2e-2)
-    return {"normalised": Tolerance(relative=2 * u, magnitude=(case.world_size + 1) * u, normwise=normwise, rowwise=rowwise)}
+    return {"normalised": pc.Tolerance(relative=2 * u, magnitude=(case.world_size + 1) * u, normwise=normwise, rowwise=rowwise)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     world, hidden, size = case.world_size, case["hidden"], case.dtype.itemsize
     chunk = _rows(case) * hidden
     port = (world - 1) * chunk * size
     gain_dtype: torch.dtype = case.params.get("gain_dtype", case.dtype)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(world + 1) * chunk * size + hidden * gain_dtype.itemsize,
         egress_bytes=port,
         ingress_bytes=port,
@@ -128,7 +114,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _normalised(case: Case, gamma_and_eps: tuple[Any, ...], mean: torch.Tensor) -> torch.Tensor:
+def _normalised(case: pc.Case, gamma_and_eps: tuple[Any, ...], mean: torch.Tensor) -> torch.Tensor:
     """RMSNorm of ``mean`` in float32."""
     gamma, eps = gamma_and_eps
     mean = mean.to(FP32)
@@ -136,43 +122,42 @@ def _normalised(case: Case, gamma_and_eps: tuple[Any, ...], mean: torch.Tensor) 
     return torch.mul(mean * scale, gamma.to(FP32)).to(case.dtype)
 
 
-def _wide_mean(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _wide_mean(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return torch.stack([chunk.to(FP32) for chunk in _chunks(case, inputs, rank)]).sum(0) / case.world_size
 
 
-def _rounded_once(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _rounded_once(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return _normalised(case, inputs[rank][1:], _wide_mean(case, inputs, rank))
 
 
-def _sequential(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _sequential(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return _normalised(case, inputs[rank][1:], sequential_sum(_chunks(case, inputs, rank)) / case.world_size)
 
 
-def _sum_instead_of_mean(context: AnswerContext) -> torch.Tensor:
+def _sum_instead_of_mean(context: pc.AnswerContext) -> torch.Tensor:
     mean = _wide_mean(context.case, context.inputs, context.rank)
     return _normalised(context.case, context.args[1:], mean * context.case.world_size)
 
 
-def _every_other_channel(context: AnswerContext) -> torch.Tensor:
-    """The mean of every second channel's square."""
+def _every_other_channel(context: pc.AnswerContext) -> torch.Tensor:
     mean = _wide_mean(context.case, context.inputs, context.rank)
     scale = torch.rsqrt(mean[:, ::2].square().mean(-1, keepdim=True) + context.args[2])
     return torch.mul(mean * scale, context.args[1].to(FP32)).to(context.case.dtype)
 
 
-def _centred(context: AnswerContext) -> torch.Tensor:
+def _centred(context: pc.AnswerContext) -> torch.Tensor:
     mean = _wide_mean(context.case, context.inputs, context.rank)
     return _normalised(context.case, context.args[1:], mean - mean.mean(-1, keepdim=True))
 
 
-def _partial(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
+def _partial(context: pc.AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     """RMSNorm of the mean in which only some ranks take part."""
     chunks = _chunks(context.case, context.inputs, context.rank)
     total = torch.stack([chunks[q].to(FP32) for q in ranks]).sum(0)
     return _normalised(context.case, context.args[1:], total / context.case.world_size)
 
 
-def _with(context: AnswerContext, *, gamma: float | None = None, eps: float | None = None) -> torch.Tensor:
+def _with(context: pc.AnswerContext, *, gamma: float | None = None, eps: float | None = None) -> torch.Tensor:
     """The right answer to another gain or another eps."""
     _, own_gamma, own_eps = context.args
     other_gamma = own_gamma if gamma is None else torch.full_like(own_gamma, gamma)
@@ -180,32 +165,32 @@ def _with(context: AnswerContext, *, gamma: float | None = None, eps: float | No
     return _normalised(context.case, gamma_and_eps, _wide_mean(context.case, context.inputs, context.rank))
 
 
-def _not_normalised(context: AnswerContext) -> torch.Tensor:
+def _not_normalised(context: pc.AnswerContext) -> torch.Tensor:
     return torch.mul(_wide_mean(context.case, context.inputs, context.rank), context.args[1].to(FP32)).to(context.case.dtype)
 
 
-def _normalised_first(context: AnswerContext) -> torch.Tensor:
+def _normalised_first(context: pc.AnswerContext) -> torch.Tensor:
     """The mean of normalised parts, instead of the normalised mean."""
     chunks = _chunks(context.case, context.inputs, context.rank)
     parts = [_normalised(context.case, context.args[1:], chunk).to(FP32) for chunk in chunks]
     return torch.stack(parts).mean(0).to(context.case.dtype)
 
 
-def _one_statistic(context: AnswerContext) -> torch.Tensor:
+def _one_statistic(context: pc.AnswerContext) -> torch.Tensor:
     """All rows divided by the root mean square of all of them."""
     mean = _wide_mean(context.case, context.inputs, context.rank)
     scale = torch.rsqrt(torch.nan_to_num(mean, posinf=0.0).square().mean() + context.args[2])
     return torch.mul(mean * scale, context.args[1].to(FP32)).to(context.case.dtype)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"rows": 5, "hidden": 40, "eps": 1e-6, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"rows": 5, "hidden": 40, "eps": 1e-6, **params})
 
 
 _LONG_ROWS = ("production_llama3_70b_sp/bf16", "production_llama3_8b_sp/bf16", "production_deepseek_v3_decode/bf16")
 _EPS_MATTERS = ("small/large_eps_bf16", "small/decades_bf16", "small/decades_fp32")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=45,
     slug="reducescatter_fused_rmsnorm",
     title="Reduce-scatter (mean) and RMSNorm of the owned rows",
@@ -223,7 +208,7 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "odd rows, a large eps, rows from tiny to large, an outlier channel, cancellation over ranks, zero, NaN and infinite rows",
             _small("ragged_bf16", BF16, rows=3),
@@ -239,29 +224,29 @@ PROBLEM = Problem(
             _small("special_bf16", BF16, pattern="special"),
             _small("special_fp32", FP32, pattern="special"),
         ),
-        preset("pkb", "the public benchmark's shapes", case("bf16", BF16, rows={2: 256, 4: 256, 8: 128}, hidden=128, eps=1e-5)),
-        preset("production_llama3_70b_sp", "8192 tokens x hidden 8192", case("bf16", BF16, tokens=8192, hidden=8192, eps=1e-5)),
-        preset("production_llama3_8b_sp", "4096 tokens x hidden 4096", case("bf16", BF16, tokens=4096, hidden=4096, eps=1e-5)),
-        preset("production_deepseek_v3_decode", "512 tokens x hidden 7168", case("bf16", BF16, tokens=512, hidden=7168, eps=1e-6)),
+        pc.preset("pkb", "the public benchmark's shapes", pc.case("bf16", BF16, rows={2: 256, 4: 256, 8: 128}, hidden=128, eps=1e-5)),
+        pc.preset("production_llama3_70b_sp", "8192 tokens x hidden 8192", pc.case("bf16", BF16, tokens=8192, hidden=8192, eps=1e-5)),
+        pc.preset("production_llama3_8b_sp", "4096 tokens x hidden 4096", pc.case("bf16", BF16, tokens=4096, hidden=4096, eps=1e-5)),
+        pc.preset("production_deepseek_v3_decode", "512 tokens x hidden 7168", pc.case("bf16", BF16, tokens=512, hidden=7168, eps=1e-6)),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own rows normalised", lambda c: _partial(c, [c.rank])),
-        KnownWrongAnswer("drop_last_rank", "the last rank left out of the mean", lambda c: _partial(c, range(c.case.world_size - 1))),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own rows normalised", lambda c: _partial(c, [c.rank])),
+        pc.wrong("drop_last_rank", "the last rank left out of the mean", lambda c: _partial(c, range(c.case.world_size - 1))),
+        pc.wrong(
             "own_counted_twice", "the rank's own rows added once too often", lambda c: _partial(c, [*range(c.case.world_size), c.rank])
         ),
-        KnownWrongAnswer("not_normalised", "the mean times the gain", _not_normalised),
-        KnownWrongAnswer("normalised_first", "normalised before the mean over ranks", _normalised_first),
-        KnownWrongAnswer("one_statistic", "one root mean square for all rows", _one_statistic),
-        KnownWrongAnswer("every_other_channel", "the mean square of every second channel", _every_other_channel, cases=_LONG_ROWS),
-        KnownWrongAnswer("centred", "layer norm: the row's mean taken away first", _centred),
-        KnownWrongAnswer("gain_ignored", "normalised, but not multiplied by the gain", lambda c: _with(c, gamma=1.0)),
-        KnownWrongAnswer("sum_instead_of_mean", "W times the mean: shows through eps alone", _sum_instead_of_mean, cases=_EPS_MATTERS),
-        KnownWrongAnswer("epsilon_ignored", "eps = 0: shows in small rows", lambda c: _with(c, eps=0.0), cases=_EPS_MATTERS),
+        pc.wrong("not_normalised", "the mean times the gain", _not_normalised),
+        pc.wrong("normalised_first", "normalised before the mean over ranks", _normalised_first),
+        pc.wrong("one_statistic", "one root mean square for all rows", _one_statistic),
+        pc.wrong("every_other_channel", "the mean square of every second channel", _every_other_channel, _LONG_ROWS),
+        pc.wrong("centred", "layer norm: the row's mean taken away first", _centred),
+        pc.wrong("gain_ignored", "normalised, but not multiplied by the gain", lambda c: _with(c, gamma=1.0)),
+        pc.wrong("sum_instead_of_mean", "W times the mean: shows through eps alone", _sum_instead_of_mean, _EPS_MATTERS),
+        pc.wrong("epsilon_ignored", "eps = 0: shows in small rows", lambda c: _with(c, eps=0.0), _EPS_MATTERS),
     ),
     alternative_solutions=(
-        AlternativeSolution("rounded_once", _rounded_once),
-        AlternativeSolution("sequential_in_dtype", _sequential),
+        pc.AlternativeSolution("rounded_once", _rounded_once),
+        pc.AlternativeSolution("sequential_in_dtype", _sequential),
     ),
     notes=(
         "In the public benchmark eps has no effect, so that a sum over ranks instead of a mean goes unseen, and the rows have no mean, so "

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
 from peerlane.problems.families.collective import all_gather_single
 from peerlane.problems.families.matmul import ACCUMULATION, BF16, FP32, FP64
@@ -40,12 +26,12 @@ def reference(hidden_states: torch.Tensor, weight_shard: torch.Tensor, bias_shar
     return gathered.view(-1, tokens, shard).transpose(0, 1).flatten(1)
 
 
-def _shard(case: Case) -> int:
+def _shard(case: pc.Case) -> int:
     """Vocabulary entries per rank: ``shard``, or its share of ``vocab``."""
     return int(case["shard"] if "shard" in case.params else case["vocab"] // case.world_size)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Hidden states equal on all ranks, weights that give logits of unit variance, N(0, 1) biases. ``case["pattern"]``:
 
     * ``outliers``: one channel in 16 of the hidden states is 100 times as large
@@ -66,33 +52,33 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     return hidden, weight, bias
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is the product without bias, which may be rounded, plus |x| |w| weighted with the error of accumulation in float32."""
-    weight_of_sum = ACCUMULATION / (_SLACK * UNIT_ROUNDOFF[case.dtype])
+    weight_of_sum = ACCUMULATION / (_SLACK * pc.UNIT_ROUNDOFF[case.dtype])
     blocks, magnitudes = [], []
     for hidden, weight, bias in inputs:
         hidden, weight = hidden.to(FP64), weight.to(FP64).t()
         product = hidden @ weight
         blocks.append(product + bias.to(FP64))
         magnitudes.append(torch.addmm(product.abs_(), hidden.abs_(), weight.abs_(), alpha=weight_of_sum))
-    return Expected("logits", torch.cat(blocks, dim=1), case.dtype, magnitude=torch.cat(magnitudes, dim=1))
+    return pc.Expected("logits", torch.cat(blocks, dim=1), case.dtype, magnitude=torch.cat(magnitudes, dim=1))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The product may be rounded, and the sum with the bias is: u of each at most, and two and a half times that allowed.
 
     Normwise, per token and over all, these roundings leave 2.4e-3 at most in bfloat16, if there are enough logits for an average.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
+    u = pc.UNIT_ROUNDOFF[case.dtype]
     normwise = 6e-3 if case.dtype == BF16 and _shard(case) >= 64 else None
-    return {"logits": Tolerance(relative=_SLACK * u, magnitude=_SLACK * u, normwise=normwise, rowwise=normwise)}
+    return {"logits": pc.Tolerance(relative=_SLACK * u, magnitude=_SLACK * u, normwise=normwise, rowwise=normwise)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The weights' shard is read once; every rank's logits reach every other rank."""
     tokens, depth, shard, world, size = case["tokens"], case["hidden"], _shard(case), case.world_size, case.dtype.itemsize
     port = (world - 1) * tokens * shard * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(shard * depth + shard + tokens * depth + world * tokens * shard) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -109,40 +95,40 @@ def _local(args: tuple[Any, ...], *, two_roundings: bool = False) -> torch.Tenso
     return torch.add(product, bias.to(FP32)).to(hidden.dtype)
 
 
-def _logits(inputs: Sequence[tuple[Any, ...]], *, two_roundings: bool = False) -> torch.Tensor:
+def _logits(inputs: pc.Inputs, *, two_roundings: bool = False) -> torch.Tensor:
     return torch.cat([_local(args, two_roundings=two_roundings) for args in inputs], dim=1)
 
 
-def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[AnswerContext], torch.Tensor]:
+def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """The right logits of all ranks, put together in a wrong way: ``order(blocks, rank)``."""
     return lambda context: order(list(context.answer.chunk(context.case.world_size, dim=1)), context.rank)
 
 
-def _bias_ignored(context: AnswerContext) -> torch.Tensor:
+def _bias_ignored(context: pc.AnswerContext) -> torch.Tensor:
     return _logits([(hidden, weight, torch.zeros_like(bias)) for hidden, weight, bias in context.inputs])
 
 
-def _own_bias_everywhere(context: AnswerContext) -> torch.Tensor:
+def _own_bias_everywhere(context: pc.AnswerContext) -> torch.Tensor:
     return _logits([(hidden, weight, context.args[2]) for hidden, weight, _ in context.inputs])
 
 
-def _depth_cut(context: AnswerContext) -> torch.Tensor:
+def _depth_cut(context: pc.AnswerContext) -> torch.Tensor:
     """Without the last of eight parts of the hidden dimension: a loop that forgets its tail."""
     kept = context.case["hidden"] * 7 // 8
     return _logits([(hidden[:, :kept], weight[:, :kept], bias) for hidden, weight, bias in context.inputs])
 
 
-def _first_token_everywhere(context: AnswerContext) -> torch.Tensor:
+def _first_token_everywhere(context: pc.AnswerContext) -> torch.Tensor:
     answer: torch.Tensor = context.answer
     return answer[:1].expand_as(answer).contiguous()
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"tokens": 3, "hidden": 48, "shard": 17, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"tokens": 3, "hidden": 48, "shard": 17, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "odd vocabularies, one token and several, outlier channels, large and -inf biases, a NaN token",
         _small("tokens_bf16", BF16),
@@ -155,15 +141,21 @@ PRESETS = (
         _small("masked_bf16", BF16, pattern="masked"),
         _small("nan_token_bf16", BF16, pattern="nan_token"),
     ),
-    preset("pkb", "the public benchmark's shape", case("bf16", BF16, tokens=1, hidden=1024, shard=1024)),
-    preset("production_llama3_70b", "one token, hidden 8192, vocabulary 128256", case("bf16", BF16, tokens=1, hidden=8192, vocab=128256)),
-    preset("production_qwen3_235b", "16 tokens, hidden 4096, vocabulary 151936", case("bf16", BF16, tokens=16, hidden=4096, vocab=151936)),
-    preset("production_deepseek_v3", "64 tokens, hidden 7168, vocabulary 129280", case("bf16", BF16, tokens=64, hidden=7168, vocab=129280)),
+    pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, tokens=1, hidden=1024, shard=1024)),
+    pc.preset(
+        "production_llama3_70b", "one token, hidden 8192, vocabulary 128256", pc.case("bf16", BF16, tokens=1, hidden=8192, vocab=128256)
+    ),
+    pc.preset(
+        "production_qwen3_235b", "16 tokens, hidden 4096, vocabulary 151936", pc.case("bf16", BF16, tokens=16, hidden=4096, vocab=151936)
+    ),
+    pc.preset(
+        "production_deepseek_v3", "64 tokens, hidden 7168, vocabulary 129280", pc.case("bf16", BF16, tokens=64, hidden=7168, vocab=129280)
+    ),
 )
 
-_SEVERAL_TOKENS = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["tokens"] > 1)
+_SEVERAL_TOKENS = pc.where(lambda c: c["tokens"] > 1)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=46,
     slug="gemv_decode",
     title="Vocabulary-parallel LM head for decoding: local logits and all-gather",
@@ -182,30 +174,30 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
+        pc.wrong(
             "no_communication", "the rank's own logits W times", _arranged(lambda blocks, rank: torch.cat([blocks[rank]] * len(blocks), 1))
         ),
-        KnownWrongAnswer("blocks_reversed", "the last rank's vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[::-1], 1))),
-        KnownWrongAnswer(
+        pc.wrong("blocks_reversed", "the last rank's vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[::-1], 1))),
+        pc.wrong(
             "ring_order", "the rank's own vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[rank:] + blocks[:rank], 1))
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "interleaved_vocabulary", "one entry of every rank in turn", _arranged(lambda blocks, rank: torch.stack(blocks, -1).flatten(1))
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "rank_major",
             "the gathered memory as it comes: all tokens of the first rank first",
             _arranged(lambda blocks, rank: torch.cat(blocks).view(blocks[0].shape[0], -1)),
-            cases=_SEVERAL_TOKENS,
+            _SEVERAL_TOKENS,
         ),
-        KnownWrongAnswer("first_token_everywhere", "the first token's logits for all", _first_token_everywhere, cases=_SEVERAL_TOKENS),
-        KnownWrongAnswer("bias_ignored", "logits without bias", _bias_ignored),
-        KnownWrongAnswer("own_bias_everywhere", "every shard with the rank's own bias", _own_bias_everywhere),
-        KnownWrongAnswer("depth_cut", "the last eighth of the hidden dimension left out", _depth_cut),
+        pc.wrong("first_token_everywhere", "the first token's logits for all", _first_token_everywhere, _SEVERAL_TOKENS),
+        pc.wrong("bias_ignored", "logits without bias", _bias_ignored),
+        pc.wrong("own_bias_everywhere", "every shard with the rank's own bias", _own_bias_everywhere),
+        pc.wrong("depth_cut", "the last eighth of the hidden dimension left out", _depth_cut),
     ),
     alternative_solutions=(
-        AlternativeSolution("rounded_once", lambda case, inputs, rank: _logits(inputs)),
-        AlternativeSolution("rounded_twice", lambda case, inputs, rank: _logits(inputs, two_roundings=True)),
+        pc.AlternativeSolution("rounded_once", lambda case, inputs, rank: _logits(inputs)),
+        pc.AlternativeSolution("rounded_twice", lambda case, inputs, rank: _logits(inputs, two_roundings=True)),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

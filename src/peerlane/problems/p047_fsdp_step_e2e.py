@@ -9,20 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Problem, case, preset
-from peerlane.problems.families import training_step
+from peerlane.problems import contract as pc
+from peerlane.problems.families import optimizer, training_step
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single, reduce_scatter_single
-from peerlane.problems.families.optimizer import (
-    Adam,
-    Flat,
-    Output,
-    Training,
-    adam_update,
-    flatten,
-    mlp_gradients,
-    rank_gradients,
-    unflatten,
-)
 from peerlane.problems.families.training_step import StepModel
 from peerlane.problems.families.zero import moment_shards, shard_size
 
@@ -44,15 +33,15 @@ def reference(
     world = dist.get_world_size()
     parameters = flat_param_shard.new_empty(world * flat_param_shard.numel())
     all_gather_single(parameters, flat_param_shard)
-    gradient = flatten(mlp_gradients(X_local, y_local, unflatten(parameters, param_shapes)))
+    gradient = optimizer.flatten(optimizer.mlp_gradients(X_local, y_local, optimizer.unflatten(parameters, param_shapes)))
     average = torch.empty_like(flat_param_shard)
     reduce_scatter_single(average, gradient)
     average /= world
-    adam = Adam(lr, beta1, beta2, eps, step, weight_decay)
-    return adam_update(flat_param_shard, average, exp_avg_shard, exp_avg_sq_shard, adam)
+    adam = optimizer.Adam(lr, beta1, beta2, eps, step, weight_decay)
+    return optimizer.adam_update(flat_param_shard, average, exp_avg_shard, exp_avg_sq_shard, adam)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Batches and shards of the state of :mod:`_training_step`; every rank draws its own shards."""
     size, adam = shard_size(case), training_step.adam_of(case)
     x, y = training_step.draw_batch(case, rank, draw)
@@ -69,11 +58,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     )
 
 
-def _training(case: Case, inputs: Sequence[tuple[Any, ...]]) -> Training:
+def _training(case: pc.Case, inputs: pc.Inputs) -> optimizer.Training:
     lr, beta1, beta2, eps, weight_decay, step = inputs[0][6:]
     parameters, exp_avg, exp_avg_sq = (torch.cat([args[position] for args in inputs]) for position in (2, 4, 5))
-    return Training(
-        Adam(lr, beta1, beta2, eps, step, weight_decay),
+    return optimizer.Training(
+        optimizer.Adam(lr, beta1, beta2, eps, step, weight_decay),
         parameters,
         exp_avg,
         exp_avg_sq,
@@ -82,20 +71,20 @@ def _training(case: Case, inputs: Sequence[tuple[Any, ...]]) -> Training:
     )
 
 
-def _outputs(case: Case, rank: int) -> list[Output]:
+def _outputs(case: pc.Case, rank: int) -> list[optimizer.Output]:
     size = shard_size(case)
     names = ("flat_param_shard", "exp_avg_shard", "exp_avg_sq_shard")
-    return [Output(name, source, rank * size, (size,)) for source, name in enumerate(names)]
+    return [optimizer.Output(name, source, rank * size, (size,)) for source, name in enumerate(names)]
 
 
 MODEL = StepModel(_training, _outputs)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """An all-gather of the parameters and a reduce-scatter of the gradients; state is read and written."""
     count, size, world = training_step.parameter_count(case), case.dtype.itemsize, case.world_size
     port = 2 * (world - 1) / world * count * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=training_step.batch_bytes(case, rank) + 6 * shard_size(case) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -103,7 +92,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _own_shard_elsewhere_zero(context: AnswerContext, right: Training) -> Training:
+def _own_shard_elsewhere_zero(context: pc.AnswerContext, right: optimizer.Training) -> optimizer.Training:
     """The gradient where parameters of other ranks' shards are taken for zero; the step from the right state."""
     size = shard_size(context.case)
     own = slice(context.rank * size, (context.rank + 1) * size)
@@ -113,33 +102,33 @@ def _own_shard_elsewhere_zero(context: AnswerContext, right: Training) -> Traini
     return replace(right, gradient=gradients)
 
 
-def _gradients(training: Training) -> torch.Tensor:
-    return torch.stack(rank_gradients(training)).mean(0)
+def _gradients(training: optimizer.Training) -> torch.Tensor:
+    return torch.stack(optimizer.rank_gradients(training)).mean(0)
 
 
-def _next_shards(context: AnswerContext, right: Training) -> Training:
+def _next_shards(context: pc.AnswerContext, right: optimizer.Training) -> optimizer.Training:
     """The rank's state is stepped with the next rank's slice of the gradient."""
     return replace(right, gradient=_gradients(right).roll(-shard_size(context.case)))
 
 
-def _coupled_decay(_: AnswerContext, right: Training) -> Training:
+def _coupled_decay(_: pc.AnswerContext, right: optimizer.Training) -> optimizer.Training:
     """L2 regularisation: the decay is part of the gradient."""
     decay = right.adam.weight_decay * right.parameters.to(FP32)
     return replace(right, gradient=_gradients(right) + decay, adam=replace(right.adam, weight_decay=0.0))
 
 
-def _decay_without_rate(_: AnswerContext, old: Training, new: Flat) -> Flat:
+def _decay_without_rate(_: pc.AnswerContext, old: optimizer.Training, new: optimizer.Flat) -> optimizer.Flat:
     return new[0] - (1 - old.adam.lr) * old.adam.weight_decay * old.parameters.to(FP32), *new[1:]
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     # 104 parameters: on 4 ranks shards begin inside b1 and W2, on 8 ranks inside rows of W1.
-    return case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, "weight_decay": 0.3, **params})
+    return pc.case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, "weight_decay": 0.3, **params})
 
 
 _DECAY = ("small/fp32", "small/first_step_fp32", "small/late_step_fp32", "small/large_decay_bf16", "small/dead_units_fp32")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=47,
     slug="fsdp_step_e2e",
     title="FSDP training step of a two-layer MLP with AdamW on flat shards",
@@ -159,7 +148,7 @@ PROBLEM = Problem(
     tolerance=MODEL.tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "first, early and late steps; weight decay from none to large; shards that begin inside a bias or a row, and of unlike scale; "
             "dead hidden units, which decay and old moments alone move; a NaN in a batch; unusual betas and eps",
@@ -175,25 +164,25 @@ PROBLEM = Problem(
             _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
             _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3, weight_decay=1.0),
         ),
-        preset(
+        pc.preset(
             "pkb",
             "the public benchmark's shape: 262912 parameters, 1024 tokens over all ranks",
-            case("bf16", BF16, d_in=256, h=512, d_out=256, tokens_total=1024, lr=1e-3, step=3, weight_decay=0.01),
+            pc.case("bf16", BF16, d_in=256, h=512, d_out=256, tokens_total=1024, lr=1e-3, step=3, weight_decay=0.01),
         ),
-        preset(
+        pc.preset(
             "production_bert_large_ffn",
             "the MLP of a layer of BERT large, 4096 tokens per rank",
-            case("bf16", BF16, d_in=1024, h=4096, d_out=1024, tokens=4096, lr=1e-3, step=3, weight_decay=0.01),
+            pc.case("bf16", BF16, d_in=1024, h=4096, d_out=1024, tokens=4096, lr=1e-3, step=3, weight_decay=0.01),
         ),
-        preset(
+        pc.preset(
             "production_llama3_8b_ffn",
             "an MLP of the size of Llama 3 8B's, 4096 tokens per rank",
-            case("bf16", BF16, d_in=4096, h=14336, d_out=4096, tokens=4096, lr=1e-3, step=3, weight_decay=0.1),
+            pc.case("bf16", BF16, d_in=4096, h=14336, d_out=4096, tokens=4096, lr=1e-3, step=3, weight_decay=0.1),
         ),
-        preset(
+        pc.preset(
             "production_llama3_70b_ffn",
             "an MLP of the size of Llama 3 70B's, 2048 tokens per rank",
-            case("bf16", BF16, d_in=8192, h=28672, d_out=8192, tokens=2048, lr=1e-3, step=3, weight_decay=0.1),
+            pc.case("bf16", BF16, d_in=8192, h=28672, d_out=8192, tokens=2048, lr=1e-3, step=3, weight_decay=0.1),
         ),
     ),
     known_wrong_answers=(
@@ -202,10 +191,7 @@ PROBLEM = Problem(
         MODEL.wrong("others_parameters_zero", "no gathering: other ranks' parameters taken for zero", training=_own_shard_elsewhere_zero),
         MODEL.wrong("next_shards_gradient", "shards stepped with the next rank's slice of the gradient", training=_next_shards),
         MODEL.wrong(
-            "no_decay",
-            "weight decay left out",
-            training=lambda _, t: replace(t, adam=replace(t.adam, weight_decay=0.0)),
-            cases=_DECAY,
+            "no_decay", "weight decay left out", training=lambda _, t: replace(t, adam=replace(t.adam, weight_decay=0.0)), cases=_DECAY
         ),
         MODEL.wrong("coupled_decay", "weight decay added to the gradient", training=_coupled_decay, cases=_DECAY),
         MODEL.wrong("decay_without_rate", "weight decay not scaled by lr", state=_decay_without_rate, cases=_DECAY),

@@ -11,21 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
 from peerlane.problems.families.matmul import FLOP_UNIT
@@ -39,12 +25,7 @@ _ROOTS = 3.25
 
 
 def reference(
-    x_local: torch.Tensor,
-    W1_shard: torch.Tensor,
-    W2_shard: torch.Tensor,
-    W3_shard: torch.Tensor,
-    n_tp: int,
-    n_fsdp: int,
+    x_local: torch.Tensor, W1_shard: torch.Tensor, W2_shard: torch.Tensor, W3_shard: torch.Tensor, n_tp: int, n_fsdp: int
 ) -> torch.Tensor:
     if n_tp * n_fsdp != dist.get_world_size():
         raise ValueError(f"got a grid of {n_tp} x {n_fsdp} on {dist.get_world_size()} ranks: expected as many ranks as places")
@@ -89,7 +70,7 @@ def _exchange(sent: Iterable[tuple[int, torch.Tensor]], received: Iterable[tuple
             request.wait()
 
 
-def grid(case: Case) -> tuple[int, int]:
+def grid(case: pc.Case) -> tuple[int, int]:
     """(n_tp, n_fsdp) from ``n_tp`` or ``n_fsdp``. ``square``: n_tp is 2, but 1 on two ranks, as in the public benchmark."""
     world = case.world_size
     if case.params.get("square"):
@@ -99,7 +80,7 @@ def grid(case: Case) -> tuple[int, int]:
     return world // int(case["n_fsdp"]), int(case["n_fsdp"])
 
 
-def _rows(case: Case, fsdp_index: int) -> int:
+def _rows(case: pc.Case, fsdp_index: int) -> int:
     """B: ``rows``, ``rows_by_index`` (by place in the FSDP group, repeated), or a place's share of ``rows_total``."""
     if "rows_by_index" in case.params:
         by_index = case["rows_by_index"]
@@ -107,7 +88,7 @@ def _rows(case: Case, fsdp_index: int) -> int:
     return int(case["rows"] if "rows" in case.params else case["rows_total"] // grid(case)[1])
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """x of N(0, s^2) entries with s from 0.5 to 2 per token; weights of variance 1 / fan-in.
 
     What crosses the wire has rows and columns that differ in size by powers of two (see :meth:`Draw.octaves`): channels of x, for which W1
@@ -145,10 +126,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         weights = [draw.normal(shape, FP32, scale=scale) for shape, scale in zip(shapes, scales, strict=True)]
     own = slice(fsdp_index * depth, (fsdp_index + 1) * depth)
     for weight, rows, columns in zip(
-        weights,
-        (1 / entering[own], 1 / entering[own], 1 / (gates * units)),
-        (gates, units, leaving[own]),
-        strict=True,
+        weights, (1 / entering[own], 1 / entering[own], 1 / (gates * units)), (gates, units, leaving[own]), strict=True
     ):
         weight *= rows.unsqueeze(1) * columns
     return ((x * entering).to(case.dtype), *(weight.to(case.dtype) for weight in weights), n_tp, n_fsdp)
@@ -159,12 +137,12 @@ def _whole_weights(inputs: Arguments, ranks: Sequence[int], dtype: torch.dtype) 
     return [torch.cat([inputs[q][position] for q in ranks], dim=1 if position == 3 else 0).to(dtype) for position in (1, 2, 3)]
 
 
-def _fsdp_peers(case: Case, tp_index: int) -> list[int]:
+def _fsdp_peers(case: pc.Case, tp_index: int) -> list[int]:
     n_tp, n_fsdp = grid(case)
     return [index * n_tp + tp_index for index in range(n_fsdp)]
 
 
-def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: Arguments, rank: int) -> pc.Expected:
     """In float64. The magnitude is what rounding every intermediate to the dtype may leave, in units of its roundoff: _ROOTS times the root
     of the sum of squares that hidden units' errors and partial sums' roundings amount to.
     """
@@ -184,26 +162,26 @@ def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
         value += partial
         # A partial sum is rounded, and so is every sum of partial sums.
         squares += error.square() @ w3.square() + n_tp * partial.square()
-    return Expected("y", value, case.dtype, magnitude=_ROOTS * squares.sqrt())
+    return pc.Expected("y", value, case.dtype, magnitude=_ROOTS * squares.sqrt())
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The oracle's magnitude, where a unit is the dtype's roundoff and the random walk of float32 sums as deep as the widest product.
 
     Normwise bfloat16 leaves 4e-3, and hardly more than twice that in a token, if partial sums do not cancel.
     """
-    unit = UNIT_ROUNDOFF[case.dtype] + UNIT_ROUNDOFF[FP32] * math.sqrt(max(case["depth"], case["width"]))
+    unit = pc.UNIT_ROUNDOFF[case.dtype] + pc.UNIT_ROUNDOFF[FP32] * math.sqrt(max(case["depth"], case["width"]))
     average = case.dtype == BF16 and case["depth"] >= 256 and case.params.get("pattern") != "cancelling"
-    return {"y": Tolerance(magnitude=unit, normwise=1e-2 if average else None, rowwise=2e-2 if average else None)}
+    return {"y": pc.Tolerance(magnitude=unit, normwise=1e-2 if average else None, rowwise=2e-2 if average else None)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Gathering the weights of a tensor-parallel slice, and an all-reduce of the output; own shards, tokens and output cross memory."""
     (n_tp, n_fsdp), size = grid(case), case.dtype.itemsize
     rows, depth, width = _rows(case, rank // n_tp), case["depth"], case["width"]
     weights = 3 * depth * width / n_tp
     port = ((n_fsdp - 1) / n_fsdp * weights + 2 * (n_tp - 1) / n_tp * rows * depth) * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(weights / n_fsdp + 2 * rows * depth) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -224,7 +202,7 @@ def _partial(x: torch.Tensor, weights: Sequence[torch.Tensor], activation: Activ
 
 
 def _in_float32(
-    case: Case,
+    case: pc.Case,
     inputs: Arguments,
     rank: int,
     *,
@@ -243,17 +221,17 @@ def _in_float32(
     return torch.stack(partials).sum(0).to(case.dtype)
 
 
-def _every_operation_rounded(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _every_operation_rounded(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     n_tp, _ = grid(case)
     return sequential_sum([_partial(inputs[rank][0], _whole_weights(inputs, _fsdp_peers(case, t), case.dtype)) for t in range(n_tp)])
 
 
-def _rounded_partial_sums(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _rounded_partial_sums(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     n_tp, _ = grid(case)
     return wide_sum([_in_float32(case, inputs, rank, groups=[_fsdp_peers(case, t)]) for t in range(n_tp)])
 
 
-def _coded(context: AnswerContext) -> torch.Tensor:
+def _coded(context: pc.AnswerContext) -> torch.Tensor:
     """A wrong answer: shards of the weights, and what the all-reduce sends, as 8-bit codes."""
     case, (n_tp, _) = context.case, grid(context.case)
     own = context.rank % n_tp
@@ -297,36 +275,36 @@ class _Place:
         return rank // self.n_tp
 
 
-def _wrong(name: str, why: str, *, tp: bool = False, fsdp: bool = False, **options: Callable[[_Place], Any]) -> KnownWrongAnswer:
+def _wrong(name: str, why: str, *, tp: bool = False, fsdp: bool = False, **options: Callable[[_Place], Any]) -> pc.KnownWrongAnswer:
     """A known wrong answer with options of :func:`_in_float32`; ``tp``, ``fsdp``: only where there is more than one such rank."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         place = _Place(context.rank, *grid(context.case))
         made = {key: option(place) for key, option in options.items()}
         return _in_float32(context.case, context.inputs, context.rank, **made)
 
-    return KnownWrongAnswer(name, why, answer, cases=_where(tp=tp, fsdp=fsdp))
+    return pc.wrong(name, why, answer, _where(tp=tp, fsdp=fsdp))
 
 
-def _where(*, tp: bool, fsdp: bool, only: Callable[[str, CaseSpec], bool] = lambda *_: True) -> tuple[str, ...]:
+def _where(*, tp: bool, fsdp: bool, only: Callable[[str, pc.CaseSpec], bool] = lambda *_: True) -> tuple[str, ...]:
     """The cases whose grid has more than one tensor-parallel rank, or more than one FSDP rank, and that ``only`` admits."""
     found = []
     for item in PRESETS:
         for spec in item.cases:
             for world_size in spec.world_sizes or (2, 4, 8):
-                one = Case(48, item.name, spec.label, world_size, spec.dtype, params=spec.params)
+                one = pc.Case(48, item.name, spec.label, world_size, spec.dtype, params=spec.params)
                 n_tp, n_fsdp = grid(one)
                 if (n_tp > 1 or not tp) and (n_fsdp > 1 or not fsdp) and only(item.name, spec):
                     found.append(one.name)
     return tuple(found)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"depth": 40, "width": 72, "rows": 7, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"depth": 40, "width": 72, "rows": 7, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "FSDP alone, tensor parallelism alone and grids of both; batches that differ in size; saturated SiLU, cancelling partial sums, a "
         "NaN",
@@ -341,28 +319,28 @@ PRESETS = (
         _small("cancelling_bf16", BF16, n_tp=2, pattern="cancelling"),
         _small("nan_bf16", BF16, square=True, pattern="nan"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: a grid of 2 x 4 on 8 ranks, 1 x 2 on 2, hidden 256, intermediate 1024, 2048 tokens over the FSDP "
         "group",
-        case("bf16", BF16, square=True, depth=256, width=1024, rows_total=2048),
+        pc.case("bf16", BF16, square=True, depth=256, width=1024, rows_total=2048),
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_mlp",
         "8192 tokens per FSDP place, 2 tensor-parallel ranks; and FSDP alone",
-        case("bf16", BF16, n_tp=2, depth=4096, width=14336, rows=8192),
-        case("fsdp_bf16", BF16, n_tp=1, depth=4096, width=14336, rows=8192),
+        pc.case("bf16", BF16, n_tp=2, depth=4096, width=14336, rows=8192),
+        pc.case("fsdp_bf16", BF16, n_tp=1, depth=4096, width=14336, rows=8192),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_mlp",
         "4096 tokens per FSDP place, 2 such places; and tensor parallelism alone",
-        case("bf16", BF16, n_fsdp=2, depth=8192, width=28672, rows=4096),
-        case("tp_bf16", BF16, n_fsdp=1, depth=8192, width=28672, rows=4096),
+        pc.case("bf16", BF16, n_fsdp=2, depth=8192, width=28672, rows=4096),
+        pc.case("tp_bf16", BF16, n_fsdp=1, depth=8192, width=28672, rows=4096),
     ),
 )
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=48,
     slug="fsdp_and_tp",
     title="SwiGLU MLP with weights sharded over a grid of FSDP and tensor-parallel ranks",
@@ -412,7 +390,7 @@ PROBLEM = Problem(
             fsdp=True,
             groups=lambda p: [list(range(first, first + p.n_fsdp)) for first in range(0, p.n_tp * p.n_fsdp, p.n_fsdp)],
         ),
-        KnownWrongAnswer("eight_bits", "shards and partial sums sent in 8-bit integers with a scale for every 32 neighbours", _coded),
+        pc.wrong("eight_bits", "shards and partial sums sent in 8-bit integers with a scale for every 32 neighbours", _coded),
         _wrong("gate_and_up_swapped", "(x W1) * silu(x W2)", activation=lambda _: lambda gate, up: gate * F.silu(up)),
         _wrong("no_activation", "(x W1) * (x W2)", activation=lambda _: lambda gate, up: gate * up),
         replace(
@@ -422,9 +400,9 @@ PROBLEM = Problem(
         _wrong("no_gate", "silu(x W1) W3", activation=lambda _: lambda gate, up: F.silu(gate)),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(case, inputs, rank)),
-        AlternativeSolution("rounded_partial_sums", _rounded_partial_sums),
-        AlternativeSolution("every_operation_rounded", _every_operation_rounded),
+        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(case, inputs, rank)),
+        pc.AlternativeSolution("rounded_partial_sums", _rounded_partial_sums),
+        pc.AlternativeSolution("every_operation_rounded", _every_operation_rounded),
     ),
     excused={
         f"another_rank@{name}": "all ranks are in one tensor-parallel group"

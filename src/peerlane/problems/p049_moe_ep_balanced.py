@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from peerlane.problems.contract import CaseSpec, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe_layer_answers as _layer
 from peerlane.problems.families.collective import BF16, FP32
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     experts = {} if "replicas" in params else {"experts_per_rank": 1}
     base = {"tokens": (96, 0, 40, 64), "hidden": 64, "inner": 32, "k": 1, **experts}
-    return case(label, dtype, **{**base, **params})
+    return pc.case(label, dtype, **{**base, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "exactly balanced, to one peer after the other, nothing remote, every rank, an expert that nobody chooses, groups, big logits",
         _small("balanced_bf16", BF16, pattern="balanced"),
@@ -32,32 +32,32 @@ PRESETS = (
         _small("strided_group_bf16", BF16, group="strided", replicas=2, tokens=(63, 35, 0, 21), world_sizes=(4, 8)),
         _small("large_logits_bf16", BF16, logits=104.0, three_axes=True),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, exactly balanced; and drawn",
-        case("bf16", BF16, tokens=1024, hidden=1024, inner=128, experts_per_rank=1, k=2, pattern="balanced"),
-        case("drawn_bf16", BF16, tokens=1024, hidden=1024, inner=128, experts_per_rank=1, k=2),
+        pc.case("bf16", BF16, tokens=1024, hidden=1024, inner=128, experts_per_rank=1, k=2, pattern="balanced"),
+        pc.case("drawn_bf16", BF16, tokens=1024, hidden=1024, inner=128, experts_per_rank=1, k=2),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x7b",
         "prefill, 4096 tokens, 2 experts, balanced, and drawn; on 8 ranks the model, on fewer as many of its experts",
-        case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts_per_rank=1, k=2, pattern="balanced"),
-        case("drawn_bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts_per_rank=1, k=2),
+        pc.case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts_per_rank=1, k=2, pattern="balanced"),
+        pc.case("drawn_bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts_per_rank=1, k=2),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x22b",
         "2048 tokens, 2 experts, drawn evenly; on 8 ranks the model, on fewer as many of its experts",
-        case("bf16", BF16, tokens=2048, hidden=6144, inner=16384, experts_per_rank=1, k=2),
+        pc.case("bf16", BF16, tokens=2048, hidden=6144, inner=16384, experts_per_rank=1, k=2),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3_experts",
         "4096 tokens, 2 experts, of the size of DeepSeek-V3's, drawn evenly",
-        case("bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts_per_rank=1, k=2),
+        pc.case("bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts_per_rank=1, k=2),
     ),
-    preset(
+    pc.preset(
         "production_mixtral_8x7b_decode",
         "64 tokens: bound by reading the weights",
-        case("bf16", BF16, tokens=64, hidden=4096, inner=14336, experts_per_rank=1, k=2),
+        pc.case("bf16", BF16, tokens=64, hidden=4096, inner=14336, experts_per_rank=1, k=2),
     ),
 )
 

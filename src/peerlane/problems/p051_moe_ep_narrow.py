@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import CaseSpec, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe_layer_answers as _layer
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.moe_layer import expert_parallel
@@ -40,13 +40,13 @@ def reference(
     return expert_parallel(hidden_states, gate_weight, gate_bias, expert, top_k, group, owners)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     base = {"tokens": (65, 90, 41, 34), "hidden": 64, "inner": 32, "k": 1, **({} if "experts" in params else {"replicas": 2})}
-    return case(label, dtype, **{**base, **params})
+    return pc.case(label, dtype, **{**base, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "one to eight experts, alone or in blocks; blocks without tokens or with other loads; an interleaved group; large logits",
         _small("replicas_bf16", BF16),
@@ -62,31 +62,31 @@ PRESETS = (
         _small("alone_in_group_bf16", BF16, group="strided", world_sizes=(2,)),
         _small("large_logits_bf16", BF16, experts=8, k=2, logits=104.0, three_axes=True),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: half as many experts as ranks, one or two a token",
-        case("bf16", BF16, tokens=1024, hidden=1024, inner=128, replicas=2, k=2, world_sizes=(4, 8)),
-        case("one_each_bf16", BF16, tokens=1024, hidden=1024, inner=128, replicas=2, k=1),
+        pc.case("bf16", BF16, tokens=1024, hidden=1024, inner=128, replicas=2, k=2, world_sizes=(4, 8)),
+        pc.case("one_each_bf16", BF16, tokens=1024, hidden=1024, inner=128, replicas=2, k=1),
     ),
-    preset(
+    pc.preset(
         "production_mistral_4x7b",
         "4096 tokens, 2 of 4 experts: two replicas on 8 ranks",
-        case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=4, k=2),
+        pc.case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=4, k=2),
     ),
-    preset(
+    pc.preset(
         "production_mistral_2x7b",
         "4096 tokens, one of 2 experts: four replicas on 8 ranks",
-        case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=2, k=1),
+        pc.case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=2, k=1),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3_experts",
         "4096 tokens, 2 of 4 experts of the size of DeepSeek-V3's",
-        case("bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts=4, k=2),
+        pc.case("bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts=4, k=2),
     ),
-    preset(
+    pc.preset(
         "production_vision_language",
         "8192 tokens of either modality, one expert for each, in shares that differ much between ranks",
-        case("bf16", BF16, tokens=8192, hidden=3584, inner=18944, experts=2, k=1, uneven=1.5),
+        pc.case("bf16", BF16, tokens=8192, hidden=3584, inner=18944, experts=2, k=1, uneven=1.5),
     ),
 )
 

@@ -7,19 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import quant
 from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum, sum_tolerance, wide_sum
 from peerlane.problems.families.interval import Interval, comparison
@@ -34,20 +22,20 @@ def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[tor
     return shard.div_(world), history
 
 
-def _shard(case: Case) -> int:
+def _shard(case: pc.Case) -> int:
     """Elements of a shard: ``shard``, or a W-th of ``elements``."""
     return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     return quant.vector_and_history(case, rank, draw, case.world_size * _shard(case))
 
 
-def _slice(case: Case, vector: torch.Tensor, rank: int) -> torch.Tensor:
+def _slice(case: pc.Case, vector: torch.Tensor, rank: int) -> torch.Tensor:
     return vector.narrow(0, rank * _shard(case), _shard(case))
 
 
-def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected]:
+def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc.Expected]:
     """The mean in float64 of what the ranks' slices may be after their round trips."""
     zeros = torch.zeros(_shard(case), dtype=FP64, device=inputs[0][0].device)
     value, low, high, magnitude = zeros, zeros.clone(), zeros.clone(), zeros.clone()
@@ -63,72 +51,67 @@ def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected
     return shard, quant.history_answer(inputs[rank])
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """That of a sum over ranks in the working dtype. Quantisation itself has none: every code must be the nearest."""
     return {"shard": sum_tolerance(case, _shard(case))["sum"]}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes of one byte go to the owners of the slices, with a float32 scale to each."""
     shard, world = _shard(case), case.world_size
     port = (world - 1) * (shard + FP32.itemsize)
-    return Cost(
-        hbm_bytes=(world + 1) * shard * case.dtype.itemsize,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": 3 * world * shard},
+    return pc.Cost(
+        hbm_bytes=(world + 1) * shard * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": 3 * world * shard}
     )
 
 
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def _mean(case: Case, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+def _mean(case: pc.Case, slices: Sequence[torch.Tensor]) -> torch.Tensor:
     return (torch.stack([part.to(FP32) for part in slices]).sum(0) / case.world_size).to(case.dtype)
 
 
-def _own_slices(context: AnswerContext) -> list[torch.Tensor]:
+def _own_slices(context: pc.AnswerContext) -> list[torch.Tensor]:
     """The rank's slice of every rank's gradient, as it came."""
     return [_slice(context.case, flat, context.rank) for flat, _ in context.inputs]
 
 
-def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[AnswerContext], Answer]:
+def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[pc.AnswerContext], Answer]:
     """The right history, and gradients quantised with another scale."""
 
-    def answer(context: AnswerContext) -> Answer:
+    def answer(context: pc.AnswerContext) -> Answer:
         slices = [quant.through_codes(part, scale(context.inputs, q)) for q, part in enumerate(_own_slices(context))]
         return _mean(context.case, slices), context.answer[1]
 
     return answer
 
 
-def _right_scales(context: AnswerContext) -> list[torch.Tensor]:
+def _right_scales(context: pc.AnswerContext) -> list[torch.Tensor]:
     return [quant.history_scale(quant.push_history(*args)) for args in context.inputs]
 
 
-def _in_format(context: AnswerContext, codes: torch.dtype, largest: float) -> Answer:
+def _in_format(context: pc.AnswerContext, codes: torch.dtype, largest: float) -> Answer:
     """With the other float8 format, scaled to its own largest number."""
     scales = [scale * (quant.E4M3_MAX / largest) for scale in _right_scales(context)]
     slices = [quant.through_codes(part, scale, codes) for part, scale in zip(_own_slices(context), scales, strict=True)]
     return _mean(context.case, slices), context.answer[1]
 
 
-def _own_scale_decodes(context: AnswerContext) -> Answer:
+def _own_scale_decodes(context: pc.AnswerContext) -> Answer:
     scales = _right_scales(context)
     slices = [quant.decoded_elsewhere(part, scale, scales[context.rank]) for part, scale in zip(_own_slices(context), scales, strict=True)]
     return _mean(context.case, slices), context.answer[1]
 
 
-def _of_ranks(context: AnswerContext, ranks: Sequence[int], divisor: int) -> Answer:
+def _of_ranks(context: pc.AnswerContext, ranks: Sequence[int], divisor: int) -> Answer:
     parts, scales = _own_slices(context), _right_scales(context)
     total = torch.stack([quant.through_codes(parts[q], scales[q]).to(FP32) for q in ranks]).sum(0)
     return (total / divisor).to(context.case.dtype), context.answer[1]
 
 
-def _combine(
-    add: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-) -> Callable[[Case, list[torch.Tensor], Arguments, int], Answer]:
-    def combine(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+def _combine(add: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[pc.Case, list[torch.Tensor], Arguments, int], Answer]:
+    def combine(case: pc.Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
         total = add([_slice(case, vector, rank) for vector in vectors])
         return total / case.world_size, quant.history_to_the_letter(*inputs[rank])
 
@@ -136,51 +119,48 @@ def _combine(
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "histories of 1 to 16 entries, ranks of unlike scale, an outlier, ties between codes, tiny and zero gradients, NaN and infinity",
-        case("history_4_bf16", BF16, shard=317, history=4),
-        case("history_16_fp32", FP32, shard=317, history=16),
-        case("history_1_fp32", FP32, shard=317, history=1),
-        case("bf16_history_fp32", FP32, shard=317, history=4, history_dtype=BF16),
-        case("rank_scale_bf16", BF16, shard=317, history=4, data="rank_scale"),
-        case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
-        case("ties_bf16", BF16, shard=1031, history=4, data="ties"),
-        case("tiny_bf16", BF16, shard=317, history=4, size=1e-6),
-        case("idle_bf16", BF16, shard=317, history=4, data="idle"),
-        case("nan_bf16", BF16, shard=37, history=4, data="nan"),
-        case("inf_fp32", FP32, shard=37, history=4, data="inf"),
+        pc.case("history_4_bf16", BF16, shard=317, history=4),
+        pc.case("history_16_fp32", FP32, shard=317, history=16),
+        pc.case("history_1_fp32", FP32, shard=317, history=1),
+        pc.case("bf16_history_fp32", FP32, shard=317, history=4, history_dtype=BF16),
+        pc.case("rank_scale_bf16", BF16, shard=317, history=4, data="rank_scale"),
+        pc.case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
+        pc.case("ties_bf16", BF16, shard=1031, history=4, data="ties"),
+        pc.case("tiny_bf16", BF16, shard=317, history=4, size=1e-6),
+        pc.case("idle_bf16", BF16, shard=317, history=4, data="idle"),
+        pc.case("nan_bf16", BF16, shard=37, history=4, data="nan"),
+        pc.case("inf_fp32", FP32, shard=37, history=4, data="inf"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape; and its history, which never decides",
-        case("bf16", BF16, shard=4096, history=16),
-        case("quiet_bf16", BF16, shard=4096, history=16, history_of="quiet"),
+        pc.case("bf16", BF16, shard=4096, history=16),
+        pc.case("quiet_bf16", BF16, shard=4096, history=16, history_of="quiet"),
     ),
-    preset("production_ddp_bucket", "a 25 MiB bucket of bfloat16 gradients", case("bf16", BF16, elements=13107200, history=16)),
-    preset("production_llama3_8b_block", "the gradient of a transformer block", case("bf16", BF16, elements=218112000, history=1024)),
-    preset("production_llama3_70b_block", "the gradient of a transformer block", case("bf16", BF16, elements=855654400, history=1024)),
+    pc.preset("production_ddp_bucket", "a 25 MiB bucket of bfloat16 gradients", pc.case("bf16", BF16, elements=13107200, history=16)),
+    pc.preset("production_llama3_8b_block", "the gradient of a transformer block", pc.case("bf16", BF16, elements=218112000, history=1024)),
+    pc.preset(
+        "production_llama3_70b_block", "the gradient of a transformer block", pc.case("bf16", BF16, elements=855654400, history=1024)
+    ),
 )
 
 _POISONED = ("nan_bf16", "inf_fp32")
 
 
-def _labels(*without: str) -> tuple[str, ...]:
-    """The cases without NaN in the answer, but for those of some labels."""
-    return tuple(f"{p.name}/{s.label}" for p in PRESETS for s in p.cases if s.label not in (*without, *_POISONED))
-
-
-_FINITE = _labels()
+_FINITE = pc.except_for(*_POISONED)
 _WRONG_SCALE_CASES = {
     # Without older entries that are larger, the current amax decides.
-    "history_ignored": _labels("history_1_fp32", "quiet_bf16", "outlier_bf16", "ties_bf16"),
+    "history_ignored": pc.except_for(*_POISONED, "history_1_fp32", "quiet_bf16", "outlier_bf16", "ties_bf16"),
     # The history may decide on every rank.
-    "current_ignored": _labels("rank_scale_bf16", "outlier_bf16", "idle_bf16"),
+    "current_ignored": pc.except_for(*_POISONED, "rank_scale_bf16", "outlier_bf16", "idle_bf16"),
     # The other rank of two has a zero gradient.
-    "common_scale": _labels("idle_bf16"),
+    "common_scale": pc.except_for(*_POISONED, "idle_bf16"),
 }
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=52,
     slug="fp8_reduce_scatter_grads",
     title="Reduce-scatter (mean) of gradients through FP8 with an amax history",
@@ -201,37 +181,32 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "not_quantised",
-            "the mean of the gradients as they are",
-            lambda c: (_mean(c.case, _own_slices(c)), c.answer[1]),
-            cases=_FINITE,
-        ),
+        pc.wrong("not_quantised", "the mean of the gradients as they are", lambda c: (_mean(c.case, _own_slices(c)), c.answer[1]), _FINITE),
         *(
-            KnownWrongAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name, _FINITE))
+            pc.wrong(name, why, _with_scales(scale), _WRONG_SCALE_CASES.get(name, _FINITE))
             for name, (why, scale) in quant.WRONG_SCALES.items()
         ),
-        KnownWrongAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes, cases=_FINITE),
-        KnownWrongAnswer("e5m2", "the other float8 format", lambda c: _in_format(c, torch.float8_e5m2, 57344.0), cases=_FINITE),
-        KnownWrongAnswer("no_communication", "the rank's own slice", lambda c: _of_ranks(c, [c.rank], 1), cases=_FINITE),
-        KnownWrongAnswer("sum", "not divided by the world size", lambda c: _of_ranks(c, range(c.case.world_size), 1), cases=_FINITE),
-        KnownWrongAnswer(
+        pc.wrong("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes, _FINITE),
+        pc.wrong("e5m2", "the other float8 format", lambda c: _in_format(c, torch.float8_e5m2, 57344.0), _FINITE),
+        pc.wrong("no_communication", "the rank's own slice", lambda c: _of_ranks(c, [c.rank], 1), _FINITE),
+        pc.wrong("sum", "not divided by the world size", lambda c: _of_ranks(c, range(c.case.world_size), 1), _FINITE),
+        pc.wrong(
             "drop_last_rank",
             "the mean without the last rank",
             lambda c: _of_ranks(c, range(c.case.world_size - 1), c.case.world_size),
-            cases=_FINITE,
+            _FINITE,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "history_not_shifted",
             "the amax in the place of the last entry",
             lambda c: (c.answer[0], quant.unshifted_history(c)),
-            cases=_labels("history_1_fp32", "quiet_bf16"),
+            pc.except_for(*_POISONED, "history_1_fp32", "quiet_bf16"),
         ),
-        KnownWrongAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+        pc.wrong("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
     ),
     alternative_solutions=(
         *(quant.trip_variants(_combine(wide_sum))),
-        AlternativeSolution(
+        pc.AlternativeSolution(
             "added_in_dtype",
             lambda case, inputs, rank: _combine(sequential_sum)(case, [quant.by_division(*args) for args in inputs], inputs, rank),
         ),

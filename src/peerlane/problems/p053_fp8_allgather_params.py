@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import quant
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 from peerlane.problems.families.interval import Interval, comparison
@@ -21,125 +21,117 @@ def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tup
     return full, history
 
 
-def _shard(case: Case) -> int:
+def _shard(case: pc.Case) -> int:
     """Elements of a shard: ``shard``, or a W-th of ``elements``."""
     return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     return quant.vector_and_history(case, rank, draw, _shard(case))
 
 
-def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected]:
+def oracle(case: pc.Case, inputs: Arguments, rank: int) -> tuple[pc.Expected, pc.Expected]:
     trips = [quant.decoded(flat, quant.exact_scale(quant.push_history(flat, history))) for flat, history in inputs]
     value, low, high = (torch.cat([getattr(trip, part) for trip in trips]) for part in ("value", "low", "high"))
     return Interval(name="full", value=value, dtype=case.dtype, low=low, high=high), quant.history_answer(inputs[rank])
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes of one byte and a float32 scale go to every other rank; the shard is read and W of them are written."""
     shard, world = _shard(case), case.world_size
     port = (world - 1) * (shard + FP32.itemsize)
-    return Cost(
-        hbm_bytes=(world + 1) * shard * case.dtype.itemsize,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": (2 + world) * shard},
+    return pc.Cost(
+        hbm_bytes=(world + 1) * shard * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": (2 + world) * shard}
     )
 
 
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[AnswerContext], Answer]:
+def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[pc.AnswerContext], Answer]:
     """The right history, and parameters quantised with another scale."""
 
-    def answer(context: AnswerContext) -> Answer:
+    def answer(context: pc.AnswerContext) -> Answer:
         trips = [quant.through_codes(flat, scale(context.inputs, q)) for q, (flat, _) in enumerate(context.inputs)]
         return torch.cat(trips), context.answer[1]
 
     return answer
 
 
-def _right_scales(context: AnswerContext) -> list[torch.Tensor]:
+def _right_scales(context: pc.AnswerContext) -> list[torch.Tensor]:
     return [quant.history_scale(quant.push_history(*args)) for args in context.inputs]
 
 
-def _own_scale_decodes(context: AnswerContext) -> Answer:
+def _own_scale_decodes(context: pc.AnswerContext) -> Answer:
     scales = _right_scales(context)
     trips = [quant.decoded_elsewhere(args[0], s, scales[context.rank]) for args, s in zip(context.inputs, scales, strict=True)]
     return torch.cat(trips), context.answer[1]
 
 
-def _e5m2(context: AnswerContext) -> Answer:
+def _e5m2(context: pc.AnswerContext) -> Answer:
     """With the other float8 format, scaled to its own largest number."""
     scales = [scale * (quant.E4M3_MAX / torch.finfo(torch.float8_e5m2).max) for scale in _right_scales(context)]
     trips = [quant.through_codes(args[0], s, torch.float8_e5m2) for args, s in zip(context.inputs, scales, strict=True)]
     return torch.cat(trips), context.answer[1]
 
 
-def _of_ranks(context: AnswerContext, ranks: Sequence[int]) -> Answer:
+def _of_ranks(context: pc.AnswerContext, ranks: Sequence[int]) -> Answer:
     shards = context.answer[0].chunk(context.case.world_size)
     return torch.cat([shards[q] for q in ranks]), context.answer[1]
 
 
-def _gathered(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+def _gathered(case: pc.Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
     return torch.cat(vectors), quant.history_to_the_letter(*inputs[rank])
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "histories of 1 to 16 entries, different scales, an outlier, ties between codes, tiny, floored and zero shards, NaN, infinity",
-        case("history_4_bf16", BF16, shard=37, history=4),
-        case("history_16_fp32", FP32, shard=37, history=16),
-        case("history_1_fp32", FP32, shard=37, history=1),
-        case("bf16_history_fp32", FP32, shard=37, history=4, history_dtype=BF16),
-        case("rank_scale_bf16", BF16, shard=317, history=4, data="rank_scale"),
-        case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
-        case("ties_bf16", BF16, shard=317, history=4, data="ties"),
-        case("idle_bf16", BF16, shard=317, history=4, data="idle"),
-        case("floor_bf16", BF16, shard=317, history=4, data="floor"),
-        case("nan_bf16", BF16, shard=37, history=4, data="nan"),
-        case("inf_fp32", FP32, shard=37, history=4, data="inf"),
+        pc.case("history_4_bf16", BF16, shard=37, history=4),
+        pc.case("history_16_fp32", FP32, shard=37, history=16),
+        pc.case("history_1_fp32", FP32, shard=37, history=1),
+        pc.case("bf16_history_fp32", FP32, shard=37, history=4, history_dtype=BF16),
+        pc.case("rank_scale_bf16", BF16, shard=317, history=4, data="rank_scale"),
+        pc.case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
+        pc.case("ties_bf16", BF16, shard=317, history=4, data="ties"),
+        pc.case("idle_bf16", BF16, shard=317, history=4, data="idle"),
+        pc.case("floor_bf16", BF16, shard=317, history=4, data="floor"),
+        pc.case("nan_bf16", BF16, shard=37, history=4, data="nan"),
+        pc.case("inf_fp32", FP32, shard=37, history=4, data="inf"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape; and its history, which never decides",
-        case("bf16", BF16, shard=4096, history=16),
-        case("quiet_bf16", BF16, shard=4096, history=16, history_of="quiet"),
+        pc.case("bf16", BF16, shard=4096, history=16),
+        pc.case("quiet_bf16", BF16, shard=4096, history=16, history_of="quiet"),
     ),
-    preset(
-        "production_fsdp_bucket", "a 25 MiB bucket of bfloat16 parameters", case("bf16", BF16, elements=13107200, size=0.02, history=16)
+    pc.preset(
+        "production_fsdp_bucket", "a 25 MiB bucket of bfloat16 parameters", pc.case("bf16", BF16, elements=13107200, size=0.02, history=16)
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_block",
         "the parameters of a transformer block",
-        case("bf16", BF16, elements=218112000, size=0.02, history=1024),
+        pc.case("bf16", BF16, elements=218112000, size=0.02, history=1024),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_block",
         "the parameters of a transformer block",
-        case("bf16", BF16, elements=855654400, size=0.02, history=1024),
+        pc.case("bf16", BF16, elements=855654400, size=0.02, history=1024),
     ),
 )
 
 
-def _labels(*without: str) -> tuple[str, ...]:
-    """All cases but those of some labels."""
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.label not in without)
-
-
 _WRONG_SCALE_CASES = {
     # Without older entries that are larger, the current amax decides.
-    "history_ignored": _labels("history_1_fp32", "quiet_bf16", "outlier_bf16"),
+    "history_ignored": pc.except_for("history_1_fp32", "quiet_bf16", "outlier_bf16"),
     # The history may decide on every rank.
-    "current_ignored": _labels("rank_scale_bf16", "outlier_bf16", "idle_bf16", "floor_bf16"),
+    "current_ignored": pc.except_for("rank_scale_bf16", "outlier_bf16", "idle_bf16", "floor_bf16"),
     # The other rank of two has a shard of zeros.
-    "common_scale": _labels("idle_bf16", "floor_bf16"),
+    "common_scale": pc.except_for("idle_bf16", "floor_bf16"),
 }
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=53,
     slug="fp8_allgather_params",
     title="All-gather of parameter shards through FP8 with an amax history",
@@ -159,24 +151,19 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "not_quantised", "the parameters as they are", lambda c: (torch.cat([args[0] for args in c.inputs]).clone(), c.answer[1])
-        ),
-        *(
-            KnownWrongAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name))
-            for name, (why, scale) in quant.WRONG_SCALES.items()
-        ),
-        KnownWrongAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
-        KnownWrongAnswer("e5m2", "the other float8 format", _e5m2),
-        KnownWrongAnswer("no_communication", "the rank's own shard W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
-        KnownWrongAnswer("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
-        KnownWrongAnswer(
+        pc.wrong("not_quantised", "the parameters as they are", lambda c: (torch.cat([args[0] for args in c.inputs]).clone(), c.answer[1])),
+        *(pc.wrong(name, why, _with_scales(scale), _WRONG_SCALE_CASES.get(name)) for name, (why, scale) in quant.WRONG_SCALES.items()),
+        pc.wrong("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
+        pc.wrong("e5m2", "the other float8 format", _e5m2),
+        pc.wrong("no_communication", "the rank's own shard W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
+        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
+        pc.wrong(
             "history_not_shifted",
             "the amax in the place of the last entry",
             lambda c: (c.answer[0], quant.unshifted_history(c)),
-            cases=_labels("history_1_fp32", "quiet_bf16"),
+            pc.except_for("history_1_fp32", "quiet_bf16"),
         ),
-        KnownWrongAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+        pc.wrong("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
     ),
     alternative_solutions=quant.trip_variants(_gathered),
     excused={"another_rank/full": "all ranks have the same parameters"},

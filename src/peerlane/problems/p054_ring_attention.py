@@ -9,21 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupLayout,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
 from peerlane.problems.families.attention import BF16, FP32, Blocks, local_length, scale_of, visible
 
@@ -40,19 +26,19 @@ def reference(
     return attention.ring_attention(q, k, v, scale, causal, group)
 
 
-def process_groups(case: Case) -> GroupLayout:
+def process_groups(case: pc.Case) -> pc.GroupLayout:
     """A case with ``groups`` runs that many rings, interleaved: rank r belongs to ring r mod groups."""
     count = case.params.get("groups")
     return {} if count is None else {"context": [list(range(first, case.world_size, count)) for first in range(count)]}
 
 
-def _ring(case: Case, rank: int) -> list[int]:
+def _ring(case: pc.Case, rank: int) -> list[int]:
     """The ranks of the ring that ``rank`` belongs to, in order."""
     count = case.params.get("groups", 1)
     return list(range(rank % count, case.world_size, count))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """N(0, 1) entries, queries twice as large, so that scores have the spread of trained models. ``case["pattern"]`` may make them hard:
 
     * ``growing``, ``shrinking``: scores 4 times as large from each rank to the next, or a quarter;
@@ -87,26 +73,26 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         q[:, :, 2] *= 32.0
     elif pattern == "nan_last" and place == len(ring) - 1:
         k[:, :, 0], v[:, :, 0] = math.nan, math.nan
-    group = GroupRef("context") if "groups" in case.params else None
+    group = pc.GroupRef("context") if "groups" in case.params else None
     q, k, v = (tensor.to(case.dtype) for tensor in (q, k, v))
     return q, k, v, case.params.get("scale"), case["causal"], group
 
 
-def _blocks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Blocks, int]:
+def _blocks(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[Blocks, int]:
     """q, k and v of the ranks of the ring that ``rank`` belongs to, and its place there."""
     ring = _ring(case, rank)
     return [inputs[q][:3] for q in ring], ring.index(rank)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     blocks, place = _blocks(case, inputs, rank)
     seen = visible(place, len(blocks), case["causal"])
     k, v = (torch.cat([blocks[owner][i] for owner in seen], dim=1) for i in (1, 2))
     value, magnitude = attention.attention(inputs[rank][0], k, v, scale=scale_of(case), causal=case["causal"])
-    return Expected("output", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("output", value, case.dtype, magnitude=magnitude)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Under a causal mask a rank needs only earlier ranks' keys and values: work and traffic differ by rank."""
     ring, heads, size = _ring(case, rank), case["heads"], case.dtype.itemsize
     local = local_length(case, len(ring))
@@ -117,7 +103,7 @@ def cost(case: Case, rank: int) -> Cost:
     block_bytes = tokens * kv_heads * (depth + value_depth) * size
     pairs = attention.visible_pairs(place, world, local, causal)
     sent, received = attention.ring_traffic(place, world, causal)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=tokens * heads * (depth + value_depth) * size + (received + 1) * block_bytes,
         egress_bytes=sent * block_bytes,
         ingress_bytes=received * block_bytes,
@@ -126,8 +112,8 @@ def cost(case: Case, rank: int) -> Cost:
 
 
 def _dense(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
+    case: pc.Case,
+    inputs: pc.Inputs,
     rank: int,
     owners: Sequence[int] | None = None,
     *,
@@ -145,15 +131,15 @@ def _dense(
     )
 
 
-def _flash(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _flash(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=scale_of(case))
 
 
-def _local_only(context: AnswerContext) -> torch.Tensor:
+def _local_only(context: pc.AnswerContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, [_ring(context.case, context.rank).index(context.rank)])
 
 
-def _drop_last_step(context: AnswerContext) -> torch.Tensor:
+def _drop_last_step(context: pc.AnswerContext) -> torch.Tensor:
     """Without the block that travels farthest: the successor's, or the first rank's under a causal mask."""
     ring = _ring(context.case, context.rank)
     place = ring.index(context.rank)
@@ -162,27 +148,27 @@ def _drop_last_step(context: AnswerContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, owners or [place])
 
 
-def _blocks_averaged(context: AnswerContext) -> torch.Tensor:
+def _blocks_averaged(context: pc.AnswerContext) -> torch.Tensor:
     ring = _ring(context.case, context.rank)
     seen = visible(ring.index(context.rank), len(ring), context.case["causal"])
     answers = [_dense(context.case, context.inputs, context.rank, [owner]).to(FP32) for owner in seen]
     return torch.stack(answers).mean(0).to(context.case.dtype)
 
 
-def _mask_inverted(context: AnswerContext) -> torch.Tensor:
+def _mask_inverted(context: pc.AnswerContext) -> torch.Tensor:
     blocks, place = _blocks(context.case, context.inputs, context.rank)
     return attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=scale_of(context.case))
 
 
-def _own_block_unmasked(context: AnswerContext) -> torch.Tensor:
+def _own_block_unmasked(context: pc.AnswerContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, causal=False)
 
 
-def _default_scale(context: AnswerContext) -> torch.Tensor:
+def _default_scale(context: pc.AnswerContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, scale=context.case["depth"] ** -0.5)
 
 
-def _values_rotated(context: AnswerContext) -> torch.Tensor:
+def _values_rotated(context: pc.AnswerContext) -> torch.Tensor:
     """Scores with every rank's keys, but its predecessor's values: blocks of K and V that got out of step."""
     ring = _ring(context.case, context.rank)
     shifted = list(context.inputs)
@@ -191,18 +177,18 @@ def _values_rotated(context: AnswerContext) -> torch.Tensor:
     return _dense(context.case, shifted, context.rank)
 
 
-def _whole_world(context: AnswerContext) -> torch.Tensor:
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
     blocks: Blocks = [args[:3] for args in context.inputs]
     owners, causal = visible(context.rank, len(blocks), context.case["causal"]), context.case["causal"]
     return attention.dense(blocks, context.rank, owners, causal=causal, scale=scale_of(context.case))
 
 
-def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, world_sizes: Sequence[int] | None = None, **params: Any) -> CaseSpec:
-    return case(label, dtype, batch=2, local=5, heads=3, depth=16, causal=causal, world_sizes=world_sizes, **params)
+def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, world_sizes: Sequence[int] | None = None, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, batch=2, local=5, heads=3, depth=16, causal=causal, world_sizes=world_sizes, **params)
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "odd lengths; causal and not; one key head; growing, shrinking, spiked and degenerate scores; interleaved groups",
         _small("causal_bf16", causal=True),
@@ -221,35 +207,30 @@ PRESETS = (
         _small("nan_last_bf16", causal=True, pattern="nan_last"),
         _small("interleaved_groups_bf16", causal=True, groups=2, world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 16 tokens over all ranks",
-        case("bf16", BF16, batch=16, length=16, heads=8, depth=64, causal=True),
+        pc.case("bf16", BF16, batch=16, length=16, heads=8, depth=64, causal=True),
     ),
-    preset(
+    pc.preset(
         "production_llama2_7b_16k",
         "multi-head attention, 16384 tokens, causal",
-        case("bf16", BF16, batch=1, length=16384, heads=32, depth=128, causal=True),
+        pc.case("bf16", BF16, batch=1, length=16384, heads=32, depth=128, causal=True),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_64k",
         "8 heads (the slice of 8-way tensor parallelism), 65536 tokens, causal",
-        case("bf16", BF16, batch=1, length=65536, heads=8, depth=128, causal=True),
+        pc.case("bf16", BF16, batch=1, length=65536, heads=8, depth=128, causal=True),
     ),
-    preset(
+    pc.preset(
         "production_wan2_1_14b_480p",
         "video diffusion self-attention, 32760 tokens, not causal",
-        case("bf16", BF16, batch=1, length=32760, heads=40, depth=128, causal=False),
+        pc.case("bf16", BF16, batch=1, length=32760, heads=40, depth=128, causal=False),
     ),
 )
 
 
-def _labels(*, where: str, value: bool = True) -> tuple[str, ...]:
-    """The cases in which the parameter ``where`` is set (or, with ``value`` False, is not)."""
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if bool(spec.params.get(where)) == value)
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=54,
     slug="ring_attention",
     title="Ring attention, forward",
@@ -269,21 +250,16 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "attention to the rank's own keys", _local_only),
-        KnownWrongAnswer("drop_last_step", "the block that travels farthest is left out", _drop_last_step),
-        KnownWrongAnswer("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _mask_inverted),
-        KnownWrongAnswer("values_rotated", "values one rank out of step with the keys", _values_rotated),
-        KnownWrongAnswer("blocks_averaged", "blocks' outputs averaged, without their weights", _blocks_averaged),
-        KnownWrongAnswer(
-            "own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, cases=_labels(where="causal")
-        ),
-        KnownWrongAnswer("default_scale", "softmax_scale ignored", _default_scale, cases=_labels(where="scale")),
-        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=_labels(where="groups")),
+        pc.wrong("no_communication", "attention to the rank's own keys", _local_only),
+        pc.wrong("drop_last_step", "the block that travels farthest is left out", _drop_last_step),
+        pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _mask_inverted),
+        pc.wrong("values_rotated", "values one rank out of step with the keys", _values_rotated),
+        pc.wrong("blocks_averaged", "blocks' outputs averaged, without their weights", _blocks_averaged),
+        pc.wrong("own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, lambda c: c["causal"]),
+        pc.wrong("default_scale", "softmax_scale ignored", _default_scale, lambda c: "scale" in c.params),
+        pc.wrong("whole_world", "group ignored", _whole_world, lambda c: "groups" in c.params),
     ),
-    alternative_solutions=(
-        AlternativeSolution("dense_fp32", _dense),
-        AlternativeSolution("flash_rounded_probabilities", _flash),
-    ),
+    alternative_solutions=(pc.AlternativeSolution("dense_fp32", _dense), pc.AlternativeSolution("flash_rounded_probabilities", _flash)),
     process_groups=process_groups,
     notes=(
         "The public benchmark's rows see 16 keys at most, with scores of order one, so that rescaling is never put to the test. Here "

@@ -9,22 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupLayout,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
 from peerlane.problems.families.attention import BF16, FP32, Grid
 from peerlane.problems.families.attention_block import Attend
@@ -48,22 +33,22 @@ def reference(
     return output
 
 
-def _grid(case: Case) -> Grid:
+def _grid(case: pc.Case) -> Grid:
     """Tensor-parallel groups and rings. ``case``: ``tp``, the former's size or ``"world"``; ``inner``: ``tp`` or ``cp``."""
     return Grid.of(case, "tp", inner="tp")
 
 
-def process_groups(case: Case) -> GroupLayout:
+def process_groups(case: pc.Case) -> pc.GroupLayout:
     """With ``case["none"]`` a group that is the whole world is passed as None."""
     grid, least = _grid(case), 2 if case.params.get("none") else 1
     return {name: groups for name, groups in (("tensor", grid.along), ("context", grid.across)) if len(groups) >= least}
 
 
-def _heads(case: Case) -> int:
+def _heads(case: pc.Case) -> int:
     return int(case["heads"] // _grid(case).sizes[0])
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Weights of variance ``gain``^2 / fan-in, so that q and k are N(0, gain^2), but for the sizes of channels, outputs' too: see
     :func:`_attention_block.sized`, :func:`_attention_block.draw_hidden` and :func:`_attention_block.shift_scores`.
 
@@ -83,30 +68,30 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     attention_block.shift_scores(case, w_qkv, _heads(case))
     w_qkv, w_o = attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=outputs)
     groups = process_groups(case)
-    tp_group, cp_group = (GroupRef(name) if name in groups else None for name in ("tensor", "context"))
+    tp_group, cp_group = (pc.GroupRef(name) if name in groups else None for name in ("tensor", "context"))
     return x, w_qkv[share].clone(), w_o[share].clone(), case["heads"], case.params.get("scale"), case["causal"], tp_group, cp_group
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     tensor, context = _grid(case).lines(rank)
     xs, place = [inputs[q][0] for q in context], context.index(rank)
     parts = [(attention_block.attended(case, xs, inputs[q][1], _heads(case), place), inputs[q][2]) for q in tensor]
     value, size = attention_block.output_sized(parts)
-    return Expected("output", value, case.dtype, magnitude=size)
+    return pc.Expected("output", value, case.dtype, magnitude=size)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     return {"output": attention_block.layer_tolerance(case, 1, case.params.get("pattern") == "cancelling")}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The ring's bytes, and an all-reduce over the tensor-parallel group."""
     tensor, context = _grid(case).lines(rank)
     heads, place, ranks, size = _heads(case), context.index(rank), len(tensor), case.dtype.itemsize
     tokens = case["batch"] * attention.local_length(case, len(context))
     reduction = 2 * (ranks - 1) / ranks * tokens * case["out"] * size
     sent, received = attention_block.ring_bytes(case, heads, len(context), place)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(tokens * (case["hidden"] + case["out"]) + heads * case["depth"] * (3 * case["hidden"] + case["out"])) * size,
         egress_bytes=sent + reduction,
         ingress_bytes=received + reduction,
@@ -114,23 +99,23 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _partial(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, ring: Sequence[int], attend: Attend) -> torch.Tensor:
+def _partial(case: pc.Case, inputs: pc.Inputs, rank: int, ring: Sequence[int], attend: Attend) -> torch.Tensor:
     """A rank's part of the output, in float32: its queries, and the keys and values of ``ring``, each computed with its rank's weights."""
     blocks = [attention_block.narrow(case, [inputs[q][0]], inputs[q][1], _heads(case))[0] for q in ring]
     return attention_block.projected(attend(blocks, list(ring).index(rank)), inputs[rank][2])
 
 
-def _layer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> torch.Tensor:
+def _layer(case: pc.Case, inputs: pc.Inputs, rank: int, attend: Attend) -> torch.Tensor:
     tensor, _ = _grid(case).lines(rank)
     return torch.stack([_partial(case, inputs, q, _grid(case).lines(q)[1], attend) for q in tensor]).sum(0).to(case.dtype)
 
 
-def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> torch.Tensor:
+def _rounded(case: pc.Case, inputs: pc.Inputs, rank: int, attend: Attend) -> torch.Tensor:
     """Every step rounded to the dtype, probabilities and the sum of the parts too."""
     return _summed(_rounded_parts(case, inputs, rank, attend))
 
 
-def _rounded_parts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> list[torch.Tensor]:
+def _rounded_parts(case: pc.Case, inputs: pc.Inputs, rank: int, attend: Attend) -> list[torch.Tensor]:
     """The summands of the rank's output, in the order of its tensor-parallel group, every step rounded to the dtype."""
     parts = []
     for q in _grid(case).lines(rank)[0]:
@@ -145,26 +130,26 @@ def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
 
 
-def _eight_bits(context: AnswerContext) -> torch.Tensor:
+def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
     """Keys and values in the ring, parts of the output and their sum come in 8-bit integers."""
     case = context.case
     parts = _rounded_parts(case, context.inputs, context.rank, attention_block.eight_bit_ring(case))
     return parts[0] if len(parts) == 1 else eight_bits(_summed([eight_bits(part) for part in parts]))
 
 
-def _with(attend: Callable[[Case], Attend]) -> Callable[[AnswerContext], torch.Tensor]:
+def _with(attend: Callable[[pc.Case], Attend]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer: another kind of attention."""
     return lambda c: _layer(c.case, c.inputs, c.rank, attend(c.case))
 
 
-def _own_part(context: AnswerContext, factor: int) -> torch.Tensor:
+def _own_part(context: pc.AnswerContext, factor: int) -> torch.Tensor:
     """Without the all-reduce, times ``factor``."""
     ring = _grid(context.case).lines(context.rank)[1]
     part = _partial(context.case, context.inputs, context.rank, ring, attention_block.exact(context.case))
     return (factor * part).to(context.case.dtype)
 
 
-def _groups_swapped(context: AnswerContext) -> torch.Tensor:
+def _groups_swapped(context: pc.AnswerContext) -> torch.Tensor:
     """The ring over the tensor-parallel group, and the sum over the context-parallel one."""
     case = context.case
     attend = attention_block.exact(case)
@@ -172,20 +157,20 @@ def _groups_swapped(context: AnswerContext) -> torch.Tensor:
     return torch.stack([_partial(case, context.inputs, q, _grid(case).lines(q)[0], attend) for q in summands]).sum(0).to(case.dtype)
 
 
-def _summed_over_world(context: AnswerContext) -> torch.Tensor:
+def _summed_over_world(context: pc.AnswerContext) -> torch.Tensor:
     """The sum over the tensor-parallel group, of all places' outputs."""
     members = _grid(context.case).lines(context.rank)[1]
     return torch.stack([context.answers[q].to(FP32) for q in members]).sum(0).to(context.case.dtype)
 
 
-def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:
     sizes = {"batch": 2, "local": 5, "heads": 8, "depth": 32, "hidden": 72, "out": 104, "gain": 1.0}
-    return case(label, dtype, **{**sizes, "causal": True, "tp": 2, **params})
+    return pc.case(label, dtype, **{**sizes, "causal": True, "tp": 2, **params})
 
 
-def _llama(label: str, *, length: int, hidden: int, tp: int | str, world_sizes: Sequence[int]) -> CaseSpec:
+def _llama(label: str, *, length: int, hidden: int, tp: int | str, world_sizes: Sequence[int]) -> pc.CaseSpec:
     """Multi-head attention of depth 128, as wide as the hidden states."""
-    return case(
+    return pc.case(
         label,
         BF16,
         batch=1,
@@ -201,7 +186,7 @@ def _llama(label: str, *, length: int, hidden: int, tp: int | str, world_sizes: 
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "grids of groups in both orders, either group alone; causal and not; an attention sink; large and growing scores; cancelling parts",
         _small("causal_bf16"),
@@ -217,28 +202,28 @@ PRESETS = (
         _small("large_bf16", pattern="large", heads=16),
         _small("growing_full_bf16", pattern="growing", causal=False, tp=1, heads=3),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 16 tokens, two ranks share the heads",
-        case("bf16", BF16, batch=16, length=16, heads=8, depth=64, hidden=512, out=512, causal=True, tp=2),
+        pc.case("bf16", BF16, batch=16, length=16, heads=8, depth=64, hidden=512, out=512, causal=True, tp=2),
     ),
-    preset(
+    pc.preset(
         "production_llama2_7b_32k",
         "32768 tokens, causal; two ranks share the heads",
         _llama("bf16", length=32768, hidden=4096, tp=2, world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_16k",
         "the width of Llama 3 70B, 16384 tokens, causal; W / 2 ranks share the heads",
         _llama("bf16", length=16384, hidden=8192, tp=4, world_sizes=(8,)),
         _llama("two_by_two_bf16", length=16384, hidden=8192, tp=2, world_sizes=(4,)),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_8k_heads",
         "the width of Llama 3 70B, 8192 tokens, causal; all ranks share the heads, and there is no ring",
         _llama("bf16", length=8192, hidden=8192, tp="world", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "production_llama2_7b_16k_ring",
         "16384 tokens, causal; the ring alone",
         _llama("bf16", length=16384, hidden=4096, tp=1, world_sizes=(4, 8)),
@@ -246,11 +231,7 @@ PRESETS = (
 )
 
 
-def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=55,
     slug="ring_attention_tp",
     title="Attention layer: heads tensor-parallel, sequence in a ring",
@@ -271,63 +252,58 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_ring", "attention to the rank's own keys", _with(attention_block.local_only), cases=_names(lambda c: _grid(c).sizes[1] > 1)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), lambda c: _grid(c).sizes[1] > 1),
+        pc.wrong(
             "uniform",
             "the mean of the values that can be seen",
             _with(attention_block.uniform),
-            cases=_names(lambda c: c.params.get("pattern") != "cancelling"),
+            lambda c: c.params.get("pattern") != "cancelling",
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "mask_inverted",
             "a causal mask instead of none, or none instead of a causal mask",
             _with(attention_block.inverted),
-            cases=_names(lambda c: c.params.get("pattern") != "cancelling"),
+            lambda c: c.params.get("pattern") != "cancelling",
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "interleaved_rows",
             "rows of w_qkv taken to be q, k and v of one head after the other",
             _with(attention_block.interleaved),
-            cases=_names(lambda c: _heads(c) > 1),
+            lambda c: _heads(c) > 1,
         ),
-        KnownWrongAnswer(
-            "default_scale", "softmax_scale ignored", _with(attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("default_scale", "softmax_scale ignored", _with(attention_block.default_scale), lambda c: "scale" in c.params),
+        pc.wrong(
             "no_maximum",
             "exponentials of scores as they are",
             _with(attention_block.no_maximum),
-            cases=_names(lambda c: c.params.get("pattern") in ("large", "growing")),
+            lambda c: c.params.get("pattern") in ("large", "growing"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "first_maximum",
             "exponentials of scores less the maximum of the first block",
             _with(attention_block.first_maximum),
-            cases=_names(lambda c: c.params.get("pattern") == "growing"),
+            lambda c: c.params.get("pattern") == "growing",
         ),
-        KnownWrongAnswer("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), cases=_names(lambda c: _grid(c).sizes[0] > 1)),
-        KnownWrongAnswer(
+        pc.wrong("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), lambda c: _grid(c).sizes[0] > 1),
+        pc.wrong(
             "own_part_times_ranks",
             "the rank's own heads times the size of tp_group",
             lambda c: _own_part(c, _grid(c.case).sizes[0]),
-            cases=_names(lambda c: _grid(c).sizes[0] > 1),
+            lambda c: _grid(c).sizes[0] > 1,
         ),
-        KnownWrongAnswer("eight_bits", "the ring and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        KnownWrongAnswer("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
-        KnownWrongAnswer("summed_over_world", "the sum over all ranks", _summed_over_world, cases=_names(lambda c: _grid(c).sizes[1] > 1)),
+        pc.wrong("eight_bits", "the ring and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        pc.wrong("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
+        pc.wrong("summed_over_world", "the sum over all ranks", _summed_over_world, lambda c: _grid(c).sizes[1] > 1),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, attention_block.exact(case))),
-        AlternativeSolution(
-            "every_step_rounded",
-            lambda case, inputs, rank: _rounded(case, inputs, rank, attention_block.blockwise(case)),
+        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, attention_block.exact(case))),
+        pc.AlternativeSolution(
+            "every_step_rounded", lambda case, inputs, rank: _rounded(case, inputs, rank, attention_block.blockwise(case))
         ),
     ),
     excused={
         f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"
-        for name in _names(lambda c: _grid(c).sizes[1] == 1)
+        for name in pc.names_of(PRESETS, lambda c: _grid(c).sizes[1] == 1)
     },
     process_groups=process_groups,
     notes=(

@@ -9,22 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupLayout,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
 from peerlane.problems.families.attention import BF16, FP32, Grid
 from peerlane.problems.families.attention_block import Attend
@@ -52,22 +37,22 @@ def reference(
     return output
 
 
-def _grid(case: Case) -> Grid:
+def _grid(case: pc.Case) -> Grid:
     """Pipelines and rings. ``case``: ``pp``, the stages of a pipeline or ``"world"``; ``inner``: ``pp`` or ``cp``."""
     return Grid.of(case, "pp", inner="cp")
 
 
-def process_groups(case: Case) -> GroupLayout:
+def process_groups(case: pc.Case) -> pc.GroupLayout:
     """With a single stage both groups are None: no pipeline, and the ring is the world."""
     return {} if case["pp"] == 1 else {"pipeline": _grid(case).along, "context": _grid(case).across}
 
 
-def _first_inputs(case: Case, inputs: Sequence[tuple[Any, ...]], ring: Sequence[int]) -> list[torch.Tensor]:
+def _first_inputs(case: pc.Case, inputs: pc.Inputs, ring: Sequence[int]) -> list[torch.Tensor]:
     """What the first stage finds at the places of these ranks."""
     return [inputs[_grid(case).lines(q)[0][0]][0] for q in ring]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Weights of variance ``gain``^2 / fan-in (gain 1 for w_o), but for the sizes of channels, those of hidden states the same in all
     stages: see :func:`_attention_block.sized`, :func:`_attention_block.draw_hidden` and, for the first stage alone,
     :func:`_attention_block.shift_scores`.
@@ -90,11 +75,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if stage > 0:
         x = torch.full_like(x, math.nan) if case.params.get("stale") == "nan" else draw.normal(x.shape, case.dtype) * states.to(x.dtype)
     groups = process_groups(case)
-    cp_group, pp_group = (GroupRef(name) if name in groups else None for name in ("context", "pipeline"))
+    cp_group, pp_group = (pc.GroupRef(name) if name in groups else None for name in ("context", "pipeline"))
     return x, w_qkv.clone(), w_o.clone(), case["heads"], case.params.get("scale"), case["causal"], cp_group, pp_group
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """Earlier stages in float64 too, at all places that the rank's queries see."""
     pipeline, ring = _grid(case).lines(rank)
     seen = attention.visible(ring.index(rank), len(ring), case["causal"])
@@ -105,15 +90,15 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     # Under a causal mask the rank's own place is the last of those it sees.
     heads_out = attention_block.attended(case, xs, inputs[rank][1], case["heads"], ring.index(rank))
     value, size = attention_block.output_sized([(heads_out, inputs[rank][2])])
-    return Expected("output", value, case.dtype, magnitude=size)
+    return pc.Expected("output", value, case.dtype, magnitude=size)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """That of as many layers as there are stages; a stage's own tolerance would be tighter before the last one."""
     return {"output": attention_block.layer_tolerance(case, _grid(case).sizes[0], cancels=False)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The ring's bytes; the stage's input from the stage before and its output to the next."""
     pipeline, ring = _grid(case).lines(rank)
     stage, place, size = pipeline.index(rank), ring.index(rank), case.dtype.itemsize
@@ -121,7 +106,7 @@ def cost(case: Case, rank: int) -> Cost:
     tokens = case["batch"] * attention.local_length(case, len(ring))
     activations = tokens * hidden * size
     sent, received = attention_block.ring_bytes(case, heads, len(ring), place)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=2 * activations + 4 * heads * case["depth"] * hidden * size,
         egress_bytes=sent + activations * (stage + 1 < len(pipeline)),
         ingress_bytes=received + activations * (stage > 0),
@@ -130,7 +115,7 @@ def cost(case: Case, rank: int) -> Cost:
 
 
 def _stage(
-    case: Case, args: tuple[Any, ...], xs: Sequence[torch.Tensor], place: int, attend: Attend, *, rounded: bool = False
+    case: pc.Case, args: tuple[Any, ...], xs: Sequence[torch.Tensor], place: int, attend: Attend, *, rounded: bool = False
 ) -> torch.Tensor:
     """One stage's output at one place, in the dtype; steps within it in float32, or rounded."""
     blocks = attention_block.narrow(case, xs, args[1], case["heads"], rounded=rounded)
@@ -138,8 +123,8 @@ def _stage(
 
 
 def _pipeline(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
+    case: pc.Case,
+    inputs: pc.Inputs,
     rank: int,
     attend: Attend,
     *,
@@ -159,36 +144,28 @@ def _pipeline(
     return _stage(case, inputs[pipeline[stage]], xs, ring.index(rank), attend, rounded=rounded)
 
 
-def _with(attend: Callable[[Case], Attend]) -> Callable[[AnswerContext], torch.Tensor]:
+def _with(attend: Callable[[pc.Case], Attend]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer: another kind of attention."""
     return lambda c: _pipeline(c.case, c.inputs, c.rank, attend(c.case))
 
 
-def _eight_bits(context: AnswerContext) -> torch.Tensor:
-    """Keys and values in the ring and activations between stages come in 8-bit integers."""
-    attend = attention_block.eight_bit_ring(context.case)
-    return _pipeline(context.case, context.inputs, context.rank, attend, rounded=True, sent=eight_bits)
-
-
-def _own_hidden_states(context: AnswerContext) -> torch.Tensor:
-    """The stage applied to its own hidden_states: nothing received."""
+def _own_hidden_states(context: pc.AnswerContext) -> torch.Tensor:
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = [context.inputs[q][0] for q in ring]
     return _stage(case, context.args, xs, ring.index(context.rank), attention_block.exact(case))
 
 
-def _first_input(context: AnswerContext) -> torch.Tensor:
-    """The stage applied to the first stage's input: earlier stages skipped."""
+def _first_input(context: pc.AnswerContext) -> torch.Tensor:
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = _first_inputs(case, context.inputs, ring)
     return _stage(case, context.args, xs, ring.index(context.rank), attention_block.exact(case))
 
 
-def _last_stage(context: AnswerContext) -> torch.Tensor:
+def _last_stage(context: pc.AnswerContext) -> torch.Tensor:
     return _pipeline(context.case, context.inputs, context.rank, attention_block.exact(context.case), last=_grid(context.case).sizes[0] - 1)
 
 
-def _residual(context: AnswerContext) -> torch.Tensor:
+def _residual(context: pc.AnswerContext) -> torch.Tensor:
     """The right layer's output added to its input, in the first stage; later ones as they should be."""
     pipeline = _grid(context.case).lines(context.rank)[0]
     if context.rank != pipeline[0]:
@@ -197,29 +174,20 @@ def _residual(context: AnswerContext) -> torch.Tensor:
     return torch.add(context.answer, context.args[0])
 
 
-def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:
     sizes = {"batch": 2, "local": 5, "heads": 2, "depth": 32, "hidden": 104, "gain": 1.0}
-    return case(label, dtype, **{**sizes, "causal": True, "pp": 2, **params})
+    return pc.case(label, dtype, **{**sizes, "causal": True, "pp": 2, **params})
 
 
-def _llama(*, batch: int, length: int, hidden: int, pp: int) -> CaseSpec:
+def _llama(*, batch: int, length: int, hidden: int, pp: int) -> pc.CaseSpec:
     """Multi-head attention of depth 128, as wide as the hidden states."""
-    return case(
-        "bf16",
-        BF16,
-        batch=batch,
-        length=length,
-        heads=hidden // 128,
-        depth=128,
-        hidden=hidden,
-        causal=True,
-        pp=pp,
-        world_sizes=(4, 8),
+    return pc.case(
+        "bf16", BF16, batch=batch, length=length, heads=hidden // 128, depth=128, hidden=hidden, causal=True, pp=pp, world_sizes=(4, 8)
     )
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "two and more stages, or none; rings of neighbours and strided ones; ignored NaN; a sink; large and growing scores",
         _small("causal_bf16", stale="nan"),
@@ -235,18 +203,18 @@ PRESETS = (
         _small("large_bf16", pattern="large", heads=3),
         _small("growing_full_bf16", pattern="growing", causal=False, pp=1, heads=4),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 16 tokens, two stages",
-        case("bf16", BF16, batch=16, length=16, heads=8, depth=64, hidden=512, causal=True, pp=2),
+        pc.case("bf16", BF16, batch=16, length=16, heads=8, depth=64, hidden=512, causal=True, pp=2),
     ),
-    preset("production_llama2_7b_16k", "two stages, 16384 tokens, causal", _llama(batch=1, length=16384, hidden=4096, pp=2)),
-    preset(
+    pc.preset("production_llama2_7b_16k", "two stages, 16384 tokens, causal", _llama(batch=1, length=16384, hidden=4096, pp=2)),
+    pc.preset(
         "production_llama2_7b_batched",
         "four stages, 4 sequences of 4096 tokens, causal: the batch can be split into micro-batches",
         _llama(batch=4, length=4096, hidden=4096, pp=4),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_8k",
         "the width of Llama 3 70B, two stages, 8192 tokens, causal",
         _llama(batch=1, length=8192, hidden=8192, pp=2),
@@ -254,18 +222,14 @@ PRESETS = (
 )
 
 
-def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
-
-
-def _needs_ring(case: Case) -> bool:
+def _needs_ring(case: pc.Case) -> bool:
     """Where no_ring is wrong: of two places with the last one NaN, the first needs no other."""
     return _grid(case).sizes[1] > (2 if case.params.get("pattern") == "nan_last" else 1)
 
 
-_STAGED = _names(lambda c: _grid(c).sizes[0] > 1)
+_STAGED = pc.where(lambda c: _grid(c).sizes[0] > 1)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=56,
     slug="ring_attention_pp",
     title="Pipeline of attention layers, each over a ring",
@@ -287,51 +251,45 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), cases=_names(_needs_ring)),
-        KnownWrongAnswer("uniform", "the mean of the values that can be seen", _with(attention_block.uniform)),
-        KnownWrongAnswer(
-            "mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(attention_block.inverted)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), _needs_ring),
+        pc.wrong("uniform", "the mean of the values that can be seen", _with(attention_block.uniform)),
+        pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(attention_block.inverted)),
+        pc.wrong(
             "interleaved_rows", "rows of w_qkv taken to be q, k and v of one head after the other", _with(attention_block.interleaved)
         ),
-        KnownWrongAnswer(
-            "default_scale", "softmax_scale ignored", _with(attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("default_scale", "softmax_scale ignored", _with(attention_block.default_scale), lambda c: "scale" in c.params),
+        pc.wrong(
             "no_maximum",
             "exponentials of scores as they are",
             _with(attention_block.no_maximum),
-            cases=_names(lambda c: c.params.get("pattern") in ("large", "growing")),
+            lambda c: c.params.get("pattern") in ("large", "growing"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "first_maximum",
             "exponentials of scores less the maximum of the first block",
             _with(attention_block.first_maximum),
-            cases=_names(lambda c: c.params.get("pattern") == "growing"),
+            lambda c: c.params.get("pattern") == "growing",
         ),
-        KnownWrongAnswer("eight_bits", "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        KnownWrongAnswer("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, cases=_STAGED),
-        KnownWrongAnswer("stages_skipped", "the stage applied to the first stage's input", _first_input, cases=_STAGED),
-        KnownWrongAnswer("last_stage", "the last stage's output on every stage", _last_stage, cases=_STAGED),
-        KnownWrongAnswer(
+        pc.wrong(
+            "eight_bits",
+            "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours",
+            lambda c: _pipeline(c.case, c.inputs, c.rank, attention_block.eight_bit_ring(c.case), rounded=True, sent=eight_bits),
+        ),
+        pc.wrong("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, _STAGED),
+        pc.wrong("stages_skipped", "the stage applied to the first stage's input", _first_input, _STAGED),
+        pc.wrong("last_stage", "the last stage's output on every stage", _last_stage, _STAGED),
+        pc.wrong(
             "neighbours_activations",
             "activations received from the next place of the ring",
             lambda c: _pipeline(c.case, c.inputs, c.rank, attention_block.exact(c.case), shift=1),
-            cases=_names(lambda c: c["causal"] and min(_grid(c).sizes) > 1),
+            lambda c: c["causal"] and min(_grid(c).sizes) > 1,
         ),
-        KnownWrongAnswer(
-            "residual",
-            "the first stage's input added to its output",
-            _residual,
-            cases=_names(lambda c: c.params.get("pattern") != "stage_scale"),
-        ),
+        pc.wrong("residual", "the first stage's input added to its output", _residual, lambda c: c.params.get("pattern") != "stage_scale"),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case))),
-        AlternativeSolution(
-            "every_step_rounded",
-            lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.blockwise(case), rounded=True),
+        pc.AlternativeSolution("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case))),
+        pc.AlternativeSolution(
+            "every_step_rounded", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.blockwise(case), rounded=True)
         ),
     ),
     process_groups=process_groups,

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupLayout,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
 from peerlane.problems.families.attention import BF16, FP32, Grid, local_length, scale_of
 from peerlane.problems.families.attention_backward import Gradients, How, Shards, by_block, forward, gradients
@@ -94,17 +78,17 @@ def reference(
     return results[0], results[1], results[2]
 
 
-def _grid(case: Case) -> Grid:
+def _grid(case: pc.Case) -> Grid:
     """Groups of replicas and rings. ``case``: ``dp``, the number of replicas or ``"world"``; ``inner``: ``dp`` or ``cp``."""
     return Grid.of(case, "dp", inner="cp")
 
 
-def process_groups(case: Case) -> GroupLayout:
+def process_groups(case: pc.Case) -> pc.GroupLayout:
     """With a single replica both groups are None: no averaging, and the ring is the world."""
     return {} if case["dp"] == 1 else {"replicas": _grid(case).along, "context": _grid(case).across}
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """N(0, 1) entries, queries twice as large; out and softmax_lse are those of attention over the whole sequence, computed in float32.
 
     All ranks draw the whole sequences of all replicas and keep their part, for out depends on all of its keys. ``case["pattern"]``:
@@ -135,18 +119,18 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     elif pattern == "nan_dout" and place == 0:
         dout[:, local // 2, 0] = math.nan
     groups = process_groups(case)
-    cp_group, dp_group = (GroupRef(name) if name in groups else None for name in ("context", "replicas"))
+    cp_group, dp_group = (pc.GroupRef(name) if name in groups else None for name in ("context", "replicas"))
     keys, values = k[:, own].clone(), v[:, own].clone()
     return dout, queries, keys, values, out.to(case.dtype), lse, case.params.get("scale"), case["causal"], cp_group, dp_group
 
 
-def _shards(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Shards, int]:
+def _shards(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[Shards, int]:
     """What the ranks of the rank's ring hold, and its place there."""
     ring = _grid(case).lines(rank)[1]
     return [inputs[q][:6] for q in ring], ring.index(rank)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, Expected, Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected, pc.Expected]:
     """The mean over replicas. The magnitude adds to the errors' standard deviations the sizes of what is rounded before it is added."""
     replicas = _grid(case).lines(rank)[0]
     each = [gradients(*_shards(case, inputs, replica), causal=case["causal"], scale=scale_of(case)) for replica in replicas]
@@ -156,23 +140,23 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
         magnitude = torch.stack([errors[index] for _, errors in each]).mean(0)
         if len(replicas) > 1:
             magnitude += torch.stack([values[index].abs() for values, _ in each]).mean(0)
-        expected.append(Expected(name, value, case.dtype, magnitude=magnitude))
+        expected.append(pc.Expected(name, value, case.dtype, magnitude=magnitude))
     return expected[0], expected[1], expected[2]
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The magnitude is how p and ds, rounded to the dtype for their products, err in sum, plus what the average over replicas rounds.
 
     In bfloat16 5 u of it: one rounding errs by 0.41 u, so that this is twelve standard deviations. Normwise the roundings of p, of ds and
     of the result cost 2.4e-3 to 5e-3. In float32 scores up to 60 err by 60 u, and dP - delta by a few u of the terms that it sums.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
+    u = pc.UNIT_ROUNDOFF[case.dtype]
     if case.dtype == FP32:
-        return dict.fromkeys(_NAMES, Tolerance(relative=4 * u, magnitude=512 * u))
-    return dict.fromkeys(_NAMES, Tolerance(relative=2 * u, magnitude=5 * u, normwise=1.2e-2))
+        return dict.fromkeys(_NAMES, pc.Tolerance(relative=4 * u, magnitude=512 * u))
+    return dict.fromkeys(_NAMES, pc.Tolerance(relative=2 * u, magnitude=5 * u, normwise=1.2e-2))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Keys and values go to the ranks whose queries see them, and queries and dout to the ranks whose keys they see: 2 n elements each.
 
     That is what must move if dk and dv are computed by their owners; sending their parts back, rounded, is as much. Under a causal mask
@@ -184,7 +168,7 @@ def cost(case: Case, rank: int) -> Cost:
     elements = tokens * case["depth"]
     pairs = attention.visible_pairs(place, ring, local_length(case, ring), case["causal"])
     port = (ring - 1) * (2 if case["causal"] else 4) * elements * size + 2 * (replicas - 1) / replicas * 3 * elements * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=8 * elements * size + tokens * FP32.itemsize,
         egress_bytes=port,
         ingress_bytes=port,
@@ -192,44 +176,44 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _how(case: Case, **changes: Any) -> How:
+def _how(case: pc.Case, **changes: Any) -> How:
     return How(**{"causal": case["causal"], "scale": scale_of(case), **changes})
 
 
-def _averaged(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, how: How) -> Gradients:
+def _averaged(case: pc.Case, inputs: pc.Inputs, rank: int, how: How) -> Gradients:
     """The mean over replicas, rounded once."""
     each = [by_block(*_shards(case, inputs, replica), how) for replica in _grid(case).lines(rank)[0]]
     dq, dk, dv = (torch.stack(replicas).mean(0).to(case.dtype) for replicas in zip(*each, strict=True))
     return dq, dk, dv
 
 
-def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Gradients:
+def _rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> Gradients:
     """p, ds and every replica's gradients rounded to the dtype, and the sum of these."""
     each = [by_block(*_shards(case, inputs, replica), _how(case, rounded=case.dtype)) for replica in _grid(case).lines(rank)[0]]
     dq, dk, dv = (sequential_sum([one.to(case.dtype) for one in replicas]) / len(each) for replicas in zip(*each, strict=True))
     return dq, dk, dv
 
 
-def _with(**changes: Any) -> Callable[[AnswerContext], Gradients]:
+def _with(**changes: Any) -> Callable[[pc.AnswerContext], Gradients]:
     """A wrong answer: computed in another way."""
     return lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, **changes))
 
 
-def _own_replica(context: AnswerContext, factor: int) -> Gradients:
+def _own_replica(context: pc.AnswerContext, factor: int) -> Gradients:
     """Without the average, times ``factor``."""
     own = by_block(*_shards(context.case, context.inputs, context.rank), _how(context.case))
     dq, dk, dv = ((factor * gradient).to(context.case.dtype) for gradient in own)
     return dq, dk, dv
 
 
-def _one_rotation_short(context: AnswerContext) -> Gradients:
+def _one_rotation_short(context: pc.AnswerContext) -> Gradients:
     """dk and dv of the next rank's keys: the ring stopped before they came home."""
     ring = _grid(context.case).lines(context.rank)[1]
     other = context.answers[ring[(ring.index(context.rank) + 1) % len(ring)]]
     return context.answer[0], other[1], other[2]
 
 
-def _local_softmax(context: AnswerContext) -> Gradients:
+def _local_softmax(context: pc.AnswerContext) -> Gradients:
     """out and softmax_lse of the rank's own block in place of those given: the public benchmark's inputs."""
     local = []
     for args in context.inputs:
@@ -239,13 +223,13 @@ def _local_softmax(context: AnswerContext) -> Gradients:
     return _averaged(context.case, local, context.rank, _how(context.case))
 
 
-def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:
     sizes = {"batch": 2, "local": 3, "heads": 2, "depth": 8}
-    return case(label, dtype, **{**sizes, "causal": True, "dp": 1, **params})
+    return pc.case(label, dtype, **{**sizes, "causal": True, "dp": 1, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "replicas and rings in both orders, either alone; causal and not; one-hot softmax; sparse, late, large and NaN output gradients",
         _small("replicas_bf16", dp=2),
@@ -261,37 +245,33 @@ PRESETS = (
         _small("large_dout_bf16", pattern="large_dout", causal=False),
         _small("nan_dout_bf16", pattern="nan_dout", causal=False),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 16 tokens, two replicas, not causal; and causal",
-        case("bf16", BF16, batch=16, length=16, heads=8, depth=64, causal=False, dp=2),
-        case("causal_bf16", BF16, batch=16, length=16, heads=8, depth=64, causal=True, dp=2),
+        pc.case("bf16", BF16, batch=16, length=16, heads=8, depth=64, causal=False, dp=2),
+        pc.case("causal_bf16", BF16, batch=16, length=16, heads=8, depth=64, causal=True, dp=2),
     ),
-    preset(
+    pc.preset(
         "production_llama2_7b_16k",
         "two replicas, 16384 tokens, causal",
-        case("bf16", BF16, batch=1, length=16384, heads=32, depth=128, causal=True, dp=2, world_sizes=(4, 8)),
+        pc.case("bf16", BF16, batch=1, length=16384, heads=32, depth=128, causal=True, dp=2, world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_64k",
         "8 heads (the slice of 8-way tensor parallelism), 65536 tokens, causal",
-        case("bf16", BF16, batch=1, length=65536, heads=8, depth=128, causal=True, dp=1, world_sizes=(4, 8)),
+        pc.case("bf16", BF16, batch=1, length=65536, heads=8, depth=128, causal=True, dp=1, world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "production_wan2_1_14b_480p",
         "video diffusion self-attention, 32760 tokens, not causal",
-        case("bf16", BF16, batch=1, length=32760, heads=40, depth=128, causal=False, dp=1, world_sizes=(4, 8)),
+        pc.case("bf16", BF16, batch=1, length=32760, heads=40, depth=128, causal=False, dp=1, world_sizes=(4, 8)),
     ),
 )
 
 
-def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
+_REPLICATED, _RINGED = pc.where(lambda c: _grid(c).sizes[0] > 1), pc.where(lambda c: _grid(c).sizes[1] > 1)
 
-
-_REPLICATED, _RINGED = _names(lambda c: _grid(c).sizes[0] > 1), _names(lambda c: _grid(c).sizes[1] > 1)
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=57,
     slug="ring_attention_backward_dp",
     title="Ring attention, backward, with gradients averaged over replicas",
@@ -313,43 +293,43 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_ring", "the rank's own block alone", _with(other_keys=False, other_queries=False), cases=_RINGED),
-        KnownWrongAnswer("parts_lost", "dk and dv from the rank's own queries alone", _with(other_queries=False), cases=_RINGED),
-        KnownWrongAnswer("one_rotation_short", "dk and dv of the next rank's keys", _one_rotation_short, cases=_RINGED),
-        KnownWrongAnswer("local_softmax", "out and softmax_lse of the rank's own block", _local_softmax, cases=_RINGED),
-        KnownWrongAnswer("no_delta", "ds without the term of dout.out", _with(delta=False)),
-        KnownWrongAnswer(
+        pc.wrong("no_ring", "the rank's own block alone", _with(other_keys=False, other_queries=False), _RINGED),
+        pc.wrong("parts_lost", "dk and dv from the rank's own queries alone", _with(other_queries=False), _RINGED),
+        pc.wrong("one_rotation_short", "dk and dv of the next rank's keys", _one_rotation_short, _RINGED),
+        pc.wrong("local_softmax", "out and softmax_lse of the rank's own block", _local_softmax, _RINGED),
+        pc.wrong("no_delta", "ds without the term of dout.out", _with(delta=False)),
+        pc.wrong(
             "default_scale",
             "softmax_scale ignored",
             lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, scale=c.case["depth"] ** -0.5)),
-            cases=_names(lambda c: "scale" in c.params),
+            lambda c: "scale" in c.params,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "mask_inverted",
             "a causal mask instead of none, or none instead of a causal mask",
             lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, causal=not c.case["causal"])),
         ),
-        KnownWrongAnswer("no_average", "the rank's own replica", lambda c: _own_replica(c, 1), cases=_REPLICATED),
-        KnownWrongAnswer(
+        pc.wrong("no_average", "the rank's own replica", lambda c: _own_replica(c, 1), _REPLICATED),
+        pc.wrong(
             "own_times_replicas",
             "the rank's own replica times their number",
             lambda c: _own_replica(c, _grid(c.case).sizes[0]),
-            cases=_REPLICATED,
+            _REPLICATED,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "sum_over_replicas",
             "the sum in place of the mean",
             lambda c: tuple(_grid(c.case).sizes[0] * gradient for gradient in c.answer),
-            cases=_REPLICATED,
+            _REPLICATED,
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case))),
-        AlternativeSolution("every_step_rounded", _rounded),
+        pc.AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case))),
+        pc.AlternativeSolution("every_step_rounded", _rounded),
     ),
     excused={
         f"another_rank@{name}": "all ranks hold the same place of the sequence, and have the same mean"
-        for name in _names(lambda c: _grid(c).sizes[1] == 1)
+        for name in pc.names_of(PRESETS, lambda c: _grid(c).sizes[1] == 1)
     },
     process_groups=process_groups,
     notes=(

@@ -10,22 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.codes import eight_bit_floats, eight_bits
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members
 
@@ -47,7 +32,7 @@ def reference(
     return (F.softplus(logits).sum() / batch).to(image_features.dtype)
 
 
-def _batch(case: Case, rank: int) -> int:
+def _batch(case: pc.Case, rank: int) -> int:
     """B. ``case``: ``batch`` = B, or ``batch_total`` = W B."""
     return int(case["batch"] if "batch" in case.params else case["batch_total"] // len(group_members(case, rank)))
 
@@ -57,7 +42,7 @@ def _subjects(batch: int) -> int:
     return max(1, batch // 24)
 
 
-def _unevenly(batch: int, draw: Draw) -> torch.Tensor:
+def _unevenly(batch: int, draw: pc.Draw) -> torch.Tensor:
     """The places of ``range(batch)`` in a random order. Neighbours, and those a few apart, have like places: no regular sample is fair."""
     index = torch.arange(batch, device=draw.device)
     key = draw.uniform((batch,), FP32)
@@ -66,7 +51,7 @@ def _unevenly(batch: int, draw: Draw) -> torch.Tensor:
     return key.argsort().argsort()
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Unit vectors. Images and texts of a pair share noise, so that their cosine is about ``case["pair_cosine"]``.
 
     Some pairs ("hard" ones) are also near a subject. Subjects are B / 12 random directions that all ranks have in common, half of them
@@ -107,7 +92,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if case.dtype == BF16:
         sizes = draw.shared.octaves((depth,), most=16).to(BF16)
         images, texts = images * sizes, texts / sizes
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return images, texts, scale, bias, group
 
 
@@ -117,7 +102,7 @@ def _towards(near: torch.Tensor, cosine: torch.Tensor, rest: torch.Tensor) -> to
     return F.normalize(cosine * near + (1 - cosine.square()).sqrt() * rest)
 
 
-def _signed_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: int, work: torch.dtype = FP64) -> torch.Tensor:
+def _signed_logits(case: pc.Case, inputs: pc.Inputs, rank: int, owner: int, work: torch.dtype = FP64) -> torch.Tensor:
     """z of the rank's images and the owner's texts, those of matching pairs negated: the loss is the sum of softplus over them all."""
     images, _, scale, bias, _ = inputs[rank]
     z = torch.mm(images.to(work), inputs[owner][1].to(work).t()).mul_(scale).add_(bias)
@@ -126,7 +111,7 @@ def _signed_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, own
     return z
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is the standard deviation of the loss, over u, if logits and their part without the bias err by u each."""
     bias, batch = inputs[rank][3], inputs[rank][0].shape[0]
     total = torch.zeros((), dtype=FP64, device=inputs[rank][0].device)
@@ -136,24 +121,24 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         slope = torch.sigmoid(z)
         variance += (slope * (z.abs() + (z.abs() + abs(bias)))).square().sum()
         total += F.softplus(z, threshold=700.0).sum()
-    return Expected("loss", total / batch, case.dtype, magnitude=variance.sqrt() / batch)
+    return pc.Expected("loss", total / batch, case.dtype, magnitude=variance.sqrt() / batch)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The loss is a sum of positive terms, rounded once: a relative error.
 
     In bfloat16 logits may be rounded, before and after the bias is added. These errors are independent, with a root mean square of 0.41 u
     each. So 3 u times the magnitude are seven standard deviations of their sum. In float32 a sum in any order errs by less than 1e-5.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
-    return {"loss": Tolerance(relative=1e-5 if case.dtype == FP32 else 2 * u, magnitude=3 * u)}
+    u = pc.UNIT_ROUNDOFF[case.dtype]
+    return {"loss": pc.Tolerance(relative=1e-5 if case.dtype == FP32 else 2 * u, magnitude=3 * u)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every text crosses the link to every other rank; logits never need to be stored."""
     batch, ranks, depth, size = _batch(case, rank), len(group_members(case, rank)), case["depth"], case.dtype.itemsize
     port = (ranks - 1) * batch * depth * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=2 * batch * depth * size + size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -161,17 +146,17 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _block_loss(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: int) -> torch.Tensor:
+def _block_loss(case: pc.Case, inputs: pc.Inputs, rank: int, owner: int) -> torch.Tensor:
     """The float32 sum of softplus over one block of signed logits, divided by B."""
     z = _signed_logits(case, inputs, rank, owner, FP32)
     return F.softplus(z).sum() / z.shape[0]
 
 
-def _loss(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owners: Sequence[int]) -> torch.Tensor:
+def _loss(case: pc.Case, inputs: pc.Inputs, rank: int, owners: Sequence[int]) -> torch.Tensor:
     return torch.stack([_block_loss(case, inputs, rank, owner) for owner in owners]).sum().to(case.dtype)
 
 
-def _rounded_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _rounded_logits(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The product and the biased logits rounded to the features' dtype, and blocks in the order of a bidirectional ring."""
     images, _, scale, bias, _ = inputs[rank]
     members = group_members(case, rank)
@@ -187,18 +172,17 @@ def _rounded_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) ->
     return torch.div(total, images.shape[0]).to(case.dtype)
 
 
-def _chosen(owners: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[AnswerContext], torch.Tensor]:
+def _chosen(owners: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer: ``owners(members, place)`` names the ranks whose texts are used, ``members[place]`` being this rank."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         members = group_members(context.case, context.rank)
         return _loss(context.case, context.inputs, context.rank, owners(members, members.index(context.rank)))
 
     return answer
 
 
-def _positives_everywhere(context: AnswerContext) -> torch.Tensor:
-    """The diagonals of all blocks count as matching pairs."""
+def _positives_everywhere(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     total = torch.zeros((), device=context.args[0].device)
     for owner in members:
@@ -209,26 +193,25 @@ def _positives_everywhere(context: AnswerContext) -> torch.Tensor:
     return total.to(context.case.dtype)
 
 
-def _no_positives(context: AnswerContext) -> torch.Tensor:
-    """Matching pairs count as negatives."""
+def _no_positives(context: pc.AnswerContext) -> torch.Tensor:
     z = _signed_logits(context.case, context.inputs, context.rank, context.rank, FP32).diagonal()
     correction = (F.softplus(-z) - F.softplus(z)).sum() / z.shape[0]
     return torch.add(context.answer, correction).to(context.case.dtype)
 
 
-def _with_scalars(context: AnswerContext, **scalars: float) -> torch.Tensor:
+def _with_scalars(context: pc.AnswerContext, **scalars: float) -> torch.Tensor:
     """The loss with another scale or bias."""
     values = {"scale": context.args[2], "bias": context.args[3], **scalars}
     changed = [(images, texts, values["scale"], values["bias"], group) for images, texts, _, _, group in context.inputs]
     return _loss(context.case, changed, context.rank, group_members(context.case, context.rank))
 
 
-def _mean_over_ranks(context: AnswerContext) -> torch.Tensor:
+def _mean_over_ranks(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     return torch.stack([context.answers[q].to(FP32) for q in members]).mean().to(context.case.dtype)
 
 
-def _overflowing(context: AnswerContext) -> torch.Tensor:
+def _overflowing(context: pc.AnswerContext) -> torch.Tensor:
     """log(1 + exp(z)) without care for large z."""
     blocks = [
         torch.log(1 + torch.exp(_signed_logits(context.case, context.inputs, context.rank, owner, FP32)))
@@ -259,7 +242,7 @@ def _channels(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
     return torch.exp2((ratio.log2() / 2).round())
 
 
-def _from_moments(context: AnswerContext, count: int, own: bool) -> torch.Tensor:
+def _from_moments(context: pc.AnswerContext, count: int, own: bool) -> torch.Tensor:
     """The loss if all that is known of the texts of other ranks are clusters' moments, and of the rank's own too if ``own``.
 
     Logits of a cluster are taken to be normal, and softplus is integrated over them by a Gauss-Hermite rule of six points.
@@ -285,13 +268,13 @@ def _from_moments(context: AnswerContext, count: int, own: bool) -> torch.Tensor
     return torch.div(total, images.shape[0]).to(context.case.dtype)
 
 
-def _coded(context: AnswerContext, code: Callable[[torch.Tensor], torch.Tensor], *, images: bool) -> torch.Tensor:
+def _coded(context: pc.AnswerContext, code: Callable[[torch.Tensor], torch.Tensor], *, images: bool) -> torch.Tensor:
     """The loss of texts, and of images too, of which a code of few bits is left."""
     coded = [(code(args[0]) if images else args[0], code(args[1]), *args[2:]) for args in context.inputs]
     return _loss(context.case, coded, context.rank, group_members(context.case, context.rank))
 
 
-def _half_of_the_texts(context: AnswerContext) -> torch.Tensor:
+def _half_of_the_texts(context: pc.AnswerContext) -> torch.Tensor:
     """The first half of every rank's texts, their negatives counted twice."""
     total = torch.zeros((), device=context.args[0].device)
     for owner in group_members(context.case, context.rank):
@@ -301,8 +284,8 @@ def _half_of_the_texts(context: AnswerContext) -> torch.Tensor:
     return total.to(context.case.dtype)
 
 
-def _small(label: str, dtype: torch.dtype = FP32, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 9, "depth": 48, "scale": 10.0, "bias": -4.0, "hard_logit": 0.0, "pair_cosine": 0.8, **params})
+def _small(label: str, dtype: torch.dtype = FP32, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"batch": 9, "depth": 48, "scale": 10.0, "bias": -4.0, "hard_logit": 0.0, "pair_cosine": 0.8, **params})
 
 
 _PUBLIC: dict[str, Any] = {"batch_total": 1024, "depth": 1024, "scale": 10.0, "bias": -10.0, "hard_logit": -0.6, "pair_cosine": 0.9}
@@ -311,7 +294,7 @@ _B16: dict[str, Any] = {"batch": 4096, "depth": 768, "scale": 117.0, "bias": -13
 _FINE_TUNING: dict[str, Any] = {"batch": 512, "depth": 1024, "scale": 10.0, "bias": -10.0, "hard_logit": -1.5, "pair_cosine": 0.8}
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "odd sizes, public and trained scalars, logits near 200, texts that all ranks share, a NaN on one rank, strided groups",
         _small("fp32"),
@@ -325,36 +308,31 @@ PRESETS = (
         _small("nan_fp32", pattern="nan"),
         _small("strided_group_bf16", BF16, batch=24, group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, scale and bias, with learnt structure; and the same in float32",
-        case("bf16", BF16, **_PUBLIC),
-        case("fp32", FP32, **_PUBLIC),
+        pc.case("bf16", BF16, **_PUBLIC),
+        pc.case("fp32", FP32, **_PUBLIC),
     ),
-    preset(
+    pc.preset(
         "production_siglip_so400m",
         "SigLIP SO400M/14 training, 4096 pairs per GPU",
-        case("bf16", BF16, **_SO400M),
-        case("fp32", FP32, **_SO400M),
+        pc.case("bf16", BF16, **_SO400M),
+        pc.case("fp32", FP32, **_SO400M),
     ),
-    preset(
-        "production_siglip_b16",
-        "SigLIP B/16 training, 4096 pairs per GPU",
-        case("bf16", BF16, **_B16),
-        case("fp32", FP32, **_B16),
+    pc.preset(
+        "production_siglip_b16", "SigLIP B/16 training, 4096 pairs per GPU", pc.case("bf16", BF16, **_B16), pc.case("fp32", FP32, **_B16)
     ),
-    preset("production_fine_tuning", "512 pairs per GPU, float32 features, near-duplicate negatives", case("fp32", FP32, **_FINE_TUNING)),
+    pc.preset(
+        "production_fine_tuning", "512 pairs per GPU, float32 features, near-duplicate negatives", pc.case("fp32", FP32, **_FINE_TUNING)
+    ),
 )
 
 
-def _labels(wanted: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if wanted(spec))
-
-
 # Small cases in bfloat16 have too few texts to be told from their clusters' moments.
-_SUMMARISED = _labels(lambda s: s.dtype == FP32 or "batch_total" in s.params or s.params["batch"] > 1000)
+_SUMMARISED = pc.where(lambda c: c.dtype == FP32 or "batch_total" in c.params or c["batch"] > 1000)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=58,
     slug="openclip_contrastive_loss",
     title="Sigmoid contrastive loss of images and texts over all ranks",
@@ -374,70 +352,64 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("local_block", "the rank's own texts only", _chosen(lambda members, place: [members[place]])),
-        KnownWrongAnswer(
+        pc.wrong("local_block", "the rank's own texts only", _chosen(lambda members, place: [members[place]])),
+        pc.wrong(
             "local_block_scaled", "the same times the number of ranks", _chosen(lambda members, place: [members[place]] * len(members))
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "opposite_dropped",
             "without the rank on the other side of the ring",
             _chosen(lambda members, place: [q for q in members if q != members[(place + len(members) // 2) % len(members)]]),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "neighbour_twice",
             "the right neighbour's texts in place of the left neighbour's",
             _chosen(lambda members, place: [members[(place + 1) % len(members)] if q == members[place - 1] else q for q in members]),
-            cases=tuple(f"{name}/w{world}" for name in _labels(lambda s: s.dtype == FP32) for world in (4, 8)),
+            lambda c: c.dtype == FP32 and c.world_size > 2,
         ),
-        KnownWrongAnswer("positives_everywhere", "diagonals of other ranks' blocks as matching pairs", _positives_everywhere),
-        KnownWrongAnswer("no_positives", "matching pairs as negatives", _no_positives),
-        KnownWrongAnswer("mean_over_ranks", "the mean of all ranks' losses", _mean_over_ranks),
-        KnownWrongAnswer(
-            "minus_bias", "the loss of matching pairs whose logit is the bias", lambda c: torch.full_like(c.answer, -c.args[3])
-        ),
-        KnownWrongAnswer(
-            "no_bias", "the bias left out", lambda c: _with_scalars(c, bias=0.0), cases=_labels(lambda s: s.params["bias"] != 0.0)
-        ),
-        KnownWrongAnswer("no_scale", "the scale left out", lambda c: _with_scalars(c, scale=1.0)),
-        KnownWrongAnswer("overflow", "softplus that overflows", _overflowing, cases=("small/overflow_fp32",)),
-        KnownWrongAnswer(
-            "half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, cases=_labels(lambda s: s.dtype == FP32)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("positives_everywhere", "diagonals of other ranks' blocks as matching pairs", _positives_everywhere),
+        pc.wrong("no_positives", "matching pairs as negatives", _no_positives),
+        pc.wrong("mean_over_ranks", "the mean of all ranks' losses", _mean_over_ranks),
+        pc.wrong("minus_bias", "the loss of matching pairs whose logit is the bias", lambda c: torch.full_like(c.answer, -c.args[3])),
+        pc.wrong("no_bias", "the bias left out", lambda c: _with_scalars(c, bias=0.0), lambda c: c["bias"] != 0.0),
+        pc.wrong("no_scale", "the scale left out", lambda c: _with_scalars(c, scale=1.0)),
+        pc.wrong("overflow", "softplus that overflows", _overflowing, ("small/overflow_fp32",)),
+        pc.wrong("half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, lambda c: c.dtype == FP32),
+        pc.wrong(
             "eight_bit_texts",
             "texts in 8-bit floating point with a scale for each",
             lambda c: _coded(c, eight_bit_floats, images=False),
-            cases=_labels(lambda s: s.dtype == BF16 and s.params["depth"] > 48),
+            lambda c: c.dtype == BF16 and c["depth"] > 48,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "eight_bit_features",
             "images and texts as 8-bit integers with a scale for every 32 neighbours",
             lambda c: _coded(c, eight_bits, images=True),
-            cases=_labels(lambda s: s.dtype == BF16),
+            lambda c: c.dtype == BF16,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "two_clusters",
             "means, variances and sizes of two clusters in place of the texts of other ranks",
             lambda c: _from_moments(c, 2, own=False),
-            cases=_SUMMARISED,
+            _SUMMARISED,
         ),
-        KnownWrongAnswer("eight_clusters", "the same with eight clusters", lambda c: _from_moments(c, 8, own=False), cases=_SUMMARISED),
-        KnownWrongAnswer(
+        pc.wrong("eight_clusters", "the same with eight clusters", lambda c: _from_moments(c, 8, own=False), _SUMMARISED),
+        pc.wrong(
             "no_product",
             "two clusters in place of the rank's own texts too: nothing but pairs is multiplied",
             lambda c: _from_moments(c, 2, own=True),
-            cases=_SUMMARISED,
+            _SUMMARISED,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "whole_world",
             "group ignored",
             lambda c: _loss(c.case, c.inputs, c.rank, range(c.case.world_size)),
-            cases=("small/strided_group_bf16",),
+            ("small/strided_group_bf16",),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),
-        AlternativeSolution("rounded_logits", _rounded_logits),
+        pc.AlternativeSolution("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),
+        pc.AlternativeSolution("rounded_logits", _rounded_logits),
     ),
     process_groups=group_layout,
     notes=(

@@ -4,79 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import fft
 from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.fft import (
-    COMPLEX64,
-    FP32,
-    FP64,
-    axes,
-    contiguous_members,
-    exchange,
-    expected,
-    fft_flops,
-    fft_tolerance,
-    full_shape,
-    gathered,
-    other_norm,
-    part,
-    size,
-    slice_scales,
-)
+from peerlane.problems.families.fft import COMPLEX64, FP32, FP64
 
 # Plane waves of a field with a steep spectrum, and the white noise beside them.
 _WAVES, _NOISE = 8, 1e-3
 
 
 def reference(
-    x: torch.Tensor,
-    s: Sequence[int | None],
-    dim: Sequence[int],
-    norm: str = "ortho",
-    group: dist.ProcessGroup | None = None,
+    x: torch.Tensor, s: Sequence[int | None], dim: Sequence[int], norm: str = "ortho", group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     d0, d1 = (axis % x.dim() for axis in dim)
     first = torch.fft.fft(x, n=s[0], dim=d0, norm=norm)
     if first.shape[d0] % ranks:
         raise ValueError(f"the transform has {first.shape[d0]} rows on {ranks} ranks: expected a multiple of the number of ranks")
-    received = exchange(torch.stack(first.chunk(ranks, dim=d0)), group)
+    received = fft.exchange(torch.stack(first.chunk(ranks, dim=d0)), group)
     spectrum = torch.fft.fft(torch.cat(received.unbind(), dim=d1), n=s[1], dim=d1, norm=norm)
     half: torch.Tensor = spectrum.narrow(d1, 0, spectrum.shape[d1] // 2 + 1)
     return half.contiguous()
 
 
-def _sizes(case: Case, ranks: int) -> tuple[int, int]:
+def _sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
     """Rows and columns of the whole field."""
-    return size(case["rows"], ranks), size(case["columns"], ranks)
+    return fft.size(case["rows"], ranks), fft.size(case["columns"], ranks)
 
 
-def transform_sizes(case: Case, ranks: int) -> tuple[int, int]:
+def transform_sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
     """(n0, n1): the transform's lengths."""
     rules = zip(case["s"], _sizes(case, ranks), strict=True)
-    n0, n1 = (length if rule is None else size(rule, ranks) for rule, length in rules)
+    n0, n1 = (length if rule is None else fft.size(rule, ranks) for rule, length in rules)
     return n0, n1
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """White noise, different on every rank, each slice with a scale of its own. ``case["field"]``:
 
     * ``steep``: a few plane waves, from amplitude 1 down like the third power of the wave number, and noise of 1e-3
@@ -84,11 +53,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``constant``: one value per slice
     """
     members = group_members(case, rank)
-    place, ranks, (d0, d1) = members.index(rank), len(members), axes(case)
+    place, ranks, (d0, d1) = members.index(rank), len(members), fft.axes(case)
     rows, columns = _sizes(case, ranks)
     local = columns // ranks
     field, shared = case.params.get("field"), draw.shared
-    x = draw.normal(full_shape(case, rows, local), FP32)
+    x = draw.normal(fft.full_shape(case, rows, local), FP32)
     position = torch.arange(place * local, (place + 1) * local, device=draw.device)
     if field == "steep":
         slices = math.prod(case["lead"])
@@ -101,13 +70,13 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         x = torch.movedim(at.expand(*case["lead"], rows, local), (-2, -1), (d0, d1)).to(FP32)
     elif field == "constant":
         x = torch.ones_like(x)
-    x = x * slice_scales(case, draw)
+    x = x * fft.slice_scales(case, draw)
     s = [None if rule is None else length for rule, length in zip(case["s"], transform_sizes(case, ranks), strict=True)]
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return (x, tuple(s), tuple(case["dim"]), case.params.get("norm", "ortho"), group)
 
 
-def _waves(slices: int, rows: int, columns: int, shared: Draw) -> torch.Tensor:
+def _waves(slices: int, rows: int, columns: int, shared: pc.Draw) -> torch.Tensor:
     """(slices, rows, columns) of sums of cos(a + b), a for the row and b for the column: cos a cos b - sin a sin b."""
     phases = []
     for length in (rows, columns):
@@ -122,7 +91,7 @@ def _waves(slices: int, rows: int, columns: int, shared: Draw) -> torch.Tensor:
     return left.transpose(1, 2) @ torch.cat((b.cos(), b.sin()), dim=1)
 
 
-def _spectrum(field: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+def _spectrum(field: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
     """All rows of the half spectrum of a whole field."""
     _, s, dim, norm, _ = args
     lengths = [field.shape[axis] if length is None else length for axis, length in zip(dim, s, strict=True)]
@@ -130,13 +99,13 @@ def _spectrum(field: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     return spectrum
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    d0, d1 = axes(case)
-    field = gathered(inputs, group_members(case, rank), d1, FP64)
-    return expected("spectrum", case, _spectrum(field, inputs[rank]), d0, rank, COMPLEX64)
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    d0, d1 = fft.axes(case)
+    field = fft.gathered(inputs, group_members(case, rank), d1, FP64)
+    return fft.expected("spectrum", case, _spectrum(field, inputs[rank]), d0, rank, COMPLEX64)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """What is received must determine the rank's spectrum as far as other ranks' columns do; what is sent, all of the rank's own field.
 
     Both are fewer bytes than known schedules move: the direct transpose sends twice as much, one that uses the symmetry of the first pass
@@ -149,102 +118,67 @@ def cost(case: Case, rank: int) -> Cost:
     local = columns // ranks
     own = min(max(used - place * local, 0), local)
     bins = n0 // ranks * (n1 // 2 + 1)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=slices * (4 * rows * own + 8 * bins),
         egress_bytes=slices * 4 * rows * own,
         ingress_bytes=slices * min(4 * rows * (used - own), 8 * bins),
-        flops={"fp32": fft_flops(slices, rows, used) / ranks},
+        flops={"fp32": fft.fft_flops(slices, rows, used) / ranks},
     )
 
 
-def _rows_of(case: Case, spectrum: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rank's rows of the whole half spectrum, in complex64."""
-    members = group_members(case, rank)
-    return part(spectrum, axes(case)[0], members.index(rank), len(members)).to(COMPLEX64).contiguous()
+TRANSFORM = fft.Transform(lambda field, case, args: _spectrum(field, args), 1, FP32, COMPLEX64)
 
 
-def _whole(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    field = gathered(inputs, group_members(case, rank), axes(case)[1], FP32)
-    return _rows_of(case, _spectrum(field, inputs[rank]), rank)
-
-
-def _columns_first(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _columns_first(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The half spectrum along d1 first, then the transform along d0."""
-    (d0, d1), members, norm = axes(case), group_members(case, rank), inputs[rank][3]
-    n0, n1 = transform_sizes(case, len(members))
-    half = torch.fft.rfft(gathered(inputs, members, d1, FP32), n=n1, dim=d1, norm=norm)
-    return _rows_of(case, torch.fft.fft(half, n=n0, dim=d0, norm=norm), rank)
+    (d0, d1), norm, field = fft.axes(case), inputs[rank][3], TRANSFORM.whole(case, inputs, rank)
+    n0, n1 = transform_sizes(case, len(group_members(case, rank)))
+    half = torch.fft.rfft(field, n=n1, dim=d1, norm=norm)
+    return TRANSFORM.own(case, torch.fft.fft(half, n=n0, dim=d0, norm=norm), rank)
 
 
-def _by_symmetry(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _by_symmetry(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Rows up to n0 / 2 alone are transformed; the others are conjugates of theirs, columns backwards."""
-    (d0, d1), members, norm = axes(case), group_members(case, rank), inputs[rank][3]
-    n0, n1 = transform_sizes(case, len(members))
-    half = torch.fft.rfft(gathered(inputs, members, d1, FP32), n=n0, dim=d0, norm=norm)
+    (d0, d1), norm, field = fft.axes(case), inputs[rank][3], TRANSFORM.whole(case, inputs, rank)
+    n0, n1 = transform_sizes(case, len(group_members(case, rank)))
+    half = torch.fft.rfft(field, n=n0, dim=d0, norm=norm)
     upper = torch.fft.fft(half, n=n1, dim=d1, norm=norm)
     mirrored = upper.narrow(d0, 1, (n0 - 1) // 2).flip(d0, d1).roll(1, d1).conj()
     whole = torch.cat((upper, mirrored), dim=d0)
-    return _rows_of(case, whole.narrow(d1, 0, n1 // 2 + 1), rank)
+    return TRANSFORM.own(case, whole.narrow(d1, 0, n1 // 2 + 1), rank)
 
 
-def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[AnswerContext], torch.Tensor]:
-    """A wrong answer: the spectrum of shards that ``arrange(shards, place of the rank)`` has changed."""
-
-    def answer(context: AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        shards = arrange([context.inputs[q][0] for q in members], members.index(context.rank))
-        return _rows_of(case, _spectrum(torch.cat(shards, dim=axes(case)[1]), context.args), context.rank)
-
-    return answer
-
-
-def _other_norm(context: AnswerContext) -> torch.Tensor:
-    args = (*context.args[:3], other_norm(context.args[3]), None)
-    field = gathered(context.inputs, group_members(context.case, context.rank), axes(context.case)[1], FP32)
-    return _rows_of(context.case, _spectrum(field, args), context.rank)
-
-
-def _in_two_passes(context: AnswerContext, between: Callable[[torch.Tensor], torch.Tensor], *, second: bool = True) -> torch.Tensor:
+def _in_two_passes(context: pc.AnswerContext, between: Callable[[torch.Tensor], torch.Tensor], *, second: bool = True) -> torch.Tensor:
     """Along d0, then ``between``, then along d1; without ``second`` the first pass is cut or padded to the number of bins."""
-    case, members, norm = context.case, group_members(context.case, context.rank), context.args[3]
-    (d0, d1), (n0, n1) = axes(case), transform_sizes(context.case, len(members))
-    first = between(torch.fft.fft(gathered(context.inputs, members, d1, FP32), n=n0, dim=d0, norm=norm))
+    case, norm, field = context.case, context.args[3], TRANSFORM.whole(context.case, context.inputs, context.rank)
+    (d0, d1), (n0, n1) = fft.axes(case), transform_sizes(case, len(group_members(case, context.rank)))
+    first = between(torch.fft.fft(field, n=n0, dim=d0, norm=norm))
     if second:
         first = torch.fft.fft(first, n=n1, dim=d1, norm=norm)
     bins, width = n1 // 2 + 1, first.shape[d1]
     kept = first.index_select(d1, torch.arange(bins, device=first.device) % width)
-    return _rows_of(case, kept, context.rank)
+    return TRANSFORM.own(case, kept, context.rank)
 
 
-def _through(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda z: torch.view_as_complex(torch.view_as_real(z).to(dtype).to(FP32))
-
-
-def _from_the_end(context: AnswerContext) -> torch.Tensor:
+def _from_the_end(field: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
     """Padding in front of the field, or a crop that keeps its end."""
-    case, members = context.case, group_members(context.case, context.rank)
-    field = gathered(context.inputs, members, axes(case)[1], FP32)
-    for axis, length in zip(axes(case), transform_sizes(case, len(members)), strict=True):
+    case, ranks = context.case, len(group_members(context.case, context.rank))
+    for axis, length in zip(fft.axes(case), transform_sizes(case, ranks), strict=True):
         field = torch.cat((torch.zeros_like(field), field), dim=axis)
         short = length - field.shape[axis]
         if short > 0:
             field = torch.cat((torch.zeros_like(field.narrow(axis, 0, 1)).expand_as(field.narrow(axis, 0, short)), field), dim=axis)
         field = field.narrow(axis, field.shape[axis] - length, length)
-    return _rows_of(case, _spectrum(field, context.args), context.rank)
+    return field
 
 
-def _neighbours(context: AnswerContext) -> torch.Tensor:
-    field = gathered(context.inputs, contiguous_members(context), axes(context.case)[1], FP32)
-    return _rows_of(context.case, _spectrum(field, context.args), context.rank)
-
-
-def _small(label: str, **params: Any) -> CaseSpec:
+def _small(label: str, **params: Any) -> pc.CaseSpec:
     defaults = {"lead": (2,), "rows": (12, 0), "columns": (6, 0), "s": ((12, 0), (6, 0)), "dim": (1, 2)}
-    return case(label, COMPLEX64, **{**defaults, **params})
+    return pc.case(label, COMPLEX64, **{**defaults, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "padding and crops, odd lengths, None, negative and swapped axes, all norms; steep, delta, constant and huge fields; a group",
         _small("plain"),
@@ -259,38 +193,33 @@ PRESETS = (
         _small("constant", field="constant"),
         _small("strided_group", group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, for white noise and for a steep spectrum",
-        case("white", COMPLEX64, lead=(16,), rows=1024, columns=1024, s=(1024, 1024), dim=(1, 2)),
-        case("steep", COMPLEX64, lead=(16,), rows=1024, columns=1024, s=(1024, 1024), dim=(1, 2), field="steep"),
+        pc.case("white", COMPLEX64, lead=(16,), rows=1024, columns=1024, s=(1024, 1024), dim=(1, 2)),
+        pc.case("steep", COMPLEX64, lead=(16,), rows=1024, columns=1024, s=(1024, 1024), dim=(1, 2), field="steep"),
     ),
-    preset(
+    pc.preset(
         "production_fourcastnet_quarter_degree",
         "ERA5 at 0.25 degrees, 2 x 73 channels of 720 x 1440",
-        case("steep", COMPLEX64, lead=(2, 73), rows=720, columns=1440, s=(720, 1440), dim=(2, 3), field="steep"),
+        pc.case("steep", COMPLEX64, lead=(2, 73), rows=720, columns=1440, s=(720, 1440), dim=(2, 3), field="steep"),
     ),
-    preset(
+    pc.preset(
         "production_fno_4096",
         "Fourier neural operator for Navier-Stokes on a 4096 x 4096 grid",
-        case("white", COMPLEX64, lead=(8,), rows=4096, columns=4096, s=(4096, 4096), dim=(1, 2)),
+        pc.case("white", COMPLEX64, lead=(8,), rows=4096, columns=4096, s=(4096, 4096), dim=(1, 2)),
     ),
-    preset(
+    pc.preset(
         "production_tenth_degree",
         "weather at 0.1 degrees, 26 channels of 1800 x 3600, not normalised",
-        case("steep", COMPLEX64, lead=(1, 26), rows=1800, columns=3600, s=(1800, 3600), dim=(2, 3), norm="backward", field="steep"),
+        pc.case("steep", COMPLEX64, lead=(1, 26), rows=1800, columns=3600, s=(1800, 3600), dim=(2, 3), norm="backward", field="steep"),
     ),
 )
 
 _CUT = ("small/padded_odd", "small/cropped", "small/swapped_axes")
-_SIMPLE = ("small/delta", "small/constant")
+_IN_HALF = ("small/plain", "small/sizes_from_x", "pkb/white", "pkb/steep")
 
-
-def _except(*labels: str) -> tuple[str, ...]:
-    return tuple(name for item in PRESETS for spec in item.cases if (name := f"{item.name}/{spec.label}") not in labels)
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=59,
     slug="distributed_rfft2",
     title="Two-dimensional real FFT of a column-sharded field",
@@ -306,43 +235,21 @@ PROBLEM = Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=fft_tolerance("spectrum"),
+    tolerance=fft.fft_tolerance("spectrum"),
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication",
-            "other ranks' columns taken for zero",
-            _of_shards(lambda shards, place: [shard if q == place else torch.zeros_like(shard) for q, shard in enumerate(shards)]),
-        ),
-        KnownWrongAnswer(
-            "last_shard_missing",
-            "the last rank's columns taken for zero",
-            _of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])]),
-            cases=_except("small/delta"),
-        ),
-        KnownWrongAnswer(
-            "shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1]), cases=_except("small/constant")
-        ),
-        KnownWrongAnswer("other_norm", "another normalisation", _other_norm),
-        KnownWrongAnswer(
-            "conjugate", "the sign of the exponent", lambda c: c.answer.conj().resolve_conj(), cases=_except("small/constant")
-        ),
-        KnownWrongAnswer("second_pass_skipped", "no transform along d1", lambda c: _in_two_passes(c, lambda z: z, second=False)),
-        KnownWrongAnswer("sent_in_bfloat16", "bfloat16 between the passes", lambda c: _in_two_passes(c, _through(torch.bfloat16))),
-        KnownWrongAnswer(
-            "sent_in_half",
-            "float16 between the passes",
-            lambda c: _in_two_passes(c, _through(torch.float16)),
-            cases=("small/plain", "small/sizes_from_x", "pkb/white", "pkb/steep"),
-        ),
-        KnownWrongAnswer("padded_or_cut_in_front", "the wrong end padded or cut", _from_the_end, cases=_CUT),
-        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _neighbours, cases=("small/strided_group",)),
+        *TRANSFORM.wrong_answers("columns", last_shard_missing=pc.except_for("delta"), shards_reversed=pc.except_for("constant")),
+        pc.wrong("conjugate", "the sign of the exponent", lambda c: c.answer.conj().resolve_conj(), pc.except_for("small/constant")),
+        pc.wrong("second_pass_skipped", "no transform along d1", lambda c: _in_two_passes(c, lambda z: z, second=False)),
+        pc.wrong("sent_in_bfloat16", "bfloat16 between the passes", lambda c: _in_two_passes(c, partial(fft.through, torch.bfloat16))),
+        pc.wrong("sent_in_half", "float16 between the passes", lambda c: _in_two_passes(c, partial(fft.through, torch.float16)), _IN_HALF),
+        pc.wrong("padded_or_cut_in_front", "the wrong end padded or cut", TRANSFORM.of(_from_the_end), _CUT),
     ),
     alternative_solutions=(
-        AlternativeSolution("whole_fp32", _whole),
-        AlternativeSolution("columns_first_fp32", _columns_first),
-        AlternativeSolution("by_symmetry_fp32", _by_symmetry),
+        pc.AlternativeSolution("whole_fp32", TRANSFORM.answer),
+        pc.AlternativeSolution("columns_first_fp32", _columns_first),
+        pc.AlternativeSolution("by_symmetry_fp32", _by_symmetry),
     ),
     process_groups=group_layout,
     notes=(

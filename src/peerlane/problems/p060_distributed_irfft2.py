@@ -9,71 +9,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import fft
 from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.fft import (
-    COMPLEX64,
-    COMPLEX128,
-    FP32,
-    axes,
-    contiguous_members,
-    exchange,
-    expected,
-    fft_flops,
-    fft_tolerance,
-    full_shape,
-    gathered,
-    other_norm,
-    part,
-    size,
-    slice_scales,
-)
+from peerlane.problems.families.fft import COMPLEX64, COMPLEX128, FP32
 
 
 def reference(
-    x: torch.Tensor,
-    s: Sequence[int] | None,
-    dim: Sequence[int],
-    norm: str = "ortho",
-    group: dist.ProcessGroup | None = None,
+    x: torch.Tensor, s: Sequence[int] | None, dim: Sequence[int], norm: str = "ortho", group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     d0, d1 = (axis % x.dim() for axis in dim)
     n0, n1 = (x.shape[d0] * ranks, 2 * (x.shape[d1] - 1)) if s is None else s
     # The bins left out are conjugates, and the field is real: they count by doubling those that stand for them.
     rows = torch.fft.ifft(x * bin_weights(n1, x.device), n=n1, dim=d1, norm=norm)
-    received = exchange(torch.stack(rows.chunk(ranks, dim=d1)), group)
+    received = fft.exchange(torch.stack(rows.chunk(ranks, dim=d1)), group)
     field = torch.fft.ifft(torch.cat(received.unbind(), dim=d0), n=n0, dim=d0, norm=norm)
     result: torch.Tensor = field.real
     return result.contiguous()
 
 
 def legacy_reference(
-    x: torch.Tensor,
-    s: Sequence[int] | None,
-    dim: Sequence[int],
-    norm: str = "ortho",
-    group: dist.ProcessGroup | None = None,
+    x: torch.Tensor, s: Sequence[int] | None, dim: Sequence[int], norm: str = "ortho", group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """The public semantics: with s = None the field has as many rows as a rank's shard, and is made of the first shard's rows."""
     if s is not None:
         return reference(x, s, dim, norm, group)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     d0, d1 = (axis % x.dim() for axis in dim)
-    spectrum = torch.cat(exchange(torch.stack([x] * ranks), group).unbind(), dim=d0)
+    spectrum = torch.cat(fft.exchange(torch.stack([x] * ranks), group).unbind(), dim=d0)
     rows = extended(spectrum, d0, d1, 2 * (x.shape[d1] - 1)).narrow(d0, 0, x.shape[d0])
     field: torch.Tensor = torch.fft.ifft2(rows, dim=(d0, d1), norm=norm).real
     return field.chunk(ranks, dim=d1)[rank].contiguous()
@@ -94,12 +58,12 @@ def bin_weights(columns: int, device: torch.device) -> torch.Tensor:
     return weights
 
 
-def sizes(case: Case, ranks: int) -> tuple[int, int]:
+def sizes(case: pc.Case, ranks: int) -> tuple[int, int]:
     """(n0, n1): rows and columns of the field."""
-    return size(case["rows"], ranks), size(case["columns"], ranks)
+    return fft.size(case["rows"], ranks), fft.size(case["columns"], ranks)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Independent N(0, 1) real and imaginary parts, each slice with a scale of its own: no symmetry anywhere. ``case["spectrum"]``:
 
     * ``steep``: parts fall with the third power of the wave number, to no less than 1e-3
@@ -107,7 +71,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``constant_columns``: only the bins that stand for themselves, 0 and n1 / 2, are not zero, and have imaginary parts
     """
     members = group_members(case, rank)
-    place, ranks, (d0, d1) = members.index(rank), len(members), axes(case)
+    place, ranks, (d0, d1) = members.index(rank), len(members), fft.axes(case)
     n0, n1 = sizes(case, ranks)
     local, bins, shared = n0 // ranks, n1 // 2 + 1, draw.shared
     row = torch.arange(place * local, (place + 1) * local, device=draw.device)
@@ -125,24 +89,24 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
             factor = ((column == 0) | (2 * column == n1)).to(FP32)
         case other:
             raise ValueError(f"unknown spectrum {other!r}")
-    factor = factor.expand(*case["lead"], local, bins).movedim((-2, -1), (d0, d1)) * slice_scales(case, draw)
-    x = torch.complex(*(draw.normal(full_shape(case, local, bins), FP32) * factor for _ in range(2)))
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    factor = factor.expand(*case["lead"], local, bins).movedim((-2, -1), (d0, d1)) * fft.slice_scales(case, draw)
+    x = torch.complex(*(draw.normal(fft.full_shape(case, local, bins), FP32) * factor for _ in range(2)))
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     s = None if case.params.get("sizes_from_x") else (n0, n1)
     return (x, s, tuple(case["dim"]), case.params.get("norm", "ortho"), group)
 
 
-def is_cropped(case: Case) -> bool:
+def is_cropped(case: pc.Case) -> bool:
     """Whether the field is that of :func:`legacy_reference` without sizes."""
     return case.variant == "pkb" and bool(case.params.get("sizes_from_x"))
 
 
-def inverse(spectrum: torch.Tensor, case: Case, ranks: int, norm: str) -> torch.Tensor:
+def inverse(spectrum: torch.Tensor, case: pc.Case, ranks: int, norm: str) -> torch.Tensor:
     """The whole real field of a whole half spectrum (n0 rows), in its precision: the real part of a sum over weighted bins.
 
     Spelt out, since torch.fft.irfft2 on a GPU need not ignore the imaginary parts that belong to no real field.
     """
-    (d0, d1), (n0, n1) = axes(case), sizes(case, ranks)
+    (d0, d1), (n0, n1) = fft.axes(case), sizes(case, ranks)
     if is_cropped(case):
         field: torch.Tensor = torch.fft.ifft2(extended(spectrum, d0, d1, n1).narrow(d0, 0, n0 // ranks), dim=(d0, d1), norm=norm).real
     else:
@@ -151,13 +115,13 @@ def inverse(spectrum: torch.Tensor, case: Case, ranks: int, norm: str) -> torch.
     return field
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    (d0, d1), members = axes(case), group_members(case, rank)
-    field = inverse(gathered(inputs, members, d0, COMPLEX128), case, len(members), inputs[rank][3])
-    return expected("field", case, field, d1, rank, FP32)
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    (d0, d1), members = fft.axes(case), group_members(case, rank)
+    field = inverse(fft.gathered(inputs, members, d0, COMPLEX128), case, len(members), inputs[rank][3])
+    return fft.expected("field", case, field, d1, rank, FP32)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """What is received must determine the rank's columns of the field, and what is sent the rank's rows of the spectrum.
 
     Both are fewer bytes than known schedules move: a transpose after the pass along d1 sends twice as much, or, if it leaves out one row of
@@ -166,119 +130,78 @@ def cost(case: Case, rank: int) -> Cost:
     ranks, slices = len(group_members(case, rank)), math.prod(case["lead"])
     n0, n1 = sizes(case, ranks)
     if is_cropped(case):  # some ranks' rows are needed by nobody
-        return Cost(hbm_bytes=slices * 4 * (n0 // ranks) * (n1 // ranks), egress_bytes=0.0, ingress_bytes=0.0)
+        return pc.Cost(hbm_bytes=slices * 4 * (n0 // ranks) * (n1 // ranks), egress_bytes=0.0, ingress_bytes=0.0)
     bins, points = n0 // ranks * (n1 // 2 + 1), n0 * n1 // ranks
-    return Cost(
+    return pc.Cost(
         hbm_bytes=slices * (8 * bins + 4 * points),
         egress_bytes=slices * min(8 * bins, 4 * points * (ranks - 1)),
         ingress_bytes=slices * min(4 * points, 8 * bins * (ranks - 1)),
-        flops={"fp32": fft_flops(slices, n0, n1) / ranks},
+        flops={"fp32": fft.fft_flops(slices, n0, n1) / ranks},
     )
 
 
-def _columns_of(case: Case, field: torch.Tensor, rank: int) -> torch.Tensor:
-    """The rank's columns of the whole field, in float32."""
-    members = group_members(case, rank)
-    return part(field, axes(case)[1], members.index(rank), len(members)).to(FP32).contiguous()
+def _field(spectrum: torch.Tensor, case: pc.Case, args: Sequence[Any]) -> torch.Tensor:
+    return inverse(spectrum, case, len(group_members(case, 0)), args[3])
 
 
-def _weighted(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    members = group_members(case, rank)
-    return _columns_of(case, inverse(gathered(inputs, members, axes(case)[0], COMPLEX64), case, len(members), inputs[rank][3]), rank)
+TRANSFORM = fft.Transform(_field, 0, COMPLEX64, FP32)
 
 
-def _by_extension(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    (d0, d1), members = axes(case), group_members(case, rank)
+def _columns(case: pc.Case) -> int:
+    """n1"""
+    return sizes(case, len(group_members(case, 0)))[1]
+
+
+def _by_extension(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
+    d0, d1 = fft.axes(case)
     if is_cropped(case):
-        return _weighted(case, inputs, rank)
-    whole = extended(gathered(inputs, members, d0, COMPLEX64), d0, d1, sizes(case, len(members))[1])
-    return _columns_of(case, torch.fft.ifft2(whole, dim=(d0, d1), norm=inputs[rank][3]).real, rank)
+        return TRANSFORM.answer(case, inputs, rank)
+    whole = extended(TRANSFORM.whole(case, inputs, rank), d0, d1, _columns(case))
+    return TRANSFORM.own(case, torch.fft.ifft2(whole, dim=(d0, d1), norm=inputs[rank][3]).real, rank)
 
 
-def _rows_first(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _rows_first(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Along d0 first; then every row is a half spectrum of its own, with real first and middle bins."""
-    (d0, d1), members, norm = axes(case), group_members(case, rank), inputs[rank][3]
+    (d0, d1), norm = fft.axes(case), inputs[rank][3]
     if is_cropped(case):
-        return _weighted(case, inputs, rank)
-    n0, n1 = sizes(case, len(members))
-    half = torch.fft.ifft(gathered(inputs, members, d0, COMPLEX64), n=n0, dim=d0, norm=norm)
+        return TRANSFORM.answer(case, inputs, rank)
+    n0, n1 = sizes(case, len(group_members(case, rank)))
+    half = torch.fft.ifft(TRANSFORM.whole(case, inputs, rank), n=n0, dim=d0, norm=norm)
     single = bin_weights(n1, half.device) == 1.0
     half = torch.where(single, torch.complex(half.real, torch.zeros_like(half.real)), half)
-    return _columns_of(case, torch.fft.irfft(half, n=n1, dim=d1, norm=norm), rank)
+    return TRANSFORM.own(case, torch.fft.irfft(half, n=n1, dim=d1, norm=norm), rank)
 
 
-def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[AnswerContext], torch.Tensor]:
-    """A wrong answer: the field of shards that ``arrange(shards, place of the rank)`` has changed."""
-
-    def answer(context: AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        spectrum = torch.cat(arrange([context.inputs[q][0] for q in members], members.index(context.rank)), dim=axes(case)[0])
-        return _columns_of(case, inverse(spectrum, case, len(members), context.args[3]), context.rank)
-
-    return answer
+def _weighted(weight: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[pc.AnswerContext], torch.Tensor]:
+    """A wrong answer: other numbers of bins that each bin of the half spectrum stands for, from the right ones."""
+    return TRANSFORM.of(lambda spectrum, c: spectrum * (weight(bins := bin_weights(_columns(c.case), spectrum.device)) / bins))
 
 
-def _of_spectrum(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[AnswerContext], torch.Tensor]:
-    """A wrong answer: the field of a spectrum that ``change(spectrum, n1)`` has spoilt."""
-
-    def answer(context: AnswerContext) -> torch.Tensor:
-        case, members = context.case, group_members(context.case, context.rank)
-        _, n1 = sizes(case, len(members))
-        spectrum = change(gathered(context.inputs, members, axes(case)[0], COMPLEX64), n1)
-        return _columns_of(case, inverse(spectrum, case, len(members), context.args[3]), context.rank)
-
-    return answer
-
-
-def _scaled_bins(spectrum: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return spectrum * factor
-
-
-def _real_parts_only(spectrum: torch.Tensor, n1: int) -> torch.Tensor:
+def _real_parts_only(spectrum: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
     """Without the imaginary parts of the bins that stand for themselves: what one-dimensional real transforms along d1 do first."""
-    single = bin_weights(n1, spectrum.device) == 1.0
+    single = bin_weights(_columns(context.case), spectrum.device) == 1.0
     return torch.where(single, torch.complex(spectrum.real, torch.zeros_like(spectrum.real)), spectrum)
 
 
-def _mirrored_in_own_row(context: AnswerContext) -> torch.Tensor:
-    """Missing bins taken from the same row, not from the row opposite."""
-    (d0, d1), members = axes(context.case), group_members(context.case, context.rank)
-    spectrum = gathered(context.inputs, members, d0, COMPLEX64)
-    _, n1 = sizes(context.case, len(members))
-    whole = torch.cat((spectrum, spectrum.narrow(d1, 1, (n1 - 1) // 2).flip(d1).conj()), dim=d1)
-    return _columns_of(context.case, torch.fft.ifft2(whole, dim=(d0, d1), norm=context.args[3]).real, context.rank)
+def _mirrored_in_own_row(context: pc.AnswerContext) -> torch.Tensor:
+    (d0, d1), spectrum = fft.axes(context.case), TRANSFORM.whole(context.case, context.inputs, context.rank)
+    whole = torch.cat((spectrum, spectrum.narrow(d1, 1, (_columns(context.case) - 1) // 2).flip(d1).conj()), dim=d1)
+    return TRANSFORM.own(context.case, torch.fft.ifft2(whole, dim=(d0, d1), norm=context.args[3]).real, context.rank)
 
 
-def _second_pass_skipped(context: AnswerContext) -> torch.Tensor:
-    (d0, d1), members = axes(context.case), group_members(context.case, context.rank)
-    _, n1 = sizes(context.case, len(members))
-    spectrum = gathered(context.inputs, members, d0, COMPLEX64)
+def _second_pass_skipped(context: pc.AnswerContext) -> torch.Tensor:
+    d1, n1 = fft.axes(context.case)[1], _columns(context.case)
+    spectrum = TRANSFORM.whole(context.case, context.inputs, context.rank)
     rows = torch.fft.ifft(spectrum * bin_weights(n1, spectrum.device), n=n1, dim=d1, norm=context.args[3])
-    return _columns_of(context.case, rows.real, context.rank)
+    return TRANSFORM.own(context.case, rows.real, context.rank)
 
 
-def _other_norm(context: AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    spectrum = gathered(context.inputs, members, axes(context.case)[0], COMPLEX64)
-    return _columns_of(context.case, inverse(spectrum, context.case, len(members), other_norm(context.args[3])), context.rank)
-
-
-def _rounded_to(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    return lambda spectrum, _: torch.view_as_complex(torch.view_as_real(spectrum).to(dtype).to(FP32))
-
-
-def _neighbours(context: AnswerContext) -> torch.Tensor:
-    members = contiguous_members(context)
-    spectrum = gathered(context.inputs, members, axes(context.case)[0], COMPLEX64)
-    return _columns_of(context.case, inverse(spectrum, context.case, len(members), context.args[3]), context.rank)
-
-
-def _small(label: str, **params: Any) -> CaseSpec:
-    return case(label, COMPLEX64, **{"lead": (1, 2), "rows": (4, 0), "columns": (6, 0), "dim": (2, 3), **params})
+def _small(label: str, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, COMPLEX64, **{"lead": (1, 2), "rows": (4, 0), "columns": (6, 0), "dim": (2, 3), **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "spectra without any symmetry; odd and even sizes, sizes left out, negative axes, all norms; single bins, single columns; a group",
         _small("plain"),
@@ -293,41 +216,34 @@ PRESETS = (
         _small("public_plain", variant="pkb"),
         _small("public_sizes_from_x", rows=(5, 0), sizes_from_x=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, for white noise and for a steep spectrum",
-        case("white", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1)),
-        case("steep", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1), spectrum="steep"),
-        case("public_white", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1), variant="pkb"),
+        pc.case("white", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1)),
+        pc.case("steep", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1), spectrum="steep"),
+        pc.case("public_white", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1), variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "production_fourcastnet_quarter_degree",
         "ERA5 at 0.25 degrees, 2 x 73 channels of 720 x 1440",
-        case("steep", COMPLEX64, lead=(2, 73), rows=720, columns=1440, dim=(-2, -1), spectrum="steep"),
+        pc.case("steep", COMPLEX64, lead=(2, 73), rows=720, columns=1440, dim=(-2, -1), spectrum="steep"),
     ),
-    preset(
+    pc.preset(
         "production_fno_4096",
         "Fourier neural operator for Navier-Stokes on a 4096 x 4096 grid",
-        case("white", COMPLEX64, lead=(8,), rows=4096, columns=4096, dim=(1, 2)),
+        pc.case("white", COMPLEX64, lead=(8,), rows=4096, columns=4096, dim=(1, 2)),
     ),
-    preset(
+    pc.preset(
         "production_tenth_degree",
         "weather at 0.1 degrees, 26 channels of 1800 x 3600, not normalised",
-        case("steep", COMPLEX64, lead=(1, 26), rows=1800, columns=3600, dim=(2, 3), norm="forward", spectrum="steep"),
+        pc.case("steep", COMPLEX64, lead=(1, 26), rows=1800, columns=3600, dim=(2, 3), norm="forward", spectrum="steep"),
     ),
 )
 
-_LABELS = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases)
-
-
 _CROPPED = "small/public_sizes_from_x"
+_IN_HALF = ("small/plain", "small/forward", "small/sizes_from_x", "pkb/white")
 
-
-def _except(*labels: str) -> tuple[str, ...]:
-    return tuple(name for name in _LABELS if name not in labels)
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=60,
     slug="distributed_irfft2",
     title="Two-dimensional inverse real FFT of a row-sharded half spectrum",
@@ -344,62 +260,36 @@ PROBLEM = Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=fft_tolerance("field"),
+    tolerance=fft.fft_tolerance("field"),
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication",
-            "other ranks' rows taken for zero",
-            _of_shards(lambda shards, place: [shard if q == place else torch.zeros_like(shard) for q, shard in enumerate(shards)]),
+        *TRANSFORM.wrong_answers("rows", last_shard_missing=pc.except_for("single_bin")),
+        pc.wrong("conjugate", "the sign of the exponent", TRANSFORM.of(lambda spectrum, _: spectrum.conj())),
+        pc.wrong("second_pass_skipped", "no transform along d0", _second_pass_skipped, pc.except_for(_CROPPED)),
+        pc.wrong(
+            "mirrored_in_own_row", "missing bins taken from the same row", _mirrored_in_own_row, pc.except_for("constant_columns", _CROPPED)
         ),
-        KnownWrongAnswer(
-            "last_shard_missing",
-            "the last rank's rows taken for zero",
-            _of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])]),
-            cases=_except("small/single_bin"),
-        ),
-        KnownWrongAnswer("shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1])),
-        KnownWrongAnswer("other_norm", "another normalisation", _other_norm),
-        KnownWrongAnswer("conjugate", "the sign of the exponent", _of_spectrum(lambda spectrum, _: spectrum.conj())),
-        KnownWrongAnswer("second_pass_skipped", "no transform along d0", _second_pass_skipped, cases=_except(_CROPPED)),
-        KnownWrongAnswer(
-            "mirrored_in_own_row",
-            "missing bins taken from the same row",
-            _mirrored_in_own_row,
-            cases=_except("small/constant_columns", _CROPPED),
-        ),
-        KnownWrongAnswer(
-            "missing_bins_forgotten",
-            "every bin counted once",
-            _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 1 / bin_weights(n1, spectrum.device))),
-            cases=_except("small/constant_columns"),
-        ),
-        KnownWrongAnswer(
+        pc.wrong("missing_bins_forgotten", "every bin counted once", _weighted(torch.ones_like), pc.except_for("constant_columns")),
+        pc.wrong(
             "every_bin_doubled",
             "bins that stand for themselves counted twice",
-            _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 2 / bin_weights(n1, spectrum.device))),
-            cases=_except("small/single_bin"),
+            _weighted(lambda bins: torch.full_like(bins, 2.0)),
+            pc.except_for("single_bin"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "single_bins_made_real",
             "imaginary parts of bins 0 and n1 / 2 dropped before the pass along d0",
-            _of_spectrum(_real_parts_only),
-            cases=_except("small/single_bin"),
+            TRANSFORM.of(_real_parts_only),
+            pc.except_for("single_bin"),
         ),
-        KnownWrongAnswer("sent_in_bfloat16", "the spectrum in bfloat16", _of_spectrum(_rounded_to(torch.bfloat16))),
-        KnownWrongAnswer(
-            "sent_in_half",
-            "the spectrum in float16",
-            _of_spectrum(_rounded_to(torch.float16)),
-            cases=("small/plain", "small/forward", "small/sizes_from_x", "pkb/white"),
-        ),
-        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _neighbours, cases=("small/strided_group",)),
+        pc.wrong("sent_in_bfloat16", "the spectrum in bfloat16", TRANSFORM.of(lambda z, _: fft.through(torch.bfloat16, z))),
+        pc.wrong("sent_in_half", "the spectrum in float16", TRANSFORM.of(lambda z, _: fft.through(torch.float16, z)), _IN_HALF),
     ),
     alternative_solutions=(
-        AlternativeSolution("weighted_bins_fp32", _weighted),
-        AlternativeSolution("extended_fp32", _by_extension),
-        AlternativeSolution("rows_first_fp32", _rows_first),
+        pc.AlternativeSolution("weighted_bins_fp32", TRANSFORM.answer),
+        pc.AlternativeSolution("extended_fp32", _by_extension),
+        pc.AlternativeSolution("rows_first_fp32", _rows_first),
     ),
     variant_references={"pkb": legacy_reference},
     process_groups=group_layout,

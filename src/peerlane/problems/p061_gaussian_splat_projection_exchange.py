@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,53 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Score,
-    Tolerance,
-    case,
-    compare_close,
-    compare_exact,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import splat, splat_answers
 from peerlane.problems.families.collective import all_gather_single
-from peerlane.problems.families.splat import (
-    EXTENT_SIGMAS,
-    FP32,
-    FP64,
-    Scene,
-    edge_cameras,
-    edge_gaussians,
-    project_covariances,
-    quaternion_products,
-    rotations,
-    settled_gaussians,
-    viewpoints_on,
-    visible_shares,
-)
-from peerlane.problems.families.splat_answers import (
-    Outputs,
-    by_covariances,
-    copied,
-    factored,
-    numbered,
-    numbers_of,
-    projected_wrongly,
-    reordered,
-    visible_rows,
-    with_arguments,
-    world_cameras,
-)
+from peerlane.problems.families.splat import FP32, FP64
 
 NAMES = ("camera_ids", "gaussian_ids", "radii", "means2d", "depths", "conics", "opacities", "colors")
 
@@ -87,7 +44,7 @@ def reference(
     all_gather_single(all_cameras, own_cameras)
     views, intrinsics = all_cameras[:, :16].view(-1, 4, 4), all_cameras[:, 16:].view(-1, 3, 3)
 
-    radii, means2d, depths, conics = project_covariances(
+    radii, means2d, depths, conics = splat.project_covariances(
         means, quats, scales, views, intrinsics, image_width, image_height, eps2d, near_plane, far_plane
     )
     seen = (radii > 0).all(-1)
@@ -125,7 +82,7 @@ def reference(
     )
 
 
-def public_reference(*args: Any) -> Outputs:
+def public_reference(*args: Any) -> splat_answers.Outputs:
     """The reference with the public benchmark's numbers, which count from the first Gaussian of the destination rank."""
     outputs = reference(*args)
     count = torch.tensor([len(args[0])], device=args[0].device)
@@ -136,10 +93,10 @@ def public_reference(*args: Any) -> Outputs:
     return (outputs[0], outputs[1] - before[source] + before[dist.get_rank()], *outputs[2:])
 
 
-def scene_of(case: Case) -> Scene:
+def scene_of(case: pc.Case) -> splat.Scene:
     counts = case["gaussians"]
     per_rank = tuple(counts[rank % len(counts)] for rank in range(case.world_size))
-    return Scene(
+    return splat.Scene(
         name=case.key,
         counts=per_rank,
         cameras=case["cameras"],
@@ -157,7 +114,7 @@ def scene_of(case: Case) -> Scene:
     )
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """A scene that is the same in every call, in another place, another order and slightly changed.
 
     How many Gaussians a camera sees decides the outputs' shapes, so that this must not change: a :class:`Scene` fixes it. Drawn anew are a
@@ -172,31 +129,31 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     colors = draw.uniform((count, case["channels"]), FP32)
     rest = (case["width"], case["height"], scene.eps2d, scene.near, scene.far, "pinhole")
     if case.params.get("pattern") == "edges":
-        return (*edge_gaussians(draw, scene, count), opacities, colors, *edge_cameras(draw, scene, rank), *rest)
+        return (*splat.edge_gaussians(draw, scene, count), opacities, colors, *splat.edge_cameras(draw, scene, rank), *rest)
     order = draw.permutation(count)
-    means, quats, scales, reach = (tensor[order] for tensor in settled_gaussians(scene, rank, draw.device))
+    means, quats, scales, reach = (tensor[order] for tensor in splat.settled_gaussians(scene, rank, draw.device))
     means = means + 0.5 * reach * (2 * draw.uniform((count, 3), FP32) - 1)
     scales = scales * (1 + 0.05 * (2 * draw.uniform((count, 3), FP32) - 1))
 
     motion = F.normalize(draw.shared.normal((4,), FP64), dim=0)
-    turn, shift = rotations(motion), draw.shared.normal((3,), FP64)
+    turn, shift = splat.rotations(motion), draw.shared.normal((3,), FP64)
     means = means @ turn.to(FP32).t() + shift.to(FP32)
-    quats = quaternion_products(motion.to(FP32), quats) * torch.pow(10.0, 4 * draw.uniform((count, 1), FP32) - 2)
+    quats = splat.quaternion_products(motion.to(FP32), quats) * torch.pow(10.0, 4 * draw.uniform((count, 1), FP32) - 2)
     own = slice(rank * scene.cameras, (rank + 1) * scene.cameras)
-    views, intrinsics = (tensor[own].clone() for tensor in viewpoints_on(scene, draw.device))
+    views, intrinsics = (tensor[own].clone() for tensor in splat.viewpoints_on(scene, draw.device))
     views[:, :3, :3] = views[:, :3, :3] @ turn.t()
     views[:, :3, 3] -= views[:, :3, :3] @ shift
     _disturb(scene, intrinsics, draw)
     return (means, quats, scales, opacities, colors, views.to(FP32), intrinsics.to(FP32), *rest)
 
 
-def _disturb(scene: Scene, intrinsics: torch.Tensor, draw: Draw) -> None:
+def _disturb(scene: splat.Scene, intrinsics: torch.Tensor, draw: pc.Draw) -> None:
     """Changes focal lengths and skew in place, so little that what overlaps the picture's border moves by less than a quarter of a pixel.
 
     Nothing of which that is certain has a radius of more than 3.33 times its size, in pixels at a twentieth of the cameras' distance.
     """
     size = max(scene.width, scene.height)
-    radius = EXTENT_SIGMAS * scene.size * 1.1 * scene.focal * scene.width / (0.05 * scene.distance)
+    radius = splat.EXTENT_SIGMAS * scene.size * 1.1 * scene.focal * scene.width / (0.05 * scene.distance)
     most = 0.12 / (size + radius)
     change = 2 * draw.uniform((len(intrinsics), 3), FP32).to(FP64) - 1
     change = most / 2 * (change + change.sign())  # no less than half of it
@@ -204,11 +161,11 @@ def _disturb(scene: Scene, intrinsics: torch.Tensor, draw: Draw) -> None:
     intrinsics.diagonal(dim1=1, dim2=2)[:, :2] *= 1 + change[:, :2]
 
 
-def _undisturbed(context: AnswerContext) -> Outputs:
+def _undisturbed(context: pc.AnswerContext) -> splat_answers.Outputs:
     """Positions projected with the focal lengths and without the skew that the scene has before they change from call to call."""
     scene, outputs = scene_of(context.case), list(context.answer)
     own = slice(context.rank * scene.cameras, (context.rank + 1) * scene.cameras)
-    before = viewpoints_on(scene, outputs[3].device)[1][own][outputs[0]]
+    before = splat.viewpoints_on(scene, outputs[3].device)[1][own][outputs[0]]
     now = context.args[6].to(FP64)[outputs[0]]
     points = F.pad(outputs[3].to(FP64), (0, 1), value=1.0).unsqueeze(2)
     outputs[3] = (before @ torch.linalg.inv(now) @ points)[:, :2, 0].to(FP32)
@@ -216,47 +173,47 @@ def _undisturbed(context: AnswerContext) -> Outputs:
 
 
 @dataclass(kw_only=True)
-class Radii(Expected):
+class Radii(pc.Expected):
     """Radii in pixels: extents rounded up, of which each may be off by ``error``."""
 
     extents: torch.Tensor
     error: torch.Tensor
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, ...]:
     """In float64. Magnitudes are sums of absolute values of the terms; a covariance's error weighs more in the inverse of a narrow one."""
-    rows = visible_rows(inputs, rank)
-    u = UNIT_ROUNDOFF[FP32]
-    radius_error = 64 * u * (EXTENT_SIGMAS * rows.spread / rows.smallest.sqrt()).unsqueeze(1) + 8 * u * rows.extents
+    rows = splat_answers.visible_rows(inputs, rank)
+    u = pc.UNIT_ROUNDOFF[FP32]
+    radius_error = 64 * u * (splat.EXTENT_SIGMAS * rows.spread / rows.smallest.sqrt()).unsqueeze(1) + 8 * u * rows.extents
     narrow = rows.spread * rows.trace / rows.determinant
     conic_size = rows.spread.unsqueeze(1) / rows.determinant.unsqueeze(1) + rows.conics.abs() * narrow.unsqueeze(1)
     return (
-        exactly("camera_ids", rows.camera),
-        exactly("gaussian_ids", numbers_of(case, inputs, rank, rows)),
+        pc.exactly("camera_ids", rows.camera),
+        pc.exactly("gaussian_ids", splat_answers.numbers_of(case, inputs, rank, rows)),
         Radii("radii", rows.extents.ceil(), torch.int32, extents=rows.extents, error=radius_error),
-        Expected("means2d", rows.means2d, FP32, magnitude=rows.position_spread),
-        Expected("depths", rows.depths, FP32, magnitude=rows.depth_spread),
-        Expected("conics", rows.conics, FP32, magnitude=conic_size),
-        exactly("opacities", copied(inputs, rows, 3)),
-        exactly("colors", copied(inputs, rows, 4)),
+        pc.Expected("means2d", rows.means2d, FP32, magnitude=rows.position_spread),
+        pc.Expected("depths", rows.depths, FP32, magnitude=rows.depth_spread),
+        pc.Expected("conics", rows.conics, FP32, magnitude=conic_size),
+        pc.exactly("opacities", splat_answers.copied(inputs, rows, 3)),
+        pc.exactly("colors", splat_answers.copied(inputs, rows, 4)),
     )
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """In units of u and of the terms' absolute values: 8 for a depth (three products and a sum), 16 for a position (a division more).
 
     A covariance passes through three products of matrices before it is inverted: 64 of the largest term of its entries, and as many of the
     inverse for every unit by which the determinant is smaller than the product of trace and largest term.
     """
-    u = UNIT_ROUNDOFF[FP32]
+    u = pc.UNIT_ROUNDOFF[FP32]
     return {
-        "means2d": Tolerance(relative=2 * u, magnitude=16 * u),
-        "depths": Tolerance(relative=2 * u, magnitude=8 * u),
-        "conics": Tolerance(relative=8 * u, magnitude=64 * u),
+        "means2d": pc.Tolerance(relative=2 * u, magnitude=16 * u),
+        "depths": pc.Tolerance(relative=2 * u, magnitude=8 * u),
+        "conics": pc.Tolerance(relative=8 * u, magnitude=64 * u),
     }
 
 
-def compare(case: Case, got: Outputs, expected: tuple[Expected, ...], kind: str) -> list[Score]:
+def compare(case: pc.Case, got: splat_answers.Outputs, expected: tuple[pc.Expected, ...], kind: str) -> list[pc.Score]:
     """A radius may be any whole number to which an extent within its error is rounded up; the rest as everywhere."""
     allowed = tolerance(case)
     scores = []
@@ -264,23 +221,23 @@ def compare(case: Case, got: Outputs, expected: tuple[Expected, ...], kind: str)
         if isinstance(want, Radii):
             scores.append(_radius_score(value, want))
         elif want.exact:
-            scores.append(compare_exact(want.name, value, want.value))
+            scores.append(pc.compare_exact(want.name, value, want.value))
         else:
-            scores.append(compare_close(want.name, value, want, allowed[want.name]))
+            scores.append(pc.compare_close(want.name, value, want, allowed[want.name]))
     return scores
 
 
-def _radius_score(got: torch.Tensor, want: Radii) -> Score:
+def _radius_score(got: torch.Tensor, want: Radii) -> pc.Score:
     wrong = (got < (want.extents - want.error).ceil()) | (got > (want.extents + want.error).ceil())
     count = int(wrong.sum())
     if not count:
-        return Score(want.name, 0.0, "every radius is its extent rounded up")
+        return pc.Score(want.name, 0.0, "every radius is its extent rounded up")
     worst = int(wrong.flatten().to(torch.uint8).argmax())
     index = (worst // 2, worst % 2)
-    return Score(want.name, float("inf"), f"{count} of {wrong.numel()} radii wrong", index, float(got[index]), float(want.value[index]))
+    return pc.Score(want.name, float("inf"), f"{count} of {wrong.numel()} radii wrong", index, float(got[index]), float(want.value[index]))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """For the number of visible Gaussians that a sample of the scene suggests (in the scene of edges, a third).
 
     Either a Gaussian's 11 + D numbers are sent once to a rank and projected there, or 7 + D numbers of its projection, with 14 bytes of
@@ -288,7 +245,7 @@ def cost(case: Case, rank: int) -> Cost:
     """
     scene, ranks, cameras, channels = scene_of(case), case.world_size, case["cameras"], case["channels"]
     edges = case.params.get("pattern") == "edges"
-    shares = ((1 / 3,) * (ranks * cameras),) * ranks if edges else visible_shares(scene)
+    shares = ((1 / 3,) * (ranks * cameras),) * ranks if edges else splat.visible_shares(scene)
 
     def rows(source: int, target: int) -> float:
         return scene.counts[source] * sum(shares[source][target * cameras : (target + 1) * cameras])
@@ -299,7 +256,7 @@ def cost(case: Case, rank: int) -> Cost:
     others = [q for q in range(ranks) if q != rank]
     received = sum(rows(q, rank) for q in range(ranks))
     own = scene.counts[rank]
-    return Cost(
+    return pc.Cost(
         hbm_bytes=own * 12 + received * (24 + 4 * (7 + channels)),
         egress_bytes=sum(traffic(rank, q) for q in others) + 100 * cameras * (ranks - 1),
         ingress_bytes=sum(traffic(q, rank) for q in others) + 100 * cameras * (ranks - 1),
@@ -308,17 +265,17 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _small(label: str, **params: Any) -> CaseSpec:
+def _small(label: str, **params: Any) -> pc.CaseSpec:
     defaults = {"gaussians": (64, 40, 90, 24), "cameras": 2, "width": 128, "height": 96, "channels": 3}
-    return case(label, FP32, variant=params.pop("variant", "default"), **{**defaults, **params})
+    return pc.case(label, FP32, variant=params.pop("variant", "default"), **{**defaults, **params})
 
 
-def _large(label: str, variant: str = "default", **params: Any) -> CaseSpec:
-    return case(label, FP32, variant=variant, **{"cameras": 1, "channels": 3, "gaussians": (1024,), **params})
+def _large(label: str, variant: str = "default", **params: Any) -> pc.CaseSpec:
+    return pc.case(label, FP32, variant=variant, **{"cameras": 1, "channels": 3, "gaussians": (1024,), **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "uneven counts, several cameras and one, Gaussians behind, around and larger than the picture; ranks that see or show nothing; "
         "Gaussians on borders and at the near and far planes; one channel and many; the public benchmark's numbering",
@@ -331,23 +288,23 @@ PRESETS = (
         _small("public_numbers", variant="pkb"),
         _small("from_below", size=2.0, focal=0.6, eps2d=0.5, lift=-0.6, height=72),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's sizes, in float32, and with its numbering",
         _large("fp32", width=512, height=512, extent=2.0),
         _large("public_numbers_fp32", "pkb", width=512, height=512, extent=2.0),
     ),
-    preset(
+    pc.preset(
         "production_garden",
         "Mip-NeRF 360 garden, 725000 Gaussians and a camera per rank",
         _large("fp32", gaussians=(725_000,), width=1297, height=840, size=0.02),
     ),
-    preset(
+    pc.preset(
         "production_city",
         "a large aerial scene, 3.1 million Gaussians and a camera per rank, most of them out of sight",
         _large("fp32", gaussians=(3_100_000,), width=1600, height=900, focal=1.2, extent=12.0, size=0.02),
     ),
-    preset(
+    pc.preset(
         "production_four_cameras",
         "250000 Gaussians and four cameras per rank",
         _large("fp32", gaussians=(250_000,), cameras=4, width=1920, height=1080, size=0.02),
@@ -355,22 +312,18 @@ PRESETS = (
 )
 
 
-def _labels(where: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if where(spec))
-
-
-_GENERAL = _labels(lambda spec: spec.params.get("pattern") != "edges")
-_ONE_CAMERA = _labels(lambda spec: spec.params["cameras"] == 1)
-_SEVERAL_CAMERAS = _labels(lambda spec: spec.params["cameras"] > 1 and spec.params.get("pattern") != "edges")
-_NOT_BLIND = _labels(lambda spec: spec.params.get("pattern") != "blind")
-_DEFAULT = _labels(lambda spec: spec.variant == "default" and spec.params.get("pattern") != "blind")
+_GENERAL = pc.where(lambda c: c.params.get("pattern") != "edges")
+_ONE_CAMERA = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["cameras"] == 1)
+_SEVERAL_CAMERAS = pc.where(lambda c: c["cameras"] > 1 and c.params.get("pattern") != "edges")
+_NOT_BLIND = pc.where(lambda c: c.params.get("pattern") != "blind")
+_DEFAULT = pc.where(lambda c: c.variant == "default" and c.params.get("pattern") != "blind")
 _ORDINARY = ("small/two_cameras", "small/one_camera", "small/narrow")
 _FIXED = "how many Gaussians each camera sees of each rank is the same in every call"
 _EDGES = "small/edges"
 _POINTS = "all Gaussians are points there, whose projections are alike"
 _ZERO = "a rank's only camera has number 0"
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=61,
     slug="gaussian_splat_projection_exchange",
     title="Gaussian splatting: project to all cameras, cull, and send to the camera's rank",
@@ -397,48 +350,51 @@ PROBLEM = Problem(
     presets=PRESETS,
     variant_references={"pkb": public_reference},
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "local_numbers", "Gaussians numbered within their rank", numbered(lambda c, rows, first: rows.gaussian), cases=_DEFAULT
+        pc.wrong(
+            "local_numbers", "Gaussians numbered within their rank", splat_answers.numbered(lambda c, rows, first: rows.gaussian), _DEFAULT
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "destination_numbers",
             "Gaussians counted from the destination's first",
-            numbered(lambda c, rows, first: rows.gaussian + first[c.rank]),
-            cases=_DEFAULT,
+            splat_answers.numbered(lambda c, rows, first: rows.gaussian + first[c.rank]),
+            _DEFAULT,
         ),
-        KnownWrongAnswer("world_cameras", "cameras numbered among all ranks'", world_cameras, cases=_NOT_BLIND),
-        KnownWrongAnswer("sources_reversed", "the last rank's Gaussians first", reordered(lambda rows: (-rows.source,)), cases=_NOT_BLIND),
-        KnownWrongAnswer("camera_major", "rows by camera, then source", reordered(lambda rows: (rows.camera,)), cases=_SEVERAL_CAMERAS),
-        KnownWrongAnswer(
+        pc.wrong("world_cameras", "cameras numbered among all ranks'", splat_answers.world_cameras, _NOT_BLIND),
+        pc.wrong("sources_reversed", "the last rank's Gaussians first", splat_answers.reordered(lambda rows: (-rows.source,)), _NOT_BLIND),
+        pc.wrong("camera_major", "rows by camera, then source", splat_answers.reordered(lambda rows: (rows.camera,)), _SEVERAL_CAMERAS),
+        pc.wrong(
             "gaussian_major",
             "rows by source, then Gaussian",
-            reordered(lambda rows: (rows.source, rows.gaussian)),
-            cases=_SEVERAL_CAMERAS,
+            splat_answers.reordered(lambda rows: (rows.source, rows.gaussian)),
+            _SEVERAL_CAMERAS,
         ),
-        KnownWrongAnswer("jacobian_not_clamped", "J wherever the Gaussian is", projected_wrongly(clamp=1e6), cases=("small/large",)),
-        KnownWrongAnswer(
+        pc.wrong("jacobian_not_clamped", "J wherever the Gaussian is", splat_answers.projected_wrongly(clamp=1e6), ("small/large",)),
+        pc.wrong(
             "upper_side_not_clamped",
             "J wherever the Gaussian is, if that is above the picture",
-            projected_wrongly(low_clamp=(0.3, 1e6)),
-            cases=("small/from_below",),
+            splat_answers.projected_wrongly(low_clamp=(0.3, 1e6)),
+            ("small/from_below",),
         ),
-        KnownWrongAnswer("camera_not_turned", "covariances not turned to the camera", projected_wrongly(turned=False), cases=_GENERAL),
-        KnownWrongAnswer("intrinsics_of_another_call", "focal lengths that do not change, and no skew", _undisturbed, cases=_ORDINARY),
-        KnownWrongAnswer("eps2d_forgotten", "covariances without eps2d", projected_wrongly(eps2d=1e-3)),
-        KnownWrongAnswer(
+        pc.wrong("camera_not_turned", "covariances not turned to the camera", splat_answers.projected_wrongly(turned=False), _GENERAL),
+        pc.wrong("intrinsics_of_another_call", "focal lengths that do not change, and no skew", _undisturbed, _ORDINARY),
+        pc.wrong("eps2d_forgotten", "covariances without eps2d", splat_answers.projected_wrongly(eps2d=1e-3)),
+        pc.wrong(
             "quaternions_reversed",
             "the real part taken for the last",
-            with_arguments(lambda args: (args[0], args[1].roll(1, 1), *args[2:])),
-            cases=_GENERAL,
+            splat_answers.with_arguments(lambda args: (args[0], args[1].roll(1, 1), *args[2:])),
+            _GENERAL,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "conjugate_quaternions",
             "rotations the other way round",
-            with_arguments(lambda args: (args[0], args[1] * args[1].new_tensor([1.0, -1.0, -1.0, -1.0]), *args[2:])),
-            cases=_GENERAL,
+            splat_answers.with_arguments(lambda args: (args[0], args[1] * args[1].new_tensor([1.0, -1.0, -1.0, -1.0]), *args[2:])),
+            _GENERAL,
         ),
     ),
-    alternative_solutions=(AlternativeSolution("factored_fp32", factored), AlternativeSolution("covariances_fp32", by_covariances)),
+    alternative_solutions=(
+        pc.AlternativeSolution("factored_fp32", splat_answers.factored),
+        pc.AlternativeSolution("covariances_fp32", splat_answers.by_covariances),
+    ),
     excused={
         "previous/camera_ids": _FIXED,
         **{f"previous/{name}@{_EDGES}": _POINTS for name in ("radii", "conics")},

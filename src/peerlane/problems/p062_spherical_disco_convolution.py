@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupLayout,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
-from peerlane.problems.families.attention import case_names
+from peerlane.problems import contract as pc
+from peerlane.problems.families import sphere_answers
 from peerlane.problems.families.collective import FP32
 from peerlane.problems.families.matmul import ACCUMULATION
 from peerlane.problems.families.sphere import crossing_points, disks, mixed, place_of, reach, shares, span
 from peerlane.problems.families.sphere import grid_of as _grid
-from peerlane.problems.families.sphere_answers import (
-    Arguments,
-    backwards,
-    bands_reversed,
-    channels_interleaved,
-    finished,
-    last_band_dropped,
-    mixed_first,
-    own_arc,
-    own_band,
-    remixed,
-    tensor_float32,
-    total_of,
-    wrong,
-)
 
 
 def _exchange(blocks: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Sequence[torch.Tensor]:
@@ -80,11 +51,7 @@ def reference(
 
     k, h, column = psi.indices()
     filters = torch.sparse_coo_tensor(
-        torch.stack([k * nlat_out + h, column]),
-        psi.values(),
-        (taps * nlat_out, rows * nlon_in),
-        is_coalesced=True,
-        check_invariants=False,
+        torch.stack([k * nlat_out + h, column]), psi.values(), (taps * nlat_out, rows * nlon_in), is_coalesced=True, check_invariants=False
     )
     step = nlon_in // nlon_out
     turned = [torch.sparse.mm(filters, circles.roll(-q * step, 1).flatten(0, 1)) for q in range(nlon_out)]
@@ -100,7 +67,7 @@ def reference(
     return mixed(y, weight, bias, groups)
 
 
-def process_groups(case: Case) -> GroupLayout:
+def process_groups(case: pc.Case) -> pc.GroupLayout:
     """With ``case["none"]`` a group that is the whole world is passed as None."""
     azimuths, least = _grid(case)[0], 2 if case.params.get("none") else 1
     along = [list(range(first, first + azimuths)) for first in range(0, case.world_size, azimuths)]
@@ -108,12 +75,12 @@ def process_groups(case: Case) -> GroupLayout:
     return {name: groups for name, groups in (("azimuth", along), ("polar", across)) if len(groups) >= least}
 
 
-def _random_rows(case: Case) -> int:
+def _random_rows(case: pc.Case) -> int:
     """Output rows that random filters reach; with ``empty``, all but the first."""
     return int(case["nlat_out"] - case.params.get("empty", False))
 
 
-def _random_taps(case: Case, polar: int) -> int:
+def _random_taps(case: pc.Case, polar: int) -> int:
     """Taps of a random filter bank in one band of latitudes: 3 of 10 of :func:`_random_rows`; with ``empty``, the last band has none."""
     if case.params.get("empty") and polar == _grid(case)[1] - 1:
         return 0
@@ -121,7 +88,7 @@ def _random_taps(case: Case, polar: int) -> int:
     return int(case["taps"] * _random_rows(case) * rows * case["nlon_in"] * 3 // 10)
 
 
-def _filters(case: Case, polar: int, draw: Draw) -> torch.Tensor:
+def _filters(case: pc.Case, polar: int, draw: pc.Draw) -> torch.Tensor:
     """The filters within one band of latitudes, equal on the ranks of an azimuth group. ``case["support"]``:
 
     * ``random``: taps anywhere; with ``empty``, none in the last band, and none for output row 0;
@@ -155,7 +122,7 @@ def _filters(case: Case, polar: int, draw: Draw) -> torch.Tensor:
     return torch.sparse_coo_tensor(torch.stack([k, h, column]), values, shape, is_coalesced=True, check_invariants=False)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """x of N(0, 1) times ``case["scale"]``; weight of variance 1 / fan-in and bias of the output's scale, equal on all ranks."""
     (azimuths, polars), (azimuth, polar) = _grid(case), place_of(case, rank)
     scale = case.params.get("scale", 1.0)
@@ -169,31 +136,31 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         if band == polar:
             filters = drawn
     named = process_groups(case)
-    azimuth_group, polar_group = (GroupRef(name) if name in named else None for name in ("azimuth", "polar"))
+    azimuth_group, polar_group = (pc.GroupRef(name) if name in named else None for name in ("azimuth", "polar"))
     return x, filters, weight, case["groups"], case["nlon_out"], case["nlon_in"], azimuth_group, polar_group, bias
 
 
-def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
-    value = finished(inputs, rank, total_of(case, inputs, rank))
-    magnitude = finished(inputs, rank, total_of(case, inputs, rank, absolute=True), absolute=True)
-    return Expected("output", value, FP32, magnitude=magnitude)
+def oracle(case: pc.Case, inputs: sphere_answers.Arguments, rank: int) -> pc.Expected:
+    value = sphere_answers.finished(inputs, rank, sphere_answers.total_of(case, inputs, rank))
+    magnitude = sphere_answers.finished(inputs, rank, sphere_answers.total_of(case, inputs, rank, absolute=True), absolute=True)
+    return pc.Expected("output", value, FP32, magnitude=magnitude)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Two sums in float32, in any order: over a filter's taps (thousands near a pole), and over channels and filters.
 
     Normwise the longer of them leaves about 0.2 sqrt(n) u, 8e-7 for the 4000 taps of a polar disk. TensorFloat32 leaves 3e-4.
     """
-    return {"output": Tolerance(magnitude=ACCUMULATION, normwise=4e-6)}
+    return {"output": pc.Tolerance(magnitude=ACCUMULATION, normwise=4e-6)}
 
 
-def _widths(case: Case, polar: int) -> torch.Tensor:
+def _widths(case: pc.Case, polar: int) -> torch.Tensor:
     """:func:`reach` from all output rows into one band, for disks."""
     band = span(case["nlat_in"], _grid(case)[1], polar)
     return reach(case["nlat_out"], case["nlat_in"], case["nlon_in"], case["cutoff"])[:, band.start : band.stop]
 
 
-def _nnz(case: Case, polar: int) -> int:
+def _nnz(case: pc.Case, polar: int) -> int:
     """Stored taps of one band."""
     if case["support"] == "random":
         return _random_taps(case, polar)
@@ -202,14 +169,14 @@ def _nnz(case: Case, polar: int) -> int:
     return int(case["taps"] * (2 * _widths(case, polar) + 1).clamp(0, case["nlon_in"]).sum())
 
 
-def _joined_rows(case: Case, polar: int) -> int:
+def _joined_rows(case: pc.Case, polar: int) -> int:
     """Pairs of an output row and an input row of one band that a filter joins, at least."""
     if case["support"] == "disk":
         return int((_widths(case, polar) >= 0).sum())
     return int(case["nlat_out"] if case["support"] == "public" else 0)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """x, the filters (24 bytes of indices and 4 of value a tap) and the output cross memory once; y need not exist.
 
     Per pair of rows that a filter joins there is at least one multiplication per output point and channel, however wide the filter: a
@@ -225,7 +192,7 @@ def cost(case: Case, rank: int) -> Cost:
     mixing = 2 * batch * outputs * inner * case["taps"] * min(points_in, points_out)
     turning = 2 * batch * narrow * case["taps"] * _joined_rows(case, polar) * sizes[3] / azimuths
     parameters = outputs * (inner * case["taps"] + case.params.get("bias", True))
-    return Cost(
+    return pc.Cost(
         hbm_bytes=4 * (batch * (channels * points_in + outputs * points_out) + parameters) + 28 * _nnz(case, polar),
         egress_bytes=4 * batch * narrow * outward,
         ingress_bytes=4 * batch * narrow * inward,
@@ -233,14 +200,14 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _small(label: str, **params: Any) -> CaseSpec:
+def _small(label: str, **params: Any) -> pc.CaseSpec:
     sizes = {"batch": 2, "channels": 5, "outputs": 4, "groups": 1, "taps": 3, "azimuth": 2}
     sphere = {"nlat_in": 7, "nlon_in": 10, "nlat_out": 5, "nlon_out": 10, "support": "random"}
-    return case(label, FP32, **{**sizes, **sphere, **params})
+    return pc.case(label, FP32, **{**sizes, **sphere, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "uneven splits of all axes; steps 1 to 3; groups; disks around the poles; bands without taps; long and flat grids of ranks",
         _small("uneven"),
@@ -254,10 +221,10 @@ PRESETS = (
         _small("public_taps", support="public", nlat_in=8, nlat_out=8, nlon_in=16, nlon_out=16),
         _small("large_no_bias", scale=1e4, bias=False),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 128 x 256 points, 8 channels, 4 taps per filter, row and band",
-        case(
+        pc.case(
             "fp32",
             FP32,
             batch=32,
@@ -273,10 +240,10 @@ PRESETS = (
             support="public",
         ),
     ),
-    preset(
+    pc.preset(
         "production_local_operator_1deg",
         "a local neural operator, 181 x 360 points to 180 x 360: 128 channels, 7 filters on disks of 3 rows",
-        case(
+        pc.case(
             "fp32",
             FP32,
             batch=4,
@@ -293,10 +260,10 @@ PRESETS = (
             cutoff=3.0,
         ),
     ),
-    preset(
+    pc.preset(
         "production_fourcastnet3_encoder",
         "73 fields on 721 x 1440 points to 256 channels on 360 x 720",
-        case(
+        pc.case(
             "fp32",
             FP32,
             batch=1,
@@ -313,10 +280,10 @@ PRESETS = (
             cutoff=3.0,
         ),
     ),
-    preset(
+    pc.preset(
         "production_fourcastnet3_local_block",
         "641 channels on 360 x 720 points, depthwise",
-        case(
+        pc.case(
             "fp32",
             FP32,
             batch=1,
@@ -336,18 +303,14 @@ PRESETS = (
 )
 
 
-def _labels(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return case_names(PRESETS, wanted)
+_ARCS = pc.where(lambda c: _grid(c)[0] > 1)
+_BANDS = pc.where(lambda c: _grid(c)[1] > 1)
+_FULL_BANDS = pc.where(lambda c: _grid(c)[1] > 1 and (not c.params.get("empty")))
+_STEPPED = pc.where(lambda c: bool(c["nlon_in"] > c["nlon_out"]))
+_GROUPED = pc.where(lambda c: 1 < c["groups"] < c["channels"])
+_BIASED = pc.where(lambda c: c.params.get("bias", True))
 
-
-_ARCS = _labels(lambda case: _grid(case)[0] > 1)
-_BANDS = _labels(lambda case: _grid(case)[1] > 1)
-_FULL_BANDS = _labels(lambda case: _grid(case)[1] > 1 and not case.params.get("empty"))
-_STEPPED = _labels(lambda case: bool(case["nlon_in"] > case["nlon_out"]))
-_GROUPED = _labels(lambda case: 1 < case["groups"] < case["channels"])
-_BIASED = _labels(lambda case: case.params.get("bias", True))
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=62,
     slug="spherical_disco_convolution",
     title="Discrete-continuous convolution on the sphere, over a grid of ranks",
@@ -369,23 +332,27 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("own_longitudes", "zeros at other ranks' longitudes", own_arc, cases=_ARCS),
-        KnownWrongAnswer("own_rows", "the rank's own rows only", own_band, cases=_BANDS),
-        KnownWrongAnswer("last_band_dropped", "without the last rank of the polar group", last_band_dropped, cases=_FULL_BANDS),
-        KnownWrongAnswer("turned_backwards", "x turned the other way", backwards),
-        KnownWrongAnswer("step_ignored", "outputs at neighbouring longitudes", wrong(step=1), cases=_STEPPED),
-        KnownWrongAnswer("longitudes_from_zero", "every rank's outputs begin at longitude 0", wrong(from_zero=True), cases=_ARCS),
-        KnownWrongAnswer("circle_cut", "nothing beyond the last longitude", wrong(closed=False)),
-        KnownWrongAnswer("filters_reversed", "weights for the filters in reverse order", lambda c: remixed(c, weight=lambda w: w.flip(2))),
-        KnownWrongAnswer("channels_interleaved", "groups of every n-th channel", channels_interleaved, cases=_GROUPED),
-        KnownWrongAnswer("bias_ignored", "without bias", lambda c: remixed(c, biased=False), cases=_BIASED),
-        KnownWrongAnswer(
-            "tensor_float32", "channels mixed in TensorFloat32", lambda c: remixed(c, y=tensor_float32, weight=tensor_float32)
+        pc.wrong("own_longitudes", "zeros at other ranks' longitudes", sphere_answers.own_arc, _ARCS),
+        pc.wrong("own_rows", "the rank's own rows only", sphere_answers.own_band, _BANDS),
+        pc.wrong("last_band_dropped", "without the last rank of the polar group", sphere_answers.last_band_dropped, _FULL_BANDS),
+        pc.wrong("turned_backwards", "x turned the other way", sphere_answers.backwards),
+        pc.wrong("step_ignored", "outputs at neighbouring longitudes", sphere_answers.wrong(step=1), _STEPPED),
+        pc.wrong("longitudes_from_zero", "every rank's outputs begin at longitude 0", sphere_answers.wrong(from_zero=True), _ARCS),
+        pc.wrong("circle_cut", "nothing beyond the last longitude", sphere_answers.wrong(closed=False)),
+        pc.wrong(
+            "filters_reversed", "weights for the filters in reverse order", lambda c: sphere_answers.remixed(c, weight=lambda w: w.flip(2))
+        ),
+        pc.wrong("channels_interleaved", "groups of every n-th channel", sphere_answers.channels_interleaved, _GROUPED),
+        pc.wrong("bias_ignored", "without bias", lambda c: sphere_answers.remixed(c, biased=False), _BIASED),
+        pc.wrong(
+            "tensor_float32",
+            "channels mixed in TensorFloat32",
+            lambda c: sphere_answers.remixed(c, y=sphere_answers.tensor_float32, weight=sphere_answers.tensor_float32),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("bands_reversed", bands_reversed),
-        AlternativeSolution("mixed_before_the_sum", mixed_first),
+        pc.AlternativeSolution("bands_reversed", sphere_answers.bands_reversed),
+        pc.AlternativeSolution("mixed_before_the_sum", sphere_answers.mixed_first),
     ),
     process_groups=process_groups,
     notes=(

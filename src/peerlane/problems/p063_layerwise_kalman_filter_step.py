@@ -8,21 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import all_gather_single
 
 FP32, FP64 = torch.float32, torch.float64
@@ -75,7 +61,7 @@ def _gather(row: torch.Tensor) -> torch.Tensor:
     return rows.view(-1, row.numel())
 
 
-def block_sizes(case: Case, rank: int) -> tuple[int, ...]:
+def block_sizes(case: pc.Case, rank: int) -> tuple[int, ...]:
     """Sizes of one rank's blocks. ``case["blocks"]``: lists that repeat over the ranks, or such lists by world size."""
     lists = case["blocks"]
     if isinstance(lists, Mapping):
@@ -83,7 +69,7 @@ def block_sizes(case: Case, rank: int) -> tuple[int, ...]:
     return tuple(lists[rank % len(lists)])
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """H, weights and the error N(0, 1), P = (I + U U^T / 8) times ``case["scale"]`` (1) with U (n, 8) N(0, 1); all ranks have one error.
 
     ``case["pattern"]``:
@@ -109,7 +95,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return (h, error, weights, p, case["lambda"], case["nue"])
 
 
-def _step(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Blocks, Blocks, torch.Tensor]:
+def _step(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[Blocks, Blocks, torch.Tensor]:
     """All ranks' weights, the rank's P and lambda after the step, in float64, P H from the transposed side and sums in reverse order."""
     total = torch.stack([_denominator(args, case["lambda"]) for args in reversed(inputs)]).sum()
     weights = [w + (error.to(FP64) / total) * _gain(p, h) for hs, error, ws, ps, *_ in inputs for h, w, p in zip(hs, ws, ps, strict=True)]
@@ -128,7 +114,7 @@ def _denominator(args: tuple[Any, ...], lam: float) -> torch.Tensor:
     return torch.stack([lam + (g.t() @ block @ g).squeeze() for g, block in zip(h, p, strict=True)]).sum()
 
 
-def _answer(inputs: Sequence[tuple[Any, ...]], rank: int, step: tuple[Blocks, Blocks, torch.Tensor]) -> Answer:
+def _answer(inputs: pc.Inputs, rank: int, step: tuple[Blocks, Blocks, torch.Tensor]) -> Answer:
     """The call's answer from :func:`_step`'s: the caller's weights are the rank's part of all of them."""
     first = sum(len(args[2]) for args in inputs[:rank])
     weights, p, lam = step
@@ -136,7 +122,7 @@ def _answer(inputs: Sequence[tuple[Any, ...]], rank: int, step: tuple[Blocks, Bl
     return (weights, p, lam), {"weights": local, "P": [block.clone() for block in p]}
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Any:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Any:
     """In float64, like the call itself, with the sums of absolute values that rounding errors are in proportion to.
 
     An error of the denominator counts as much as its terms exceed it: T / |t|, T the sum of the absolute values.
@@ -169,35 +155,35 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Any:
     first = sum(len(args[2]) for args in inputs[:rank])
     own = range(first, first + len(h))
     returned = (
-        [Expected("all_weights", value, FP64, magnitude=size) for value, size in zip(weights, magnitudes, strict=True)],
-        [Expected("P", value, FP64, magnitude=size) for value, size in blocks],
-        Expected("lambda", total.new_tensor(nue * lam + 1.0 - nue), FP64),
+        [pc.Expected("all_weights", value, FP64, magnitude=size) for value, size in zip(weights, magnitudes, strict=True)],
+        [pc.Expected("P", value, FP64, magnitude=size) for value, size in blocks],
+        pc.Expected("lambda", total.new_tensor(nue * lam + 1.0 - nue), FP64),
     )
     updated_arguments = {
-        "weights": [Expected("updated_weights", weights[i], FP64, magnitude=magnitudes[i]) for i in own],
-        "P": [Expected("updated_P", value, FP64, magnitude=size) for value, size in blocks],
+        "weights": [pc.Expected("updated_weights", weights[i], FP64, magnitude=magnitudes[i]) for i in own],
+        "P": [pc.Expected("updated_P", value, FP64, magnitude=size) for value, size in blocks],
     }
     return returned, updated_arguments
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """A sum of n products in float64 errs by about sqrt(n) u times the sum of their absolute values, in any order; 8 sqrt(n) u are allowed.
 
     n is the largest block's size, and no less than 16. Lambda takes three roundings.
     """
-    u = UNIT_ROUNDOFF[FP64]
+    u = pc.UNIT_ROUNDOFF[FP64]
     largest = max(16, *(n for rank in range(case.world_size) for n in block_sizes(case, rank)))
-    sums = Tolerance(relative=4 * u, magnitude=8 * largest**0.5 * u)
-    return {**dict.fromkeys(("all_weights", "P", "updated_weights", "updated_P"), sums), "lambda": Tolerance(relative=4 * u)}
+    sums = pc.Tolerance(relative=4 * u, magnitude=8 * largest**0.5 * u)
+    return {**dict.fromkeys(("all_weights", "P", "updated_weights", "updated_P"), sums), "lambda": pc.Tolerance(relative=4 * u)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """P is read once and written once, if it stays on chip between the gain and the update. The denominator is one number, reduced."""
     sizes, ranks = block_sizes(case, rank), case.world_size
     entries, own = sum(n * n for n in sizes), sum(sizes)
     total = sum(sum(block_sizes(case, q)) for q in range(ranks))
     scalar = 2 * 8 * (ranks - 1) / ranks
-    return Cost(
+    return pc.Cost(
         hbm_bytes=16 * entries + 8 * (3 * own + total),
         egress_bytes=8 * own * (ranks - 1) + scalar,
         ingress_bytes=8 * (total - own) + scalar,
@@ -205,11 +191,11 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _reordered(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+def _reordered(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     return _answer(inputs, rank, _step(case, inputs, rank))
 
 
-def _denominator_first(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+def _denominator_first(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
     """H^T P H from H^T P, sums in pieces of four, and the rank-one update scaled on both sides."""
     lam, nue = case["lambda"], case["nue"]
     total = torch.zeros((), dtype=FP64, device=inputs[rank][1].device)
@@ -228,22 +214,22 @@ def _denominator_first(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int)
     return _answer(inputs, rank, (weights, updated, total.new_tensor(nue * lam + (1.0 - nue))))
 
 
-def _spoilt(change: Callable[[AnswerContext], Sequence[tuple[Any, ...]]]) -> Callable[[AnswerContext], Answer]:
+def _spoilt(change: Callable[[pc.AnswerContext], pc.Inputs]) -> Callable[[pc.AnswerContext], Answer]:
     """A wrong answer: the step on arguments that ``change`` has replaced, of all ranks."""
     return lambda context: _reordered(context.case, change(context), context.rank)
 
 
-def _in_float32(context: AnswerContext) -> Sequence[tuple[Any, ...]]:
+def _in_float32(context: pc.AnswerContext) -> pc.Inputs:
     def narrow(blocks: Blocks) -> Blocks:
         return [block.to(FP32).to(FP64) for block in blocks]
 
     return [(narrow(h), error, narrow(weights), narrow(p), *rest) for h, error, weights, p, *rest in context.inputs]
 
 
-def _denominator_is(total: Callable[[AnswerContext], torch.Tensor]) -> Callable[[AnswerContext], Answer]:
+def _denominator_is(total: Callable[[pc.AnswerContext], torch.Tensor]) -> Callable[[pc.AnswerContext], Answer]:
     """A wrong answer: the step with another shared denominator."""
 
-    def answer(context: AnswerContext) -> Answer:
+    def answer(context: pc.AnswerContext) -> Answer:
         t, lam = total(context), context.case["lambda"]
         weights = [w + error.to(FP64) / t * (p @ h) for hs, error, ws, ps, *_ in context.inputs for h, w, p in zip(hs, ws, ps, strict=True)]
         h, _, _, p, *_ = context.args
@@ -253,32 +239,32 @@ def _denominator_is(total: Callable[[AnswerContext], torch.Tensor]) -> Callable[
     return answer
 
 
-def _sum_of_parts(context: AnswerContext, ranks: Sequence[int], lam: float) -> torch.Tensor:
+def _sum_of_parts(context: pc.AnswerContext, ranks: Sequence[int], lam: float) -> torch.Tensor:
     return torch.stack([_denominator(context.inputs[q], lam) for q in ranks]).sum()
 
 
-def _lambda_once(context: AnswerContext) -> torch.Tensor:
+def _lambda_once(context: pc.AnswerContext) -> torch.Tensor:
     return _sum_of_parts(context, range(context.case.world_size), 0.0) + float(context.case["lambda"])
 
 
-def _only_divided(context: AnswerContext) -> Answer:
+def _only_divided(context: pc.AnswerContext) -> Answer:
     """The weights as they were and P / lambda: what the public benchmark's tolerance lets pass."""
     weights = [w for _, _, ws, *_ in context.inputs for w in ws]
     return _answer(context.inputs, context.rank, (weights, [p / context.case["lambda"] for p in context.args[3]], context.answer[0][2]))
 
 
-def _not_divided(context: AnswerContext) -> Answer:
+def _not_divided(context: pc.AnswerContext) -> Answer:
     weights, p, lam = context.answer[0]
     return _answer(context.inputs, context.rank, (weights, [block * context.case["lambda"] for block in p], lam))
 
 
-def _arguments_untouched(context: AnswerContext) -> Answer:
+def _arguments_untouched(context: pc.AnswerContext) -> Answer:
     returned, _ = context.answer
     return returned, {"weights": context.args[2], "P": context.args[3]}
 
 
-def _small(label: str, **params: Any) -> CaseSpec:
-    return case(label, FP64, **{"blocks": ((4, 7), (3, 3), (9, 1), (2, 5)), "lambda": 0.98, "nue": 0.9987, **params})
+def _small(label: str, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, FP64, **{"blocks": ((4, 7), (3, 3), (9, 1), (2, 5)), "lambda": 0.98, "nue": 0.9987, **params})
 
 
 def _layers(ranks: int) -> tuple[tuple[int, ...], ...]:
@@ -290,7 +276,7 @@ def _layers(ranks: int) -> tuple[tuple[int, ...], ...]:
 _LAMBDA: dict[str, Any] = {"lambda": 0.98, "nue": 0.9987}
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "uneven blocks, a block of one, P that is not symmetric, indefinite or huge, lambda 1, errors that are zero, float32 or differ",
         _small("uneven"),
@@ -302,11 +288,11 @@ PRESETS = (
         _small("huge", scale=1e8, nue=0.9),
         _small("single_block", blocks=((1,), (6, 11), (2,), (8,)), error_dtype=FP32),
     ),
-    preset("pkb", "the public benchmark's shape", case("fp64", FP64, blocks=((1024,) * 8,), **_LAMBDA)),
-    preset(
+    pc.preset("pkb", "the public benchmark's shape", pc.case("fp64", FP64, blocks=((1024,) * 8,), **_LAMBDA)),
+    pc.preset(
         "production_rlekf_water",
         "RLEKF on a DeePMD se_e2_a model, 26651 parameters: a block limit of 10240 on 4 ranks, 5120 on 8",
-        case(
+        pc.case(
             "fp64",
             FP64,
             blocks={
@@ -317,26 +303,22 @@ PRESETS = (
             **_LAMBDA,
         ),
     ),
-    preset(
+    pc.preset(
         "production_dpa1_small",
         "13 blocks of 5120, 64000 parameters, dealt out as evenly as they go",
-        case(
+        pc.case(
             "fp64",
             FP64,
-            blocks={
-                2: ((5120,) * 7, (5120,) * 6),
-                4: ((5120,) * 4, *((5120,) * 3,) * 3),
-                8: (*((5120,) * 2,) * 5, *((5120,),) * 3),
-            },
+            blocks={2: ((5120,) * 7, (5120,) * 6), 4: ((5120,) * 4, *((5120,) * 3,) * 3), 8: (*((5120,) * 2,) * 5, *((5120,),) * 3)},
             **_LAMBDA,
         ),
     ),
-    preset("production_many_layers", "40 small blocks per rank, from 16 to 2048", case("fp64", FP64, blocks=_layers(8), **_LAMBDA)),
+    pc.preset("production_many_layers", "40 small blocks per rank, from 16 to 2048", pc.case("fp64", FP64, blocks=_layers(8), **_LAMBDA)),
 )
 
 _SAME_LAMBDA = "the next lambda follows from arguments that are the same in every call and on every rank"
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=63,
     slug="layerwise_kalman_filter_step",
     title="Layer-wise extended Kalman filter optimizer step with a globally shared gain",
@@ -358,40 +340,38 @@ PROBLEM = Problem(
     presets=PRESETS,
     updates=("weights", "P"),
     known_wrong_answers=(
-        KnownWrongAnswer("only_divided", "weights as they were, P divided by lambda", _only_divided),
-        KnownWrongAnswer(
-            "not_divided",
-            "P not divided by lambda",
-            _not_divided,
-            cases=tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["lambda"] != 1.0),
-        ),
-        KnownWrongAnswer(
+        pc.wrong("only_divided", "weights as they were, P divided by lambda", _only_divided),
+        pc.wrong("not_divided", "P not divided by lambda", _not_divided, lambda c: c["lambda"] != 1.0),
+        pc.wrong(
             "no_communication",
             "the denominator of the rank's own blocks",
             _denominator_is(lambda c: _sum_of_parts(c, [c.rank], c.case["lambda"])),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "last_rank_missing",
             "the denominator without the last rank's blocks",
             _denominator_is(lambda c: _sum_of_parts(c, range(c.case.world_size - 1), c.case["lambda"])),
         ),
-        KnownWrongAnswer("lambda_once", "lambda added once, not once per block", _denominator_is(_lambda_once)),
-        KnownWrongAnswer(
+        pc.wrong("lambda_once", "lambda added once, not once per block", _denominator_is(_lambda_once)),
+        pc.wrong(
             "transposed",
             "P transposed",
             _spoilt(lambda c: [(h, e, w, [p.t() for p in ps], *rest) for h, e, w, ps, *rest in c.inputs]),
-            cases=("small/asymmetric",),
+            ("small/asymmetric",),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "first_error",
             "the first rank's error for all",
             _spoilt(lambda c: [(args[0], c.inputs[0][1], *args[2:]) for args in c.inputs]),
-            cases=("small/own_error",),
+            ("small/own_error",),
         ),
-        KnownWrongAnswer("in_float32", "blocks that went through float32", _spoilt(_in_float32)),
-        KnownWrongAnswer("arguments_untouched", "right results, but the caller's lists are as before", _arguments_untouched),
+        pc.wrong("in_float32", "blocks that went through float32", _spoilt(_in_float32)),
+        pc.wrong("arguments_untouched", "right results, but the caller's lists are as before", _arguments_untouched),
     ),
-    alternative_solutions=(AlternativeSolution("reordered", _reordered), AlternativeSolution("denominator_first", _denominator_first)),
+    alternative_solutions=(
+        pc.AlternativeSolution("reordered", _reordered),
+        pc.AlternativeSolution("denominator_first", _denominator_first),
+    ),
     excused={
         "another_rank/all_weights": "all ranks return all weights",
         "another_rank/lambda": _SAME_LAMBDA,

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.graph import expected_distinct
 from peerlane.problems.families.neighbours import INT64, graph_arguments, mean_taken
@@ -102,18 +87,18 @@ def _positions(first: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return offset + torch.arange(offset.numel(), device=offset.device)
 
 
-def _nodes(case: Case, ranks: int) -> int:
+def _nodes(case: pc.Case, ranks: int) -> int:
     return int(case["nodes"] if "nodes" in case.params else case["nodes_per_rank"] * ranks)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """A graph as ``_neighbours.Structure`` has it. Each rank stores the edges of its own nodes, and empty lists for all others.
 
     ``case["replicated"]``: every rank stores all edges.
     """
     members = group_members(case, rank)
     seeds, pointer, column, owner = graph_arguments(case, members.index(rank), len(members), draw)
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     index = case.params.get("index", INT64)
     return (seeds.to(index), list(case["fanouts"]), pointer, column, owner.to(index), group, case.params.get("replace", False))
 
@@ -136,8 +121,8 @@ def _first_by_sorting(known: torch.Tensor, nodes: int) -> torch.Tensor:
 
 
 def _sample(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
+    case: pc.Case,
+    inputs: pc.Inputs,
     rank: int,
     *,
     first_of: Any = _first_by_table,
@@ -184,12 +169,12 @@ def _sample(
     return nodes, place[sources], place[destinations], edges
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, ...]:
     names = ("node", "row", "col", "edge")
-    return tuple(exactly(name, tensor) for name, tensor in zip(names, _sample(case, inputs, rank), strict=True))
+    return tuple(pc.exactly(name, tensor) for name, tensor in zip(names, _sample(case, inputs, rank), strict=True))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """A frontier node costs its owner two pointers, a sampled edge a neighbour; both travel in 4 bytes, edge ids follow from pointers.
 
     Samples are random, so the numbers are means, and low ones: of a hop's neighbours only those drawn from anywhere count as new nodes,
@@ -205,10 +190,8 @@ def cost(case: Case, rank: int) -> Cost:
         frontier = 0.9 * different * (1 - known / nodes)
         known += frontier
     remote = 0.0 if params.get("replicated") else (ranks - 1) / ranks * (4 * served + 4 * edges)
-    return Cost(
-        hbm_bytes=INT64.itemsize * (2 * served + edges + known + 3 * edges + case["seeds"]),
-        egress_bytes=remote,
-        ingress_bytes=remote,
+    return pc.Cost(
+        hbm_bytes=INT64.itemsize * (2 * served + edges + known + 3 * edges + case["seeds"]), egress_bytes=remote, ingress_bytes=remote
     )
 
 
@@ -216,8 +199,7 @@ def _spoilt(**options: Any) -> Any:
     return lambda context: _sample(context.case, context.inputs, context.rank, **options)
 
 
-def _own_positions(context: AnswerContext) -> Sample:
-    """Edge ids counted in the rank's own arrays, whoever owns the destination."""
+def _own_positions(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
     members = group_members(context.case, context.rank)
     theirs = torch.stack([context.inputs[q][2][:-1] for q in members])
@@ -225,8 +207,7 @@ def _own_positions(context: AnswerContext) -> Sample:
     return node, row, col, edge - theirs[owner, node[col]] + context.args[2][node[col]]
 
 
-def _places(context: AnswerContext) -> Sample:
-    """Edge ids counted from each node's first."""
+def _places(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
     members = group_members(context.case, context.rank)
     theirs = torch.stack([context.inputs[q][2][:-1] for q in members])
@@ -237,17 +218,17 @@ def _last_from(edge: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return torch.cat((edge[:-1], previous[-1:]))
 
 
-def _global_names(context: AnswerContext) -> Sample:
+def _global_names(context: pc.AnswerContext) -> Sample:
     node, row, col, edge = context.answer
     return node, node[row], node[col], edge
 
 
-def _small(label: str, **params: Any) -> CaseSpec:
-    return case(label, INT64, **{"nodes": 60, "max_degree": 6, "seeds": 10, "fanouts": (3, 2), "parts": "random", **params})
+def _small(label: str, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, INT64, **{"nodes": 60, "max_degree": 6, "seeds": 10, "fanouts": (3, 2), "parts": "random", **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "two and three hops, all neighbours, none, more than there are; hubs, isolated and remote seeds, partitions of all kinds, groups",
         _small("two_hops"),
@@ -262,12 +243,12 @@ PRESETS = (
         _small("strided_group", nodes=120, group="strided", world_sizes=(4, 8)),
         _small("public_replicated", nodes=320, parts="modulo", replicated=True, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's sizes: 10 000 nodes of 16 neighbours, 512 seeds, fanouts 10 and 5; and with degrees from 0 to 32",
-        case("int64", INT64, nodes=10_000, degree=16, seeds=512, fanouts=(10, 5), parts="modulo", near=0.25),
-        case("varied_degrees", INT64, nodes=10_000, max_degree=32, seeds=512, fanouts=(10, 5), parts="modulo", near=0.25),
-        case(
+        pc.case("int64", INT64, nodes=10_000, degree=16, seeds=512, fanouts=(10, 5), parts="modulo", near=0.25),
+        pc.case("varied_degrees", INT64, nodes=10_000, max_degree=32, seeds=512, fanouts=(10, 5), parts="modulo", near=0.25),
+        pc.case(
             "public_replicated",
             INT64,
             nodes=10_000,
@@ -280,28 +261,28 @@ PRESETS = (
             variant="pkb",
         ),
     ),
-    preset(
+    pc.preset(
         "production_ogbn_products",
         "ogbn-products: 2.45 million nodes, 124 million edges, 1024 seeds per rank, fanouts 15, 10 and 5",
-        case("int64", INT64, nodes=2_449_032, power=51, seeds=1024, fanouts=(15, 10, 5), parts="blocks", near=0.5, skew=1.5),
+        pc.case("int64", INT64, nodes=2_449_032, power=51, seeds=1024, fanouts=(15, 10, 5), parts="blocks", near=0.5, skew=1.5),
     ),
-    preset(
+    pc.preset(
         "production_igb_medium",
         "IGB-medium: 10 million nodes, 120 million edges, 2048 seeds per rank, two hops of 10",
-        case("int64", INT64, nodes=10_000_000, power=12.5, seeds=2048, fanouts=(10, 10), parts="random", skew=1.5),
+        pc.case("int64", INT64, nodes=10_000_000, power=12.5, seeds=2048, fanouts=(10, 10), parts="random", skew=1.5),
     ),
-    preset(
+    pc.preset(
         "production_papers100m",
         "like ogbn-papers100M on 8 ranks: 13.9 million nodes and 400 million edges per rank, 1024 seeds, fanouts 15, 10 and 5",
-        case("int64", INT64, nodes_per_rank=13_875_000, power=29.3, seeds=1024, fanouts=(15, 10, 5), parts="random", skew=1.5),
+        pc.case("int64", INT64, nodes_per_rank=13_875_000, power=29.3, seeds=1024, fanouts=(15, 10, 5), parts="random", skew=1.5),
     ),
 )
 
 _DEEP = ("small/two_hops", "small/all_neighbours", "small/int32_nodes", "small/isolated_seeds", "pkb/int64", "pkb/varied_degrees")
 _PRODUCTION = tuple(f"{item.name}/int64" for item in PRESETS[2:])
-_PARTITIONED = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if "replicated" not in spec.params)
+_PARTITIONED = pc.where(lambda c: "replicated" not in c.params)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=64,
     slug="distributed_neighbor_sampling",
     title="Multi-hop neighbour sampling on a partitioned graph",
@@ -322,22 +303,22 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("own_adjacency", "only what the rank itself stores", _spoilt(local=True), cases=_PARTITIONED),
-        KnownWrongAnswer("owner_order", "frontiers sorted by owner", _spoilt(by_owner=True)),
-        KnownWrongAnswer("ascending_nodes", "new nodes in ascending order", _spoilt(ascending=True)),
-        KnownWrongAnswer("last_neighbours", "a node's last neighbours", _spoilt(last=True), cases=(*_DEEP, *_PRODUCTION)),
-        KnownWrongAnswer("own_positions", "edge ids counted in the rank's own arrays", _own_positions, cases=_PARTITIONED),
-        KnownWrongAnswer("places", "edge ids counted from each node's first", _places),
-        KnownWrongAnswer("global_names", "row and col by name instead of place", _global_names),
-        KnownWrongAnswer("directions_swapped", "row and col exchanged", lambda c: (c.answer[0], c.answer[2], c.answer[1], c.answer[3])),
-        KnownWrongAnswer(
+        pc.wrong("own_adjacency", "only what the rank itself stores", _spoilt(local=True), _PARTITIONED),
+        pc.wrong("owner_order", "frontiers sorted by owner", _spoilt(by_owner=True)),
+        pc.wrong("ascending_nodes", "new nodes in ascending order", _spoilt(ascending=True)),
+        pc.wrong("last_neighbours", "a node's last neighbours", _spoilt(last=True), (*_DEEP, *_PRODUCTION)),
+        pc.wrong("own_positions", "edge ids counted in the rank's own arrays", _own_positions, _PARTITIONED),
+        pc.wrong("places", "edge ids counted from each node's first", _places),
+        pc.wrong("global_names", "row and col by name instead of place", _global_names),
+        pc.wrong("directions_swapped", "row and col exchanged", lambda c: (c.answer[0], c.answer[2], c.answer[1], c.answer[3])),
+        pc.wrong(
             "last_edge_stale",
             "the last edge id is that of the slot before",
             lambda c: (*c.answer[:3], _last_from(c.answer[3], c.previous[3])),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("by_sorting", lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),
+        pc.AlternativeSolution("by_sorting", lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),
     ),
     excused={
         "previous/col@pkb/int64": "every node has more neighbours than are sampled, so that col is the same for every graph",

@@ -8,20 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
 from peerlane.problems.families.graph import count_table, expected_distinct, fitted, least_table, skewed
 
@@ -59,7 +46,7 @@ def relative_counts(table: list[list[int]], me: int) -> tuple[list[int], list[in
     return relative([row[me] for row in table], me), relative(table[me], me)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Features are random bits. ``case["ids"]``: absent (uniform), ``sorted``, or ``hot``: one id in half the places."""
     members = group_members(case, rank)
     table = count_table(case, len(members), draw.layout)
@@ -70,11 +57,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     elif case.params.get("ids") == "hot":
         ids = torch.where(draw.uniform(ids.shape, FP32) < 0.5, draw.integers(0, case["seeds"], (1,)), ids)
     features = draw.bits((case["seeds"], *case["row"]), case.dtype)
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return (features, ids, sent, received, group)
 
 
-def _chunk(inputs: Sequence[tuple[Any, ...]], source: int, number: int) -> torch.Tensor:
+def _chunk(inputs: pc.Inputs, source: int, number: int) -> torch.Tensor:
     """Chunk ``number`` of what world rank ``source`` provides."""
     features, ids, _, counts = inputs[source][:4]
     first = sum(counts[:number])
@@ -82,18 +69,18 @@ def _chunk(inputs: Sequence[tuple[Any, ...]], source: int, number: int) -> torch
     return rows
 
 
-def _received(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
+def _received(case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
     """The parts of the answer, in its order."""
     members = group_members(case, rank)
     me, ranks = members.index(rank), len(members)
     return [_chunk(inputs, members[(me + j) % ranks], -j % ranks) for j in range(ranks)]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("features", torch.cat(_received(case, inputs, rank)))
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.exactly("features", torch.cat(_received(case, inputs, rank)))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Of every part of the rows, each different one is sent once; each different row of the features is read once.
 
     Of how often the drawn ids repeat, the mean is taken; where one id is hot, a single row per part is the bound.
@@ -106,14 +93,14 @@ def cost(case: Case, rank: int) -> Cost:
         return min(rows, 1) if hot else expected_distinct(rows, seeds)
 
     provided, obtained = table[me], [line[me] for line in table]
-    return Cost(
+    return pc.Cost(
         hbm_bytes=row * (distinct(sum(provided)) + sum(obtained)) + 8 * sum(provided),
         egress_bytes=row * sum(distinct(rows) for q, rows in enumerate(provided) if q != me),
         ingress_bytes=row * sum(distinct(rows) for q, rows in enumerate(obtained) if q != me),
     )
 
 
-def _gather_at_the_end(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _gather_at_the_end(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Every rank's whole features and ids, gathered by the rank that wants them."""
     members = group_members(case, rank)
     me, ranks = members.index(rank), len(members)
@@ -125,11 +112,7 @@ def _gather_at_the_end(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int)
     return torch.cat(parts)
 
 
-def _own_rows(context: AnswerContext) -> torch.Tensor:
-    return fitted(context.args[0][context.args[1]], context.answer)
-
-
-def _chunks(context: AnswerContext, source: Any, number: Any) -> torch.Tensor:
+def _chunks(context: pc.AnswerContext, source: Any, number: Any) -> torch.Tensor:
     """Chunk ``number(me, j, W)`` of group rank ``source(me, j, W)`` for every j, cut or repeated to the answer's length."""
     members = group_members(context.case, context.rank)
     me, ranks = members.index(context.rank), len(members)
@@ -137,8 +120,7 @@ def _chunks(context: AnswerContext, source: Any, number: Any) -> torch.Tensor:
     return fitted(torch.cat(parts), context.answer)
 
 
-def _wrong_counts(context: AnswerContext) -> torch.Tensor:
-    """Rows cut by the counts of the other direction."""
+def _wrong_counts(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     me, ranks = members.index(context.rank), len(members)
     parts = []
@@ -149,7 +131,7 @@ def _wrong_counts(context: AnswerContext) -> torch.Tensor:
     return fitted(torch.cat(parts), context.answer)
 
 
-def _ids_ignored(context: AnswerContext) -> torch.Tensor:
+def _ids_ignored(context: pc.AnswerContext) -> torch.Tensor:
     """The features' first rows, in order, in place of those that the ids name."""
     inputs = [(args[0], torch.arange(len(args[1]), device=args[1].device) % len(args[0]), *args[2:]) for args in context.inputs]
     return torch.cat(_received(context.case, inputs, context.rank))
@@ -165,7 +147,7 @@ def _beyond_two(labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{name}/w{world_size}" for name in labels for world_size in (4, 8))
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=65,
     slug="cooperative_feature_exchange",
     title="Cooperative mini-batch feature gather and all-to-all in rank-relative order",
@@ -183,64 +165,64 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "uneven, empty and one-sided counts, repeated and sorted ids, odd and many-dimensional rows, groups",
-            case("uneven_bf16", BF16, splits="uneven", seeds=9, row=(5,)),
-            case("uneven_fp32", FP32, splits="uneven", seeds=9, row=(2, 3)),
-            case("uneven_int64", torch.int64, splits="uneven", seeds=9, row=()),
-            case("idle_bf16", BF16, splits="idle", seeds=9, row=(5,)),
-            case("heavy_fp32", FP32, splits="heavy", rows=10, seeds=9, row=(3,)),
-            case("nothing_bf16", BF16, splits="nothing", seeds=9, row=(5,)),
-            case("hot_bf16", BF16, splits="uneven", seeds=9, row=(5,), ids="hot"),
-            case("sorted_fp32", FP32, splits="uneven", seeds=40, row=(3,), ids="sorted"),
-            case("odd_row_bf16", BF16, splits="uneven", seeds=7, row=(5, 1, 3)),
-            case("strided_group_fp32", FP32, splits="uneven", seeds=9, row=(3,), group="strided", world_sizes=(4, 8)),
+            pc.case("uneven_bf16", BF16, splits="uneven", seeds=9, row=(5,)),
+            pc.case("uneven_fp32", FP32, splits="uneven", seeds=9, row=(2, 3)),
+            pc.case("uneven_int64", torch.int64, splits="uneven", seeds=9, row=()),
+            pc.case("idle_bf16", BF16, splits="idle", seeds=9, row=(5,)),
+            pc.case("heavy_fp32", FP32, splits="heavy", rows=10, seeds=9, row=(3,)),
+            pc.case("nothing_bf16", BF16, splits="nothing", seeds=9, row=(5,)),
+            pc.case("hot_bf16", BF16, splits="uneven", seeds=9, row=(5,), ids="hot"),
+            pc.case("sorted_fp32", FP32, splits="uneven", seeds=40, row=(3,), ids="sorted"),
+            pc.case("odd_row_bf16", BF16, splits="uneven", seeds=7, row=(5, 1, 3)),
+            pc.case("strided_group_fp32", FP32, splits="uneven", seeds=9, row=(3,), group="strided", world_sizes=(4, 8)),
         ),
-        preset(
-            "pkb", "the public benchmark's shape and equal counts", case("bf16", BF16, splits="equal", rows=1024, seeds=768, row=(128,))
+        pc.preset(
+            "pkb", "the public benchmark's shape and equal counts", pc.case("bf16", BF16, splits="equal", rows=1024, seeds=768, row=(128,))
         ),
-        preset(
+        pc.preset(
             "production_papers100m_sage",
             "ogbn-papers100M, three-layer GraphSAGE: 200 000 rows per rank of 128 features",
-            case("fp32", FP32, splits="diagonal", rows=200_000, seeds=150_000, row=(128,)),
+            pc.case("fp32", FP32, splits="diagonal", rows=200_000, seeds=150_000, row=(128,)),
         ),
-        preset(
+        pc.preset(
             "production_mag240m",
             "MAG240M: 300 000 rows per rank of 768 features",
-            case("bf16", BF16, splits="diagonal", rows=300_000, seeds=200_000, row=(768,)),
+            pc.case("bf16", BF16, splits="diagonal", rows=300_000, seeds=200_000, row=(768,)),
         ),
-        preset(
+        pc.preset(
             "production_sage_hidden",
             "a hidden layer: 120 000 rows per rank of 256",
-            case("bf16", BF16, splits="diagonal", rows=120_000, seeds=90_000, row=(256,)),
+            pc.case("bf16", BF16, splits="diagonal", rows=120_000, seeds=90_000, row=(256,)),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: fitted(c.args[0][c.args[1]], c.answer)),
+        pc.wrong(
             "absolute_order",
             "chunks received in the order of ranks",
             lambda c: _chunks(c, lambda me, j, w: j, lambda me, j, w: me - j),
-            cases=_ROTATED,
+            _ROTATED,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "absolute_chunks",
             "chunk r taken to be for rank r",
             lambda c: _chunks(c, lambda me, j, w: me + j, lambda me, j, w: me),
-            cases=_ROTATED,
+            _ROTATED,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "same_chunk_number",
             "chunk j of rank r + j in place j",
             lambda c: _chunks(c, lambda me, j, w: me + j, lambda me, j, w: j),
-            cases=_beyond_two(_ROTATED),
+            _beyond_two(_ROTATED),
         ),
-        KnownWrongAnswer("wrong_counts", "rows cut by the counts of the other direction", _wrong_counts, cases=_beyond_two(_UNEVEN)),
-        KnownWrongAnswer("ids_ignored", "rows in order instead of those that the ids name", _ids_ignored),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("wrong_counts", "rows cut by the counts of the other direction", _wrong_counts, _beyond_two(_UNEVEN)),
+        pc.wrong("ids_ignored", "rows in order instead of those that the ids name", _ids_ignored),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    alternative_solutions=(AlternativeSolution("gather_at_the_end", _gather_at_the_end),),
+    alternative_solutions=(pc.AlternativeSolution("gather_at_the_end", _gather_at_the_end),),
     process_groups=group_layout,
     notes=(
         "The public benchmark's counts are all equal, so that it does not matter which list cuts which rows. Here they differ for every "

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP32, group_layout, group_members
 from peerlane.problems.families.graph import count_table, fitted, least_table, skewed
 from peerlane.problems.p065_cooperative_feature_exchange import by_rank, relative_counts
@@ -51,7 +37,7 @@ def reference(
     return received.new_zeros((seed_size, *received.shape[1:])).index_add_(0, ids, received)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Gradients N(0, 1), in an integer draw whole numbers. Ids are :func:`skewed` by ``case["skew"]`` and below ``case["used"]``.
 
     ``case["pattern"]``:
@@ -76,11 +62,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         large = draw.shared.normal((1, case["depth"]), FP32, scale=1e4)
         gradient[::2] += large
         gradient[1::2] -= large
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return (gradient, ids, case["seeds"], sent, received, group)
 
 
-def _chunk(inputs: Sequence[tuple[Any, ...]], source: int, number: int) -> torch.Tensor:
+def _chunk(inputs: pc.Inputs, source: int, number: int) -> torch.Tensor:
     """Chunk ``number`` of what world rank ``source`` sends."""
     gradient, counts = inputs[source][0], inputs[source][3]
     first = sum(counts[:number])
@@ -88,14 +74,14 @@ def _chunk(inputs: Sequence[tuple[Any, ...]], source: int, number: int) -> torch
     return rows
 
 
-def _received(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
+def _received(case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
     """The chunks that come back to ``rank``, in the order of its ids."""
     members = group_members(case, rank)
     me, ranks = members.index(rank), len(members)
     return [_chunk(inputs, members[(me + j) % ranks], -j % ranks) for j in range(ranks)]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The float64 sums. The magnitude of a sum of m terms is m times the sum of their absolute values."""
     ids, rows = inputs[rank][1], torch.cat(_received(case, inputs, rank))
     value = torch.zeros((case["seeds"], case["depth"]), dtype=FP64, device=rows.device)
@@ -107,24 +93,24 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         value.index_add_(0, ids[part], wide)
         magnitude.index_add_(0, ids[part], wide.abs_())
     terms = torch.zeros(case["seeds"], dtype=FP64, device=rows.device).index_add_(0, ids, torch.ones_like(ids, dtype=FP64))
-    return Expected("gradient", value, FP32, magnitude=magnitude.mul_(terms.unsqueeze(1)))
+    return pc.Expected("gradient", value, FP32, magnitude=magnitude.mul_(terms.unsqueeze(1)))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """m terms added in float32 in any order err by (m - 1) u times the sum of their absolute values at most; twice m u is allowed.
 
     A row that no id names is 0, exactly.
     """
-    return {"gradient": Tolerance(magnitude=2 * UNIT_ROUNDOFF[FP32])}
+    return {"gradient": pc.Tolerance(magnitude=2 * pc.UNIT_ROUNDOFF[FP32])}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The sender does not know which of its rows the receiver will add up, so every row is sent; sums are written once."""
     members = group_members(case, rank)
     me, table = members.index(rank), least_table(case, len(members))
     row = case["depth"] * FP32.itemsize
     sent, received = [line[me] for line in table], table[me]
-    return Cost(
+    return pc.Cost(
         hbm_bytes=row * (sum(sent) + case["seeds"]) + 8 * sum(received),
         egress_bytes=row * (sum(sent) - sent[me]),
         ingress_bytes=row * (sum(received) - received[me]),
@@ -132,11 +118,11 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _added(context: AnswerContext, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _added(context: pc.AnswerContext, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(context.answer).index_add_(0, ids, fitted(rows, ids.unsqueeze(1).expand(-1, context.case["depth"]).to(FP32)))
 
 
-def _chunks(context: AnswerContext, source: Any, number: Any) -> torch.Tensor:
+def _chunks(context: pc.AnswerContext, source: Any, number: Any) -> torch.Tensor:
     """Added up: for every j chunk ``number(me, j, W)`` of group rank ``source(me, j, W)``."""
     members = group_members(context.case, context.rank)
     me, ranks = members.index(context.rank), len(members)
@@ -144,7 +130,7 @@ def _chunks(context: AnswerContext, source: Any, number: Any) -> torch.Tensor:
     return _added(context, torch.cat(parts), context.args[1])
 
 
-def _last_wins(context: AnswerContext) -> torch.Tensor:
+def _last_wins(context: pc.AnswerContext) -> torch.Tensor:
     """Of rows with the same id, one is written over the others."""
     rows = torch.cat(_received(context.case, context.inputs, context.rank))
     result = torch.zeros_like(context.answer)
@@ -153,24 +139,10 @@ def _last_wins(context: AnswerContext) -> torch.Tensor:
     return result
 
 
-def _mean(context: AnswerContext) -> torch.Tensor:
-    """Means in place of sums."""
-    counts = torch.bincount(context.args[1], minlength=context.case["seeds"]).clamp(min=1)
-    result: torch.Tensor = context.answer / counts.unsqueeze(1)
-    return result
-
-
-def _own_chunk_missing(context: AnswerContext) -> torch.Tensor:
-    """Nothing from the rank itself."""
-    own = context.args[4][0]
-    rows = torch.cat(_received(context.case, context.inputs, context.rank))
-    return _added(context, rows[own:], context.args[1][own:])
-
-
 def _received_sums(order: str) -> Any:
     """Sums in float32, in the order of ids, or chunk by chunk from the last."""
 
-    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
         ids, parts = inputs[rank][1], _received(case, inputs, rank)
         if order == "sorted":
             places = ids.argsort(stable=True)
@@ -187,7 +159,7 @@ def _received_sums(order: str) -> Any:
 _REPEATED = ("small/uneven", "small/sorted", "small/one_row", "small/hot", "pkb/fp32")
 _UNEVEN = ("small/uneven", "small/sorted", "small/unused_rows")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=66,
     slug="cooperative_feature_exchange_backward",
     title="Adjoint of the cooperative feature exchange: route gradients back and add them to seed rows",
@@ -206,59 +178,69 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "uneven, empty and one-sided counts; sorted, hot and unused rows, one row for all; cancellation; groups",
-            case("uneven", FP32, splits="uneven", seeds=7, depth=5),
-            case("idle", FP32, splits="idle", seeds=7, depth=5),
-            case("heavy", FP32, splits="heavy", rows=10, seeds=9, depth=3),
-            case("sorted", FP32, splits="uneven", seeds=7, depth=5, pattern="sorted"),
-            case("one_row", FP32, splits="uneven", seeds=7, depth=5, pattern="one_row"),
-            case("hot", FP32, splits="uneven", seeds=9, depth=4, skew=4.0),
-            case("unused_rows", FP32, splits="uneven", seeds=30, used=8, depth=3),
-            case("cancelling", FP32, splits="equal", rows=16, seeds=7, depth=5, pattern="cancelling"),
-            case("strided_group", FP32, splits="uneven", seeds=7, depth=5, group="strided", world_sizes=(4, 8)),
+            pc.case("uneven", FP32, splits="uneven", seeds=7, depth=5),
+            pc.case("idle", FP32, splits="idle", seeds=7, depth=5),
+            pc.case("heavy", FP32, splits="heavy", rows=10, seeds=9, depth=3),
+            pc.case("sorted", FP32, splits="uneven", seeds=7, depth=5, pattern="sorted"),
+            pc.case("one_row", FP32, splits="uneven", seeds=7, depth=5, pattern="one_row"),
+            pc.case("hot", FP32, splits="uneven", seeds=9, depth=4, skew=4.0),
+            pc.case("unused_rows", FP32, splits="uneven", seeds=30, used=8, depth=3),
+            pc.case("cancelling", FP32, splits="equal", rows=16, seeds=7, depth=5, pattern="cancelling"),
+            pc.case("strided_group", FP32, splits="uneven", seeds=7, depth=5, group="strided", world_sizes=(4, 8)),
         ),
-        preset("pkb", "the public benchmark's shape and equal counts", case("fp32", FP32, splits="equal", rows=1024, seeds=512, depth=128)),
-        preset(
+        pc.preset(
+            "pkb", "the public benchmark's shape and equal counts", pc.case("fp32", FP32, splits="equal", rows=1024, seeds=512, depth=128)
+        ),
+        pc.preset(
             "production_sage_hidden",
             "GraphSAGE with 256 hidden features: 120 000 rows per rank into 40 000, a row's share a power law",
-            case("fp32", FP32, splits="diagonal", rows=120_000, seeds=40_000, depth=256, skew=1.8),
+            pc.case("fp32", FP32, splits="diagonal", rows=120_000, seeds=40_000, depth=256, skew=1.8),
         ),
-        preset(
+        pc.preset(
             "production_mag240m",
             "MAG240M: gradients of features, 300 000 x 768 per rank into 200 000 rows",
-            case("fp32", FP32, splits="diagonal", rows=300_000, seeds=200_000, depth=768),
+            pc.case("fp32", FP32, splits="diagonal", rows=300_000, seeds=200_000, depth=768),
         ),
-        preset(
+        pc.preset(
             "production_papers100m_sage",
             "ogbn-papers100M: 200 000 x 128 per rank into 150 000 rows",
-            case("fp32", FP32, splits="diagonal", rows=200_000, seeds=150_000, depth=128),
+            pc.case("fp32", FP32, splits="diagonal", rows=200_000, seeds=150_000, depth=128),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own gradients added to its rows", lambda c: _added(c, c.args[0], c.args[1])),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own gradients added to its rows", lambda c: _added(c, c.args[0], c.args[1])),
+        pc.wrong(
             "absolute_order",
             "chunks taken in the order of ranks",
             lambda c: _chunks(c, lambda me, j, w: j, lambda me, j, w: me - j),
-            cases=(*_UNEVEN, "pkb/fp32"),
+            (*_UNEVEN, "pkb/fp32"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "absolute_chunks",
             "chunk r taken to be for rank r",
             lambda c: _chunks(c, lambda me, j, w: me + j, lambda me, j, w: me),
-            cases=(*_UNEVEN, "pkb/fp32"),
+            (*_UNEVEN, "pkb/fp32"),
         ),
-        KnownWrongAnswer("last_wins", "of rows with the same id one, not the sum", _last_wins, cases=_REPEATED),
-        KnownWrongAnswer("mean", "means in place of sums", _mean, cases=_REPEATED),
-        KnownWrongAnswer(
-            "own_chunk_missing", "only what other ranks send", _own_chunk_missing, cases=(*_UNEVEN, "small/heavy", "pkb/fp32")
+        pc.wrong("last_wins", "of rows with the same id one, not the sum", _last_wins, _REPEATED),
+        pc.wrong(
+            "mean",
+            "means in place of sums",
+            lambda c: c.answer / torch.bincount(c.args[1], minlength=c.case["seeds"]).clamp(min=1).unsqueeze(1),
+            _REPEATED,
+        ),
+        pc.wrong(
+            "own_chunk_missing",
+            "only what other ranks send",
+            lambda c: _added(c, torch.cat(_received(c.case, c.inputs, c.rank))[c.args[4][0] :], c.args[1][c.args[4][0] :]),
+            (*_UNEVEN, "small/heavy", "pkb/fp32"),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("sorted_fp32", _received_sums("sorted")),
-        AlternativeSolution("chunkwise_reversed_fp32", _received_sums("chunkwise")),
+        pc.AlternativeSolution("sorted_fp32", _received_sums("sorted")),
+        pc.AlternativeSolution("chunkwise_reversed_fp32", _received_sums("chunkwise")),
     ),
     process_groups=group_layout,
     integer_exact=True,

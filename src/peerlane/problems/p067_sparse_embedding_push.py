@@ -8,22 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    constant,
-    exactly,
-    preset,
-)
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems import contract as pc
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
 from peerlane.problems.families.graph import count_table, fitted, least_table, skewed
 
 INT32, INT64 = torch.int32, torch.int64
@@ -50,7 +36,7 @@ def reference(
     return pushed(idx), pushed(value)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """How many rows go to which owner is layout, in which places they are is not.
 
     An id is W q + owner with q :func:`skewed` over num_nodes / W by ``case["skew"]``; ``case["hot"]``: one q for half the ids of an owner.
@@ -59,16 +45,16 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     ranks = len(members)
     counts = count_table(case, ranks, draw.layout)[members.index(rank)]
     total = sum(counts)
-    owner = torch.arange(ranks, device=draw.device).repeat_interleave(constant(counts, draw.device), output_size=total)
+    owner = torch.arange(ranks, device=draw.device).repeat_interleave(pc.constant(counts, draw.device), output_size=total)
     quotient = skewed(draw, total, nodes // ranks, case.params.get("skew", 1.0))
     if case.params.get("hot"):
         quotient = torch.where(draw.uniform((total,), FP32) < 0.5, draw.integers(0, nodes // ranks, (1,)), quotient)
     ids = (quotient * ranks + owner)[draw.permutation(total)].to(case.params.get("index", INT64))
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return (ids, draw.normal((total, *case["row"]), case.dtype), nodes, group)
 
 
-def _received(inputs: Sequence[tuple[Any, ...]], members: Sequence[int], me: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _received(inputs: pc.Inputs, members: Sequence[int], me: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(ids, rows) that every member has for member ``me``."""
     owned = [(inputs[q][0], inputs[q][1], inputs[q][0] % len(members) == me) for q in members]
     return [(ids[mine], rows[mine]) for ids, rows, mine in owned]
@@ -79,26 +65,26 @@ def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.T
     return torch.cat(ids), torch.cat(rows)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, pc.Expected]:
     members = group_members(case, rank)
     ids, rows = _joined(_received(inputs, members, members.index(rank)))
-    return exactly("recv_idx", ids), exactly("recv_value", rows)
+    return pc.exactly("recv_idx", ids), pc.exactly("recv_value", rows)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Pairs are read and written once. An id travels as its quotient by W, in 4 bytes."""
     members = group_members(case, rank)
     me, table = members.index(rank), least_table(case, len(members))
     row, index = torch.Size(case["row"]).numel() * case.dtype.itemsize, case.params.get("index", INT64).itemsize
     sent, received = table[me], [line[me] for line in table]
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(sum(sent) + sum(received)) * (row + index),
         egress_bytes=(sum(sent) - sent[me]) * (row + 4),
         ingress_bytes=(sum(received) - received[me]) * (row + 4),
     )
 
 
-def _by_selection(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_selection(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Everything of everybody in one list, and a stable sort by owner."""
     members = group_members(case, rank)
     ids, rows = _joined([inputs[q][:2] for q in members])
@@ -107,17 +93,16 @@ def _by_selection(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> t
     return ids[mine], rows[mine]
 
 
-def _fit(context: AnswerContext, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit(context: pc.AnswerContext, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return fitted(pair[0], context.answer[0]), fitted(pair[1], context.answer[1])
 
 
-def _parts(context: AnswerContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _parts(context: pc.AnswerContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
     members = group_members(context.case, context.rank)
     return _received(context.inputs, members, members.index(context.rank))
 
 
-def _by_range(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Owners by ranges of ids."""
+def _by_range(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     members, parts = group_members(context.case, context.rank), []
     for q in members:
         ids, rows = context.inputs[q][:2]
@@ -126,12 +111,11 @@ def _by_range(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _fit(context, _joined(parts))
 
 
-def _sorted_by_id(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every source's pairs in the order of their ids."""
+def _sorted_by_id(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _joined([(ids.sort(stable=True).values, rows[ids.argsort(stable=True)]) for ids, rows in _parts(context)])
 
 
-def _unpermuted_rows(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpermuted_rows(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right ids, with every source's first rows."""
     members = group_members(context.case, context.rank)
     parts = _parts(context)
@@ -139,12 +123,7 @@ def _unpermuted_rows(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor
     return context.answer[0].clone(), torch.cat(rows)
 
 
-def _local_ids(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids turned into rows of the owner's shard."""
-    return context.answer[0] // len(group_members(context.case, context.rank)), context.answer[1].clone()
-
-
-def _added_up(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _added_up(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Later pairs of an id get its first row, as a reduction of duplicates that keeps the shape would have it."""
     ids, rows = context.answer
     _, place = ids.unique(return_inverse=True)
@@ -153,11 +132,8 @@ def _added_up(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.clone(), rows[first[place]]
 
 
-def _contiguous_group(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Neighbours taken for the group."""
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    return _fit(context, _joined(_received(context.inputs, range(first, first + size), context.rank - first)))
+def _contiguous_group(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fit(context, _joined(_received(context.inputs, neighbours(context), neighbours(context).index(context.rank))))
 
 
 _MIXED = (
@@ -171,7 +147,7 @@ _MIXED = (
     "production_ogbn_mag/fp32",
 )
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=67,
     slug="sparse_embedding_push",
     title="Push sparse (id, row) pairs to their owners under modulo partitioning",
@@ -189,56 +165,52 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "uneven owners, ranks without pairs, all ids with one owner, hot ids, odd and many-dimensional rows, int32 ids, groups",
-            case("uneven_bf16", BF16, splits="uneven", nodes=40, row=(4,)),
-            case("uneven_fp32", FP32, splits="uneven", nodes=40, row=(2, 3)),
-            case("uneven_int32_ids", FP32, splits="uneven", nodes=40, row=(3,), index=INT32),
-            case("idle_bf16", BF16, splits="idle", nodes=40, row=(4,)),
-            case("one_owner_bf16", BF16, splits="gather", rows=13, nodes=40, row=(4,)),
-            case("nothing_fp32", FP32, splits="nothing", nodes=40, row=(4,)),
-            case("heavy_fp32", FP32, splits="heavy", rows=10, nodes=400, row=(3,)),
-            case("hot_bf16", BF16, splits="popular", rows=60, nodes=4000, row=(4,), hot=True),
-            case("odd_row_bf16", BF16, splits="uneven", nodes=40, row=(3,)),
-            case("strided_group_bf16", BF16, splits="uneven", nodes=40, row=(4,), group="strided", world_sizes=(4, 8)),
+            pc.case("uneven_bf16", BF16, splits="uneven", nodes=40, row=(4,)),
+            pc.case("uneven_fp32", FP32, splits="uneven", nodes=40, row=(2, 3)),
+            pc.case("uneven_int32_ids", FP32, splits="uneven", nodes=40, row=(3,), index=INT32),
+            pc.case("idle_bf16", BF16, splits="idle", nodes=40, row=(4,)),
+            pc.case("one_owner_bf16", BF16, splits="gather", rows=13, nodes=40, row=(4,)),
+            pc.case("nothing_fp32", FP32, splits="nothing", nodes=40, row=(4,)),
+            pc.case("heavy_fp32", FP32, splits="heavy", rows=10, nodes=400, row=(3,)),
+            pc.case("hot_bf16", BF16, splits="popular", rows=60, nodes=4000, row=(4,), hot=True),
+            pc.case("odd_row_bf16", BF16, splits="uneven", nodes=40, row=(3,)),
+            pc.case("strided_group_bf16", BF16, splits="uneven", nodes=40, row=(4,), group="strided", world_sizes=(4, 8)),
         ),
-        preset(
+        pc.preset(
             "pkb",
             "the public benchmark's shape: 1024 pairs per rank",
-            case("bf16", BF16, splits="equal", rows=1024, nodes=100_000, row=(128,)),
+            pc.case("bf16", BF16, splits="equal", rows=1024, nodes=100_000, row=(128,)),
         ),
-        preset(
+        pc.preset(
             "production_wikidata5m_transe",
             "Wikidata5M, TransE: 200 000 gradients per rank of 512, Zipf-like ids",
-            case("fp32", FP32, splits="popular", rows=200_000, nodes=4_800_000, row=(512,), skew=6.0),
+            pc.case("fp32", FP32, splits="popular", rows=200_000, nodes=4_800_000, row=(512,), skew=6.0),
         ),
-        preset(
+        pc.preset(
             "production_dlrm_table",
             "DLRM-like table update: 1.5 million x 128 per rank",
-            case("bf16", BF16, splits="popular", rows=1_500_000, nodes=40_000_000, row=(128,), skew=3.0),
+            pc.case("bf16", BF16, splits="popular", rows=1_500_000, nodes=40_000_000, row=(128,), skew=3.0),
         ),
-        preset(
+        pc.preset(
             "production_ogbn_mag",
             "ogbn-mag, learnable features: 80 000 x 128 per rank, 30 % more or less",
-            case("fp32", FP32, splits="ragged", rows=80_000, nodes=1_940_000, row=(128,)),
+            pc.case("fp32", FP32, splits="ragged", rows=80_000, nodes=1_940_000, row=(128,)),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own pairs, repeated or cut", lambda c: _fit(c, c.args[:2])),
-        KnownWrongAnswer("range_partition", "owners by ranges of ids", _by_range),
-        KnownWrongAnswer(
-            "sources_reversed", "the last source first", lambda c: _joined(_parts(c)[::-1]), cases=(*_MIXED, "small/one_owner_bf16")
-        ),
-        KnownWrongAnswer(
-            "sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, cases=(*_MIXED, "small/one_owner_bf16")
-        ),
-        KnownWrongAnswer("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, cases=_MIXED),
-        KnownWrongAnswer("local_ids", "ids divided by W", _local_ids),
-        KnownWrongAnswer("one_row_per_id", "duplicates of an id given the same row", _added_up, cases=("small/hot_bf16",)),
-        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        pc.wrong("no_communication", "the rank's own pairs, repeated or cut", lambda c: _fit(c, c.args[:2])),
+        pc.wrong("range_partition", "owners by ranges of ids", _by_range),
+        pc.wrong("sources_reversed", "the last source first", lambda c: _joined(_parts(c)[::-1]), (*_MIXED, "small/one_owner_bf16")),
+        pc.wrong("sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, (*_MIXED, "small/one_owner_bf16")),
+        pc.wrong("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, _MIXED),
+        pc.wrong("local_ids", "ids divided by W", lambda c: (c.answer[0] // len(group_members(c.case, c.rank)), c.answer[1].clone())),
+        pc.wrong("one_row_per_id", "duplicates of an id given the same row", _added_up, ("small/hot_bf16",)),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(AlternativeSolution("gather_and_sort", _by_selection),),
+    alternative_solutions=(pc.AlternativeSolution("gather_and_sort", _by_selection),),
     process_groups=group_layout,
     graph=False,
     graph_reason="how many pairs a rank receives depends on all ranks' ids, and the host must know it to allocate the result",

@@ -8,20 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP16, FP32, group_layout, group_members
 from peerlane.problems.families.graph import expected_distinct, per_rank, skewed
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64, add_product, gemm_tolerance, weights
@@ -63,17 +50,17 @@ def reference(
     return features @ proj_matrix
 
 
-def _nodes(case: Case, ranks: int) -> int:
+def _nodes(case: pc.Case, ranks: int) -> int:
     """Rows of the whole table. ``case``: ``nodes``, or ``nodes_per_rank`` and ``extra`` more, over which shards are unequal."""
     return int(case["nodes"] if "nodes" in case.params else case["nodes_per_rank"] * ranks + case.params.get("extra", 0))
 
 
-def _shard(case: Case, ranks: int) -> int:
+def _shard(case: pc.Case, ranks: int) -> int:
     """Rows of every shard but the last, which may have fewer."""
     return -(-_nodes(case, ranks) // ranks)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Ids are :func:`skewed` by ``case["skew"]``, popular ones spread over the whole table and shared by all ranks.
 
     ``case["ids"]``:
@@ -105,11 +92,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         projection = torch.eye(depth, dtype=case.dtype, device=draw.device)
     else:
         projection = weights(case, source, (depth, width), depth)
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return (_table(case, draw, (rows, depth)), ids.to(case.params.get("index", INT64)), projection, nodes, group)
 
 
-def _table(case: Case, draw: Draw, shape: tuple[int, int]) -> torch.Tensor:
+def _table(case: pc.Case, draw: pc.Draw, shape: tuple[int, int]) -> torch.Tensor:
     """Features: in bfloat16, drawn in place for the sake of large tables, of either sign and of sizes in [0.5, 2); else N(0, 1)."""
     if draw.integer:
         return draw.sparse_signs(shape, case.dtype, terms=case["depth"])
@@ -120,9 +107,7 @@ def _table(case: Case, draw: Draw, shape: tuple[int, int]) -> torch.Tensor:
     return words.bitwise_and_(-0x7F01).bitwise_or_(0x3F00).view(BF16)
 
 
-def _fetched(
-    inputs: Sequence[tuple[Any, ...]], members: Sequence[int], ids: torch.Tensor, owner: torch.Tensor, place: torch.Tensor
-) -> torch.Tensor:
+def _fetched(inputs: pc.Inputs, members: Sequence[int], ids: torch.Tensor, owner: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Row ``place`` of the shard of group rank ``owner`` for every id; places beyond a shard are cut to its last row."""
     rows: torch.Tensor = inputs[members[0]][0].new_zeros((ids.numel(), inputs[members[0]][0].shape[1]))
     for index, q in enumerate(members):
@@ -131,30 +116,30 @@ def _fetched(
     return rows
 
 
-def _features(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _features(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The rows that the rank's ids name."""
     members, ids = group_members(case, rank), inputs[rank][1].to(INT64)
     shard = _shard(case, len(members))
     return _fetched(inputs, members, ids, ids // shard, ids % shard)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     projection, features = inputs[rank][2], _features(case, inputs, rank)
     value = torch.zeros((features.shape[0], projection.shape[1]), dtype=FP64, device=features.device)
     magnitude = torch.zeros_like(value)
     for first in range(0, len(features), _CHUNK_ROWS):
         part = slice(first, first + _CHUNK_ROWS)
         add_product(value[part], magnitude[part], features[part], projection)
-    return Expected("projection", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("projection", value, case.dtype, magnitude=magnitude)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The fetch is exact; the product is accumulated in float32 and rounded once."""
     queries = case["queries"]
     return {"projection": gemm_tolerance(case, case["width"] * (queries if isinstance(queries, int) else min(queries)))}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every different row is read by its owner once, and sent once to every rank that wants it, in the shorter of its two forms.
 
     Ids need not travel, for peers could be read. Of how often drawn ids repeat, and whose they are, the mean is taken; where the ids follow
@@ -166,7 +151,7 @@ def cost(case: Case, rank: int) -> Cost:
     counts, nodes, known = [per_rank(case["queries"], q) for q in range(ranks)], _nodes(case, ranks), "ids" not in case.params
     distinct = [expected_distinct(count, nodes, skew) if known else 0.0 for count in counts]
     row = min(depth, width) * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=size * (expected_distinct(sum(counts), nodes, skew) / ranks * depth * known + counts[me] * width + depth * width)
         + case.params.get("index", INT64).itemsize * counts[me],
         egress_bytes=row * (sum(distinct) - distinct[me]) / ranks,
@@ -175,15 +160,15 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _projected(case: Case, features: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+def _projected(case: pc.Case, features: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     return torch.mm(features.to(FP32), projection.to(FP32)).to(case.dtype)
 
 
-def _direct(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _direct(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return _projected(case, _features(case, inputs, rank), inputs[rank][2])
 
 
-def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _split_depth(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The product in two halves of the depth, the second half first, in float32."""
     features, projection = _features(case, inputs, rank).to(FP32), inputs[rank][2].to(FP32)
     half = case["depth"] // 2
@@ -191,7 +176,7 @@ def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> to
     return product.to(case.dtype)
 
 
-def _unique(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _unique(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Every different row fetched and projected once."""
     ids, places = inputs[rank][1].unique(return_inverse=True)
     arguments = list(inputs)
@@ -200,7 +185,7 @@ def _unique(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.T
 
 
 def _partitioned(
-    context: AnswerContext, owner_and_place: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+    context: pc.AnswerContext, owner_and_place: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """The projection of the rows that another partition of the table names: ``owner_and_place(ids, ranks, own rank)``."""
     members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
@@ -208,33 +193,25 @@ def _partitioned(
     return _projected(context.case, _fetched(context.inputs, members, ids, owner, place), context.args[2])
 
 
-def _floor(context: AnswerContext) -> torch.Tensor:
+def _floor(context: pc.AnswerContext) -> torch.Tensor:
     shard = context.args[3] // len(group_members(context.case, context.rank))
     return _partitioned(
         context, lambda ids, ranks, _: ((ids // shard).clamp(max=ranks - 1), ids - (ids // shard).clamp(max=ranks - 1) * shard)
     )
 
 
-def _own_shard(context: AnswerContext) -> torch.Tensor:
+def _own_shard(context: pc.AnswerContext) -> torch.Tensor:
     return _partitioned(context, lambda ids, _, me: (torch.full_like(ids, me), ids % len(context.args[0])))
 
 
-def _remote_missing(context: AnswerContext) -> torch.Tensor:
-    """Zeros for rows of other ranks."""
+def _remote_missing(context: pc.AnswerContext) -> torch.Tensor:
     members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
     remote = ids // _shard(context.case, len(members)) != members.index(context.rank)
     result: torch.Tensor = context.answer.masked_fill(remote.unsqueeze(1), 0.0)
     return result
 
 
-def _owner_order(context: AnswerContext) -> torch.Tensor:
-    """Rows as they come back, sorted by owner."""
-    shard = _shard(context.case, len(group_members(context.case, context.rank)))
-    result: torch.Tensor = context.answer[(context.args[1] // shard).argsort(stable=True)]
-    return result
-
-
-def _next_projection(context: AnswerContext) -> torch.Tensor:
+def _next_projection(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     other = members[(members.index(context.rank) + 1) % len(members)]
     return _projected(context.case, _features(context.case, context.inputs, context.rank), context.inputs[other][2])
@@ -245,7 +222,7 @@ _RANDOM = (*_UNEVEN, "small/skewed_fp16", "small/one_owner_bf16", "small/int32_i
 _PRODUCTION = ("production_papers100m/bf16", "production_mag240m/bf16", "production_recommender/bf16")
 _EVERYWHERE = (*_RANDOM, *_PRODUCTION)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=68,
     slug="sharded_feature_fetch_projection",
     title="Fetch rows of a range-sharded feature table and project them",
@@ -264,68 +241,73 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "an uneven last shard; ranks without ids; repeated, local, skewed ids, and those at shards' boundaries; identity; groups",
-            case("uneven_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(23, 0, 17, 9)),
-            case("uneven_fp32", FP32, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(19, 14)),
-            case("boundary_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=40, ids="boundary"),
-            case("skewed_fp16", FP16, nodes_per_rank=100, depth=8, width=10, queries=(30, 21), skew=6.0),
-            case("one_owner_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=200, ids="one_owner"),
-            case("same_fp32", FP32, nodes_per_rank=10, depth=8, width=6, queries=9, ids="same"),
-            case("local_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=9, ids="local"),
-            case("int32_ids_bf16", BF16, nodes_per_rank=20, depth=33, width=17, queries=16, index=INT32, projection="shared"),
-            case("identity_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=8, queries=12, projection="identity"),
-            case("strided_group_fp32", FP32, nodes_per_rank=10, extra=1, depth=8, width=6, queries=9, group="strided", world_sizes=(4, 8)),
-            case("public_bf16", BF16, nodes_per_rank=20, depth=16, width=16, queries=24, variant="pkb"),
+            pc.case("uneven_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(23, 0, 17, 9)),
+            pc.case("uneven_fp32", FP32, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(19, 14)),
+            pc.case("boundary_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=40, ids="boundary"),
+            pc.case("skewed_fp16", FP16, nodes_per_rank=100, depth=8, width=10, queries=(30, 21), skew=6.0),
+            pc.case("one_owner_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=200, ids="one_owner"),
+            pc.case("same_fp32", FP32, nodes_per_rank=10, depth=8, width=6, queries=9, ids="same"),
+            pc.case("local_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=9, ids="local"),
+            pc.case("int32_ids_bf16", BF16, nodes_per_rank=20, depth=33, width=17, queries=16, index=INT32, projection="shared"),
+            pc.case("identity_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=8, queries=12, projection="identity"),
+            pc.case(
+                "strided_group_fp32", FP32, nodes_per_rank=10, extra=1, depth=8, width=6, queries=9, group="strided", world_sizes=(4, 8)
+            ),
+            pc.case("public_bf16", BF16, nodes_per_rank=20, depth=16, width=16, queries=24, variant="pkb"),
         ),
-        preset(
+        pc.preset(
             "pkb",
             "the public benchmark's shape but for the table, of 2 million rows in place of 111 million",
-            case("bf16", BF16, nodes=2_000_000, depth=256, width=256, queries=20_000),
-            case("public_bf16", BF16, nodes=2_000_000, depth=256, width=256, queries=20_000, variant="pkb"),
+            pc.case("bf16", BF16, nodes=2_000_000, depth=256, width=256, queries=20_000),
+            pc.case("public_bf16", BF16, nodes=2_000_000, depth=256, width=256, queries=20_000, variant="pkb"),
         ),
-        preset(
+        pc.preset(
             "production_papers100m",
             "ogbn-papers100M: 111 million x 128, 350 000 ids per rank, a power law, to 256",
-            case("bf16", BF16, nodes=111_059_956, depth=128, width=256, queries=350_000, skew=3.0, world_sizes=(4, 8)),
-            case("half_bf16", BF16, nodes=55_529_978, depth=128, width=256, queries=350_000, skew=3.0, world_sizes=(2,)),
+            pc.case("bf16", BF16, nodes=111_059_956, depth=128, width=256, queries=350_000, skew=3.0, world_sizes=(4, 8)),
+            pc.case("half_bf16", BF16, nodes=55_529_978, depth=128, width=256, queries=350_000, skew=3.0, world_sizes=(2,)),
         ),
-        preset(
+        pc.preset(
             "production_mag240m",
             "MAG240M papers: an eighth of the 121.75 million x 768, 150 000 ids per rank, to 1024",
-            case("bf16", BF16, nodes=15_218_940, depth=768, width=1024, queries=150_000),
+            pc.case("bf16", BF16, nodes=15_218_940, depth=768, width=1024, queries=150_000),
         ),
-        preset(
+        pc.preset(
             "production_recommender",
             "a recommender's id embedding: 40 million x 256, 65536 ids per rank, to 128, one projection for all ranks",
-            case("bf16", BF16, nodes=40_000_000, depth=256, width=128, queries=65536, skew=3.0, projection="shared"),
+            pc.case("bf16", BF16, nodes=40_000_000, depth=256, width=128, queries=65536, skew=3.0, projection="shared"),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("remote_missing", "zeros for rows of other ranks", _remote_missing, cases=_EVERYWHERE),
-        KnownWrongAnswer("own_shard", "every row taken from the rank's own shard", _own_shard, cases=_EVERYWHERE),
-        KnownWrongAnswer(
+        pc.wrong("remote_missing", "zeros for rows of other ranks", _remote_missing, _EVERYWHERE),
+        pc.wrong("own_shard", "every row taken from the rank's own shard", _own_shard, _EVERYWHERE),
+        pc.wrong(
             "modulo_partition",
             "row i taken from rank i mod W",
             lambda c: _partitioned(c, lambda ids, ranks, _: (ids % ranks, ids // ranks)),
-            cases=(*_RANDOM, *_PRODUCTION, "small/local_bf16"),
+            (*_RANDOM, *_PRODUCTION, "small/local_bf16"),
         ),
-        KnownWrongAnswer("floor_partition", "shards of floor(N / W) rows", _floor, cases=_UNEVEN),
-        KnownWrongAnswer(
-            "owner_order", "rows in the order of their owners, as they come back", _owner_order, cases=(*_RANDOM, *_PRODUCTION)
+        pc.wrong("floor_partition", "shards of floor(N / W) rows", _floor, _UNEVEN),
+        pc.wrong(
+            "owner_order",
+            "rows in the order of their owners, as they come back",
+            lambda c: c.answer[(c.args[1] // _shard(c.case, len(group_members(c.case, c.rank)))).argsort(stable=True)],
+            (*_RANDOM, *_PRODUCTION),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "next_projection",
             "the next rank's projection",
             _next_projection,
-            cases=(*_UNEVEN, "small/skewed_fp16", "small/one_owner_bf16", "pkb/bf16", *_PRODUCTION[:2]),
+            (*_UNEVEN, "small/skewed_fp16", "small/one_owner_bf16", "pkb/bf16", *_PRODUCTION[:2]),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("direct_fp32", _direct),
-        AlternativeSolution("split_depth_fp32", _split_depth),
-        AlternativeSolution("unique_fp32", _unique),
+        pc.AlternativeSolution("direct_fp32", _direct),
+        pc.AlternativeSolution("split_depth_fp32", _split_depth),
+        pc.AlternativeSolution("unique_fp32", _unique),
     ),
     process_groups=group_layout,
     integer_exact=True,

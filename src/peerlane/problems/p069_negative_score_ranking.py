@@ -10,23 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Score,
-    case,
-    constant,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members, stale_tail
 from peerlane.problems.families.graph import fitted, per_rank
 
@@ -58,24 +42,24 @@ def reference(local_pos_scores: torch.Tensor, local_neg_scores: torch.Tensor, gr
     return torch.cat([part[:size] for part, size in zip(gathered.view(ranks, max(sizes)), sizes, strict=True)])
 
 
-def _positives(case: Case, ranks: int) -> list[int]:
+def _positives(case: pc.Case, ranks: int) -> list[int]:
     """Positive edges of every rank. ``case``: ``positives``, a number or numbers that repeat, or ``positives_total`` / W + rank mod 3."""
     if "positives_total" in case.params:
         return [case["positives_total"] // ranks + rank % 3 for rank in range(ranks)]
     return [per_rank(case["positives"], rank) for rank in range(ranks)]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     members = group_members(case, rank)
     me, counts = members.index(rank), _positives(case, len(members))
     if not group_layout(case):
         return _scores(case, counts[me], draw)
     # All ranks must return the same, so that groups have the same scores, drawn for one of their members after the other.
     scores = [_scores(case, count, draw.shared) for count in counts]
-    return (*scores[me], *(GroupRef(name) for name in group_layout(case)))
+    return (*scores[me], *(pc.GroupRef(name) for name in group_layout(case)))
 
 
-def _scores(case: Case, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def _scores(case: pc.Case, count: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores N(0, 1), those of positives around 1. ``case["pattern"]``:
 
     * ``tied``: one positive in three has negatives that all equal it, and the others share half of theirs
@@ -92,7 +76,7 @@ def _scores(case: Case, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Ten
     match case.params.get("pattern"):
         case "tied":
             if case.dtype == FP32:
-                certain = constant([0.0, 0.0, 40.0, -120.0], draw.device)
+                certain = pc.constant([0.0, 0.0, 40.0, -120.0], draw.device)
                 positive = certain[draw.integers(0, 4, positive.shape)]
             equal = (draw.uniform(negative.shape, FP32) < 0.5) | (row % 3 == 0).unsqueeze(1)
             negative = torch.where(equal, positive.unsqueeze(1), negative)
@@ -102,7 +86,7 @@ def _scores(case: Case, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Ten
         case "masked":
             negative.masked_fill_(draw.uniform(negative.shape, FP32) < 0.25, -math.inf)
         case "special":
-            specials = constant([math.nan, math.inf, -math.inf, 0.0], draw.device)
+            specials = pc.constant([math.nan, math.inf, -math.inf, 0.0], draw.device)
             choice = draw.integers(0, 24, negative.shape)
             negative = torch.where(choice < 4, specials[choice.clamp(max=3)], negative)
             choice = draw.integers(0, 8, positive.shape)
@@ -113,7 +97,7 @@ def _scores(case: Case, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Ten
 
 
 @dataclass(kw_only=True)
-class Ranking(Expected):
+class Ranking(pc.Expected):
     """Ranks, with the smallest and the largest that rounding errors of the sigmoid allow. ``value`` is that of a correctly rounded one."""
 
     low: torch.Tensor
@@ -129,13 +113,13 @@ def sigmoid_range(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     wide = scores.to(FP64)
     exact = wide.sigmoid()
     size = wide.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs_()
-    error = (4 + (4 + 2 * size) * (1 - exact)) * UNIT_ROUNDOFF[FP32]
-    error.masked_fill_((exact > 1 - UNIT_ROUNDOFF[FP32] / 4) | (wide == 0), 0.0)
+    error = (4 + (4 + 2 * size) * (1 - exact)) * pc.UNIT_ROUNDOFF[FP32]
+    error.masked_fill_((exact > 1 - pc.UNIT_ROUNDOFF[FP32] / 4) | (wide == 0), 0.0)
     low, middle, high = ((exact * factor).clamp_(max=1.0).to(scores.dtype).to(FP64) for factor in (1 - error, 1.0, 1 + error))
     return low.masked_fill(exact < _TINY, 0.0), middle, high
 
 
-def _bounds(case: Case, positive: torch.Tensor, negative: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _bounds(case: pc.Case, positive: torch.Tensor, negative: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(value, low, high) of some rows. A negative with the positive's very score is never above it, unless ties are open.
 
     On a CPU it may be where their sigmoid is not exact, for the end of a tensor is not computed as the rest is.
@@ -153,7 +137,7 @@ def _bounds(case: Case, positive: torch.Tensor, negative: torch.Tensor) -> tuple
     return value, low, high
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Ranking:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> Ranking:
     parts = []
     rows = max(1, _CHUNK_BYTES // (case["negatives"] * FP64.itemsize))
     for q in group_members(case, rank):
@@ -164,30 +148,30 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Ranking:
     return Ranking(name="ranking", value=value, dtype=INT64, low=low, high=high)
 
 
-def compare(case: Case, got: torch.Tensor, expected: Ranking, kind: str) -> list[Score]:
+def compare(case: pc.Case, got: torch.Tensor, expected: Ranking, kind: str) -> list[pc.Score]:
     """Every rank must lie between those that the sigmoid's rounding errors in float32 allow, before it is rounded to the scores' dtype.
 
     Nearly everywhere these are one number. In the public variant ties with the positive may count for either side.
     """
     if got.numel() == 0:
-        return [Score("ranking", 0.0, "empty")]
+        return [pc.Score("ranking", 0.0, "empty")]
     wrong = (got < expected.low) | (got > expected.high)
     if not bool(wrong.any()):
-        return [Score("ranking", 0.0, "every place is right")]
+        return [pc.Score("ranking", 0.0, "every place is right")]
     worst = int(wrong.to(torch.uint8).argmax())
     low, high = int(expected.low[worst]), int(expected.high[worst])
     accepted = f"place {low}" if low == high else f"places {low} to {high}"
     detail = f"{int(wrong.sum())} of {wrong.numel()} positives have the wrong place; accepted here: {accepted}"
-    return [Score("ranking", math.inf, detail, (worst,), float(got[worst]), float(expected.value[worst]))]
+    return [pc.Score("ranking", math.inf, detail, (worst,), float(got[worst]), float(expected.value[worst]))]
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Scores are read once; a rank travels in the fewest whole bytes that hold it."""
     members = group_members(case, rank)
     counts = _positives(case, len(members))
     own, total, width = counts[members.index(rank)], sum(counts), case["negatives"]
     size = -(-(width + 1).bit_length() // 8)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(width + 1) * case.dtype.itemsize * own + INT64.itemsize * total,
         egress_bytes=size * own * (len(members) - 1),
         ingress_bytes=size * (total - own),
@@ -200,11 +184,11 @@ def _above(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
     return (negative > positive.unsqueeze(1)) | (negative.isnan() & ~positive.isnan().unsqueeze(1))
 
 
-def _gathered(inputs: Sequence[tuple[Any, ...]], members: Sequence[int], ranking: Any) -> torch.Tensor:
+def _gathered(inputs: pc.Inputs, members: Sequence[int], ranking: Any) -> torch.Tensor:
     return torch.cat([ranking(*inputs[q][:2]) for q in members])
 
 
-def _by_counting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _by_counting(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Sigmoids in float64, rounded once."""
 
     def ranking(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
@@ -214,7 +198,7 @@ def _by_counting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> to
     return _gathered(inputs, group_members(case, rank), ranking)
 
 
-def _by_sorting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _by_sorting(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """A stable descending sort of the positive, first, and its negatives; sigmoids by exp, in float32."""
 
     def ranking(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
@@ -226,7 +210,7 @@ def _by_sorting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tor
     return _gathered(inputs, group_members(case, rank), ranking)
 
 
-def _other(context: AnswerContext, ranking: Any, members: Sequence[int] | None = None) -> torch.Tensor:
+def _other(context: pc.AnswerContext, ranking: Any, members: Sequence[int] | None = None) -> torch.Tensor:
     """What another rule gives, of sigmoids in the scores' dtype."""
     chosen = group_members(context.case, context.rank) if members is None else members
     inputs = [tuple(x.to(FP32).sigmoid().to(context.case.dtype) for x in args[:2]) for args in context.inputs]
@@ -237,12 +221,11 @@ def _standard(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
     return 1 + _above(positive, negative).sum(1)
 
 
-def _no_sigmoid(context: AnswerContext) -> torch.Tensor:
+def _no_sigmoid(context: pc.AnswerContext) -> torch.Tensor:
     return _gathered(context.inputs, group_members(context.case, context.rank), _standard)
 
 
-def _own_alone(context: AnswerContext) -> torch.Tensor:
-    """Zeros for the positives of other ranks."""
+def _own_alone(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     counts = [len(context.inputs[q][0]) for q in members]
     mine = torch.arange(len(members), device=context.answer.device).repeat_interleave(torch.tensor(counts, device=context.answer.device))
@@ -250,12 +233,12 @@ def _own_alone(context: AnswerContext) -> torch.Tensor:
     return result
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"positives": (5, 3, 8, 0), "negatives": 40, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"positives": (5, 3, 8, 0), "negatives": 40, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "ragged and missing positives; ties, saturated and masked scores, NaN and infinities, first and last places; groups",
         _small("ragged_fp32", FP32),
@@ -271,28 +254,30 @@ PRESETS = (
         _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
         _small("open_ties_bf16", BF16, pattern="tied", positives=(29, 17, 30, 0), variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: about 1024 positives with 1000 negatives each, and the same in float32",
-        case("bf16", BF16, positives_total=1024, negatives=1000),
-        case("fp32", FP32, positives_total=1024, negatives=1000),
-        case("open_ties_bf16", BF16, positives_total=1024, negatives=1000, variant="pkb"),
+        pc.case("bf16", BF16, positives_total=1024, negatives=1000),
+        pc.case("fp32", FP32, positives_total=1024, negatives=1000),
+        pc.case("open_ties_bf16", BF16, positives_total=1024, negatives=1000, variant="pkb"),
     ),
-    preset("production_ogbl_wikikg2", "16384 positives per rank, 500 negatives", case("fp32", FP32, positives=16384, negatives=500)),
-    preset(
+    pc.preset("production_ogbl_wikikg2", "16384 positives per rank, 500 negatives", pc.case("fp32", FP32, positives=16384, negatives=500)),
+    pc.preset(
         "production_wikidata5m_full",
         "a slice of a full ranking: 256 positives per rank, a million negatives",
-        case("bf16", BF16, positives=256, negatives=1_000_000),
+        pc.case("bf16", BF16, positives=256, negatives=1_000_000),
     ),
-    preset("production_ogbl_citation2", "10822 positives per rank, 1000 negatives", case("fp32", FP32, positives=10822, negatives=1000)),
+    pc.preset(
+        "production_ogbl_citation2", "10822 positives per rank, 1000 negatives", pc.case("fp32", FP32, positives=10822, negatives=1000)
+    ),
 )
 
 _TIES = ("small/ragged_bf16", "small/tied_fp32", "small/tied_bf16", "small/saturated_fp32", "small/saturated_bf16", "pkb/bf16")
 _ROUNDED = ("small/saturated_fp32", "small/saturated_bf16", "pkb/bf16", "production_wikidata5m_full/bf16")
 # The public variant takes any place among ties, which with few positives may be one too low everywhere.
-_STRICT = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.variant == "default")
+_STRICT = pc.where(lambda c: c.variant == "default")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=69,
     slug="negative_score_ranking",
     title="Rank of each positive edge among its negatives, gathered over ranks",
@@ -312,41 +297,32 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "zeros for other ranks' positives", _own_alone),
-        KnownWrongAnswer("no_sigmoid", "raw scores compared, so that scores with one sigmoid are told apart", _no_sigmoid, cases=_ROUNDED),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "zeros for other ranks' positives", _own_alone),
+        pc.wrong("no_sigmoid", "raw scores compared, so that scores with one sigmoid are told apart", _no_sigmoid, _ROUNDED),
+        pc.wrong(
             "ties_lose",
             "negatives that equal the positive before it",
             lambda c: _other(c, lambda p, n: 1 + _above(p, n).sum(1) + (n == p.unsqueeze(1)).sum(1)),
-            cases=_TIES,
+            _TIES,
         ),
-        KnownWrongAnswer("from_zero", "the number of negatives above, counted from 0", lambda c: c.answer - 1, cases=_STRICT),
-        KnownWrongAnswer(
-            "ascending", "the place from below", lambda c: _other(c, lambda p, n: 1 + (n < p.unsqueeze(1)).sum(1)), cases=_STRICT
-        ),
-        KnownWrongAnswer(
-            "ranks_reversed", "the last rank's positives first", lambda c: _other(c, _standard, group_members(c.case, c.rank)[::-1])
-        ),
-        KnownWrongAnswer(
+        pc.wrong("from_zero", "the number of negatives above, counted from 0", lambda c: c.answer - 1, _STRICT),
+        pc.wrong("ascending", "the place from below", lambda c: _other(c, lambda p, n: 1 + (n < p.unsqueeze(1)).sum(1)), _STRICT),
+        pc.wrong("ranks_reversed", "the last rank's positives first", lambda c: _other(c, _standard, group_members(c.case, c.rank)[::-1])),
+        pc.wrong(
             "nan_below",
             "NaN below every number",
             lambda c: _other(c, lambda p, n: 1 + (n > p.unsqueeze(1)).sum(1)),
-            cases=("small/special_fp32",),
+            ("small/special_fp32",),
         ),
-        KnownWrongAnswer(
-            "whole_world",
-            "group ignored",
-            lambda c: _other(c, _standard, range(c.case.world_size)),
-            cases=("small/strided_group_bf16",),
-        ),
-        KnownWrongAnswer(
+        pc.wrong("whole_world", "group ignored", lambda c: _other(c, _standard, range(c.case.world_size)), ("small/strided_group_bf16",)),
+        pc.wrong(
             "stale_tail",
             "the last ranks are those of the slot before, which are often the same where sigmoids saturate",
             stale_tail,
-            cases=tuple(label for label in _STRICT if "saturated" not in label),
+            lambda c: _STRICT(c) and "saturated" not in c.label,
         ),
     ),
-    alternative_solutions=(AlternativeSolution("by_counting", _by_counting), AlternativeSolution("by_sorting", _by_sorting)),
+    alternative_solutions=(pc.AlternativeSolution("by_counting", _by_counting), pc.AlternativeSolution("by_sorting", _by_sorting)),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,
     replicated=True,

@@ -10,22 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    constant,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP16, FP32, all_gather_single, group_layout, group_members
 from peerlane.problems.families.graph import fitted, per_rank
 
@@ -89,19 +74,19 @@ def source_order(ranks: int, stagger: int) -> list[int]:
     return [x + ranks // stagger * y for x in range(ranks // stagger) for y in range(stagger)]
 
 
-def _key_splits(case: Case, ranks: int) -> list[int]:
+def _key_splits(case: pc.Case, ranks: int) -> list[int]:
     """Features of every destination. ``case["keys"]``: numbers that repeat over ranks, or ``{W: numbers}``."""
     keys = case["keys"]
     return list(keys[ranks]) if isinstance(keys, dict) else [keys[rank % len(keys)] for rank in range(ranks)]
 
 
-def _mean(case: Case, feature: int) -> float:
+def _mean(case: pc.Case, feature: int) -> float:
     """Values per sample of a feature. ``case["mean"]``: a number, or numbers that repeat over features."""
     mean: float | Sequence[float] = case["mean"]
     return mean if isinstance(mean, (int, float)) else mean[feature % len(mean)]
 
 
-def _shape(case: Case, me: int, features: int, layout: random.Random) -> tuple[list[int], list[int]]:
+def _shape(case: pc.Case, me: int, features: int, layout: random.Random) -> tuple[list[int], list[int]]:
     """Samples and values of every feature on rank ``me``.
 
     ``case["batch"]`` samples, a number or numbers that repeat over ranks, or, drawn for every feature, one of ``case["strides"]``.
@@ -119,7 +104,7 @@ def _shape(case: Case, me: int, features: int, layout: random.Random) -> tuple[l
     return strides, counts
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """How many values a feature has is layout; to which sample each of them belongs is not.
 
     Every sample has ``case["least"]``. Each of the others is in sample floor(stride u^2), u uniform: some have many, and many have none.
@@ -129,9 +114,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     features = sum(key_splits)
     strides, counts = [_shape(case, q, features, draw.layout) for q in range(len(members))][me]
     total, samples, least, device = sum(counts), sum(strides), case.params.get("least", 0), draw.device
-    stride, first, count = (constant(x, device) for x in (strides, [0, *itertools.accumulate(strides)][:-1], counts))
+    stride, first, count = (pc.constant(x, device) for x in (strides, [0, *itertools.accumulate(strides)][:-1], counts))
     if case.params.get("fixed"):
-        hot = constant([int(_mean(case, feature)) for feature in range(features)], device)
+        hot = pc.constant([int(_mean(case, feature)) for feature in range(features)], device)
         lengths = hot.repeat_interleave(stride, output_size=samples)
     else:
         free = total - least * samples
@@ -140,7 +125,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         lengths = torch.full((samples,), least, device=device).index_add_(0, first[feature] + sample, torch.ones_like(sample))
     values = draw.integers(0, case.params.get("below", 1_000_000), (total,), case.dtype)
     weights = draw.normal((total,), case["weights"]) if "weights" in case.params else None
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     per_key = strides if "strides" in case.params else None
     batch = per_rank(case.params.get("batch", 0), me)
     return (lengths.to(case.params.get("index", INT64)), values, key_splits, batch, group, weights, per_key, case.params.get("stagger", 1))
@@ -159,13 +144,7 @@ def _segments(args: tuple[Any, ...]) -> dict[str, Sequence[torch.Tensor]]:
 
 
 def _answer(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
-    members: Sequence[int],
-    me: int,
-    *,
-    order: Sequence[int] | None = None,
-    source_major: bool = False,
+    case: pc.Case, inputs: pc.Inputs, members: Sequence[int], me: int, *, order: Sequence[int] | None = None, source_major: bool = False
 ) -> dict[str, torch.Tensor]:
     """The right answer of group rank ``me``; with another ``order`` of sources, or with features inside sources, a wrong one."""
     _, _, key_splits, _, _, _, per_key, stagger = inputs[members[me]]
@@ -186,13 +165,13 @@ def _answer(
     return result | {name: joined[name] for name in joined if name == "weights"}
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> dict[str, Expected]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> dict[str, pc.Expected]:
     members = group_members(case, rank)
     answer = _answer(case, inputs, members, members.index(rank))
-    return {name: exactly(name, tensor) for name, tensor in answer.items()}
+    return {name: pc.exactly(name, tensor) for name, tensor in answer.items()}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every value is read and written once, and so is its weight; of lengths, which are small numbers, one byte each travels."""
     members = group_members(case, rank)
     me, ranks = members.index(rank), len(members)
@@ -209,14 +188,14 @@ def cost(case: Case, rank: int) -> Cost:
 
     # A value, below a million, fits into 20 bits.
     wire, local = 2.5 + weight, case.dtype.itemsize + weight
-    return Cost(
+    return pc.Cost(
         hbm_bytes=sum(size(me, q, index, local) + size(q, me, index, local) for q in range(ranks)),
         egress_bytes=sum(size(me, q, 1, wire) for q in range(ranks) if q != me),
         ingress_bytes=sum(size(q, me, 1, wire) for q in range(ranks) if q != me),
     )
 
 
-def _by_sorting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> dict[str, torch.Tensor]:
+def _by_sorting(case: pc.Case, inputs: pc.Inputs, rank: int) -> dict[str, torch.Tensor]:
     """Everything from everybody, labelled by feature and place of its source, and one stable sort."""
     members = group_members(case, rank)
     me, ranks = members.index(rank), len(members)
@@ -242,29 +221,27 @@ def _by_sorting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> dic
 Answer = dict[str, torch.Tensor]
 
 
-def _spoilt(context: AnswerContext, **options: Any) -> Answer:
+def _spoilt(context: pc.AnswerContext, **options: Any) -> Answer:
     members = group_members(context.case, context.rank)
     return _answer(context.case, context.inputs, members, members.index(context.rank), **options)
 
 
-def _no_communication(context: AnswerContext) -> Answer:
-    """The rank's own data, repeated or cut, and the right strides."""
+def _no_communication(context: pc.AnswerContext) -> Answer:
     own = {"lengths": context.args[0], "values": context.args[1], "weights": context.args[5]}
     return {name: fitted(own[name], tensor) if name in own else tensor.clone() for name, tensor in context.answer.items()}
 
 
-def _strides_in_order(context: AnswerContext) -> Answer:
+def _strides_in_order(context: pc.AnswerContext) -> Answer:
     """Batch sizes in the order of sources in the data."""
     order = source_order(len(group_members(context.case, context.rank)), context.args[7])
     return {**context.answer, "stride_per_rank": context.answer["stride_per_rank"][order]}
 
 
-def _weights_unpermuted(context: AnswerContext) -> Answer:
+def _weights_unpermuted(context: pc.AnswerContext) -> Answer:
     return {**context.answer, "weights": _spoilt(context, source_major=True)["weights"]}
 
 
-def _stale_values(context: AnswerContext) -> Answer:
-    """The last values are those of the slot before."""
+def _stale_values(context: pc.AnswerContext) -> Answer:
     values = context.answer["values"].clone()
     values[-8:] = context.previous["values"][-8:]
     return {**context.answer, "values": values}
@@ -276,12 +253,12 @@ _CRITEO_KEYS = {2: (13, 13), 4: (7, 6, 6, 7), 8: (4, 3, 3, 3, 3, 3, 3, 4)}
 _SOME_ZERO = {2: (0, 3), 4: (1, 0, 2, 1), 8: (1, 0, 2, 1, 0, 1, 2, 1)}
 
 
-def _small(label: str, **params: Any) -> CaseSpec:
-    return case(label, params.pop("dtype", INT64), **{"keys": (2, 1, 3), "batch": 4, "mean": 2, **params})
+def _small(label: str, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, params.pop("dtype", INT64), **{"keys": (2, 1, 3), "batch": 4, "mean": 2, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "bags that are empty, all of them or all of a rank; unequal batches, strides per feature, ranks without features; stagger, groups",
         _small("equal_batches"),
@@ -296,21 +273,21 @@ PRESETS = (
         _small("staggered_strides", stagger=2, strides=(1, 2, 3, 4)),
         _small("strided_group", batch=(2, 5), group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 512 samples per rank and feature, 5 values and 7.5 more on average",
-        case("int64", INT64, keys=(1, 2, 3), batch=512, least=5, mean=7.5),
+        pc.case("int64", INT64, keys=(1, 2, 3), batch=512, least=5, mean=7.5),
     ),
-    preset(
+    pc.preset(
         "production_dlrm_dcnv2",
         "MLPerf DLRM-DCNv2: 26 features of 1 to 100 values, 8192 samples per rank; and bags of any length, with weights",
-        case("ragged", INT64, keys=_CRITEO_KEYS, batch=8192, mean=_CRITEO, weights=FP32),
-        case("fixed", INT64, keys=_CRITEO_KEYS, batch=8192, mean=_CRITEO, fixed=True),
+        pc.case("ragged", INT64, keys=_CRITEO_KEYS, batch=8192, mean=_CRITEO, weights=FP32),
+        pc.case("fixed", INT64, keys=_CRITEO_KEYS, batch=8192, mean=_CRITEO, fixed=True),
     ),
-    preset(
+    pc.preset(
         "production_variable_batch",
         "64 features of 512, 1024 or 4096 samples each, 20 values per sample",
-        case("int64", INT64, keys={2: (32,) * 2, 4: (16,) * 4, 8: (8,) * 8}, strides=(512, 1024, 4096), mean=20),
+        pc.case("int64", INT64, keys={2: (32,) * 2, 4: (16,) * 4, 8: (8,) * 8}, strides=(512, 1024, 4096), mean=20),
     ),
 )
 
@@ -320,7 +297,7 @@ _FIXED = "all lengths are given by the features in this case"
 _WEIGHTED = ("small/unequal_batches", "small/strides_per_feature", "small/staggered", "production_dlrm_dcnv2/ragged")
 _REORDERED = (*_WEIGHTED, "small/equal_batches", "small/heavy_int32", "pkb/int64")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=70,
     slug="keyed_jagged_all_to_all",
     title="All-to-all redistribution of a keyed jagged tensor",
@@ -341,37 +318,29 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication",
-            "the rank's own data, repeated or cut",
-            _no_communication,
-            cases=(*_REORDERED, "small/no_features_on_a_rank"),
+        pc.wrong(
+            "no_communication", "the rank's own data, repeated or cut", _no_communication, (*_REORDERED, "small/no_features_on_a_rank")
         ),
-        KnownWrongAnswer(
-            "source_major", "features inside sources, as they are received", lambda c: _spoilt(c, source_major=True), cases=_REORDERED
-        ),
-        KnownWrongAnswer(
+        pc.wrong("source_major", "features inside sources, as they are received", lambda c: _spoilt(c, source_major=True), _REORDERED),
+        pc.wrong(
             "sources_reversed",
             "the last source first",
             lambda c: _spoilt(c, order=source_order(len(group_members(c.case, c.rank)), c.args[7])[::-1]),
-            cases=_REORDERED,
+            _REORDERED,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "not_staggered",
             "sources in the order of ranks",
             lambda c: _spoilt(c, order=range(c.case.world_size)),
-            cases=("small/staggered/w4", "small/staggered_strides/w4", "small/staggered/w8", "small/staggered_strides/w8"),
+            ("small/staggered/w4", "small/staggered_strides/w4", "small/staggered/w8", "small/staggered_strides/w8"),
         ),
-        KnownWrongAnswer(
-            "strides_in_order",
-            "stride_per_rank in the order of sources",
-            _strides_in_order,
-            cases=("small/staggered/w4", "small/staggered/w8"),
+        pc.wrong(
+            "strides_in_order", "stride_per_rank in the order of sources", _strides_in_order, ("small/staggered/w4", "small/staggered/w8")
         ),
-        KnownWrongAnswer("weights_unpermuted", "weights as they are received", _weights_unpermuted, cases=_WEIGHTED),
-        KnownWrongAnswer("stale_values", "the last values are those of the slot before", _stale_values, cases=_REORDERED),
+        pc.wrong("weights_unpermuted", "weights as they are received", _weights_unpermuted, _WEIGHTED),
+        pc.wrong("stale_values", "the last values are those of the slot before", _stale_values, _REORDERED),
     ),
-    alternative_solutions=(AlternativeSolution("by_sorting", _by_sorting),),
+    alternative_solutions=(pc.AlternativeSolution("by_sorting", _by_sorting),),
     excused={
         **{
             f"{null}/{output}": _FROM_LAYOUT

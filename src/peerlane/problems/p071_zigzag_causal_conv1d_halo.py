@@ -9,22 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import exchange_with_neighbours, from_zigzag, full_float32, without_group, zigzag_chunks, zigzag_shard
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
@@ -48,18 +33,18 @@ def reference(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | 
     return torch.cat(result.chunk(2), -1)
 
 
-def _chunk_length(case: Case, rank: int) -> int:
+def _chunk_length(case: pc.Case, rank: int) -> int:
     """``chunk`` samples in each of a rank's two chunks, or ``length`` in the whole sequence."""
     return int(case["chunk"] if "chunk" in case.params else case["length"] // (2 * len(group_members(case, rank))))
 
 
-def _place(case: Case, rank: int) -> tuple[int, int]:
+def _place(case: pc.Case, rank: int) -> tuple[int, int]:
     """The rank's place in its group, and the group's size."""
     members = group_members(case, rank)
     return members.index(rank), len(members)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """x of N(0, 1) and a replicated weight of N(0, 1 / k). ``case["pattern"]`` may make them hard:
 
     * ``impulse``: only the last sample of every chunk is not zero
@@ -77,11 +62,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         weight -= weight.mean(-1, keepdim=True)
     elif pattern == "nan" and _place(case, rank)[0] == 0:
         x[0, 1, length - 1] = float("nan")
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     return (x.to(case.dtype), weight.to(case.dtype), group)
 
 
-def _history(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
+def _history(case: pc.Case, inputs: pc.Inputs, rank: int) -> list[torch.Tensor]:
     """The k - 1 samples before each of the rank's chunks, zeros before the sequence."""
     members = group_members(case, rank)
     place, world = members.index(rank), len(members)
@@ -110,7 +95,7 @@ def _convolve(x: torch.Tensor, weight: torch.Tensor, halos: Sequence[torch.Tenso
     return torch.cat(results, -1)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     x, weight, _ = inputs[rank]
     halos = _history(case, inputs, rank)
     value = torch.empty(x.shape, dtype=FP64, device=x.device)
@@ -121,31 +106,31 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         samples, taps, before = x[:, part], weight[part], [halo[:, part] for halo in halos]
         value[:, part] = _convolve(samples, taps, before, FP64)
         magnitude[:, part] = _convolve(samples.abs(), taps.abs(), [halo.abs() for halo in before], FP64)
-    return Expected("convolved", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("convolved", value, case.dtype, magnitude=magnitude)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """k products summed in float32 in any order err by no more than k 2^-24 of the sum of their magnitudes; one rounding of the result.
 
     A correct rounding errs by u relatively and leaves 0.43 u normwise (1.7e-3 in bfloat16); the bounds are 2u and about u.
     """
     cancels = case.params.get("pattern") in ("offset", "impulse") or case.preset == "small"
     return {
-        "convolved": Tolerance(
-            relative=2 * UNIT_ROUNDOFF[case.dtype],
-            magnitude=(case["taps"] + 1) * UNIT_ROUNDOFF[FP32],
+        "convolved": pc.Tolerance(
+            relative=2 * pc.UNIT_ROUNDOFF[case.dtype],
+            magnitude=(case["taps"] + 1) * pc.UNIT_ROUNDOFF[FP32],
             normwise=4e-3 if case.dtype == BF16 and not cancels else None,
         )
     }
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """x is read and the result written once; every chunk but the sequence's last hands k - 1 samples on, one pair within a rank."""
     place, world = _place(case, rank)
     samples = case["batch"] * case["channels"] * 2 * _chunk_length(case, rank)
     neighbours = (place > 0) + (place < world - 1)
     port = neighbours * case["batch"] * case["channels"] * (case["taps"] - 1) * case.dtype.itemsize
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(2 * samples + case["channels"] * case["taps"]) * case.dtype.itemsize,
         egress_bytes=port,
         ingress_bytes=port,
@@ -153,13 +138,13 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _fp32(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _fp32(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """From the rank's own chunks and halos, tap by tap in float32, rounded once."""
     x, weight, _ = inputs[rank]
     return _convolve(x, weight, _history(case, inputs, rank), FP32).to(case.dtype)
 
 
-def _whole_sequence(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _whole_sequence(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """From the assembled sequence, all taps of a position at once."""
     place, world = _place(case, rank)
     whole = from_zigzag([inputs[q][0] for q in group_members(case, rank)], -1).to(FP32)
@@ -168,71 +153,66 @@ def _whole_sequence(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) ->
     return zigzag_shard(result, place, world, -1).to(case.dtype)
 
 
-def _with_halos(context: AnswerContext, halos: Sequence[torch.Tensor]) -> torch.Tensor:
+def _with_halos(context: pc.AnswerContext, halos: Sequence[torch.Tensor]) -> torch.Tensor:
     x, weight, _ = context.args
     return _convolve(x, weight, halos, FP32).to(context.case.dtype)
 
 
-def _tail(context: AnswerContext, place: int, chunk: int) -> torch.Tensor:
+def _tail(context: pc.AnswerContext, place: int, chunk: int) -> torch.Tensor:
     """The last k - 1 samples of a chunk (0 or 1) of the rank at a place of the group, counted around the ring."""
     members = group_members(context.case, context.rank)
     x: torch.Tensor = context.inputs[members[place % len(members)]][0].chunk(2, -1)[chunk]
     return x[..., x.shape[-1] - context.case["taps"] + 1 :]
 
 
-def _no_communication(context: AnswerContext) -> torch.Tensor:
-    return _with_halos(context, [torch.zeros_like(_tail(context, 0, 0))] * 2)
-
-
-def _contiguous_layout(context: AnswerContext) -> torch.Tensor:
+def _contiguous_layout(context: pc.AnswerContext) -> torch.Tensor:
     place, _ = _place(context.case, context.rank)
     before = _tail(context, place - 1, 1)
     return _with_halos(context, [before if place else torch.zeros_like(before), _tail(context, place, 0)])
 
 
-def _same_direction(context: AnswerContext) -> torch.Tensor:
+def _same_direction(context: pc.AnswerContext) -> torch.Tensor:
     place, _ = _place(context.case, context.rank)
     first, _ = _history(context.case, context.inputs, context.rank)
     return _with_halos(context, [first, _tail(context, place - 1, 1)])
 
 
-def _wraps_around(context: AnswerContext) -> torch.Tensor:
+def _wraps_around(context: pc.AnswerContext) -> torch.Tensor:
     place, _ = _place(context.case, context.rank)
     return _with_halos(context, [_tail(context, place - 1, 0), _tail(context, place + 1, 1)])
 
 
-def _halos_exchanged(context: AnswerContext) -> torch.Tensor:
+def _halos_exchanged(context: pc.AnswerContext) -> torch.Tensor:
     return _with_halos(context, _history(context.case, context.inputs, context.rank)[::-1])
 
 
-def _taps_reversed(context: AnswerContext) -> torch.Tensor:
+def _taps_reversed(context: pc.AnswerContext) -> torch.Tensor:
     x, weight, _ = context.args
     return _convolve(x, weight.flip(-1), _history(context.case, context.inputs, context.rank), FP32).to(context.case.dtype)
 
 
-def _stale_heads(context: AnswerContext) -> torch.Tensor:
-    """The first k - 1 outputs of every chunk left over from the slot before."""
+def _stale_heads(context: pc.AnswerContext) -> torch.Tensor:
     result: torch.Tensor = context.answer.clone()
     for chunk, stale in zip(result.chunk(2, -1), context.previous.chunk(2, -1), strict=True):
         chunk[..., : context.case["taps"] - 1] = stale[..., : context.case["taps"] - 1]
     return result
 
 
-def _narrow_accumulator(context: AnswerContext) -> torch.Tensor:
+def _narrow_accumulator(context: pc.AnswerContext) -> torch.Tensor:
     x, weight, _ = context.args
     return _convolve(x, weight, _history(context.case, context.inputs, context.rank), context.case.dtype)
 
 
-def _whole_world(context: AnswerContext) -> torch.Tensor:
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
     return _with_halos(context, _history(without_group(context.case), context.inputs, context.rank))
 
 
-def _small(label: str, dtype: torch.dtype, taps: int, chunk: int, **params: Any) -> CaseSpec:
-    return case(label, dtype, batch=2, channels=3, taps=taps, chunk=chunk, **params)
+def _small(label: str, dtype: torch.dtype, taps: int, chunk: int, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, batch=2, channels=3, taps=taps, chunk=chunk, **params)
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "odd and even tap counts, one tap, chunks as long as the history, impulses, an offset, NaN in a halo, groups",
         _small("four_taps_bf16", BF16, 4, 8),
@@ -246,27 +226,27 @@ PRESETS = (
         _small("nan_bf16", BF16, 4, 8, pattern="nan"),
         _small("strided_group_bf16", BF16, 4, 8, group="strided", world_sizes=(4, 8)),
     ),
-    preset("pkb", "the public benchmark's shape", case("bf16", BF16, batch=1, channels=1024, taps=7, chunk=1024)),
-    preset(
+    pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, batch=1, channels=1024, taps=7, chunk=1024)),
+    pc.preset(
         "production_evo2_7b_projection",
         "the short filter behind the projections to 3 x 4096 channels, 131072 samples",
-        case("bf16", BF16, batch=1, channels=12288, taps=3, length=131072),
+        pc.case("bf16", BF16, batch=1, channels=12288, taps=3, length=131072),
     ),
-    preset(
+    pc.preset(
         "production_evo2_7b_se",
         "a short explicit filter over 4096 channels, 131072 samples per rank: a sequence of a million on 8 ranks, of half a million on 4",
-        case("bf16", BF16, batch=1, channels=4096, taps=7, chunk=65536),
+        pc.case("bf16", BF16, batch=1, channels=4096, taps=7, chunk=65536),
     ),
-    preset(
+    pc.preset(
         "production_evo2_40b_mr",
         "a medium regularised filter of 128 taps over 8192 channels, 131072 samples",
-        case("bf16", BF16, batch=1, channels=8192, taps=128, length=131072),
+        pc.case("bf16", BF16, batch=1, channels=8192, taps=128, length=131072),
     ),
 )
 
-_HALO = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["taps"] > 1)
+_HALO = pc.where(lambda c: c["taps"] > 1)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=71,
     slug="zigzag_causal_conv1d_halo",
     title="Causal depthwise convolution in zigzag layout with halo exchange",
@@ -285,19 +265,19 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "zeros before both chunks", _no_communication, cases=_HALO),
-        KnownWrongAnswer("contiguous_layout", "history as if every rank held one contiguous stretch", _contiguous_layout, cases=_HALO),
-        KnownWrongAnswer("same_direction", "both chunks' history from the previous rank", _same_direction, cases=_HALO),
-        KnownWrongAnswer("wraps_around", "the neighbours of the first and the last rank taken around the ring", _wraps_around, cases=_HALO),
-        KnownWrongAnswer("halos_exchanged", "each chunk with the other's history", _halos_exchanged, cases=_HALO),
-        KnownWrongAnswer("taps_reversed", "the first tap multiplies the current sample", _taps_reversed, cases=_HALO),
-        KnownWrongAnswer("stale_heads", "the first k - 1 outputs of every chunk are those of the slot before", _stale_heads, cases=_HALO),
-        KnownWrongAnswer("narrow_accumulator", "taps summed in bfloat16", _narrow_accumulator, cases=("small/offset_bf16",)),
-        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+        pc.wrong("no_communication", "zeros before both chunks", lambda c: _with_halos(c, [torch.zeros_like(_tail(c, 0, 0))] * 2), _HALO),
+        pc.wrong("contiguous_layout", "history as if every rank held one contiguous stretch", _contiguous_layout, _HALO),
+        pc.wrong("same_direction", "both chunks' history from the previous rank", _same_direction, _HALO),
+        pc.wrong("wraps_around", "the neighbours of the first and the last rank taken around the ring", _wraps_around, _HALO),
+        pc.wrong("halos_exchanged", "each chunk with the other's history", _halos_exchanged, _HALO),
+        pc.wrong("taps_reversed", "the first tap multiplies the current sample", _taps_reversed, _HALO),
+        pc.wrong("stale_heads", "the first k - 1 outputs of every chunk are those of the slot before", _stale_heads, _HALO),
+        pc.wrong("narrow_accumulator", "taps summed in bfloat16", _narrow_accumulator, ("small/offset_bf16",)),
+        pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
-        AlternativeSolution("tap_by_tap_fp32", _fp32),
-        AlternativeSolution("whole_sequence_fp32", _whole_sequence),
+        pc.AlternativeSolution("tap_by_tap_fp32", _fp32),
+        pc.AlternativeSolution("whole_sequence_fp32", _whole_sequence),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,22 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import from_zigzag, without_group, zigzag_chunks, zigzag_shard
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
@@ -71,22 +56,22 @@ def reference(
     return (x1_seq * received.transpose(0, 1).reshape(batch, channels, local)).transpose(1, 2).contiguous()
 
 
-def _local_length(case: Case, rank: int) -> int:
+def _local_length(case: pc.Case, rank: int) -> int:
     """``local`` positions per rank, or ``length`` in the whole sequence."""
     return int(case["local"] if "local" in case.params else case["length"] // len(group_members(case, rank)))
 
 
-def _groups(case: Case, rank: int) -> int:
+def _groups(case: pc.Case, rank: int) -> int:
     """``groups`` filters, or ``groups_per_rank``."""
     return int(case["groups"] if "groups" in case.params else case["groups_per_rank"] * len(group_members(case, rank)))
 
 
-def _taps(case: Case, rank: int) -> int:
+def _taps(case: pc.Case, rank: int) -> int:
     """``taps`` in each filter, or ``taps_per_rank`` times the group's size."""
     return int(case["taps"] if "taps" in case.params else case["taps_per_rank"] * len(group_members(case, rank)))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Gates, values and bias of N(0, 1); decaying noise as filters, of unit norm, with time constants from 2 taps to half the filter.
 
     ``case["pattern"]`` may make them hard:
@@ -117,7 +102,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     elif pattern == "closed":
         x1[..., local // 2 :] = 0.0
     bias = draw.shared.normal((shape[1],), case.dtype)
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     return (x1, x2, v, h.to(case.dtype), bias, groups, case["group_dim"], group, case["zigzag"])
 
 
@@ -136,7 +121,7 @@ def _convolve(z: torch.Tensor, h: torch.Tensor, size: int) -> torch.Tensor:
     return result[..., : z.shape[-1]]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """From z as rounded to the inputs' dtype, in float64 by Fourier transforms, some filters at a time.
 
     The magnitude is the standard deviation of rounding errors: |x1| (sqrt(h^2 * z^2) + |bias z|), * being the convolution, with |h| |z| of
@@ -162,24 +147,24 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         gate = x1[:, part].to(FP64)
         value[:, part] = _part(y.view(batch, -1, length), place, world, zigzag) * gate
         magnitude[:, part] = _part(spread.view(batch, -1, length), place, world, zigzag) * gate.abs()
-    return Expected("gated", value.transpose(1, 2), case.dtype, magnitude=magnitude.transpose(1, 2))
+    return pc.Expected("gated", value.transpose(1, 2), case.dtype, magnitude=magnitude.transpose(1, 2))
 
 
-def _spread(case: Case) -> float:
-    return 6 * UNIT_ROUNDOFF[case.dtype]
+def _spread(case: pc.Case) -> float:
+    return 6 * pc.UNIT_ROUNDOFF[case.dtype]
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Roundings of y and of the result, by u of them each, with as much to spare.
 
     z may be left unrounded, which changes y by errors with a standard deviation of 0.43 u sqrt(h^2 * z^2): the bound is 14 of them.
     Normwise each of these three roundings leaves 0.43 u (1.7e-3 in bfloat16), and bfloat16 has 6e-3.
     """
     normwise = 6e-3 if case.dtype == BF16 and case.preset != "small" else None
-    return {"gated": Tolerance(relative=4 * UNIT_ROUNDOFF[case.dtype], magnitude=_spread(case), normwise=normwise)}
+    return {"gated": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=_spread(case), normwise=normwise)}
 
 
-def _foreign_history(case: Case, reader: int, owner: int, world: int, local: int, taps: int) -> int:
+def _foreign_history(case: pc.Case, reader: int, owner: int, world: int, local: int, taps: int) -> int:
     """How many positions of the owner lie within taps - 1 before a chunk of the reader (places in the group)."""
     length, parts = (local // 2, zigzag_chunks) if case["zigzag"] else (local, lambda place, _: (place,))
     read = [(max(0, part * length - taps + 1), part * length) for part in parts(reader, world)]
@@ -189,7 +174,7 @@ def _foreign_history(case: Case, reader: int, owner: int, world: int, local: int
     return sum(max(0, min(high, last) - max(low, first)) for low, high in read for first, last in owned)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """x1, x2 and v are read, the result written; filters are read by the rank that has their channels.
 
     Either z travels to the ranks of its channels and y back, or z to the ranks of later positions within the filter's reach; of both, per
@@ -203,7 +188,7 @@ def cost(case: Case, rank: int) -> Cost:
     sent = position * sum(_foreign_history(case, peer, place, world, local, taps) for peer in peers)
     received = position * sum(_foreign_history(case, place, peer, world, local, taps) for peer in peers)
     samples = position // case.dtype.itemsize * local
-    return Cost(
+    return pc.Cost(
         hbm_bytes=4 * position * local + _groups(case, rank) / world * taps * case.dtype.itemsize,
         egress_bytes=min(exchanged, sent),
         ingress_bytes=min(exchanged, received),
@@ -212,8 +197,8 @@ def cost(case: Case, rank: int) -> Cost:
 
 
 def _fp32(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
+    case: pc.Case,
+    inputs: pc.Inputs,
     rank: int,
     *,
     round_between: bool = True,
@@ -245,32 +230,32 @@ def _fp32(
     return ((x1.to(FP32) * y) if outer_gate else y).to(case.dtype).transpose(1, 2)
 
 
-def _wrong(context: AnswerContext, **mistakes: Any) -> torch.Tensor:
+def _wrong(context: pc.AnswerContext, **mistakes: Any) -> torch.Tensor:
     return _fp32(context.case, context.inputs, context.rank, **mistakes)
 
 
-def _keeping(context: AnswerContext, kept: Callable[[int, int], bool]) -> torch.Tensor:
+def _keeping(context: pc.AnswerContext, kept: Callable[[int, int], bool]) -> torch.Tensor:
     """With zeros for the shards of ranks whose place in the group is not kept; ``kept`` has that place, and the rank's own."""
     own = group_members(context.case, context.rank).index(context.rank)
     return _wrong(context, assemble=lambda shards: [s if kept(place, own) else torch.zeros_like(s) for place, s in enumerate(shards)])
 
 
-def _local_filter(context: AnswerContext) -> torch.Tensor:
+def _local_filter(context: pc.AnswerContext) -> torch.Tensor:
     """Filters cut to the length of a shard, as far as they are longer than that."""
     local = context.args[0].shape[-1]
     return _wrong(context, filters=lambda h: torch.cat([h[:, :local], torch.zeros_like(h[:, local:])], -1))
 
 
-def _interleaved_channels(context: AnswerContext) -> torch.Tensor:
+def _interleaved_channels(context: pc.AnswerContext) -> torch.Tensor:
     return _wrong(context, filters=lambda h: h.repeat(context.case["group_dim"], 1))
 
 
-def _small(label: str, dtype: torch.dtype, group_dim: int, local: int, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 2, "groups_per_rank": 3, "group_dim": group_dim, "local": local, "zigzag": True, **params})
+def _small(label: str, dtype: torch.dtype, group_dim: int, local: int, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"batch": 2, "groups_per_rank": 3, "group_dim": group_dim, "local": local, "zigzag": True, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "zigzag and contiguous shards, shared filters, short filters, an odd length, impulses, delays, slow decay, a closed gate, groups",
         _small("long_bf16", BF16, 1, 8, taps_per_rank=8),
@@ -285,42 +270,38 @@ PRESETS = (
         _small("closed_bf16", BF16, 1, 8, taps_per_rank=8, pattern="closed"),
         _small("strided_group_bf16", BF16, 2, 6, taps_per_rank=6, group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 2048 positions per rank, 1024 filters of 4096 taps",
-        case("bf16", BF16, batch=1, groups=1024, group_dim=1, local=2048, taps=4096, zigzag=True),
+        pc.case("bf16", BF16, batch=1, groups=1024, group_dim=1, local=2048, taps=4096, zigzag=True),
     ),
-    preset(
+    pc.preset(
         "production_evo2_7b_li",
         "a long implicit filter: 131072 positions, 4096 channels in 256 groups, filters as long as the sequence",
-        case("bf16", BF16, batch=1, groups=256, group_dim=16, length=131072, taps=131072, zigzag=True),
+        pc.case("bf16", BF16, batch=1, groups=256, group_dim=16, length=131072, taps=131072, zigzag=True),
     ),
-    preset(
+    pc.preset(
         "production_evo2_7b_mr",
         "a medium regularised filter: the same with 128 taps",
-        case("bf16", BF16, batch=1, groups=256, group_dim=16, length=131072, taps=128, zigzag=True),
+        pc.case("bf16", BF16, batch=1, groups=256, group_dim=16, length=131072, taps=128, zigzag=True),
     ),
-    preset(
+    pc.preset(
         "production_hyenadna_32k",
         "8 sequences of 32768 positions, 256 channels with a filter each, as long as the sequence",
-        case("bf16", BF16, batch=8, groups=256, group_dim=1, length=32768, taps=32768, zigzag=True),
+        pc.case("bf16", BF16, batch=8, groups=256, group_dim=1, length=32768, taps=32768, zigzag=True),
     ),
     *(
-        preset(
+        pc.preset(
             f"sweep_{local}",
             f"{local} positions per rank, 1024 filters of 1024 taps per rank",
-            case("bf16", BF16, batch=1, groups=1024, group_dim=1, local=local, taps_per_rank=1024, zigzag=True),
+            pc.case("bf16", BF16, batch=1, groups=1024, group_dim=1, local=local, taps_per_rank=1024, zigzag=True),
         )
         for local in (1024, 2048, 8192, 16384)
     ),
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=72,
     slug="hyena_long_conv_context_parallel",
     title="Hyena's gated long convolution, sequence sharded in zigzag layout",
@@ -341,44 +322,32 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication", "zeros at all positions of other ranks", lambda c: _keeping(c, lambda place, own: place == own)
-        ),
-        KnownWrongAnswer("drop_first_rank", "zeros at the first rank's positions", lambda c: _keeping(c, lambda place, own: place > 0)),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "zeros at all positions of other ranks", lambda c: _keeping(c, lambda place, own: place == own)),
+        pc.wrong("drop_first_rank", "zeros at the first rank's positions", lambda c: _keeping(c, lambda place, own: place > 0)),
+        pc.wrong(
             "layout_mistaken",
             "zigzag shards taken as contiguous, or the reverse",
             lambda c: _wrong(c, zigzag=not c.case["zigzag"]),
-            cases=_labels(lambda p: p.get("local", 2) % 2 == 0),
+            lambda c: c.params.get("local", 2) % 2 == 0,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "circular", "a transform of S points: the end of the sequence runs into its beginning", lambda c: _wrong(c, circular=True)
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "filter_of_a_shard",
             "filters cut to the length of a shard",
             _local_filter,
-            cases=_labels(lambda p: "taps_per_rank" in p and p.get("pattern") not in ("delay", "closed")),
+            lambda c: "taps_per_rank" in c.params and c.params.get("pattern") not in ("delay", "closed"),
         ),
-        KnownWrongAnswer("bias_ignored", "without conv_bias", lambda c: _wrong(c, use_bias=False)),
-        KnownWrongAnswer("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
-        KnownWrongAnswer("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
-        KnownWrongAnswer(
-            "interleaved_channels",
-            "filter c mod num_groups for channel c",
-            _interleaved_channels,
-            cases=_labels(lambda p: p["group_dim"] > 1),
-        ),
-        KnownWrongAnswer(
-            "whole_world",
-            "group ignored",
-            lambda c: _fp32(without_group(c.case), c.inputs, c.rank),
-            cases=_labels(lambda p: "group" in p),
-        ),
+        pc.wrong("bias_ignored", "without conv_bias", lambda c: _wrong(c, use_bias=False)),
+        pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
+        pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
+        pc.wrong("interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, lambda c: c["group_dim"] > 1),
+        pc.wrong("whole_world", "group ignored", lambda c: _fp32(without_group(c.case), c.inputs, c.rank), pc.grouped),
     ),
     alternative_solutions=(
-        AlternativeSolution("rounded_between", _fp32),
-        AlternativeSolution("fp32_throughout", lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)),
+        pc.AlternativeSolution("rounded_between", _fp32),
+        pc.AlternativeSolution("fp32_throughout", lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)),
     ),
     process_groups=group_layout,
     notes=(

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.vocab import vocabulary, whole_vocabulary
 
@@ -52,7 +37,7 @@ def reference(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, group: 
     return (total.log() - predicted).to(vocab_parallel_logits.dtype)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Logits N(0, scale^2), moved by an amount per token that is small for most and beyond 88 (where exp overflows) for one in fifty.
 
     Targets are uniform, but for a few of -100 and a few beyond the vocabulary. In long vocabularies three logits anywhere, one of them
@@ -111,15 +96,15 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     target.index_fill_(0, order[few : 2 * few], vocab + 3)
     lead = tuple(case["lead"])
     arguments = (logits.to(case.dtype).reshape(*lead, shard), target.reshape(lead))
-    return (*arguments, *(GroupRef(name) for name in group_layout(case)))
+    return (*arguments, *(pc.GroupRef(name) for name in group_layout(case)))
 
 
-def _absolute(case: Case, rank: int) -> float:
+def _absolute(case: pc.Case, rank: int) -> float:
     """What the loss, measured in nats, may be off by beyond its own relative error; see :func:`tolerance`."""
-    return 1e-5 if case.dtype == FP32 else (len(group_members(case, rank)) + 2) * UNIT_ROUNDOFF[BF16]
+    return 1e-5 if case.dtype == FP32 else (len(group_members(case, rank)) + 2) * pc.UNIT_ROUNDOFF[BF16]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     members, (vocab, _) = group_members(case, rank), vocabulary(case, rank)
     shards = [inputs[q][0].flatten(0, -2) for q in members]
     target = inputs[rank][1].flatten()
@@ -136,12 +121,12 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         loss[part] = partition - (predicted - maximum)
         magnitude[part] = (partition + maximum).abs() + predicted.abs()
     # In units of the absolute tolerance: a log-sum-exp and its difference from a logit in float32 err in proportion to their sizes.
-    magnitude = 1.0 + magnitude * (4 * UNIT_ROUNDOFF[FP32] / _absolute(case, rank))
+    magnitude = 1.0 + magnitude * (4 * pc.UNIT_ROUNDOFF[FP32] / _absolute(case, rank))
     lead = tuple(case["lead"])
-    return Expected("loss", loss.reshape(lead), case.dtype, magnitude=magnitude.reshape(lead))
+    return pc.Expected("loss", loss.reshape(lead), case.dtype, magnitude=magnitude.reshape(lead))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The loss, in nats, has a natural scale of one: a relative error of the sum of exponentials is an absolute error of its logarithm.
 
     In bfloat16 every step may be rounded to it, as the public reference does. Of the loss itself 2 u: the logarithm and the target's
@@ -150,21 +135,16 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     for the sum over the vocabulary, and what the oracle adds for large logits.
     """
     if case.dtype == FP32:
-        return {"loss": Tolerance(relative=2 * UNIT_ROUNDOFF[FP32], magnitude=_absolute(case, 0))}
+        return {"loss": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[FP32], magnitude=_absolute(case, 0))}
     normwise = 6e-3 if math.prod(case["lead"]) >= 64 else None
-    return {"loss": Tolerance(relative=4 * UNIT_ROUNDOFF[BF16], magnitude=_absolute(case, 0), normwise=normwise)}
+    return {"loss": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[BF16], magnitude=_absolute(case, 0), normwise=normwise)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Two float32 numbers per token (a shard's log-sum-exp and its target logit) go to one rank that combines them; the loss comes back."""
     tokens, ranks, (_, shard), size = math.prod(case["lead"]), len(group_members(case, rank)), vocabulary(case, rank), case.dtype.itemsize
     port = (8 + size) * tokens * (ranks - 1) / ranks
-    return Cost(
-        hbm_bytes=tokens * (shard * size + 8 + size),
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": 4 * tokens * shard},
-    )
+    return pc.Cost(hbm_bytes=tokens * (shard * size + 8 + size), egress_bytes=port, ingress_bytes=port, flops={"fp32": 4 * tokens * shard})
 
 
 def _picked(logits: torch.Tensor, target: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -181,7 +161,7 @@ def _dense(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return shifted.exp().sum(-1).log() - predicted.where((target >= 0) & (target < logits.shape[-1]), 0.0)
 
 
-def _merged_shards(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _merged_shards(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Every rank's log-sum-exp, merged, in float32; a target out of range is replaced by the maximum."""
     target, (vocab, shard) = inputs[rank][1], vocabulary(case, rank)
     sums, maxima, predicted = [], [], torch.zeros(target.shape, device=target.device)
@@ -195,7 +175,7 @@ def _merged_shards(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> 
     return (torch.logsumexp(torch.stack(sums), 0) - predicted).to(case.dtype)
 
 
-def _online(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _online(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """One pass over blocks of the vocabulary with a running maximum and a rescaled sum, in float32.
 
     Blocks are of 3 entries, or a 128th of a long vocabulary: no kernel adds a hundred thousand terms one after the other.
@@ -212,7 +192,7 @@ def _online(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.T
     return (total.log() - (_picked(logits, target) - maximum).where(inside, 0.0)).to(case.dtype)
 
 
-def _every_step_rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _every_step_rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Every step rounded to the logits' dtype, the ranks' sums of exponentials too and what they add up to."""
     members, (_, shard), target = group_members(case, rank), vocabulary(case, rank), inputs[rank][1]
     maximum = torch.stack([inputs[q][0].amax(-1) for q in members]).amax(0)
@@ -226,14 +206,14 @@ def _every_step_rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int
     return total.log() - predicted
 
 
-def _local_vocabulary(context: AnswerContext) -> torch.Tensor:
+def _local_vocabulary(context: pc.AnswerContext) -> torch.Tensor:
     """The loss over the rank's own shard; a foreign target counts as none."""
     logits, target = context.args[:2]
     place = group_members(context.case, context.rank).index(context.rank)
     return _dense(logits.to(FP32), target - place * logits.shape[-1]).to(context.case.dtype)
 
 
-def _foreign_target_ignored(context: AnswerContext) -> torch.Tensor:
+def _foreign_target_ignored(context: pc.AnswerContext) -> torch.Tensor:
     """The right partition sum, without the target's logit where another rank holds it."""
     logits, target = context.args[:2]
     place = group_members(context.case, context.rank).index(context.rank)
@@ -242,7 +222,7 @@ def _foreign_target_ignored(context: AnswerContext) -> torch.Tensor:
     return _dense(whole, target.where(own, -1)).to(context.case.dtype)
 
 
-def _sum_not_reduced(context: AnswerContext) -> torch.Tensor:
+def _sum_not_reduced(context: pc.AnswerContext) -> torch.Tensor:
     """The right maximum and target, but only the rank's own sum of exponentials."""
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     maximum = whole.amax(-1)
@@ -251,7 +231,7 @@ def _sum_not_reduced(context: AnswerContext) -> torch.Tensor:
     return (total.log() - predicted.where((target >= 0) & (target < whole.shape[-1]), 0.0)).to(context.case.dtype)
 
 
-def _every_other_entry(context: AnswerContext) -> torch.Tensor:
+def _every_other_entry(context: pc.AnswerContext) -> torch.Tensor:
     """The right maximum and target, and twice the sum of every second exponential."""
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     maximum = whole.amax(-1)
@@ -260,13 +240,13 @@ def _every_other_entry(context: AnswerContext) -> torch.Tensor:
     return (total.log() - predicted.where((target >= 0) & (target < whole.shape[-1]), 0.0)).to(context.case.dtype)
 
 
-def _no_maximum(context: AnswerContext) -> torch.Tensor:
+def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     inside = (target >= 0) & (target < whole.shape[-1])
     return (whole.exp().sum(-1).log() - _picked(whole, target).where(inside, whole.amax(-1))).to(context.case.dtype)
 
 
-def _outside_counts_as(context: AnswerContext, value: float | None) -> torch.Tensor:
+def _outside_counts_as(context: pc.AnswerContext, value: float | None) -> torch.Tensor:
     """The right answer but for targets out of range: ``value``, or the unshifted log-partition."""
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     outside = (target < 0) | (target >= whole.shape[-1])
@@ -274,17 +254,17 @@ def _outside_counts_as(context: AnswerContext, value: float | None) -> torch.Ten
     return torch.where(outside, spoilt.to(context.case.dtype), context.answer)
 
 
-def _whole_world(context: AnswerContext) -> torch.Tensor:
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
     logits = torch.cat([args[0].to(FP32) for args in context.inputs], dim=-1)
     return _dense(logits, context.args[1]).to(context.case.dtype)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"lead": (2, 7), "vocab_per_rank": 5, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"lead": (2, 7), "vocab_per_rank": 5, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "odd sizes; targets out of range, at shards' edges and in padding; peaked, equal, far-off, NaN and -inf logits; strided groups",
         _small("scaled_fp32", FP32, scale=10.0),
@@ -302,26 +282,26 @@ PRESETS = (
         _small("special_bf16", BF16, pattern="special"),
         _small("wide_bf16", BF16, lead=(97,), vocab_per_rank=1003, scale=1.0),
         _small("wide_fp32", FP32, lead=(3, 1, 11), vocab_per_rank=1003),
-        case("strided_group_bf16", BF16, lead=(2, 7), vocab_per_rank=5, group="strided", world_sizes=(4, 8)),
+        pc.case("strided_group_bf16", BF16, lead=(2, 7), vocab_per_rank=5, group="strided", world_sizes=(4, 8)),
     ),
-    preset("pkb", "the public benchmark's shape: a vocabulary of 512", case("bf16", BF16, lead=(8, 1024), vocab=512)),
-    preset(
+    pc.preset("pkb", "the public benchmark's shape: a vocabulary of 512", pc.case("bf16", BF16, lead=(8, 1024), vocab=512)),
+    pc.preset(
         "production_llama3_loss",
         "vocabulary 128256, 8192 tokens",
-        case("bf16", BF16, lead=(8192,), vocab=128256),
-        case("fp32", FP32, lead=(8192,), vocab=128256),
+        pc.case("bf16", BF16, lead=(8192,), vocab=128256),
+        pc.case("fp32", FP32, lead=(8192,), vocab=128256),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_loss",
         "4096 tokens, float32 logits, vocabulary 151936; and 152064, the last 128 of them padding",
-        case("fp32", FP32, lead=(4096,), vocab=151936),
-        case("padded_fp32", FP32, lead=(4096,), vocab=152064, padding=128),
+        pc.case("fp32", FP32, lead=(4096,), vocab=151936),
+        pc.case("padded_fp32", FP32, lead=(4096,), vocab=152064, padding=128),
     ),
-    preset(
+    pc.preset(
         "production_gemma3_loss",
         "8192 tokens, vocabulary 262144; and 256000, that of Gemma 2",
-        case("bf16", BF16, lead=(8192,), vocab=262144),
-        case("gemma2_bf16", BF16, lead=(8192,), vocab=256000),
+        pc.case("bf16", BF16, lead=(8192,), vocab=262144),
+        pc.case("gemma2_bf16", BF16, lead=(8192,), vocab=256000),
     ),
 )
 
@@ -329,12 +309,7 @@ PRESETS = (
 _PATTERNS = ("peaked", "equal", "offset", "boundary", "special")
 
 
-def _labels(*, without: Sequence[str]) -> tuple[str, ...]:
-    """The cases that follow none of the patterns."""
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params.get("pattern") not in without)
-
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=73,
     slug="vocab_parallel_cross_entropy",
     title="Vocabulary-parallel cross entropy, forward",
@@ -354,36 +329,34 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("local_vocabulary", "the loss over the rank's own shard", _local_vocabulary),
-        KnownWrongAnswer("foreign_target_ignored", "no target term where another rank holds the target", _foreign_target_ignored),
-        KnownWrongAnswer("sum_not_reduced", "the sum of exponentials over the rank's own shard", _sum_not_reduced),
-        KnownWrongAnswer(
+        pc.wrong("local_vocabulary", "the loss over the rank's own shard", _local_vocabulary),
+        pc.wrong("foreign_target_ignored", "no target term where another rank holds the target", _foreign_target_ignored),
+        pc.wrong("sum_not_reduced", "the sum of exponentials over the rank's own shard", _sum_not_reduced),
+        pc.wrong(
             "every_other_entry",
             "twice the sum of every second exponential",
             _every_other_entry,
-            cases=tuple(label for label in _labels(without=_PATTERNS) if label.startswith(("small/wide", "pkb", "production"))),
+            lambda c: c.params.get("pattern") not in _PATTERNS and (c.preset != "small" or c.label.startswith("wide")),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "no_maximum_subtraction",
             "exp of the bare logits",
             _no_maximum,
-            cases=("small/peaked_fp32", "small/peaked_bf16", "small/offset_fp32", "small/offset_bf16", "pkb/bf16"),
+            ("small/peaked_fp32", "small/peaked_bf16", "small/offset_fp32", "small/offset_bf16", "pkb/bf16"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "ignore_index",
             "loss 0 for targets out of range, which is right where one logit takes all the weight",
             lambda c: _outside_counts_as(c, 0.0),
-            cases=tuple(label for label in _labels(without=("peaked", "offset")) if "scaled" not in label),
+            lambda c: c.params.get("pattern") not in ("peaked", "offset") and "scaled" not in c.label,
         ),
-        KnownWrongAnswer(
-            "unshifted_partition", "log-partition of the bare logits for targets out of range", lambda c: _outside_counts_as(c, None)
-        ),
-        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+        pc.wrong("unshifted_partition", "log-partition of the bare logits for targets out of range", lambda c: _outside_counts_as(c, None)),
+        pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
-        AlternativeSolution("merged_shards_fp32", _merged_shards),
-        AlternativeSolution("online_fp32", _online),
-        AlternativeSolution("every_step_rounded", _every_step_rounded),
+        pc.AlternativeSolution("merged_shards_fp32", _merged_shards),
+        pc.AlternativeSolution("online_fp32", _online),
+        pc.AlternativeSolution("every_step_rounded", _every_step_rounded),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

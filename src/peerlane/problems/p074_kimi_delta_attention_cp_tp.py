@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupLayout,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import delta
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import all_gather_single
-from peerlane.problems.families.delta import (
-    Tokens,
-    chunked_delta_rule,
-    delta_tolerance,
-    normalised,
-    recurrence,
-    rounded_matmul,
-    sized_delta_rule,
-)
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # The smallest norm that queries and keys are divided by, and the least logarithm of a token's decay.
@@ -63,32 +41,32 @@ def reference(
     arguments = [whole_sequence(x) for x in (q, k, v, g, beta)]
     # Later tokens do not matter to the rank's own.
     first, length = rank * local, (rank + 1) * local
-    o, _ = chunked_delta_rule(lambda part: prepared(arguments, a_log, dt_bias, part, torch.float32), length, first=first)
+    o, _ = delta.chunked_delta_rule(lambda part: prepared(arguments, a_log, dt_bias, part, torch.float32), length, first=first)
     result = o.to(q.dtype).transpose(1, 2).contiguous()
     if tp_group is not None:
         dist.all_reduce(result, group=tp_group)
     return result
 
 
-def prepared(arguments: Sequence[torch.Tensor], a_log: torch.Tensor, dt_bias: torch.Tensor, part: slice, work: torch.dtype) -> Tokens:
+def prepared(arguments: Sequence[torch.Tensor], a_log: torch.Tensor, dt_bias: torch.Tensor, part: slice, work: torch.dtype) -> delta.Tokens:
     """Some tokens of q, k, v, g and beta (B, L, H, ...), as (B, H, tokens, ...) in ``work``."""
     q, k, v, g, beta = (x[:, part].to(work).transpose(1, 2) for x in arguments)
     rate = torch.exp(a_log.to(work)).view(-1, 1, 1) * (g + dt_bias.to(work).view(-1, 1, g.shape[-1]))
-    return Tokens(
-        normalised(q, _FLOOR) * q.shape[-1] ** -0.5,
-        normalised(k, _FLOOR),
+    return delta.Tokens(
+        delta.normalised(q, _FLOOR) * q.shape[-1] ** -0.5,
+        delta.normalised(k, _FLOOR),
         v,
         _LEAST_LOG_DECAY * torch.sigmoid(rate),
         torch.sigmoid(beta).unsqueeze(-1),
     )
 
 
-def _tensor_parallel(case: Case) -> int:
+def _tensor_parallel(case: pc.Case) -> int:
     """The size of a tensor-parallel group: 1, or ``case["tp"]`` where there are four ranks or more."""
     return int(case.params.get("tp", 1)) if case.world_size >= 4 else 1
 
 
-def process_groups(case: Case) -> GroupLayout:
+def process_groups(case: pc.Case) -> pc.GroupLayout:
     """Neighbours are tensor-parallel; ranks with the same place among them share a sequence. None (the world, nobody) otherwise."""
     tp = _tensor_parallel(case)
     if tp == 1:
@@ -99,24 +77,24 @@ def process_groups(case: Case) -> GroupLayout:
     }
 
 
-def _sequence_ranks(case: Case, rank: int) -> list[int]:
+def _sequence_ranks(case: pc.Case, rank: int) -> list[int]:
     """The ranks that share a sequence with this one, in order."""
     tp = _tensor_parallel(case)
     return list(range(rank % tp, case.world_size, tp))
 
 
-def _summed_ranks(case: Case, rank: int) -> list[int]:
+def _summed_ranks(case: pc.Case, rank: int) -> list[int]:
     """The ranks whose outputs are added."""
     tp = _tensor_parallel(case)
     return list(range(rank - rank % tp, rank - rank % tp + tp))
 
 
-def _local_length(case: Case) -> int:
+def _local_length(case: pc.Case) -> int:
     """``local`` tokens per rank, or ``length`` in the whole sequence."""
     return int(case["local"] if "local" in case.params else case["length"] // len(_sequence_ranks(case, 0)))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """q, k, v and beta of N(0, 1), a_log of N(0, 0.01); g of N(-4, 1) and dt_bias in [-4, 3): decay 0.2 to 0.999 by channel.
 
     A quarter of the heads (of four or more) hardly decays and writes little, so that it remembers ten thousand tokens.
@@ -158,34 +136,34 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
             q[:, 2::4] = 0.0
         case "fast":
             g.fill_(40.0)
-    groups = (GroupRef("cp"), GroupRef("tp")) if process_groups(case) else (None, None)
+    groups = (pc.GroupRef("cp"), pc.GroupRef("tp")) if process_groups(case) else (None, None)
     return (q / pairs, k * pairs, v * values, g.to(case.dtype), beta.to(case.dtype), a_log, dt_bias, *groups)
 
 
-def _tokens(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], work: torch.dtype) -> Callable[[slice], Tokens]:
+def _tokens(inputs: pc.Inputs, ranks: Sequence[int], work: torch.dtype) -> Callable[[slice], delta.Tokens]:
     """The sequence that the ranks' shards make up, in this order."""
     arguments = [torch.cat([inputs[q][i] for q in ranks], dim=1) for i in range(5)]
     a_log, dt_bias = inputs[ranks[-1]][5:7]
     return lambda part: prepared(arguments, a_log, dt_bias, part, work)
 
 
-def _until(case: Case, rank: int) -> list[int]:
+def _until(case: pc.Case, rank: int) -> list[int]:
     """The ranks of the sequence up to this one: those that its outputs depend on."""
     ranks = _sequence_ranks(case, rank)
     return ranks[: ranks.index(rank) + 1]
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     local, sums = _local_length(case), []
     for peer in _summed_ranks(case, rank):
         ranks = _until(case, peer)
         first = (len(ranks) - 1) * local
-        sums.append(sized_delta_rule(_tokens(inputs, ranks, FP64), [inputs[q][2] for q in ranks], first + local, first=first))
+        sums.append(delta.sized_delta_rule(_tokens(inputs, ranks, FP64), [inputs[q][2] for q in ranks], first + local, first=first))
     value, magnitude = (torch.stack(terms).sum(0) for terms in zip(*sums, strict=True))
-    return Expected("output", value.transpose(1, 2), case.dtype, magnitude=magnitude.transpose(1, 2))
+    return pc.Expected("output", value.transpose(1, 2), case.dtype, magnitude=magnitude.transpose(1, 2))
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Along the sequence either tokens are exchanged for heads and back, or the state is handed on, rounded to the dtype; the less of both.
 
     Outputs of tensor-parallel ranks are reduced and spread in parts. Operations as in the Gated DeltaNet: 6 K V per token and head with a
@@ -199,7 +177,7 @@ def cost(case: Case, rank: int) -> Cost:
     state = case["batch"] * heads * key_depth * value_depth * size
     summed = 2 * (tp - 1) / tp * tokens * value_depth * size
     operations = min(6 * key_depth * value_depth, 2 * local * len(ranks) * (key_depth + value_depth))
-    return Cost(
+    return pc.Cost(
         hbm_bytes=moved,
         egress_bytes=summed + min(exchanged, state * (place < len(ranks) - 1)),
         ingress_bytes=summed + min(exchanged, state * (place > 0)),
@@ -207,15 +185,11 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-Outputs = Callable[[Callable[[slice], Tokens], int, int], torch.Tensor]
+Outputs = Callable[[Callable[[slice], delta.Tokens], int, int], torch.Tensor]
 
 
 def _added(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
-    summed: Sequence[int],
-    outputs: Outputs,
-    sequence: Callable[[int], list[int]] | None = None,
+    case: pc.Case, inputs: pc.Inputs, summed: Sequence[int], outputs: Outputs, sequence: Callable[[int], list[int]] | None = None
 ) -> torch.Tensor:
     """``outputs(tokens, first, length)`` of the ranks in ``summed``, rounded and added in the dtype.
 
@@ -231,35 +205,37 @@ def _added(
     return total.transpose(1, 2)
 
 
-def _recurrent(tokens: Callable[[slice], Tokens], first: int, length: int) -> torch.Tensor:
-    return recurrence(tokens(slice(0, length)))[..., first:, :]
+def _recurrent(tokens: Callable[[slice], delta.Tokens], first: int, length: int) -> torch.Tensor:
+    return delta.recurrence(tokens(slice(0, length)))[..., first:, :]
 
 
-def _tensor_cores(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _tensor_cores(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """In chunks, with operands of products rounded to bfloat16 if the inputs are bfloat16."""
-    matmul = rounded_matmul if case.dtype == BF16 else torch.matmul
+    matmul = delta.rounded_matmul if case.dtype == BF16 else torch.matmul
 
-    def outputs(tokens: Callable[[slice], Tokens], first: int, length: int) -> torch.Tensor:
-        return chunked_delta_rule(tokens, length, first=first, matmul=matmul)[0]
+    def outputs(tokens: Callable[[slice], delta.Tokens], first: int, length: int) -> torch.Tensor:
+        return delta.chunked_delta_rule(tokens, length, first=first, matmul=matmul)[0]
 
     return _added(case, inputs, _summed_ranks(case, rank), outputs)
 
 
-def _mistaken(context: AnswerContext, change: Callable[[Tokens], Tokens] = lambda tokens: tokens, **mistakes: bool) -> torch.Tensor:
+def _mistaken(
+    context: pc.AnswerContext, change: Callable[[delta.Tokens], delta.Tokens] = lambda tokens: tokens, **mistakes: bool
+) -> torch.Tensor:
     """Token by token, from changed tokens or with a mistake of :func:`recurrence`."""
 
-    def outputs(tokens: Callable[[slice], Tokens], first: int, length: int) -> torch.Tensor:
-        return recurrence(change(tokens(slice(0, length))), **mistakes)[..., first:, :]
+    def outputs(tokens: Callable[[slice], delta.Tokens], first: int, length: int) -> torch.Tensor:
+        return delta.recurrence(change(tokens(slice(0, length))), **mistakes)[..., first:, :]
 
     return _added(context.case, context.inputs, _summed_ranks(context.case, context.rank), outputs)
 
 
-def _sequence_of(context: AnswerContext, sequence: Callable[[int], list[int]]) -> torch.Tensor:
+def _sequence_of(context: pc.AnswerContext, sequence: Callable[[int], list[int]]) -> torch.Tensor:
     """As if a rank's sequence were these ranks' shards."""
     return _added(context.case, context.inputs, _summed_ranks(context.case, context.rank), _recurrent, sequence)
 
 
-def _ranks_reversed(context: AnswerContext) -> torch.Tensor:
+def _ranks_reversed(context: pc.AnswerContext) -> torch.Tensor:
     def sequence(rank: int) -> list[int]:
         ranks = _sequence_ranks(context.case, rank)
         return ranks[ranks.index(rank) :][::-1]
@@ -267,7 +243,7 @@ def _ranks_reversed(context: AnswerContext) -> torch.Tensor:
     return _sequence_of(context, sequence)
 
 
-def _eight_bits(context: AnswerContext) -> torch.Tensor:
+def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
     """Earlier ranks' q, k and v, parts of the sum and the sum come in 8-bit integers."""
     case = context.case
     coded = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
@@ -278,17 +254,17 @@ def _eight_bits(context: AnswerContext) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else eight_bits(functools.reduce(torch.add, [eight_bits(part) for part in parts]))
 
 
-def _bias_ignored(context: AnswerContext) -> torch.Tensor:
+def _bias_ignored(context: pc.AnswerContext) -> torch.Tensor:
     replaced = [(*args[:6], torch.zeros_like(args[6]), *args[7:]) for args in context.inputs]
     return _added(context.case, replaced, _summed_ranks(context.case, context.rank), _recurrent)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 2, "local": 11, "heads": 4, "key_depth": 24, "value_depth": 40, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"batch": 2, "local": 11, "heads": 4, "key_depth": 24, "value_depth": 40, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "with and without tensor parallelism; a state that only the first rank writes; one key; zero keys and queries; fast decay; large v",
         _small("plain_bf16", BF16),
@@ -302,45 +278,37 @@ PRESETS = (
         _small("fast_fp32", FP32, pattern="fast", local=40),
         _small("large_bf16", BF16, pattern="large"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 64 tokens per rank, 16 heads of 128; on four ranks and more, pairs are tensor-parallel",
-        case("bf16", BF16, batch=1, local=64, heads=16, key_depth=128, value_depth=128, tp=2),
+        pc.case("bf16", BF16, batch=1, local=64, heads=16, key_depth=128, value_depth=128, tp=2),
     ),
-    preset(
+    pc.preset(
         "production_kimi_linear_32k",
         "Kimi-Linear-48B-A3B: 32 heads of 128, 32768 tokens",
-        case("bf16", BF16, batch=1, length=32768, heads=32, key_depth=128, value_depth=128),
+        pc.case("bf16", BF16, batch=1, length=32768, heads=32, key_depth=128, value_depth=128),
     ),
-    preset(
+    pc.preset(
         "production_kimi_linear_128k",
         "Kimi-Linear-48B-A3B: 131072 tokens",
-        case("bf16", BF16, batch=1, length=131072, heads=32, key_depth=128, value_depth=128),
+        pc.case("bf16", BF16, batch=1, length=131072, heads=32, key_depth=128, value_depth=128),
     ),
-    preset(
+    pc.preset(
         "production_kimi_linear_tp2",
         "Kimi-Linear-48B-A3B with two tensor-parallel ranks: 16 heads, 4096 tokens per rank",
-        case("bf16", BF16, batch=1, local=4096, heads=16, key_depth=128, value_depth=128, tp=2, world_sizes=(4, 8)),
+        pc.case("bf16", BF16, batch=1, local=4096, heads=16, key_depth=128, value_depth=128, tp=2, world_sizes=(4, 8)),
     ),
 )
-
-
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
 
 
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
-_CHECKSUMMING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+_CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
 # Where a sequence has three ranks or more, and their states are remembered.
-_FAR = tuple(
-    f"{name}/w{world_size}"
-    for name in _labels(lambda params: params.get("pattern") == "carried" or "length" in params)
-    for world_size in (4, 8)
-)
+_FAR = pc.where(lambda c: c.world_size > 2 and (c.params.get("pattern") == "carried" or "length" in c.params))
 _SUMMED = ("small/summed_bf16", "small/summed_fp32", "pkb/bf16/w4", "pkb/bf16/w8", "production_kimi_linear_tp2/bf16")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=74,
     slug="kimi_delta_attention_cp_tp",
     title="Kimi Delta Attention over a sharded sequence, summed over tensor-parallel ranks",
@@ -358,78 +326,68 @@ PROBLEM = Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=delta_tolerance,
+    tolerance=delta.delta_tolerance,
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
+        pc.wrong(
             "no_communication",
             "the rank's tokens from a state of zero, and no sum",
             lambda c: _added(c.case, c.inputs, [c.rank], _recurrent, lambda rank: [rank]),
-            cases=_CHECKSUMMING,
+            _CHECKSUMMING,
         ),
-        KnownWrongAnswer(
-            "no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), cases=_CHECKSUMMING
-        ),
-        KnownWrongAnswer(
-            "eight_bits", "q, k, v and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits, cases=_CHECKSUMMING
-        ),
-        KnownWrongAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_CHECKSUMMING),
-        KnownWrongAnswer(
+        pc.wrong("no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), _CHECKSUMMING),
+        pc.wrong("eight_bits", "q, k, v and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits, _CHECKSUMMING),
+        pc.wrong("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, _CHECKSUMMING),
+        pc.wrong(
             "drop_first_rank",
             "the sequence without the first rank's tokens",
             lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[1:] or [rank]),
-            cases=_CHECKSUMMING,
+            _CHECKSUMMING,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "previous_rank_only",
             "from a state of zero at the previous rank's first token",
             lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[-2:]),
-            cases=_FAR,
+            _FAR,
         ),
-        KnownWrongAnswer(
-            "not_summed", "without the other tensor-parallel ranks", lambda c: _added(c.case, c.inputs, [c.rank], _recurrent), cases=_SUMMED
+        pc.wrong(
+            "not_summed", "without the other tensor-parallel ranks", lambda c: _added(c.case, c.inputs, [c.rank], _recurrent), _SUMMED
         ),
-        KnownWrongAnswer(
-            "groups_ignored",
-            "the whole world as one sequence",
-            lambda c: _sequence_of(c, lambda rank: list(range(rank + 1))),
-            cases=_SUMMED,
+        pc.wrong(
+            "groups_ignored", "the whole world as one sequence", lambda c: _sequence_of(c, lambda rank: list(range(rank + 1))), _SUMMED
         ),
-        KnownWrongAnswer("linear_attention", "without the correction by M^T k", lambda c: _mistaken(c, corrected=False)),
-        KnownWrongAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
-        KnownWrongAnswer(
+        pc.wrong("linear_attention", "without the correction by M^T k", lambda c: _mistaken(c, corrected=False)),
+        pc.wrong("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
+        pc.wrong(
             "decay_ignored",
             "d = 1",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=torch.zeros_like(t.log_decay))),
-            cases=_labels(lambda params: params.get("pattern") not in ("carried", "repeated")),
+            lambda c: c.params.get("pattern") not in ("carried", "repeated"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "one_decay",
             "the mean decay of a head's channels, as in Gated DeltaNet",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=t.log_decay.mean(-1, keepdim=True))),
-            cases=_labels(lambda params: params.get("pattern") not in ("carried", "zeros", *_FORGETFUL) and "tp" not in params),
+            lambda c: c.params.get("pattern") not in ("carried", "zeros", *_FORGETFUL) and "tp" not in c.params,
         ),
-        KnownWrongAnswer(
-            "dt_bias_ignored",
-            "decay without dt_bias",
-            _bias_ignored,
-            cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL)),
+        pc.wrong(
+            "dt_bias_ignored", "decay without dt_bias", _bias_ignored, lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL)
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "beta_as_given",
             "without the sigmoid",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.logit(t.beta, eps=1e-6))),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "queries_not_scaled",
             "without the factor 1 / sqrt(K)",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, q=t.q * c.case["key_depth"] ** 0.5)),
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("recurrent_fp32", lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent)),
-        AlternativeSolution("tensor_cores", _tensor_cores),
+        pc.AlternativeSolution("recurrent_fp32", lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent)),
+        pc.AlternativeSolution("tensor_cores", _tensor_cores),
     ),
     process_groups=process_groups,
     notes=(

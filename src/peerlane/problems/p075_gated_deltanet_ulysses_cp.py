@@ -10,34 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
+from peerlane.problems.families import delta
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import without_group
-from peerlane.problems.families.delta import (
-    Tokens,
-    chunked_delta_rule,
-    delta_tolerance,
-    normalised,
-    recurrence,
-    rounded_matmul,
-    sized_delta_rule,
-)
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # The smallest norm that queries and keys are divided by.
@@ -65,38 +42,38 @@ def reference(
 
     arguments = [to_heads(x) for x in (q, k, v, gate, beta)]
     length = arguments[0].shape[1]
-    o, _ = chunked_delta_rule(lambda part: prepared(arguments, a_log, dt_bias, part, torch.float32), length)
+    o, _ = delta.chunked_delta_rule(lambda part: prepared(arguments, a_log, dt_bias, part, torch.float32), length)
     by_tokens = torch.stack(o.to(q.dtype).transpose(1, 2).chunk(ranks, dim=1))
     received = torch.empty_like(by_tokens)
     dist.all_to_all_single(received, by_tokens, group=group)
     return torch.cat(received.unbind(), dim=2)
 
 
-def prepared(arguments: Sequence[torch.Tensor], a_log: torch.Tensor, dt_bias: torch.Tensor, part: slice, work: torch.dtype) -> Tokens:
+def prepared(arguments: Sequence[torch.Tensor], a_log: torch.Tensor, dt_bias: torch.Tensor, part: slice, work: torch.dtype) -> delta.Tokens:
     """Some tokens of q, k, v, gate and beta (B, L, heads, ...), as (B, value heads, tokens, ...) in ``work``.
 
     Every query head is repeated for its value heads.
     """
     q, k, v, gate, beta = (x[:, part].to(work).transpose(1, 2) for x in arguments)
     repeats = v.shape[1] // q.shape[1]
-    q, k = (normalised(x, _FLOOR).repeat_interleave(repeats, dim=1) for x in (q, k))
+    q, k = (delta.normalised(x, _FLOOR).repeat_interleave(repeats, dim=1) for x in (q, k))
     log_decay = -torch.exp(a_log.to(work)).view(-1, 1) * F.softplus(gate + dt_bias.to(work).view(-1, 1))
-    return Tokens(q * q.shape[-1] ** -0.5, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1))
+    return delta.Tokens(q * q.shape[-1] ** -0.5, k, v, log_decay.unsqueeze(-1), beta.unsqueeze(-1))
 
 
-def _local_length(case: Case, rank: int) -> int:
+def _local_length(case: pc.Case, rank: int) -> int:
     """``local`` tokens per rank, or ``length`` in the whole sequence."""
     return int(case["local"] if "local" in case.params else case["length"] // len(group_members(case, rank)))
 
 
-def _heads(case: Case, rank: int) -> tuple[int, int]:
+def _heads(case: pc.Case, rank: int) -> tuple[int, int]:
     """Query and value heads: ``heads`` rounded up to a multiple of the group's size, and ``ratio`` times as many."""
     ranks = len(group_members(case, rank))
     heads = -(-case["heads"] // ranks) * ranks
     return heads, heads * case.params.get("ratio", 1)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """q, k, v and gate of N(0, 1), beta the sigmoid of N(-1, 1), a_log from -6 to 0 by head: decay 0.5 to 0.998 a token.
 
     In sequences of ``case["length"]``, the long ones, a quarter of the heads hardly decays and writes little: it remembers ten thousand
@@ -146,12 +123,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
             gate.fill_(30.0)
             a_log.fill_(1.0)
     own = slice(place * value_heads // len(members), (place + 1) * value_heads // len(members))
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     scalars = (x.to(case.dtype) for x in (gate, beta, a_log[own], dt_bias[own]))
     return (q / pairs.to(q.dtype), k * pairs.to(k.dtype), v * values.to(v.dtype), *scalars, group)
 
 
-def _tokens(case: Case, inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], work: torch.dtype) -> Callable[[slice], Tokens]:
+def _tokens(case: pc.Case, inputs: pc.Inputs, ranks: Sequence[int], work: torch.dtype) -> Callable[[slice], delta.Tokens]:
     """All heads of the sequence that the ranks' shards make up, in this order."""
     rows = [torch.cat([inputs[q][i] for q in ranks], dim=1) for i in range(5)]
     members = group_members(case, ranks[0])
@@ -159,31 +136,31 @@ def _tokens(case: Case, inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int],
     return lambda part: prepared(rows, a_log, dt_bias, part, work)
 
 
-def _until(case: Case, rank: int) -> tuple[list[int], int, int]:
+def _until(case: pc.Case, rank: int) -> tuple[list[int], int, int]:
     """The ranks whose tokens the rank's outputs depend on, and the range of its own tokens."""
     members = group_members(case, rank)
     place, local = members.index(rank), _local_length(case, rank)
     return list(members[: place + 1]), place * local, (place + 1) * local
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     ranks, first, length = _until(case, rank)
-    o, scale = sized_delta_rule(_tokens(case, inputs, ranks, FP64), [inputs[q][2] for q in ranks], length, first=first)
-    return Expected("output", o.transpose(1, 2), case.dtype, magnitude=scale.transpose(1, 2))
+    o, scale = delta.sized_delta_rule(_tokens(case, inputs, ranks, FP64), [inputs[q][2] for q in ranks], length, first=first)
+    return pc.Expected("output", o.transpose(1, 2), case.dtype, magnitude=scale.transpose(1, 2))
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """That of the delta rule; ten times as much for ``extreme`` gates in float32.
 
     Tokens that decay by e^-31 and tokens that do not decay follow each other there. The logarithms of a chunk's 64 tokens then add up to
     as much as 2000, where float32 numbers are 1.2e-4 apart, and sums that should be equal may differ by that, and weights as much.
     """
     if case.dtype == FP32 and case.params.get("pattern") == "extreme":
-        return {"output": Tolerance(relative=2 * UNIT_ROUNDOFF[FP32], magnitude=3e-4, normwise=1.5e-4)}
-    return delta_tolerance(case)
+        return {"output": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[FP32], magnitude=3e-4, normwise=1.5e-4)}
+    return delta.delta_tolerance(case)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Either tokens are exchanged for heads and back, or only the state is handed on, which may be rounded to the dtype; the less of both.
 
     Per token and head the state is read by the key and by the query, and written: 6 K V operations; a sequence of S tokens can do without
@@ -197,7 +174,7 @@ def cost(case: Case, rank: int) -> Cost:
     exchanged = moved * (ranks - 1) / ranks
     state = case["batch"] * value_heads * key_depth * value_depth * size
     operations = min(6 * key_depth * value_depth, 2 * local * ranks * (key_depth + value_depth))
-    return Cost(
+    return pc.Cost(
         hbm_bytes=moved,
         egress_bytes=min(exchanged, state * (place < ranks - 1)),
         ingress_bytes=min(exchanged, state * (place > 0)),
@@ -205,73 +182,66 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _returned(case: Case, o: torch.Tensor) -> torch.Tensor:
+def _returned(case: pc.Case, o: torch.Tensor) -> torch.Tensor:
     return o.to(case.dtype).transpose(1, 2)
 
 
-def _recurrent(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _recurrent(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Token by token, in float32."""
     ranks, first, length = _until(case, rank)
-    return _returned(case, recurrence(_tokens(case, inputs, ranks, FP32)(slice(0, length)))[..., first:, :])
+    return _returned(case, delta.recurrence(_tokens(case, inputs, ranks, FP32)(slice(0, length)))[..., first:, :])
 
 
-def _tensor_cores(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _tensor_cores(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """In chunks, with operands of products rounded to bfloat16 if the inputs are bfloat16."""
     ranks, first, length = _until(case, rank)
-    matmul = rounded_matmul if case.dtype == BF16 else torch.matmul
-    return _returned(case, chunked_delta_rule(_tokens(case, inputs, ranks, FP32), length, first=first, matmul=matmul)[0])
+    matmul = delta.rounded_matmul if case.dtype == BF16 else torch.matmul
+    return _returned(case, delta.chunked_delta_rule(_tokens(case, inputs, ranks, FP32), length, first=first, matmul=matmul)[0])
 
 
-def _mistaken(context: AnswerContext, change: Callable[[Tokens], Tokens] = lambda tokens: tokens, **mistakes: bool) -> torch.Tensor:
+def _mistaken(
+    context: pc.AnswerContext, change: Callable[[delta.Tokens], delta.Tokens] = lambda tokens: tokens, **mistakes: bool
+) -> torch.Tensor:
     """Token by token, from changed tokens or with a mistake of :func:`recurrence`."""
     ranks, first, length = _until(context.case, context.rank)
     tokens = change(_tokens(context.case, context.inputs, ranks, FP32)(slice(0, length)))
-    return _returned(context.case, recurrence(tokens, **mistakes)[..., first:, :])
+    return _returned(context.case, delta.recurrence(tokens, **mistakes)[..., first:, :])
 
 
-def _sequence_of(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
+def _sequence_of(context: pc.AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     """As if the sequence were these ranks' shards, the last of which is the rank's own."""
     local = _local_length(context.case, context.rank)
     tokens = _tokens(context.case, context.inputs, ranks, FP32)(slice(0, len(ranks) * local))
-    return _returned(context.case, recurrence(tokens)[..., (len(ranks) - 1) * local :, :])
+    return _returned(context.case, delta.recurrence(tokens)[..., (len(ranks) - 1) * local :, :])
 
 
-def _reset(context: AnswerContext) -> torch.Tensor:
-    """The state starts from zero in every chunk of 64 tokens."""
+def _reset(context: pc.AnswerContext) -> torch.Tensor:
     ranks, first, length = _until(context.case, context.rank)
     tokens = _tokens(context.case, context.inputs, ranks, FP32)
-    chunks = [recurrence(tokens(slice(start, min(start + 64, length)))) for start in range(0, length, 64)]
+    chunks = [delta.recurrence(tokens(slice(start, min(start + 64, length)))) for start in range(0, length, 64)]
     return _returned(context.case, torch.cat(chunks, -2)[..., first:, :])
 
 
-def _ranks_reversed(context: AnswerContext) -> torch.Tensor:
+def _ranks_reversed(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     return _sequence_of(context, list(members[members.index(context.rank) :])[::-1])
 
 
-def _eight_bits(context: AnswerContext) -> torch.Tensor:
+def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
     """q, k and v, and o on its way back, come in 8-bit integers."""
     received = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
     return eight_bits(_recurrent(context.case, received, context.rank))
 
 
-def _interleaved_heads(context: AnswerContext) -> torch.Tensor:
-    """Value head j with query head j mod H."""
+def _interleaved_heads(context: pc.AnswerContext) -> torch.Tensor:
     heads, value_heads = _heads(context.case, context.rank)
     order = [(j % heads) * (value_heads // heads) for j in range(value_heads)]  # the first of a head's repeats
     return _mistaken(context, lambda tokens: dataclasses.replace(tokens, q=tokens.q[:, order], k=tokens.k[:, order]))
 
 
-def _own_parameters(context: AnswerContext) -> torch.Tensor:
-    """Every head with the decay parameters of the rank's own heads."""
-    replaced = [(*args[:5], *context.args[5:7], *args[7:]) for args in context.inputs]
-    return _recurrent(context.case, replaced, context.rank)
+def _not_normalised(context: pc.AnswerContext) -> torch.Tensor:
 
-
-def _not_normalised(context: AnswerContext) -> torch.Tensor:
-    """Keys as they are given."""
-
-    def change(tokens: Tokens) -> Tokens:
+    def change(tokens: delta.Tokens) -> delta.Tokens:
         ranks, _, _ = _until(context.case, context.rank)
         keys = torch.cat([context.inputs[q][1] for q in ranks], dim=1).to(FP32).transpose(1, 2)
         return dataclasses.replace(tokens, k=keys.repeat_interleave(context.case.params.get("ratio", 1), dim=1))
@@ -279,12 +249,12 @@ def _not_normalised(context: AnswerContext) -> torch.Tensor:
     return _mistaken(context, change)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 2, "local": 11, "heads": 1, "key_depth": 24, "value_depth": 40, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"batch": 2, "local": 11, "heads": 1, "key_depth": 24, "value_depth": 40, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "grouped value heads; a state that one rank writes, also long ago; one key; zero keys, queries; extreme and fast gates; groups",
         _small("plain_bf16", BF16),
@@ -300,38 +270,34 @@ PRESETS = (
         _small("strided_group_bf16", BF16, ratio=2, heads=3, group="strided", world_sizes=(4, 8)),
         _small("carried_far_bf16", BF16, pattern="carried", local=41),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 64 tokens per rank, 6 heads rounded up to a multiple of W",
-        case("bf16", BF16, batch=1, local=64, heads=6, key_depth=256, value_depth=512),
+        pc.case("bf16", BF16, batch=1, local=64, heads=6, key_depth=256, value_depth=512),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_next_32k",
         "Qwen3-Next-80B-A3B: 16 query and 32 value heads of 128, 32768 tokens",
-        case("bf16", BF16, batch=1, length=32768, heads=16, ratio=2, key_depth=128, value_depth=128),
+        pc.case("bf16", BF16, batch=1, length=32768, heads=16, ratio=2, key_depth=128, value_depth=128),
     ),
-    preset(
+    pc.preset(
         "production_gated_deltanet_1b",
         "Gated DeltaNet 1.3B: 4 sequences of 16384 tokens, 8 heads of 256 and 512",
-        case("bf16", BF16, batch=4, length=16384, heads=8, key_depth=256, value_depth=512),
+        pc.case("bf16", BF16, batch=4, length=16384, heads=8, key_depth=256, value_depth=512),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_next_256k",
         "Qwen3-Next-80B-A3B: 262144 tokens",
-        case("bf16", BF16, batch=1, length=262144, heads=16, ratio=2, key_depth=128, value_depth=128),
+        pc.case("bf16", BF16, batch=1, length=262144, heads=16, ratio=2, key_depth=128, value_depth=128),
     ),
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
-_CHECKSUMMING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+_CHECKSUMMING = pc.where(lambda c: c.params.get("pattern") not in _FORGETFUL)
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=75,
     slug="gated_deltanet_ulysses_cp",
     title="Gated DeltaNet over a sharded sequence",
@@ -352,65 +318,53 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication", "the rank's tokens from a state of zero", lambda c: _sequence_of(c, [c.rank]), cases=_CHECKSUMMING
-        ),
-        KnownWrongAnswer("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        KnownWrongAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_CHECKSUMMING),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's tokens from a state of zero", lambda c: _sequence_of(c, [c.rank]), _CHECKSUMMING),
+        pc.wrong("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        pc.wrong("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, _CHECKSUMMING),
+        pc.wrong(
             "drop_first_rank",
             "the sequence without the first rank's tokens",
             lambda c: _sequence_of(c, _until(c.case, c.rank)[0][1:] or [c.rank]),
-            cases=_CHECKSUMMING,
+            _CHECKSUMMING,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "linear_attention",
             "without the correction by M^T k",
             lambda c: _mistaken(c, corrected=False),
-            cases=_labels(lambda params: params.get("pattern") not in ("fast", "zeros")),
+            lambda c: c.params.get("pattern") not in ("fast", "zeros"),
         ),
-        KnownWrongAnswer("state_reset_every_64", "a state of zero at every 64th token", _reset, cases=("small/carried_far_bf16",)),
-        KnownWrongAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
-        KnownWrongAnswer(
+        pc.wrong("state_reset_every_64", "a state of zero at every 64th token", _reset, ("small/carried_far_bf16",)),
+        pc.wrong("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
+        pc.wrong(
             "decay_ignored",
             "d = 1",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=torch.zeros_like(t.log_decay))),
-            cases=_labels(lambda params: params.get("pattern") not in ("carried", "repeated")),
+            lambda c: c.params.get("pattern") not in ("carried", "repeated"),
         ),
-        KnownWrongAnswer(
-            "sigmoid_of_beta",
-            "beta taken as raw",
-            lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.sigmoid(t.beta))),
+        pc.wrong(
+            "sigmoid_of_beta", "beta taken as raw", lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.sigmoid(t.beta)))
         ),
-        KnownWrongAnswer("keys_not_normalised", "k as it is given", _not_normalised),
-        KnownWrongAnswer(
+        pc.wrong("keys_not_normalised", "k as it is given", _not_normalised),
+        pc.wrong(
             "queries_not_scaled",
             "without the factor 1 / sqrt(K)",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, q=t.q * c.case["key_depth"] ** 0.5)),
         ),
-        KnownWrongAnswer(
-            "interleaved_heads",
-            "value head j with query head j mod H",
-            _interleaved_heads,
-            cases=_labels(lambda params: params.get("ratio", 1) > 1),
-        ),
-        KnownWrongAnswer(
+        pc.wrong("interleaved_heads", "value head j with query head j mod H", _interleaved_heads, lambda c: c.params.get("ratio", 1) > 1),
+        pc.wrong(
             "own_parameters",
             "all heads with the decay of the rank's own heads: shows where there are many and none forgets",
-            _own_parameters,
-            cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in params),
+            lambda c: _recurrent(c.case, [(*args[:5], *c.args[5:7], *args[7:]) for args in c.inputs], c.rank),
+            lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in c.params,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "whole_world",
             "group ignored",
             lambda c: _sequence_of(c, list(group_members(without_group(c.case), c.rank))[: c.rank + 1]),
-            cases=_labels(lambda params: "group" in params),
+            pc.grouped,
         ),
     ),
-    alternative_solutions=(
-        AlternativeSolution("recurrent_fp32", _recurrent),
-        AlternativeSolution("tensor_cores", _tensor_cores),
-    ),
+    alternative_solutions=(pc.AlternativeSolution("recurrent_fp32", _recurrent), pc.AlternativeSolution("tensor_cores", _tensor_cores)),
     process_groups=group_layout,
     notes=(
         "The public benchmark's decay is 0.47 on average: the state dies within a few tokens, and an answer without communication passes. "

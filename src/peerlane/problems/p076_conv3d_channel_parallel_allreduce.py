@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import group_layout, group_members, sequential_sum, stale_tail
 from peerlane.problems.families.conv import convolve, full_float32, terms_bound, without_group
@@ -56,17 +41,17 @@ def _triple(value: Triple) -> tuple[int, int, int]:
     return (value, value, value) if isinstance(value, int) else value
 
 
-def _local_channels(case: Case, rank: int) -> int:
+def _local_channels(case: pc.Case, rank: int) -> int:
     """``local`` input channels per rank, or ``channels`` on all ranks together."""
     return int(case["local"] if "local" in case.params else case["channels"] // len(group_members(case, rank)))
 
 
-def _geometry(case: Case) -> tuple[Triple, Triple, Triple, int]:
+def _geometry(case: pc.Case) -> tuple[Triple, Triple, Triple, int]:
     """stride, padding, dilation and groups, as they are passed."""
     return case.params.get("stride", 1), case.params.get("padding", 0), case.params.get("dilation", 1), case.params.get("groups", 1)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Input of N(0, 1), weight of variance 1 / fan-in over all ranks, bias of N(0, 1), the same on all ranks.
 
     Input channels differ in size by powers of two that the weights take back, and a few voxels, the same on all ranks, are 2^10 times as
@@ -101,7 +86,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     elif pattern == "nan" and place == len(members) - 1:
         weight[1] = float("nan")
     weight = weight / unsized
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     return (x, weight.to(case.dtype), bias, *_geometry(case), group)
 
 
@@ -110,7 +95,7 @@ def _padded(x: torch.Tensor, padding: Triple) -> torch.Tensor:
     return F.pad(x, (w, w, h, h, t, t))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is the sum of the partial sums' absolute values and the bias', with a bound on the sum of all terms weighted with the
     error of accumulation in float32."""
     members = group_members(case, rank)
@@ -130,7 +115,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         column = bias.to(FP64).view(-1, 1, 1, 1)
         value += column
         magnitude += column.abs()
-    return Expected("convolved", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("convolved", value, case.dtype, magnitude=magnitude)
 
 
 def _balanced(x: torch.Tensor, weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,7 +129,7 @@ def _balanced(x: torch.Tensor, weight: torch.Tensor, groups: int) -> tuple[torch
     return x.to(FP64) / ratio.view(-1, 1, 1, 1), scaled
 
 
-def _output_size(case: Case) -> tuple[int, ...]:
+def _output_size(case: pc.Case) -> tuple[int, ...]:
     stride, padding, dilation, _ = map(_triple, _geometry(case))
     return tuple(
         (size + 2 * p - d * (case["kernel"] - 1) - 1) // s + 1
@@ -152,11 +137,11 @@ def _output_size(case: Case) -> tuple[int, ...]:
     )
 
 
-def _unit(case: Case) -> float:
-    return (case.world_size + 4) * UNIT_ROUNDOFF[case.dtype]
+def _unit(case: pc.Case) -> float:
+    return (case.world_size + 4) * pc.UNIT_ROUNDOFF[case.dtype]
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Partial sums rounded to the working dtype, added in it in any order, and the bias: (W + 1) u (sum |P_q| + |bias|), and 3 u to
     spare.
 
@@ -165,10 +150,10 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """
     normwise = 1e-2 if case.world_size <= 4 else 1.5e-2
     bounded = case.dtype == BF16 and case.params.get("pattern") != "cancelling"
-    return {"convolved": Tolerance(magnitude=_unit(case), normwise=normwise if bounded else None)}
+    return {"convolved": pc.Tolerance(magnitude=_unit(case), normwise=normwise if bounded else None)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Operands are read and the result written once; it is reduced and spread in parts, one for each rank.
 
     Products are counted directly: Winograd's algorithm needs fewer, but to round its transformed operands costs more than is allowed.
@@ -178,7 +163,7 @@ def cost(case: Case, rank: int) -> Cost:
     elements = case["batch"] * case["outputs"] * torch.Size(_output_size(case)).numel()
     read = case["batch"] * local * torch.Size(case["size"]).numel() + case["outputs"] * taps
     port = 2 * (ranks - 1) / ranks * elements * case.dtype.itemsize
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(read + elements) * case.dtype.itemsize,
         egress_bytes=port,
         ingress_bytes=port,
@@ -186,14 +171,14 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _partial(case: Case, args: tuple[Any, ...], *, flipped: bool = False) -> torch.Tensor:
+def _partial(case: pc.Case, args: tuple[Any, ...], *, flipped: bool = False) -> torch.Tensor:
     """One rank's float32 sum over its channels, without bias."""
     weight = args[1].to(FP32)
     with full_float32():
         return F.conv3d(args[0].to(FP32), weight.flip(2, 3, 4) if flipped else weight, None, *_geometry(case))
 
 
-def _sum(case: Case, inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], *, biases: int = 1, flipped: bool = False) -> torch.Tensor:
+def _sum(case: pc.Case, inputs: pc.Inputs, ranks: Sequence[int], *, biases: int = 1, flipped: bool = False) -> torch.Tensor:
     """Some ranks' partial sums, and so many times the bias, added in float32 and rounded once."""
     total = _partial(case, inputs[ranks[0]], flipped=flipped)
     for q in ranks[1:]:
@@ -203,13 +188,13 @@ def _sum(case: Case, inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], *,
     return total.to(case.dtype)
 
 
-def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _in_dtype(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Partial sums rounded, added from first to last in the dtype, then the bias."""
     total = sequential_sum([_partial(case, inputs[q]).to(case.dtype) for q in group_members(case, rank)])
     return total if inputs[rank][2] is None else total + inputs[rank][2].view(-1, 1, 1, 1)
 
 
-def _own_times_world(context: AnswerContext) -> torch.Tensor:
+def _own_times_world(context: pc.AnswerContext) -> torch.Tensor:
     ranks = len(group_members(context.case, context.rank))
     return _sum(context.case, [(ranks * args[0], *args[1:]) for args in context.inputs], [context.rank])
 
@@ -220,7 +205,7 @@ def _int8_rows(tensor: torch.Tensor) -> torch.Tensor:
     return eight_bits(flat, flat.shape[1]).view(tensor.shape)
 
 
-def _int8_operands(context: AnswerContext) -> torch.Tensor:
+def _int8_operands(context: pc.AnswerContext) -> torch.Tensor:
     coded = [(_int8_rows(args[0].movedim(1, -1).flatten(0, -2)), _int8_rows(args[1])) for args in context.inputs]
     inputs = [
         (x.view(*args[0].movedim(1, -1).shape).movedim(-1, 1), weight, *args[2:])
@@ -229,7 +214,7 @@ def _int8_operands(context: AnswerContext) -> torch.Tensor:
     return _sum(context.case, inputs, _members(context))
 
 
-def _eight_bits(context: AnswerContext) -> torch.Tensor:
+def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
     case, ranks = context.case, _members(context)
     sums = [eight_bits(_partial(case, context.inputs[q]).to(case.dtype)).to(FP32) for q in ranks]
     total = torch.stack(sums).sum(0)
@@ -238,16 +223,16 @@ def _eight_bits(context: AnswerContext) -> torch.Tensor:
     return total.to(case.dtype)
 
 
-def _members(context: AnswerContext) -> Sequence[int]:
+def _members(context: pc.AnswerContext) -> Sequence[int]:
     return group_members(context.case, context.rank)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 1, "local": 4, "outputs": 6, "size": (5, 6, 7), "kernel": 3, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"batch": 1, "local": 4, "outputs": 6, "size": (5, 6, 7), "kernel": 3, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "strides, padding, dilation by axis; groups of channels; no bias; cancelling partial sums; a rank of zeros; NaN; groups of ranks",
         _small("plain_bf16", BF16),
@@ -261,36 +246,32 @@ PRESETS = (
         _small("nan_bf16", BF16, pattern="nan"),
         _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 512 channels, padded beforehand",
-        case("bf16", BF16, batch=1, channels=512, outputs=512, size=(19, 66, 66), kernel=3),
+        pc.case("bf16", BF16, batch=1, channels=512, outputs=512, size=(19, 66, 66), kernel=3),
     ),
-    preset(
+    pc.preset(
         "production_hunyuan_vae_mid",
         "middle block of the HunyuanVideo and Open-Sora 2.0 video VAE: 512 channels, 17 x 96 x 160 latents",
-        case("bf16", BF16, batch=1, channels=512, outputs=512, size=(19, 98, 162), kernel=3),
+        pc.case("bf16", BF16, batch=1, channels=512, outputs=512, size=(19, 98, 162), kernel=3),
     ),
-    preset(
+    pc.preset(
         "production_hunyuan_vae_up",
         "an up block of the same: 512 to 256 channels, 33 x 192 x 320",
-        case("bf16", BF16, batch=1, channels=512, outputs=256, size=(35, 194, 322), kernel=3),
+        pc.case("bf16", BF16, batch=1, channels=512, outputs=256, size=(35, 194, 322), kernel=3),
     ),
-    preset(
+    pc.preset(
         "production_video_vae_first",
         "a first, causal stage: 128 channels, 65 x 256 x 256",
-        case("bf16", BF16, batch=1, channels=128, outputs=128, size=(67, 258, 258), kernel=3),
+        pc.case("bf16", BF16, batch=1, channels=128, outputs=128, size=(67, 258, 258), kernel=3),
     ),
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
+_BIASED = pc.where(lambda c: bool(c.params.get("bias", True)))
 
-
-_BIASED = _labels(lambda params: bool(params.get("bias", True)))
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=76,
     slug="conv3d_channel_parallel_allreduce",
     title="Three-dimensional convolution with sharded input channels and an all-reduce",
@@ -310,52 +291,44 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own channels", lambda c: _sum(c.case, c.inputs, [c.rank])),
-        KnownWrongAnswer("own_times_world", "the rank's own channels, W times", _own_times_world),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own channels", lambda c: _sum(c.case, c.inputs, [c.rank])),
+        pc.wrong("own_times_world", "the rank's own channels, W times", _own_times_world),
+        pc.wrong(
             "drop_last_rank",
             "without the last rank's channels",
             lambda c: _sum(c.case, c.inputs, _members(c)[:-1]),
-            cases=_labels(lambda params: params.get("pattern") != "cancelling"),
+            lambda c: c.params.get("pattern") != "cancelling",
         ),
-        KnownWrongAnswer("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, _members(c), biases=0), cases=_BIASED),
-        KnownWrongAnswer(
-            "bias_from_every_rank",
-            "the bias W times",
-            lambda c: _sum(c.case, c.inputs, _members(c), biases=len(_members(c))),
-            cases=_BIASED,
+        pc.wrong("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, _members(c), biases=0), _BIASED),
+        pc.wrong(
+            "bias_from_every_rank", "the bias W times", lambda c: _sum(c.case, c.inputs, _members(c), biases=len(_members(c))), _BIASED
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "eight_bits",
             "partial sums are sent in 8-bit integers with a scale for every 32 neighbours",
             _eight_bits,
-            cases=_labels(lambda params: "channels" in params),
+            lambda c: "channels" in c.params,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "int8_operands",
             "products of 8-bit integers, with a scale for each voxel and output channel",
             _int8_operands,
-            cases=_labels(lambda params: "channels" in params),
+            lambda c: "channels" in c.params,
         ),
-        KnownWrongAnswer(
-            "kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)),
+        pc.wrong(
             "whole_world",
             "group ignored",
             lambda c: _sum(c.case, c.inputs, group_members(without_group(c.case), c.rank)),
-            cases=_labels(lambda params: "group" in params),
+            pc.grouped,
         ),
-        KnownWrongAnswer(
-            "stale_tail",
-            "the last elements are those of the slot before",
-            stale_tail,
-            cases=_labels(lambda params: params.get("pattern") != "cancelling"),
+        pc.wrong(
+            "stale_tail", "the last elements are those of the slot before", stale_tail, lambda c: c.params.get("pattern") != "cancelling"
         ),
     ),
     alternative_solutions=(
-        AlternativeSolution("fp32_sum", lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank))),
-        AlternativeSolution("sequential_in_dtype", _in_dtype),
+        pc.AlternativeSolution("fp32_sum", lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank))),
+        pc.AlternativeSolution("sequential_in_dtype", _in_dtype),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

@@ -11,21 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    constant,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
 from peerlane.problems.families.attention import BF16, FP32, softmax_tolerance
 from peerlane.problems.families.collective import group_layout, group_members
@@ -82,11 +68,11 @@ def reference(
     return torch.cat(results)
 
 
-def _ranks(case: Case) -> int:
+def _ranks(case: pc.Case) -> int:
     return len(group_members(case, 0))
 
 
-def _sizes(case: Case) -> tuple[int, int, int]:
+def _sizes(case: pc.Case) -> tuple[int, int, int]:
     """R, tokens of a rank per range, and the keys of a range. ``case``: ``clip`` = (a, b) stands for a W + b keys, and rows to hold them.
 
     Without ``clip`` there is ``rows``, the tokens of a rank per range, and no padding.
@@ -99,14 +85,14 @@ def _sizes(case: Case) -> tuple[int, int, int]:
     return case["ranges"], -(-clip // ranks), clip
 
 
-def _heads(case: Case) -> tuple[int, int]:
+def _heads(case: pc.Case) -> tuple[int, int]:
     """Query and key heads. ``case``: ``heads`` and ``kv_heads``, or these ``_per_rank``."""
     ranks = _ranks(case)
     heads, kv_heads = (case[name] if name in case.params else case[f"{name}_per_rank"] * ranks for name in ("heads", "kv_heads"))
     return heads, kv_heads
 
 
-def key_ranges(case: Case) -> list[tuple[int, int]]:
+def key_ranges(case: pc.Case) -> list[tuple[int, int]]:
     """[first, last) in the sequence of all keys, for the ranges of queries in some order (see :func:`inputs`). ``case["see"]``:
 
     * ``own``: the keys of the range itself
@@ -129,7 +115,7 @@ def key_ranges(case: Case) -> list[tuple[int, int]]:
             raise ValueError(f"unknown key ranges {other!r}: expected own, past, two or odd")
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Values are N(0, 1), queries and keys such that scores are N(0, spread^2), spread 4 unless the case says else.
 
     ``case["pattern"]`` ``nan_padding``: keys and values of padding tokens are NaN.
@@ -144,8 +130,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if case.params.get("pattern") == "nan_padding":
         padding = max(rows - max(clip - members.index(rank) * rows, 0), 0)
         key_value.view(count, rows, -1)[:, rows - padding :] = math.nan
-    ranges = constant(key_ranges(case), draw.device, torch.int64)[draw.shared.permutation(count)]
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    ranges = pc.constant(key_ranges(case), draw.device, torch.int64)[draw.shared.permutation(count)]
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return query, key_value, ranges, count, clip if "clip" in case.params else case.params.get("no_clip"), group
 
 
@@ -154,7 +140,7 @@ def _ranges(args: Sequence[Any]) -> list[tuple[int, int]]:
     return [(first, last) for first, last in args[2].tolist()]
 
 
-def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], members: Sequence[int], clip: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _assembled(case: pc.Case, inputs: pc.Inputs, members: Sequence[int], clip: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (1, R clip, Hkv, D) in global order."""
     count, rows, _ = _sizes(case)
     parts = torch.stack([inputs[q][1].unflatten(0, (count, rows)) for q in members], dim=1)
@@ -162,7 +148,7 @@ def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], members: Sequence[
     return keys, values
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     keys, values = _assembled(case, inputs, group_members(case, rank), _sizes(case)[2])
     query = inputs[rank][0].chunk(case["ranges"])
     outputs = [
@@ -170,10 +156,10 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         for part, (first, last) in zip(query, _ranges(inputs[rank]), strict=True)
     ]
     value, magnitude = (torch.cat(parts, dim=1).squeeze(0) for parts in zip(*outputs, strict=True))
-    return Expected("output", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("output", value, case.dtype, magnitude=magnitude)
 
 
-def _used_keys(case: Case) -> list[int]:
+def _used_keys(case: pc.Case) -> list[int]:
     """Keys of every rank that some range sees: neither padding nor outside of all ranges."""
     count, rows, clip = _sizes(case)
     borders = sorted({0, count * clip, *(border for pair in key_ranges(case) for border in pair)})
@@ -190,7 +176,7 @@ def _used_keys(case: Case) -> list[int]:
     ]
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Either queries and outputs travel to the ranks of their heads and back, with a key head to every rank that has queries for it, or all
     keys travel to all ranks, and queries stay. The smaller of the two bounds the port."""
     (count, rows, _), (heads, kv_heads), depth, size = _sizes(case), _heads(case), case["depth"], case.dtype.itemsize
@@ -201,7 +187,7 @@ def cost(case: Case, rank: int) -> Cost:
     pair = 2 * depth
     by_head = max(kv_heads / ranks, 1) * pair
     pairs = heads * rows * sum(last - first for first, last in key_ranges(case))
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(2 * count * rows * heads * depth + own * kv_heads * pair) * size,
         egress_bytes=min(queries + (ranks - 1) * own * by_head, (ranks - 1) * own * kv_heads * pair) * size,
         ingress_bytes=min(queries + foreign * by_head, foreign * kv_heads * pair) * size,
@@ -210,7 +196,7 @@ def cost(case: Case, rank: int) -> Cost:
 
 
 def _attend(
-    case: Case,
+    case: pc.Case,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -240,22 +226,22 @@ def _attend(
     return torch.cat(outputs).to(case.dtype)
 
 
-def _answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, **how: Any) -> torch.Tensor:
+def _answer(case: pc.Case, inputs: pc.Inputs, rank: int, **how: Any) -> torch.Tensor:
     keys, values = _assembled(case, inputs, group_members(case, rank), _sizes(case)[2])
     return _attend(case, inputs[rank][0], keys, values, _ranges(inputs[rank]), **how)
 
 
-def _other_ranges(ranges: Callable[[AnswerContext], Sequence[tuple[int, int]]]) -> Callable[[AnswerContext], torch.Tensor]:
+def _other_ranges(ranges: Callable[[pc.AnswerContext], Sequence[tuple[int, int]]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer: other keys for the ranges of queries."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
         return _attend(context.case, context.args[0], keys, values, ranges(context))
 
     return answer
 
 
-def _local_keys(context: AnswerContext) -> torch.Tensor:
+def _local_keys(context: pc.AnswerContext) -> torch.Tensor:
     """Of the keys that a range of queries should see, the rank's own alone; all of its own where there are none."""
     case, members = context.case, group_members(context.case, context.rank)
     count, rows, clip = _sizes(case)
@@ -269,7 +255,7 @@ def _local_keys(context: AnswerContext) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-def _rank_major(context: AnswerContext) -> torch.Tensor:
+def _rank_major(context: pc.AnswerContext) -> torch.Tensor:
     """All of the first rank's keys first, then all of the second's."""
     case, (count, _, clip) = context.case, _sizes(context.case)
     members = group_members(case, context.rank)
@@ -278,16 +264,14 @@ def _rank_major(context: AnswerContext) -> torch.Tensor:
     return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
-def _padding_kept(context: AnswerContext) -> torch.Tensor:
-    """clip_token_nums ignored: padding takes part, and moves later ranges' keys."""
+def _padding_kept(context: pc.AnswerContext) -> torch.Tensor:
     case, (_, rows, _) = context.case, _sizes(context.case)
     members = group_members(case, context.rank)
     keys, values = _assembled(case, context.inputs, members, len(members) * rows)
     return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
-def _padding_dropped(context: AnswerContext) -> torch.Tensor:
-    """Zeros for the queries of padding tokens."""
+def _padding_dropped(context: pc.AnswerContext) -> torch.Tensor:
     (count, rows, clip), members = _sizes(context.case), group_members(context.case, context.rank)
     real = min(max(clip - members.index(context.rank) * rows, 0), rows)
     result: torch.Tensor = context.answer.clone()
@@ -295,39 +279,39 @@ def _padding_dropped(context: AnswerContext) -> torch.Tensor:
     return result
 
 
-def _strided_heads(context: AnswerContext) -> torch.Tensor:
-    """Query head h uses key head h mod Hkv."""
+def _strided_heads(context: pc.AnswerContext) -> torch.Tensor:
     keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
     (heads, kv_heads), device = _heads(context.case), context.args[0].device
     index = torch.arange(heads, device=device) % kv_heads
     return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], _ranges(context.args))
 
 
-def _ranges_rotated(context: AnswerContext) -> torch.Tensor:
-    """Outputs of a range in the place of the next."""
+def _ranges_rotated(context: pc.AnswerContext) -> torch.Tensor:
     result: torch.Tensor = context.answer
     return result.roll(_sizes(context.case)[1], dims=0)
 
 
-def _whole_world(context: AnswerContext) -> torch.Tensor:
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
     """Keys of all ranks of the world, as many as the ranges allow."""
     case, (_, _, clip) = context.case, _sizes(context.case)
     keys, values = _assembled(case, context.inputs, range(case.world_size), clip * case.world_size // _ranks(case))
     return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     sizes = {"depth": 32, "heads_per_rank": 4, "spread": 2.0}
-    return case(label, dtype, **{**sizes, **params})
+    return pc.case(label, dtype, **{**sizes, **params})
 
 
-def _magi(*, see: str, clip: int, heads: int, ranges: int = 4, world_sizes: Sequence[int] | None = None, label: str = "bf16") -> CaseSpec:
+def _magi(
+    *, see: str, clip: int, heads: int, ranges: int = 4, world_sizes: Sequence[int] | None = None, label: str = "bf16"
+) -> pc.CaseSpec:
     """Depth 128, 8 key heads."""
-    return case(label, BF16, ranges=ranges, clip=(0, clip), heads=heads, kv_heads=8, depth=128, see=see, world_sizes=world_sizes)
+    return pc.case(label, BF16, ranges=ranges, clip=(0, clip), heads=heads, kv_heads=8, depth=128, see=see, world_sizes=world_sizes)
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "key heads fewer than, as many as and more than ranks; padding, also NaN; ranges disjoint, growing, overlapping, of one key",
         _small("own_fp32", FP32, ranges=4, rows=3, kv_heads_per_rank=1, see="own"),
@@ -342,40 +326,36 @@ PRESETS = (
         _small("nan_padding_bf16", BF16, ranges=3, clip=(4, -1), kv_heads_per_rank=1, see="past", pattern="nan_padding"),
         _small("strided_group_bf16", BF16, ranges=3, rows=4, kv_heads_per_rank=1, see="past", group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: four ranges that see their own keys",
         _magi(see="own", clip=12150, heads=24, world_sizes=(2, 4)),
         _magi(see="own", clip=21600, heads=48, world_sizes=(8,), label="bf16_w8"),
     ),
-    preset(
+    pc.preset(
         "production_magi1_24b_720p",
         "MAGI-1 24B, four chunks of 21600 tokens, each sees all chunks before",
         _magi(see="past", clip=21600, heads=48, world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "production_magi1_4_5b_720p",
         "MAGI-1 4.5B, four chunks of 12150 tokens, each sees the chunk before",
         _magi(see="two", clip=12150, heads=24),
     ),
-    preset("production_magi1_24b_short", "a single chunk of 5400 tokens: latency", _magi(see="own", clip=5400, heads=48, ranges=1)),
+    pc.preset("production_magi1_24b_short", "a single chunk of 5400 tokens: latency", _magi(see="own", clip=5400, heads=48, ranges=1)),
 )
 
 
-def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return attention.case_names(PRESETS, wanted)
-
-
-def _padded(case: Case) -> bool:
+def _padded(case: pc.Case) -> bool:
     _, rows, clip = _sizes(case)
     return _ranks(case) * rows > clip
 
 
-def _ordinary(case: Case) -> bool:
+def _ordinary(case: pc.Case) -> bool:
     return case["see"] != "odd" and case.params.get("pattern") is None
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=77,
     slug="range_shuffled_async_attention",
     title="Attention over key ranges with queries exchanged range by range",
@@ -397,53 +377,47 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("local_keys", "the rank's own keys alone", _local_keys, cases=_names(_ordinary)),
-        KnownWrongAnswer(
+        pc.wrong("local_keys", "the rank's own keys alone", _local_keys, _ordinary),
+        pc.wrong(
             "all_keys",
             "k_ranges ignored",
             _other_ranges(lambda c: [(0, c.case["ranges"] * _sizes(c.case)[2])] * c.case["ranges"]),
-            cases=_names(lambda c: c["ranges"] > 1),
+            lambda c: c["ranges"] > 1,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "own_range",
             "every range of queries sees its own range of keys",
             _other_ranges(lambda c: [(i * _sizes(c.case)[2], (i + 1) * _sizes(c.case)[2]) for i in range(c.case["ranges"])]),
-            cases=_names(lambda c: c["see"] != "own"),
+            lambda c: c["see"] != "own",
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "first_range",
             "the first range's keys for all queries",
             _other_ranges(lambda c: _ranges(c.args)[:1] * c.case["ranges"]),
-            cases=_names(lambda c: c["ranges"] > 1),
+            lambda c: c["ranges"] > 1,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "ranges_of_another_call",
             "every range of queries sees the keys of the next, as it might in another call",
             _other_ranges(lambda c: _ranges(c.args)[1:] + _ranges(c.args)[:1]),
-            cases=_names(lambda c: c["ranges"] > 1),
+            lambda c: c["ranges"] > 1,
         ),
-        KnownWrongAnswer(
-            "rank_major", "keys in the order of ranks instead of ranges", _rank_major, cases=_names(lambda c: c["ranges"] > 1)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("rank_major", "keys in the order of ranks instead of ranges", _rank_major, lambda c: c["ranges"] > 1),
+        pc.wrong(
             "padding_kept",
             "clip_token_nums ignored, which shifts keys of later ranges",
             _padding_kept,
-            cases=_names(lambda c: _padded(c) and c["ranges"] > 1),
+            lambda c: _padded(c) and c["ranges"] > 1,
         ),
-        KnownWrongAnswer("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, cases=_names(_padded)),
-        KnownWrongAnswer(
-            "strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, cases=_names(lambda c: _heads(c)[1] > 1)
-        ),
-        KnownWrongAnswer(
-            "ranges_rotated", "every range's output in the place of the next", _ranges_rotated, cases=_names(lambda c: c["ranges"] > 1)
-        ),
-        KnownWrongAnswer("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
-        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+        pc.wrong("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, _padded),
+        pc.wrong("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, lambda c: _heads(c)[1] > 1),
+        pc.wrong("ranges_rotated", "every range's output in the place of the next", _ranges_rotated, lambda c: c["ranges"] > 1),
+        pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
+        pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
-        AlternativeSolution("dense_fp32", _answer),
-        AlternativeSolution(
+        pc.AlternativeSolution("dense_fp32", _answer),
+        pc.AlternativeSolution(
             "rounded_probabilities_by_block", lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)
         ),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,22 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import all_gather_single, group_layout, group_members, stale_tail
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FP32, FP64
@@ -87,20 +72,20 @@ def reference(
     return tiling.assembled(gathered, fade_rounding)
 
 
-def _arguments(case: Case) -> tuple[Any, ...]:
+def _arguments(case: pc.Case) -> tuple[Any, ...]:
     """The arguments between z and group."""
     overlaps, upsample = case["overlaps"], case["upsample"]
     return (*case["tile"], *overlaps, *upsample, case.params.get("sr", 1), case.params.get("first_frame", False))
 
 
-def tiling_of(case: Case) -> Tiling:
+def tiling_of(case: pc.Case) -> Tiling:
     """The tiling that a case's arguments stand for."""
     length, height, width, spatial, temporal, pixels, frames, ratio, first_frame = _arguments(case)
     pixels *= ratio
     return Tiling.of(case["z"][2:], (length, height, width), spatial, temporal, (frames, pixels, pixels), first_frame)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """z of N(0, 1), another one on every rank, so that it matters who decodes a tile; with ``same``, the same one on all ranks.
 
     ``nan``: the first rank's z is NaN. Groups of ranks have the same z, rank by rank.
@@ -115,19 +100,17 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         z = draw.normal(case["z"], case.dtype)
     if case.params.get("nan") and place == 0:
         z.fill_(float("nan"))
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     return (z, *_arguments(case), group)
 
 
 Owner = Callable[[Tile], int]
 
 # The bound on an error, relative to the magnitude: see tolerance().
-_BOUND = 8 * UNIT_ROUNDOFF[BF16]
+_BOUND = 8 * pc.UNIT_ROUNDOFF[BF16]
 
 
-def _decoded(
-    case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, work: torch.dtype, owner: Owner | None = None
-) -> dict[Tile, torch.Tensor]:
+def _decoded(case: pc.Case, inputs: pc.Inputs, rank: int, work: torch.dtype, owner: Owner | None = None) -> dict[Tile, torch.Tensor]:
     """All tiles, decoded in ``work`` from the z of the rank that ``owner`` names; None: the right one."""
     tiling, members = tiling_of(case), group_members(case, rank)
     owners = tiling.owners(len(members))
@@ -135,23 +118,23 @@ def _decoded(
     return {tile: decode(cut(inputs[q][0], tiling.latents(tile)).to(work), tiling.upsample) for tile, q in sources.items()}
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is made from the absolute values of decoded pixels, and of the latents, with the weight of float32's errors."""
     tiling, decoded = tiling_of(case), _decoded(case, inputs, rank, FP64)
     value = tiling.assembled(decoded, fade_exactly)
     terms = _decoded(case, [(args[0].abs(), *args[1:]) for args in inputs], rank, FP64)
-    weight = 8 * UNIT_ROUNDOFF[FP32] / _BOUND
+    weight = 8 * pc.UNIT_ROUNDOFF[FP32] / _BOUND
     magnitude = tiling.assembled({tile: decoded[tile].abs_().add_(terms[tile], alpha=weight) for tile in decoded}, fade_exactly)
-    return Expected("video", value, BF16, magnitude=magnitude)
+    return pc.Expected("video", value, BF16, magnitude=magnitude)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """A rounding of the decoded tile, and for every axis of blending those of two products and of their sum, all to bfloat16: 7 u of the
     blended absolute values, and one to spare. Interpolation in float32 errs by a few 2^-24 of the latents."""
-    return {"video": Tolerance(magnitude=_BOUND, normwise=6e-3)}
+    return {"video": pc.Tolerance(magnitude=_BOUND, normwise=6e-3)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The three channels that are decoded of the latents of every tile travel from its owner; the video is written."""
     tiling, members = tiling_of(case), group_members(case, rank)
     cell = case["z"][0] * min(case["z"][1], 3) * case.dtype.itemsize
@@ -159,7 +142,7 @@ def cost(case: Case, rank: int) -> Cost:
     own = owned[members.index(rank)]
     pixels = case["z"][0] * 3 * torch.Size(tiling.output()).numel()
     travels = 0 if case.params.get("same") else 1
-    return Cost(
+    return pc.Cost(
         hbm_bytes=own + pixels * BF16.itemsize,
         egress_bytes=travels * own,
         ingress_bytes=travels * (sum(owned) - own),
@@ -167,32 +150,30 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _fp32(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _fp32(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Decoded and blended in float32, rounded once."""
     return tiling_of(case).assembled(_decoded(case, inputs, rank, FP32), fade_exactly).to(BF16)
 
 
-def _rounded_tiles(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: Owner | None = None) -> dict[Tile, torch.Tensor]:
+def _rounded_tiles(case: pc.Case, inputs: pc.Inputs, rank: int, owner: Owner | None = None) -> dict[Tile, torch.Tensor]:
     return {tile: pixels.to(BF16) for tile, pixels in _decoded(case, inputs, rank, FP32, owner).items()}
 
 
-def _rounding(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: Owner | None = None) -> torch.Tensor:
+def _rounding(case: pc.Case, inputs: pc.Inputs, rank: int, owner: Owner | None = None) -> torch.Tensor:
     """Tiles rounded when they are decoded, and blended in bfloat16."""
     return tiling_of(case).assembled(_rounded_tiles(case, inputs, rank, owner), fade_rounding)
 
 
-def _faded_by(context: AnswerContext, fade: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _faded_by(context: pc.AnswerContext, fade: Callable[..., torch.Tensor]) -> torch.Tensor:
     return tiling_of(context.case).assembled(_rounded_tiles(context.case, context.inputs, context.rank), fade)
 
 
-def _dealt_by_place(context: AnswerContext) -> torch.Tensor:
-    """Tiles dealt out in the order of the grid, whatever their size."""
+def _dealt_by_place(context: pc.AnswerContext) -> torch.Tensor:
     tiles, members = tiling_of(context.case).tiles, group_members(context.case, context.rank)
     return _rounding(context.case, context.inputs, context.rank, lambda tile: members[tiles.index(tile) % len(members)])
 
 
-def _last_rank_forgotten(context: AnswerContext) -> torch.Tensor:
-    """Zeros in the tiles of the last rank that has any."""
+def _last_rank_forgotten(context: pc.AnswerContext) -> torch.Tensor:
     case, members = context.case, group_members(context.case, context.rank)
     owners, tiles = tiling_of(case).owners(len(members)), _rounded_tiles(case, context.inputs, context.rank)
     last = max(owners.values())
@@ -201,7 +182,7 @@ def _last_rank_forgotten(context: AnswerContext) -> torch.Tensor:
     )
 
 
-def _resampled(context: AnswerContext, mode: str, **options: bool) -> torch.Tensor:
+def _resampled(context: pc.AnswerContext, mode: str, **options: bool) -> torch.Tensor:
     members, tiling = group_members(context.case, context.rank), tiling_of(context.case)
     tiles = {}
     for tile, owner in tiling.owners(len(members)).items():
@@ -210,18 +191,18 @@ def _resampled(context: AnswerContext, mode: str, **options: bool) -> torch.Tens
     return tiling.assembled(tiles, fade_rounding)
 
 
-def _last_channels(context: AnswerContext) -> torch.Tensor:
+def _last_channels(context: pc.AnswerContext) -> torch.Tensor:
     return _rounding(context.case, [(args[0].flip(1), *args[1:]) for args in context.inputs], context.rank)
 
 
-def _with_arguments(context: AnswerContext, **arguments: Any) -> torch.Tensor:
+def _with_arguments(context: pc.AnswerContext, **arguments: Any) -> torch.Tensor:
     """The answer to other arguments."""
     return _rounding(replace(context.case, params={**context.case.params, **arguments}), context.inputs, context.rank)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     sizes = {"z": (1, 4, 4, 7, 8), "tile": (3, 4, 4), "overlaps": (0.25, 0.34), "upsample": (4, 2)}
-    return case(label, dtype, **{**sizes, **params})
+    return pc.case(label, dtype, **{**sizes, **params})
 
 
 _IMAGE: dict[str, Any] = {"z": (1, 2, 3, 6, 5), "tile": (2, 4, 4), "overlaps": (0.5, 0.5), "upsample": (2, 2), "sr": 2, "first_frame": True}
@@ -229,7 +210,7 @@ _SPATIAL: dict[str, Any] = {"z": (1, 3, 2, 6, 6), "tile": (2, 4, 4), "overlaps":
 _PUBLIC: dict[str, Any] = {"tile": (3, 32, 32), "overlaps": (0.25, 0.0), "upsample": (8, 4)}
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "overlaps on all axes and on none; last tiles thinner than the overlap; oblong tiles; fewer tiles than ranks; one and two "
         "channels; NaN; groups",
@@ -243,33 +224,29 @@ PRESETS = (
         _small("nan_bf16", BF16, nan=True, world_sizes=(4, 8), **_SPATIAL),
         _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8), **_SPATIAL),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 32 tiles; also with the same latents on all ranks",
-        case("bf16", BF16, z=(1, 16, 6, 90, 90), **_PUBLIC),
-        case("same_bf16", BF16, z=(1, 16, 6, 90, 90), same=True, **_PUBLIC),
+        pc.case("bf16", BF16, z=(1, 16, 6, 90, 90), **_PUBLIC),
+        pc.case("same_bf16", BF16, z=(1, 16, 6, 90, 90), same=True, **_PUBLIC),
     ),
-    preset(
+    pc.preset(
         "production_magi1_720p",
         "MAGI-1, 48 frames of 1280 x 720 pixels: 112 tiles",
-        case("bf16", BF16, z=(1, 16, 12, 90, 160), **_PUBLIC),
+        pc.case("bf16", BF16, z=(1, 16, 12, 90, 160), **_PUBLIC),
     ),
-    preset(
+    pc.preset(
         "production_magi1_480p_temporal",
         "96 frames of 832 x 480 pixels, tiles overlapping in time too",
-        case("bf16", BF16, z=(1, 16, 24, 60, 104), tile=(8, 32, 32), overlaps=(0.25, 0.25), upsample=(8, 4)),
+        pc.case("bf16", BF16, z=(1, 16, 24, 60, 104), tile=(8, 32, 32), overlaps=(0.25, 0.25), upsample=(8, 4)),
     ),
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 # The cases in which tiles fade into each other.
-_BLENDED = _labels(lambda params: params["overlaps"] != (0.0, 0.0) and params["z"] != (1, 1, 1, 3, 3))
+_BLENDED = pc.where(lambda c: c["overlaps"] != (0.0, 0.0) and c["z"] != (1, 1, 1, 3, 3))
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=78,
     slug="tile_parallel_vae_decode",
     title="Tile-parallel video decoding with blended overlaps",
@@ -293,66 +270,56 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
+        pc.wrong(
             "no_communication",
             "all tiles from the rank's own z",
             lambda c: _rounding(c.case, c.inputs, c.rank, lambda tile: c.rank),
-            cases=_labels(lambda params: not params.get("same")),
+            lambda c: not c.params.get("same"),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "dealt_by_place",
             "tiles dealt out by place, whatever their size",
             _dealt_by_place,
-            cases=_labels(lambda params: not params.get("same") and params["z"] not in ((1, 1, 1, 3, 3), (2, 5, 2, 6, 3), (1, 3, 2, 6, 6))),
+            lambda c: not c.params.get("same") and c["z"] not in ((1, 1, 1, 3, 3), (2, 5, 2, 6, 3), (1, 3, 2, 6, 6)),
         ),
-        KnownWrongAnswer("last_rank_forgotten", "zeros for the tiles of the last rank", _last_rank_forgotten),
-        KnownWrongAnswer(
-            "not_blended", "tiles as they were decoded", lambda c: _faded_by(c, lambda before, after, weight: after), cases=_BLENDED
-        ),
-        KnownWrongAnswer(
+        pc.wrong("last_rank_forgotten", "zeros for the tiles of the last rank", _last_rank_forgotten),
+        pc.wrong("not_blended", "tiles as they were decoded", lambda c: _faded_by(c, lambda before, after, weight: after), _BLENDED),
+        pc.wrong(
             "averaged",
             "the mean of both tiles where they overlap",
             lambda c: _faded_by(c, lambda before, after, weight: 0.5 * before + 0.5 * after),
-            cases=_BLENDED,
+            _BLENDED,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "faded_out",
             "weights exchanged",
             lambda c: _faded_by(c, lambda before, after, weight: fade_rounding(after, before, weight)),
-            cases=_BLENDED,
+            _BLENDED,
         ),
-        KnownWrongAnswer("nearest", "nearest-neighbour upsampling", lambda c: _resampled(c, "nearest")),
-        KnownWrongAnswer(
+        pc.wrong("nearest", "nearest-neighbour upsampling", lambda c: _resampled(c, "nearest")),
+        pc.wrong(
             "aligned_corners", "corners aligned instead of half-pixel centres", lambda c: _resampled(c, "trilinear", align_corners=True)
         ),
-        KnownWrongAnswer("last_channels", "channels from the last on", _last_channels, cases=_labels(lambda params: params["z"][1] > 1)),
-        KnownWrongAnswer(
-            "whole_world",
-            "group ignored",
-            lambda c: _rounding(without_group(c.case), c.inputs, c.rank),
-            cases=_labels(lambda params: "group" in params),
+        pc.wrong("last_channels", "channels from the last on", _last_channels, lambda c: c["z"][1] > 1),
+        pc.wrong(
+            "whole_world", "group ignored", lambda c: _rounding(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "tiles_of_four",
             "tiles of 4 x 4 latents, whatever was passed",
             lambda c: _with_arguments(c, tile=(3, 4, 4)),
-            cases=("small/all_axes_fp32",),
+            ("small/all_axes_fp32",),
         ),
-        KnownWrongAnswer(
-            "square_tiles", "the height for the width", lambda c: _with_arguments(c, tile=(3, 5, 5)), cases=("small/all_axes_fp32",)
-        ),
-        KnownWrongAnswer(
+        pc.wrong("square_tiles", "the height for the width", lambda c: _with_arguments(c, tile=(3, 5, 5)), ("small/all_axes_fp32",)),
+        pc.wrong(
             "two_frames_a_latent",
             "twice as many frames as latents, whatever was passed",
             lambda c: _with_arguments(c, upsample=(4, 2)),
-            cases=("small/all_axes_fp32",),
+            ("small/all_axes_fp32",),
         ),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    alternative_solutions=(
-        AlternativeSolution("fp32_rounded_once", _fp32),
-        AlternativeSolution("rounded_blending", _rounding),
-    ),
+    alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _fp32), pc.AlternativeSolution("rounded_blending", _rounding)),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,
     replicated=True,

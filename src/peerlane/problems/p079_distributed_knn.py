@@ -10,22 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Score,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
 from peerlane.problems.families.multisets import by_label, counterpart
 
@@ -75,13 +60,13 @@ def reference(
     return nearest.values, candidate_labels.gather(1, nearest.indices)
 
 
-def _queries(case: Case, rank: int) -> int:
+def _queries(case: pc.Case, rank: int) -> int:
     """Queries of one rank. ``case["queries"]``: one number, or numbers that repeat over the group's ranks."""
     count: int | Sequence[int] = case["queries"]
     return count if isinstance(count, int) else count[group_members(case, rank).index(rank) % len(count)]
 
 
-def _rows(case: Case, rank: int) -> int:
+def _rows(case: pc.Case, rank: int) -> int:
     """Training rows of one rank. ``case``: ``rows``, like ``queries``, or ``rows_total`` over all ranks."""
     members = group_members(case, rank)
     if "rows_total" in case.params:
@@ -90,13 +75,13 @@ def _rows(case: Case, rank: int) -> int:
     return count if isinstance(count, int) else count[members.index(rank) % len(count)]
 
 
-def _has_homes(case: Case, rank: int) -> bool:
+def _has_homes(case: pc.Case, rank: int) -> bool:
     """Whether some clusters lie on one rank each: where k is large, and shards much larger."""
     smallest = min(_rows(case, q) for q in group_members(case, rank))
     return "pattern" not in case.params and _MANY <= case["k"] <= smallest // 2
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Features of unit length in ``case["classes"]`` clusters: a centre and noise 0.3 to 1.2 times as long.
 
     A row's label is its cluster for three rows in four, and any class for the others. Without a pattern, if k is large, every rank of the
@@ -115,7 +100,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     count, rows, pattern, shared = _queries(case, rank), _rows(case, rank), case.params.get("pattern"), draw.shared
     centres = torch.nn.functional.normalize(shared.normal((classes, depth), FP32), dim=1)
 
-    def clustered(cluster: torch.Tensor, source: Draw) -> torch.Tensor:
+    def clustered(cluster: torch.Tensor, source: pc.Draw) -> torch.Tensor:
         features = source.normal((cluster.numel(), depth), FP32, scale=depth**-0.5)
         features *= source.uniform((cluster.numel(), 1), FP32, low=0.3, high=1.2)
         features += centres[cluster]
@@ -154,11 +139,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         queries[:1] = 0.0
         train[::5] = 0.0
     arguments = (queries, train.t().contiguous(), labels.unsqueeze(0), case["k"])
-    return (*arguments, *(GroupRef(name) for name in group_layout(case)))
+    return (*arguments, *(pc.GroupRef(name) for name in group_layout(case)))
 
 
 @dataclass(kw_only=True)
-class NearestLabels(Expected):
+class NearestLabels(pc.Expected):
     """The labels of the k nearest rows, with every row that rounding errors may put among them.
 
     Attributes:
@@ -176,7 +161,7 @@ class NearestLabels(Expected):
     scale: torch.Tensor
 
 
-def allowed_error(case: Case, similarities: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def allowed_error(case: pc.Case, similarities: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Largest error of a similarity s: 2 u |s|, 2 u of the sum of absolute products, and 4 sqrt(D) float32 roundoffs of that sum.
 
     One u is the rounding to the features' dtype; the other is needed where two rounded similarities are compared to choose between rows.
@@ -184,13 +169,13 @@ def allowed_error(case: Case, similarities: torch.Tensor, scale: torch.Tensor) -
     libraries that. Each partial sum errs by u of itself, and together they are at most the sum of absolute products. The sum of D products
     in float32 errs by about sqrt(D) roundoffs in any order.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
-    sums: float = 4 * case["depth"] ** 0.5 * UNIT_ROUNDOFF[FP32]
+    u = pc.UNIT_ROUNDOFF[case.dtype]
+    sums: float = 4 * case["depth"] ** 0.5 * pc.UNIT_ROUNDOFF[FP32]
     partial = 2 * u if case.dtype != FP32 else 0.0
     return 2 * u * similarities.abs() + (partial + sums) * scale
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, NearestLabels]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, NearestLabels]:
     queries, k = inputs[rank][0].to(FP64), case["k"]
     members = group_members(case, rank)
     labels = torch.cat([inputs[q][2].flatten() for q in members])
@@ -211,7 +196,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
     candidates = similarities.topk(count, dim=1)
     values = candidates.values.masked_fill(candidates.values < last - margin, -math.inf)
     return (
-        Expected("similarities", nearest.values, case.dtype),
+        pc.Expected("similarities", nearest.values, case.dtype),
         NearestLabels(
             name="labels",
             value=labels[nearest.indices],
@@ -225,15 +210,17 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
     )
 
 
-def compare(case: Case, got: tuple[torch.Tensor, torch.Tensor], expected: tuple[Expected, NearestLabels], kind: str) -> list[Score]:
+def compare(
+    case: pc.Case, got: tuple[torch.Tensor, torch.Tensor], expected: tuple[pc.Expected, NearestLabels], kind: str
+) -> list[pc.Score]:
     want = expected[1]
     if want.similarities.shape[0] == 0:
-        return [Score("similarities", 0.0, "empty"), Score("labels", 0.0, "empty")]
+        return [pc.Score("similarities", 0.0, "empty"), pc.Score("labels", 0.0, "empty")]
     similarities, labels = got[0].to(FP64), got[1]
     return [_similarity_score(case, similarities, want), _label_score(case, similarities, labels, want)]
 
 
-def _similarity_score(case: Case, got: torch.Tensor, want: NearestLabels) -> Score:
+def _similarity_score(case: pc.Case, got: torch.Tensor, want: NearestLabels) -> pc.Score:
     """Descending, and each within the allowed error of the oracle's of the same place."""
     error = (got - want.similarities).abs()
     allowed = allowed_error(case, want.similarities, want.scale)
@@ -248,10 +235,10 @@ def _similarity_score(case: Case, got: torch.Tensor, want: NearestLabels) -> Sco
             f"{int(rises.any(1).sum())} of {len(rises)} queries have similarities that are not in descending order",
         )
         ratio = ratio.masked_fill(rises, math.inf)
-    return Score("similarities", float(ratio[index]), detail, index, float(got[index]), float(want.similarities[index]))
+    return pc.Score("similarities", float(ratio[index]), detail, index, float(got[index]), float(want.similarities[index]))
 
 
-def _label_score(case: Case, similarities: torch.Tensor, labels: torch.Tensor, want: NearestLabels) -> Score:
+def _label_score(case: pc.Case, similarities: torch.Tensor, labels: torch.Tensor, want: NearestLabels) -> pc.Score:
     """Every (similarity, label) stands for a row of its own, and every required row is there.
 
     For each query and label, the i-th largest similarity returned is held against the i-th largest candidate of that label: it must exist
@@ -273,12 +260,12 @@ def _label_score(case: Case, similarities: torch.Tensor, labels: torch.Tensor, w
 
     wrong, absent = int(unfounded.sum()), int(missing.sum())
     if not wrong and not absent:
-        return Score("labels", 0.0, "every label belongs to a neighbour of its own")
+        return pc.Score("labels", 0.0, "every label belongs to a neighbour of its own")
     detail = f"{wrong} of {labels.numel()} labels belong to no neighbour that is left, {absent} neighbours are missing"
     source, values = (unfounded, labels) if wrong else (missing, candidate_labels)
     query, column = _worst(source)
     label = float(values[query, column])
-    return Score("labels", math.inf, detail, (query,), label if wrong else None, None if wrong else label)
+    return pc.Score("labels", math.inf, detail, (query,), label if wrong else None, None if wrong else label)
 
 
 def _worst(ratio: torch.Tensor) -> tuple[int, int]:
@@ -286,7 +273,7 @@ def _worst(ratio: torch.Tensor) -> tuple[int, int]:
     return flat // ratio.shape[1], flat % ratio.shape[1]
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Queries go to every other rank; after an exchange of thresholds about k / W candidates per shard and query come back.
 
     A candidate is a similarity and a label of 4 bytes. A shard is read once for the queries of all ranks.
@@ -295,7 +282,7 @@ def cost(case: Case, rank: int) -> Cost:
     ranks, own, rows = len(members), _queries(case, rank), _rows(case, rank)
     total = sum(_queries(case, q) for q in members)
     candidate = k / ranks * (size + 4)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(rows * depth + total * depth + own * k) * size + own * k * 8,
         egress_bytes=(ranks - 1) * own * depth * size + (total - own) * candidate,
         ingress_bytes=(total - own) * depth * size + (ranks - 1) * own * candidate,
@@ -303,7 +290,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _nearest(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owners: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _nearest(case: pc.Case, inputs: pc.Inputs, rank: int, owners: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The k nearest rows of the owners' shards, chosen by float32 similarities."""
     train = torch.cat([inputs[q][1] for q in owners], dim=1).to(FP32)
     labels = torch.cat([inputs[q][2].flatten() for q in owners])
@@ -311,11 +298,11 @@ def _nearest(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owners: S
     return best.values.to(case.dtype), labels[best.indices]
 
 
-def _flat(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _flat(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(case, inputs, rank, group_members(case, rank))
 
 
-def _hierarchical(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _hierarchical(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Similarities rounded to the features' dtype, each shard's k best, and the k best of those, shards from last to first."""
     found = []
     for q in reversed(group_members(case, rank)):
@@ -327,7 +314,7 @@ def _hierarchical(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> t
     return values.gather(1, order), labels.gather(1, order)
 
 
-def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_depth(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Products summed in pieces of eight, the pieces in float32 from last to first."""
     members = group_members(case, rank)
     queries, train = inputs[rank][0].to(FP32), torch.cat([inputs[q][1] for q in members], dim=1).to(FP32)
@@ -339,7 +326,7 @@ def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tu
     return best.values.to(case.dtype), labels[best.indices]
 
 
-def _rounded_halves(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded_halves(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Products of the two halves of the depth, each rounded to the features' dtype, and their rounded sum."""
     members, half = group_members(case, rank), case["depth"] // 2
     queries, train = inputs[rank][0], torch.cat([inputs[q][1] for q in members], dim=1)
@@ -349,11 +336,7 @@ def _rounded_halves(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) ->
     return best.values, torch.cat([inputs[q][2].flatten() for q in members])[best.indices]
 
 
-def _own_shard(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    return _nearest(context.case, context.inputs, context.rank, [context.rank])
-
-
-def _half_per_shard(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every shard three quarters of k on two ranks, and half of k on more."""
     case, members, query = context.case, group_members(context.case, context.rank), context.args[0].to(FP32)
     most = -(-case["k"] * 3 // 4) if len(members) == 2 else -(-case["k"] // 2)
@@ -363,48 +346,36 @@ def _half_per_shard(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]
     return nearest.values.to(case.dtype), labels.gather(1, nearest.indices)
 
 
-def _last_shard_missing(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _last_shard_missing(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, group_members(context.case, context.rank)[:-1])
 
 
-def _next_query(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """The right similarities, and the labels of the query after."""
-    similarities, labels = context.answer
-    return similarities, labels.roll(1, 0)
-
-
-def _one_label(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """The right similarities, and the label of the nearest row in every place."""
-    similarities, labels = context.answer
-    return similarities, labels[:, :1].expand_as(labels).contiguous()
-
-
-def _last_neighbour_repeated(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _last_neighbour_repeated(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest row twice, at the expense of the k-th."""
     similarities, labels = (torch.cat((x[:, :1], x[:, :-1]), dim=1) for x in context.answer)
     return similarities, labels
 
 
-def _row_indices(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_indices(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right similarities, and numbers of rows instead of their labels."""
     train = torch.cat([context.inputs[q][1] for q in group_members(context.case, context.rank)], dim=1).to(FP32)
     return context.answer[0], (context.args[0].to(FP32) @ train).topk(context.case["k"], dim=1).indices
 
 
-def _clipped(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _clipped(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """What a selection that starts from zeros makes of negative similarities."""
     return context.answer[0].clamp(min=0.0), context.answer[1]
 
 
-def _whole_world(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_world(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, range(context.case.world_size))
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"queries": (3, 5, 2, 4), "rows": 20, "depth": 16, "k": 6, "classes": 9, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"queries": (3, 5, 2, 4), "rows": 20, "depth": 16, "k": 6, "classes": 9, **params})
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=79,
     slug="distributed_knn",
     title="Distributed k-nearest-neighbour search: sharded training features, queries on every rank",
@@ -424,7 +395,7 @@ PROBLEM = Problem(
     compare=compare,
     cost=cost,
     presets=(
-        preset(
+        pc.preset(
             "small",
             "uneven queries and shards; all neighbours on one rank; ties; k = n; rows as queries; negative and zero similarities",
             _small("clustered_fp32", FP32),
@@ -443,52 +414,49 @@ PROBLEM = Problem(
             _small("dense_bf16", BF16, queries=8, rows=400, k=50, depth=33, classes=20),
             _small("strided_group_fp32", FP32, group="strided", world_sizes=(4, 8)),
         ),
-        preset(
+        pc.preset(
             "pkb",
             "the public benchmark's shape: 16384 rows over all ranks",
-            case("bf16", BF16, queries=32, rows_total=16384, depth=384, k=200, classes=1000),
-            case("fp32", FP32, queries=32, rows_total=16384, depth=384, k=200, classes=1000),
+            pc.case("bf16", BF16, queries=32, rows_total=16384, depth=384, k=200, classes=1000),
+            pc.case("fp32", FP32, queries=32, rows_total=16384, depth=384, k=200, classes=1000),
         ),
-        preset(
+        pc.preset(
             "production_dinov2_vitl14_imagenet1k",
             "an eighth of ImageNet-1k per rank, D = 1024, batches of 256 queries",
-            case("fp16", FP16, queries=256, rows=160147, depth=1024, k=200, classes=1000),
-            case("bf16", BF16, queries=256, rows=160147, depth=1024, k=200, classes=1000),
+            pc.case("fp16", FP16, queries=256, rows=160147, depth=1024, k=200, classes=1000),
+            pc.case("bf16", BF16, queries=256, rows=160147, depth=1024, k=200, classes=1000),
         ),
-        preset(
+        pc.preset(
             "production_dinov2_vitg14_imagenet1k",
             "an eighth of ImageNet-1k per rank, D = 1536, batches of 512 queries",
-            case("fp16", FP16, queries=512, rows=160147, depth=1536, k=200, classes=1000),
+            pc.case("fp16", FP16, queries=512, rows=160147, depth=1536, k=200, classes=1000),
         ),
-        preset(
+        pc.preset(
             "production_imagenet22k_bank",
             "1.77 million rows per rank, D = 1024, batches of 64 queries",
-            case("fp16", FP16, queries=64, rows=1_770_000, depth=1024, k=100, classes=21841),
+            pc.case("fp16", FP16, queries=64, rows=1_770_000, depth=1024, k=100, classes=21841),
         ),
     ),
     known_wrong_answers=(
-        KnownWrongAnswer("own_shard", "neighbours from the rank's own shard", _own_shard),
-        KnownWrongAnswer("last_shard_missing", "neighbours from all shards but the last", _last_shard_missing),
-        KnownWrongAnswer(
-            "half_per_shard", "a half or three quarters of k from every shard", _half_per_shard, cases=("small/dense_bf16", "pkb/bf16")
+        pc.wrong("own_shard", "neighbours from the rank's own shard", lambda c: _nearest(c.case, c.inputs, c.rank, [c.rank])),
+        pc.wrong("last_shard_missing", "neighbours from all shards but the last", _last_shard_missing),
+        pc.wrong("half_per_shard", "a half or three quarters of k from every shard", _half_per_shard, ("small/dense_bf16", "pkb/bf16")),
+        pc.wrong("next_query", "labels of another query", lambda c: (c.answer[0], c.answer[1].roll(1, 0))),
+        pc.wrong(
+            "one_label",
+            "the nearest row's label in every place",
+            lambda c: (c.answer[0], c.answer[1][:, :1].expand_as(c.answer[1]).contiguous()),
         ),
-        KnownWrongAnswer("next_query", "labels of another query", _next_query),
-        KnownWrongAnswer("one_label", "the nearest row's label in every place", _one_label),
-        KnownWrongAnswer("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
-        KnownWrongAnswer("row_numbers", "numbers of rows instead of labels", _row_indices),
-        KnownWrongAnswer(
-            "clipped_at_zero",
-            "a selection that starts from zeros",
-            _clipped,
-            cases=("small/negative_fp32", "small/negative_bf16"),
-        ),
-        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_fp32",)),
+        pc.wrong("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
+        pc.wrong("row_numbers", "numbers of rows instead of labels", _row_indices),
+        pc.wrong("clipped_at_zero", "a selection that starts from zeros", _clipped, ("small/negative_fp32", "small/negative_bf16")),
+        pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_fp32",)),
     ),
     alternative_solutions=(
-        AlternativeSolution("flat_fp32", _flat),
-        AlternativeSolution("hierarchical_rounded", _hierarchical),
-        AlternativeSolution("split_depth_fp32", _split_depth),
-        AlternativeSolution("rounded_halves", _rounded_halves),
+        pc.AlternativeSolution("flat_fp32", _flat),
+        pc.AlternativeSolution("hierarchical_rounded", _hierarchical),
+        pc.AlternativeSolution("split_depth_fp32", _split_depth),
+        pc.AlternativeSolution("rounded_halves", _rounded_halves),
     ),
     process_groups=group_layout,
     graph=False,

@@ -8,22 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -54,13 +39,13 @@ def reference(
     return q.mul_(samples)
 
 
-def _rows(case: Case, rank: int) -> int:
+def _rows(case: pc.Case, rank: int) -> int:
     """Samples of one rank. ``case["rows"]``: one number, or numbers that repeat over the group's ranks."""
     count: int | Sequence[int] = case["rows"]
     return count if isinstance(count, int) else count[group_members(case, rank).index(rank) % len(count)]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Logits like cosines: N(0, 0.25^2), moved per prototype by what all ranks share and by what is the rank's own, within +-limit.
 
     The number of masked patches exceeds that of rows and is odd on every other rank, so that neither rows nor one rank tell all of them.
@@ -84,15 +69,15 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         logits.clamp_(-limit, limit)
     place = group_members(case, rank).index(rank)
     masked = 2 * (rows // 2 + 1 + draw.integers(0, rows // 2 + 2, (1,))) + place % 2
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return (logits.to(case.dtype), case["temp"], masked, case["iterations"], group)
 
 
-def _exponentials(case: Case, logits: torch.Tensor) -> torch.Tensor:
+def _exponentials(case: pc.Case, logits: torch.Tensor) -> torch.Tensor:
     return logits.to(FP64).div_(case["temp"]).exp_()
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """E_ik u_k v_i in float64, u_k = 1 / sum_i E_ik v_i and v_i = 1 / sum_k E_ik u_k in turn from v = 1; E is made anew in every pass."""
     members, prototypes = group_members(case, rank), case["prototypes"]
     rows = max(1, _CHUNK_BYTES // (prototypes * FP64.itemsize))
@@ -117,33 +102,33 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         ]
     )
     magnitude = value.amax(1, keepdim=True) if value.numel() else None
-    return Expected("assignment", value, FP32, magnitude=magnitude)
+    return pc.Expected("assignment", value, FP32, magnitude=magnitude)
 
 
 def _flat(of_ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
     return [block for of_rank in of_ranks for block in of_rank]
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """All terms are positive, so errors are relative.
 
     An exponent rounded to float32 errs by its size times u, in the entry itself and in the weights of the sums it is divided by: 4 u per
     unit of the largest exponent. Every iteration adds two sums over thousands of terms and two divisions: 64 u. An entry may come out as
     zero when it is u^2 or less of the largest in its row (the magnitude).
     """
-    u = UNIT_ROUNDOFF[FP32]
+    u = pc.UNIT_ROUNDOFF[FP32]
     largest = case.params.get("limit", 1.0) / case["temp"]
-    return {"assignment": Tolerance(relative=u * (4 * largest + 64 * (case["iterations"] + 1)), magnitude=u * u)}
+    return {"assignment": pc.Tolerance(relative=u * (4 * largest + 64 * (case["iterations"] + 1)), magnitude=u * u)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Logits are read once, if they or their exponentials stay on chip, and the assignment is written.
 
     Each iteration reduces and spreads one float32 per prototype; the mass and the number of samples cancel, unless there is no iteration.
     """
     ranks, iterations, entries = len(group_members(case, rank)), case["iterations"], _rows(case, rank) * case["prototypes"]
     port = 2 * 4 * case["prototypes"] * iterations if iterations else 2 * 4
-    return Cost(
+    return pc.Cost(
         hbm_bytes=entries * (case.dtype.itemsize + 4),
         egress_bytes=port * (ranks - 1) / ranks,
         ingress_bytes=port * (ranks - 1) / ranks,
@@ -151,10 +136,10 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-Arguments = Sequence[tuple[Any, ...]]
+Arguments = pc.Inputs
 
 
-def _iterated(case: Case, inputs: Arguments, rank: int, members: Sequence[int], *, iterations: int, temp: float) -> torch.Tensor:
+def _iterated(case: pc.Case, inputs: Arguments, rank: int, members: Sequence[int], *, iterations: int, temp: float) -> torch.Tensor:
     """The rank's assignment by scaling vectors in float32, with sums over the members' samples; for one iteration or more."""
     logits = [inputs[q][0].to(FP32) / temp for q in members]
     largest = torch.stack([block.amax() for block in logits if block.numel()]).amax()
@@ -167,7 +152,7 @@ def _iterated(case: Case, inputs: Arguments, rank: int, members: Sequence[int], 
     return e[own] * u * v[own]
 
 
-def _unbalanced(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _unbalanced(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     """N E / sum(E), the answer without iterations."""
     members = group_members(case, rank)
     e = [torch.exp(inputs[q][0].to(FP32) / case["temp"]) for q in members]
@@ -175,13 +160,13 @@ def _unbalanced(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return e[members.index(rank)] * (torch.stack([inputs[q][2] for q in members]).sum() / mass)
 
 
-def _scaling_vectors(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _scaling_vectors(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     if case["iterations"] == 0:
         return _unbalanced(case, inputs, rank)
     return _iterated(case, inputs, rank, group_members(case, rank), iterations=case["iterations"], temp=case["temp"])
 
 
-def _logarithmic(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _logarithmic(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     """Potentials instead of scaling vectors: every sum a log-sum-exp."""
     if case["iterations"] == 0:
         return _unbalanced(case, inputs, rank)
@@ -196,10 +181,10 @@ def _logarithmic(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return torch.exp(logits[own] + u + v[own])
 
 
-def _wrong(*, members: Callable[[AnswerContext], Sequence[int]] | None = None, fewer: int = 0, temp: float = 1.0) -> Any:
+def _wrong(*, members: Callable[[pc.AnswerContext], Sequence[int]] | None = None, fewer: int = 0, temp: float = 1.0) -> Any:
     """The right iterations over other ranks, fewer of them, or at another temperature (a factor)."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         case = context.case
         if not context.args[0].numel():
             return torch.zeros_like(context.answer)  # nothing to spoil
@@ -209,17 +194,13 @@ def _wrong(*, members: Callable[[AnswerContext], Sequence[int]] | None = None, f
     return answer
 
 
-def _without_last(context: AnswerContext) -> Sequence[int]:
+def _without_last(context: pc.AnswerContext) -> Sequence[int]:
     """The ranks whose samples are counted if the last one with any is forgotten; the rank itself always is."""
     members = [q for q in group_members(context.case, context.rank) if context.inputs[q][0].numel()]
     return [q for q in group_members(context.case, context.rank) if q != members[-1] or q == context.rank]
 
 
-def _softmax(context: AnswerContext) -> torch.Tensor:
-    return torch.softmax(context.args[0].to(FP32) / context.case["temp"], dim=1)
-
-
-def _prototypes_last(context: AnswerContext) -> torch.Tensor:
+def _prototypes_last(context: pc.AnswerContext) -> torch.Tensor:
     """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
     members = group_members(context.case, context.rank)
     samples = sum(context.answers[q].shape[0] for q in members)
@@ -228,10 +209,10 @@ def _prototypes_last(context: AnswerContext) -> torch.Tensor:
     return balanced
 
 
-def _scaled_by(samples: Callable[[AnswerContext, int], torch.Tensor | int]) -> Callable[[AnswerContext], torch.Tensor]:
+def _scaled_by(samples: Callable[[pc.AnswerContext, int], torch.Tensor | int]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """The answer without iterations, with another number of samples."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         members = group_members(context.case, context.rank)
         right = torch.stack([context.inputs[q][2] for q in members]).sum()
         wrong = sum(samples(context, q) for q in members)
@@ -241,12 +222,12 @@ def _scaled_by(samples: Callable[[AnswerContext, int], torch.Tensor | int]) -> C
     return answer
 
 
-def _small(label: str, dtype: torch.dtype = FP32, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"rows": (6, 9, 4, 7), "prototypes": 10, "temp": 0.1, "iterations": 3, **params})
+def _small(label: str, dtype: torch.dtype = FP32, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"rows": (6, 9, 4, 7), "prototypes": 10, "temp": 0.1, "iterations": 3, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "uneven rows, a single row, none; 0, 1 and 3 iterations; a favourite prototype, flat and wide logits, half precision, groups",
         _small("ragged_fp32"),
@@ -260,38 +241,34 @@ PRESETS = (
         _small("dense_bf16", BF16, rows=33, prototypes=257, temp=0.07),
         _small("strided_group_fp32", group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, at the temperatures of the end and of the start of DINOv2's schedule",
-        case("fp32", FP32, rows=1024, prototypes=16384, temp=0.07, iterations=3),
-        case("cold_fp32", FP32, rows=1024, prototypes=16384, temp=0.04, iterations=3),
+        pc.case("fp32", FP32, rows=1024, prototypes=16384, temp=0.07, iterations=3),
+        pc.case("cold_fp32", FP32, rows=1024, prototypes=16384, temp=0.04, iterations=3),
     ),
-    preset(
+    pc.preset(
         "production_dinov2_vitl",
         "iBOT head of DINOv2 ViT-L: 131072 prototypes, 4096 masked patches per rank, half-precision logits",
-        case("fp16", FP16, rows=4096, prototypes=131072, temp=0.07, iterations=3),
+        pc.case("fp16", FP16, rows=4096, prototypes=131072, temp=0.07, iterations=3),
     ),
-    preset(
+    pc.preset(
         "production_dinov2_vitb",
         "65536 prototypes, 2048 masked patches per rank",
-        case("fp16", FP16, rows=2048, prototypes=65536, temp=0.07, iterations=3),
+        pc.case("fp16", FP16, rows=2048, prototypes=65536, temp=0.07, iterations=3),
     ),
-    preset(
+    pc.preset(
         "production_swav",
         "3000 prototypes, 512 samples per rank: latency",
-        case("fp32", FP32, rows=512, prototypes=3000, temp=0.05, iterations=3),
+        pc.case("fp32", FP32, rows=512, prototypes=3000, temp=0.05, iterations=3),
     ),
 )
 
 
-def _labels(where: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if where(spec))
+_ITERATED = pc.where(lambda c: c["iterations"] > 0)
+_NOT_ITERATED = pc.where(lambda c: c["iterations"] == 0)
 
-
-_ITERATED = _labels(lambda spec: spec.params["iterations"] > 0)
-_NOT_ITERATED = _labels(lambda spec: spec.params["iterations"] == 0)
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=80,
     slug="sinkhorn_knopp_assignment",
     title="Distributed Sinkhorn-Knopp teacher assignment",
@@ -312,36 +289,22 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer(
-            "no_communication", "prototypes balanced over the rank's own samples", _wrong(members=lambda c: [c.rank]), cases=_ITERATED
+        pc.wrong("no_communication", "prototypes balanced over the rank's own samples", _wrong(members=lambda c: [c.rank]), _ITERATED),
+        pc.wrong("last_rank_missing", "prototypes balanced without the last rank's samples", _wrong(members=_without_last), _ITERATED),
+        pc.wrong("one_iteration_less", "the last iteration skipped", _wrong(fewer=1), lambda c: c["iterations"] > 1),
+        pc.wrong("one_iteration_more", "an iteration too many", _wrong(fewer=-1), _ITERATED),
+        pc.wrong("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), _ITERATED),
+        pc.wrong(
+            "softmax", "rows normalised, prototypes not balanced", lambda c: torch.softmax(c.args[0].to(FP32) / c.case["temp"], dim=1)
         ),
-        KnownWrongAnswer(
-            "last_rank_missing", "prototypes balanced without the last rank's samples", _wrong(members=_without_last), cases=_ITERATED
-        ),
-        KnownWrongAnswer(
-            "one_iteration_less",
-            "the last iteration skipped",
-            _wrong(fewer=1),
-            cases=_labels(lambda spec: spec.params["iterations"] > 1),
-        ),
-        KnownWrongAnswer("one_iteration_more", "an iteration too many", _wrong(fewer=-1), cases=_ITERATED),
-        KnownWrongAnswer("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), cases=_ITERATED),
-        KnownWrongAnswer("softmax", "rows normalised, prototypes not balanced", _softmax),
-        KnownWrongAnswer("prototypes_last", "prototypes balanced after the rows", _prototypes_last, cases=_ITERATED),
-        KnownWrongAnswer(
-            "rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), cases=_NOT_ITERATED
-        ),
-        KnownWrongAnswer("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), cases=_NOT_ITERATED),
-        KnownWrongAnswer(
-            "whole_world",
-            "group ignored",
-            _wrong(members=lambda c: range(c.case.world_size)),
-            cases=("small/strided_group_fp32",),
-        ),
+        pc.wrong("prototypes_last", "prototypes balanced after the rows", _prototypes_last, _ITERATED),
+        pc.wrong("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), _NOT_ITERATED),
+        pc.wrong("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), _NOT_ITERATED),
+        pc.wrong("whole_world", "group ignored", _wrong(members=lambda c: range(c.case.world_size)), ("small/strided_group_fp32",)),
     ),
     alternative_solutions=(
-        AlternativeSolution("scaling_vectors_fp32", _scaling_vectors),
-        AlternativeSolution("logarithmic_fp32", _logarithmic),
+        pc.AlternativeSolution("scaling_vectors_fp32", _scaling_vectors),
+        pc.AlternativeSolution("logarithmic_fp32", _logarithmic),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,23 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    case,
-    constant,
-    exactly,
-    preset,
-)
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
+from peerlane.problems import contract as pc
+from peerlane.problems.families.collective import all_gather_single, group_layout, group_members, neighbours
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -75,7 +60,7 @@ def gather_ragged(rows: torch.Tensor, counts: Sequence[int], group: dist.Process
     return torch.cat([block[:count] for block, count in zip(gathered.view(len(counts), longest, *rest), counts, strict=True)])
 
 
-def object_counts(case: Case, ranks: int) -> list[int]:
+def object_counts(case: pc.Case, ranks: int) -> list[int]:
     """Objects of every rank of a group. ``case``: ``counts``, which repeat over the ranks, or ``eighths``, shared out in order."""
     if "counts" in case.params:
         return [case["counts"][place % len(case["counts"])] for place in range(ranks)]
@@ -83,12 +68,12 @@ def object_counts(case: Case, ranks: int) -> list[int]:
     return [sum(case["eighths"][place * width : (place + 1) * width]) for place in range(ranks)]
 
 
-def certainly_kept(case: Case, total: int) -> int:
+def certainly_kept(case: pc.Case, total: int) -> int:
     """Objects that no drawing of the inputs suppresses: half of them (see :func:`_occlusion_times`), one where a pattern decides."""
     return 1 if "pattern" in case.params else (total + 1) // 2
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Masks of ellipses that share a place with others, with noise, or of a pattern; all ranks draw all objects and keep their own.
 
     ``case["pattern"]`` (pixels are shuffled, and between the objects' pixels lie zeros, which are background):
@@ -106,24 +91,24 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     masks = _patterned(case, order, shared) if "pattern" in case.params else _ellipses(case, order, shared)
     scores = shared.normal((total, *case.params.get("score_shape", ())), case.dtype, scale=3.0)
     own = slice(sum(counts[:place]), sum(counts[: place + 1]))
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     times = _occlusion_times(case, order, shared)
     threshold, reverse = case.params.get("threshold", 0.7), case.params.get("reverse", False)
     return (masks[own].clone(), scores[own].clone(), counts, times, threshold, reverse, group)
 
 
-def _drawn_order(counts: Sequence[int], shared: Draw) -> torch.Tensor:
+def _drawn_order(counts: Sequence[int], shared: pc.Draw) -> torch.Tensor:
     """A permutation of all objects; the first two belong to different ranks, if more than one rank has any."""
     order = shared.permutation(sum(counts))
     if len(order) > 1:
-        places = constant([place for place, count in enumerate(counts) for _ in range(count)], order.device)
+        places = pc.constant([place for place, count in enumerate(counts) for _ in range(count)], order.device)
         owner = places[order]
         foreign = (owner != owner[0]).to(torch.uint8).argmax().clamp(min=1)
         order[torch.stack((torch.ones_like(foreign), foreign))] = order[torch.stack((foreign, torch.ones_like(foreign)))]
     return order
 
 
-def _ellipses(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
+def _ellipses(case: pc.Case, order: torch.Tensor, shared: pc.Draw) -> torch.Tensor:
     """Logits (N, H, W) of ellipses, about three to a place, of which about half overlap by 0.7; the first two in order are the same.
 
     In large pictures see :func:`_plant_close_pairs` for the second and the last in order.
@@ -148,7 +133,7 @@ def _ellipses(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
     return masks
 
 
-def _plant_close_pairs(masks: torch.Tensor, order: torch.Tensor, shared: Draw) -> None:
+def _plant_close_pairs(masks: torch.Tensor, order: torch.Tensor, shared: pc.Draw) -> None:
     """In place: of the first's 10 n pixels the second in order covers 7 n, and of four or more objects the last covers 7 n - 1.
 
     The first loses to nobody, and the other two to it if they overlap by 0.7: see :func:`_occlusion_times`.
@@ -164,7 +149,7 @@ def _plant_close_pairs(masks: torch.Tensor, order: torch.Tensor, shared: Draw) -
         masks[order[place : place + 1]] = torch.where(rank < 7 * tenth - missing, size, -size)
 
 
-def _patterned(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
+def _patterned(case: pc.Case, order: torch.Tensor, shared: pc.Draw) -> torch.Tensor:
     """Logits (N, H, W) of a pattern: positive on an object's pixels, elsewhere negative or zero."""
     total, (height, width) = order.numel(), case["size"]
     pixel = shared.permutation(height * width)
@@ -190,7 +175,7 @@ def _patterned(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
     return logits.view(total, height, width).to(case.dtype)
 
 
-def _occlusion_times(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
+def _occlusion_times(case: pc.Case, order: torch.Tensor, shared: pc.Draw) -> torch.Tensor:
     """int64 (N,) in -1 ... 4. No object loses whose time is -1 or 0, or in reverse 4; the first in order has 0, or in reverse 4.
 
     Without a pattern, half of the objects have such times, and the second loses to the first. ``exact`` and ``near``: the largest objects
@@ -241,7 +226,7 @@ def suppressed(
     return (overlaps & loses & (never_counts | (last_occluded > -1))).any(1)
 
 
-def _gathered(inputs: Sequence[tuple[Any, ...]], members: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _gathered(inputs: pc.Inputs, members: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     masks, scores = (torch.cat([inputs[q][i] for q in members]).to(FP32) for i in (0, 1))
     return masks, scores
 
@@ -250,7 +235,7 @@ def _answer(masks: torch.Tensor, scores: torch.Tensor, suppress: torch.Tensor) -
     return masks.masked_fill(suppress.view(-1, 1, 1), BLANK), scores, suppress
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, ...]:
     """Pixels are counted by products of zeros and ones in float32, which are exact below 2^24 pixels."""
     masks, scores = _gathered(inputs, group_members(case, rank))
     _, _, _, times, threshold, reverse, _ = inputs[rank]
@@ -261,11 +246,11 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
     winner = times.unsqueeze(1) < times if reverse else times.unsqueeze(1) > times
     suppress = ((iou >= torch.tensor(threshold, dtype=FP32, device=iou.device)) & winner & (times > -1)).any(1)
     return tuple(
-        exactly(name, value) for name, value in zip(("masks", "scores", "suppress"), _answer(masks, scores, suppress), strict=True)
+        pc.exactly(name, value) for name, value in zip(("masks", "scores", "suppress"), _answer(masks, scores, suppress), strict=True)
     )
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """A suppressed mask need not be sent: one bit per pixel decides. As many as no drawing suppresses cross in full, on whichever ranks."""
     members = group_members(case, rank)
     counts, place = object_counts(case, len(members)), members.index(rank)
@@ -277,7 +262,7 @@ def cost(case: Case, rank: int) -> Cost:
     def traffic(objects: int, whole: int) -> float:
         return float(whole * pixels * size + (objects - whole) * pixels / 8 + objects * score * size)
 
-    return Cost(
+    return pc.Cost(
         hbm_bytes=own * (pixels + score) * size + 4 * total * (pixels + score) + total * (8 + 1),
         egress_bytes=(len(members) - 1) * traffic(own, max(0, own - (total - kept))),
         ingress_bytes=traffic(total - own, max(0, kept - own)),
@@ -285,17 +270,17 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _by_counting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Outputs:
+def _by_counting(case: pc.Case, inputs: pc.Inputs, rank: int) -> Outputs:
     """Intersections counted in integers, pair by pair."""
     masks, scores = _gathered(inputs, group_members(case, rank))
     _, _, _, times, threshold, reverse, _ = inputs[rank]
     return _answer(masks, scores, suppressed(masks, times, threshold=threshold, reverse=reverse))
 
 
-def _ruled(**changes: Any) -> Callable[[AnswerContext], Outputs]:
+def _ruled(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
     """The answer by a wrong rule: arguments of :func:`suppressed` that differ."""
 
-    def answer(context: AnswerContext) -> Outputs:
+    def answer(context: pc.AnswerContext) -> Outputs:
         masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
         _, _, _, times, threshold, reverse, _ = context.args
         return _answer(masks, scores, suppressed(masks, times, **{"threshold": threshold, "reverse": reverse, **changes}))
@@ -303,12 +288,7 @@ def _ruled(**changes: Any) -> Callable[[AnswerContext], Outputs]:
     return answer
 
 
-def _opposite(context: AnswerContext) -> Outputs:
-    return _ruled(reverse=not context.args[5])(context)
-
-
-def _own_objects_only(context: AnswerContext) -> Outputs:
-    """Only overlaps of objects of one rank count."""
+def _own_objects_only(context: pc.AnswerContext) -> Outputs:
     members = group_members(context.case, context.rank)
     masks, scores = _gathered(context.inputs, members)
     _, _, counts, times, threshold, reverse, _ = context.args
@@ -316,7 +296,7 @@ def _own_objects_only(context: AnswerContext) -> Outputs:
     return _answer(masks, scores, torch.cat([suppressed(m, t, threshold=threshold, reverse=reverse) for m, t in parts]))
 
 
-def _one_after_the_other(context: AnswerContext) -> Outputs:
+def _one_after_the_other(context: pc.AnswerContext) -> Outputs:
     """Objects that are suppressed already suppress no other: those that lose to nobody come first."""
     masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
     _, _, _, times, threshold, reverse, _ = context.args
@@ -329,39 +309,37 @@ def _one_after_the_other(context: AnswerContext) -> Outputs:
     return _answer(masks, scores, gone)
 
 
-def _nobody_suppressed(context: AnswerContext) -> Outputs:
+def _nobody_suppressed(context: pc.AnswerContext) -> Outputs:
     masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
     return masks, scores, torch.zeros_like(context.answer[2])
 
 
-def _not_blanked(context: AnswerContext) -> Outputs:
+def _not_blanked(context: pc.AnswerContext) -> Outputs:
     masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
     return masks, scores, context.answer[2]
 
 
-def _blanked_to_zero(context: AnswerContext) -> Outputs:
+def _blanked_to_zero(context: pc.AnswerContext) -> Outputs:
     masks, scores, suppress = context.answer
     return masks.masked_fill(suppress.view(-1, 1, 1), 0.0), scores, suppress
 
 
-def _scores_blanked(context: AnswerContext) -> Outputs:
+def _scores_blanked(context: pc.AnswerContext) -> Outputs:
     masks, scores, suppress = context.answer
     return masks, scores.masked_fill(suppress.view(-1, *[1] * (scores.dim() - 1)), BLANK), suppress
 
 
-def _contiguous_group(context: AnswerContext) -> Outputs:
-    size = len(group_members(context.case, context.rank))
-    first = context.rank // size * size
-    masks, scores = _gathered(context.inputs, range(first, first + size))
+def _contiguous_group(context: pc.AnswerContext) -> Outputs:
+    masks, scores = _gathered(context.inputs, neighbours(context))
     return masks, scores, context.answer[2]
 
 
-def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"counts": (2, 3, 1, 0), "size": (24, 21), **params})
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"counts": (2, 3, 1, 0), "size": (24, 21), **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "ragged and missing objects, either order; IoU at the threshold, ties, chains, empty masks, NaN pixels, one object, a group",
         _small("ellipses_bf16"),
@@ -376,24 +354,20 @@ PRESETS = (
         _small("strided_group_bf16", counts=(3, 2), group="strided", world_sizes=(4, 8)),
         _small("near_bf16", pattern="near", counts=(3, 2), size=(40, 40)),
     ),
-    preset("pkb", "the public benchmark's shape", case("bf16", BF16, counts=(1, 2, 3), size=(256, 256))),
-    preset(
-        "production_sam3_video",
-        "64 objects of 288 x 288, as many on every rank",
-        case("bf16", BF16, eighths=(8,) * 8, size=(288, 288)),
+    pc.preset("pkb", "the public benchmark's shape", pc.case("bf16", BF16, counts=(1, 2, 3), size=(256, 256))),
+    pc.preset(
+        "production_sam3_video", "64 objects of 288 x 288, as many on every rank", pc.case("bf16", BF16, eighths=(8,) * 8, size=(288, 288))
     ),
-    preset(
+    pc.preset(
         "production_sam3_crowd",
         "200 objects of 288 x 288, unevenly",
-        case("bf16", BF16, eighths=(40, 35, 30, 25, 25, 20, 15, 10), size=(288, 288)),
+        pc.case("bf16", BF16, eighths=(40, 35, 30, 25, 25, 20, 15, 10), size=(288, 288)),
     ),
-    preset(
-        "production_high_resolution",
-        "48 objects of 1024 x 1024 in float32",
-        case("fp32", FP32, eighths=(6,) * 8, size=(1024, 1024)),
+    pc.preset(
+        "production_high_resolution", "48 objects of 1024 x 1024 in float32", pc.case("fp32", FP32, eighths=(6,) * 8, size=(1024, 1024))
     ),
     *(
-        preset(f"sweep_{objects}", f"{objects} objects", case("bf16", BF16, eighths=(objects // 8,) * 8, size=(256, 256)))
+        pc.preset(f"sweep_{objects}", f"{objects} objects", pc.case("bf16", BF16, eighths=(objects // 8,) * 8, size=(256, 256)))
         for objects in (16, 32, 64, 128, 256, 512)
     ),
 )
@@ -404,7 +378,7 @@ _NOBODY = "a single object is never suppressed"
 _FEW = "of a handful of objects the same ones may be suppressed twice in a row"
 _FEW_OBJECTS = (*(f"small/{spec.label}" for spec in PRESETS[0].cases), "pkb/bf16")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=81,
     slug="mask_gather_occlusion_suppression",
     title="Gather object masks of all ranks and suppress overlapping, recently occluded ones",
@@ -424,31 +398,27 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("nobody_suppressed", "a plain gather", _nobody_suppressed, cases=_SEVERAL),
-        KnownWrongAnswer("not_blanked", "suppressed masks left as they are", _not_blanked, cases=_SEVERAL),
-        KnownWrongAnswer("blanked_to_zero", "suppressed masks filled with zeros", _blanked_to_zero, cases=_SEVERAL),
-        KnownWrongAnswer("scores_blanked", "scores of suppressed objects overwritten too", _scores_blanked, cases=_SEVERAL),
-        KnownWrongAnswer("opposite_order", "reverse taken the wrong way round", _opposite, cases=_SEVERAL),
-        KnownWrongAnswer(
-            "above_threshold", "IoU > threshold", _ruled(overlap=torch.gt), cases=("small/exact_fp32", "small/exact_reverse_bf16")
-        ),
-        KnownWrongAnswer("lower_threshold", "IoU >= 0.68 instead of 0.7", _ruled(threshold=0.68), cases=("small/near_bf16",)),
-        KnownWrongAnswer(
+        pc.wrong("nobody_suppressed", "a plain gather", _nobody_suppressed, _SEVERAL),
+        pc.wrong("not_blanked", "suppressed masks left as they are", _not_blanked, _SEVERAL),
+        pc.wrong("blanked_to_zero", "suppressed masks filled with zeros", _blanked_to_zero, _SEVERAL),
+        pc.wrong("scores_blanked", "scores of suppressed objects overwritten too", _scores_blanked, _SEVERAL),
+        pc.wrong("opposite_order", "reverse taken the wrong way round", lambda c: _ruled(reverse=not c.args[5])(c), _SEVERAL),
+        pc.wrong("above_threshold", "IoU > threshold", _ruled(overlap=torch.gt), ("small/exact_fp32", "small/exact_reverse_bf16")),
+        pc.wrong("lower_threshold", "IoU >= 0.68 instead of 0.7", _ruled(threshold=0.68), ("small/near_bf16",)),
+        pc.wrong(
             "rounded_overlap",
             "IoU and threshold compared in bfloat16",
             _ruled(overlap=lambda iou, threshold: iou.to(BF16) >= threshold.to(BF16)),
-            cases=("small/near_bf16",),
+            ("small/near_bf16",),
         ),
-        KnownWrongAnswer("zero_is_foreground", "mask >= 0", _ruled(background_counts=True), cases=("small/exact_fp32",)),
-        KnownWrongAnswer(
-            "ties_suppressed", "objects of the same time suppress each other", _ruled(ties_lose=True), cases=("small/identical_bf16",)
-        ),
-        KnownWrongAnswer("never_occluded_wins", "a time of -1 counts", _ruled(never_counts=True), cases=("small/identical_bf16",)),
-        KnownWrongAnswer("own_objects_only", "overlaps across ranks ignored", _own_objects_only, cases=("small/chain_fp32",)),
-        KnownWrongAnswer("one_after_the_other", "suppressed objects suppress nobody", _one_after_the_other, cases=("small/chain_fp32",)),
-        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        pc.wrong("zero_is_foreground", "mask >= 0", _ruled(background_counts=True), ("small/exact_fp32",)),
+        pc.wrong("ties_suppressed", "objects of the same time suppress each other", _ruled(ties_lose=True), ("small/identical_bf16",)),
+        pc.wrong("never_occluded_wins", "a time of -1 counts", _ruled(never_counts=True), ("small/identical_bf16",)),
+        pc.wrong("own_objects_only", "overlaps across ranks ignored", _own_objects_only, ("small/chain_fp32",)),
+        pc.wrong("one_after_the_other", "suppressed objects suppress nobody", _one_after_the_other, ("small/chain_fp32",)),
+        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
-    alternative_solutions=(AlternativeSolution("counted_in_integers", _by_counting),),
+    alternative_solutions=(pc.AlternativeSolution("counted_in_integers", _by_counting),),
     excused={
         **{f"previous/suppress@{name}": _FEW for name in _FEW_OBJECTS},
         "another_rank": "all ranks have the same answer",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import CaseSpec, Problem, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout
 from peerlane.problems.families.vocab import BF16, FP32, arguments, filter_variants, filtered_log_probability, token_sweep
 from peerlane.problems.families.vocab_logprob import compare, cost, log_probability_answer, log_probability_wrong_answers, oracle
@@ -26,12 +26,12 @@ def reference(
     return filtered_log_probability(vocab_parallel_logits.flatten(0, -2), target.flatten(), tp_group, top_k, top_p).view(target.shape)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 2, "sequence_per_rank": 9, "vocab_per_rank": 8, "outside": 0.3, "edge": 0.3, **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"batch": 2, "sequence_per_rank": 9, "vocab_per_rank": 8, "outside": 0.3, "edge": 0.3, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "all combinations of filters; ties at both thresholds; equal, one-hot and -inf logits; filters that keep one token or all; groups",
         _small("plain_fp32", FP32),
@@ -59,26 +59,26 @@ PRESETS = (
         _small("wide_top_k_bf16", BF16, vocab_per_rank=130, top_k=4, outside=0.1),
         _small("public_both_bf16", BF16, scale=2.0, top_k=6, top_p=0.8, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape",
-        case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9),
-        case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, variant="pkb"),
+        pc.case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9),
+        pc.case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "production_llama3_rl",
         "8192 tokens, vocabulary 128256, nucleus of 0.95",
-        case("bf16", BF16, batch=8, sequence=1024, vocab=128256, top_p=0.95),
+        pc.case("bf16", BF16, batch=8, sequence=1024, vocab=128256, top_p=0.95),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_rl",
         "4096 tokens, vocabulary 151936, the recommended top 20 and nucleus of 0.8",
-        case("bf16", BF16, batch=4, sequence=1024, vocab=151936, top_k=20, top_p=0.8),
+        pc.case("bf16", BF16, batch=4, sequence=1024, vocab=151936, top_k=20, top_p=0.8),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3_rl",
         "4096 tokens, vocabulary 129280, top 50, float32",
-        case("fp32", FP32, batch=4, sequence=1024, vocab=129280, top_k=50),
+        pc.case("fp32", FP32, batch=4, sequence=1024, vocab=129280, top_k=50),
     ),
     *token_sweep(),
 )
@@ -88,7 +88,7 @@ PRESETS = (
 _IDLE_TOP_K = ("disabled_bf16", "top_k_beyond_vocabulary_fp32", "padding_top_k_bf16", "one_hot_both_bf16")
 
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=82,
     slug="vocab_parallel_sampled_logprob",
     title="Token log-probabilities under top-k/top-p filtering with vocabulary-parallel logits",

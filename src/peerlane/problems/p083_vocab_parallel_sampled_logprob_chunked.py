@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AlternativeSolution, AnswerContext, Case, CaseSpec, Draw, KnownWrongAnswer, Problem, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import vocab, vocab_logprob
 from peerlane.problems.families.collective import group_layout
 from peerlane.problems.families.vocab import BF16, FP32
@@ -28,11 +27,11 @@ def reference(
     return torch.cat(results).view(target.shape)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     return (*vocab.arguments(case, rank, draw), vocab.chunk_of(case, rank))
 
 
-def _in_chunks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _in_chunks(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Position by position of the sequences, whatever the chunk size is."""
     answers = []
     for position in range(inputs[rank][1].shape[1]):
@@ -42,7 +41,7 @@ def _in_chunks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torc
     return torch.cat(answers, dim=1)
 
 
-def _chunks_by_position(context: AnswerContext) -> torch.Tensor:
+def _chunks_by_position(context: pc.AnswerContext) -> torch.Tensor:
     """The right answers written as if chunks were runs of positions of all sequences and not of the flattened tokens."""
     batch, sequence = vocab.shape_of(context.case, context.rank)
     size = max(1, context.args[-1])
@@ -52,13 +51,13 @@ def _chunks_by_position(context: AnswerContext) -> torch.Tensor:
     return result
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     defaults = {"batch": 2, "sequence_per_rank": 6, "vocab_per_rank": 8, "outside": 0.3, "edge": 0.3, "chunk_per_rank": 1}
-    return case(label, dtype, **{**defaults, **params})
+    return pc.case(label, dtype, **{**defaults, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "chunks that divide the sequence or not, one token per rank and larger than the sequence; all filters and none, ties, groups, "
         "large logits",
@@ -80,26 +79,26 @@ PRESETS = (
         _small("one_hot_both_bf16", BF16, chunk_per_rank=6, scale=200.0, top_k=6, top_p=0.8),
         _small("public_both_bf16", BF16, scale=2.0, top_k=6, top_p=0.8, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, 4, 2 or 1 chunks on 2, 4 or 8 ranks",
-        case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1),
-        case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1, variant="pkb"),
+        pc.case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1),
+        pc.case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "production_llama3_rl",
         "4 sequences of 4096 tokens in chunks of 1024, vocabulary 128256, nucleus of 0.95",
-        case("bf16", BF16, batch=4, sequence=4096, vocab=128256, top_p=0.95, chunk=1024),
+        pc.case("bf16", BF16, batch=4, sequence=4096, vocab=128256, top_p=0.95, chunk=1024),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_rl",
         "2 sequences of 8192 tokens in chunks of 512, vocabulary 151936, the recommended top 20 and nucleus of 0.8",
-        case("bf16", BF16, batch=2, sequence=8192, vocab=151936, top_k=20, top_p=0.8, chunk=512),
+        pc.case("bf16", BF16, batch=2, sequence=8192, vocab=151936, top_k=20, top_p=0.8, chunk=512),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3_rl",
         "a sequence of 16384 tokens in chunks of 2048, vocabulary 129280, top 50",
-        case("bf16", BF16, batch=1, sequence=16384, vocab=129280, top_k=50, chunk=2048),
+        pc.case("bf16", BF16, batch=1, sequence=16384, vocab=129280, top_k=50, chunk=2048),
     ),
     *vocab.token_sweep(chunk=1024),
 )
@@ -107,7 +106,7 @@ PRESETS = (
 # More than one sequence and more than one chunk: only there is the order of chunks a question.
 _MIXED = ("small/partial_chunk_fp32", "small/partial_chunk_bf16", "small/plain_fp32", "small/top_k_bf16", "small/both_bf16")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=83,
     slug="vocab_parallel_sampled_logprob_chunked",
     title="Token log-probabilities under top-k/top-p filtering, in chunks of tokens",
@@ -136,12 +135,12 @@ PROBLEM = Problem(
             one_rank=("small/wide_top_k_bf16",),
             grouped=("small/strided_group_bf16",),
         ),
-        KnownWrongAnswer("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
-        KnownWrongAnswer("chunks_by_position", "chunks taken for runs of positions of all sequences", _chunks_by_position, cases=_MIXED),
+        pc.wrong("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
+        pc.wrong("chunks_by_position", "chunks taken for runs of positions of all sequences", _chunks_by_position, _MIXED),
     ),
     alternative_solutions=(
         *vocab.filter_variants(vocab_logprob.log_probability_answer),
-        AlternativeSolution("by_position_fp32", _in_chunks),
+        pc.AlternativeSolution("by_position_fp32", _in_chunks),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Problem,
-    Score,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import vocab
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.vocab import BF16, FP32, FP64, cut_margin
@@ -59,7 +45,7 @@ def reference(
     return gradient.view(vocab_parallel_logits.shape)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Gradients of the log-probabilities N(0, 1) in ``case["grad_dtype"]``, which is the logits' if absent, the same on all ranks.
 
     ``case["grad_pattern"]``: ``spread`` for sizes from 0 to 3e4.
@@ -73,7 +59,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
 
 @dataclass(kw_only=True)
-class FilteredGradient(Expected):
+class FilteredGradient(pc.Expected):
     """A gradient whose entries the filter may keep or drop, with all answers that are right before rounding errors.
 
     ``value`` follows the definition to the letter. Zero is right where ``may_drop``; a number in [``low``, ``high``] where ``may_keep``,
@@ -87,7 +73,7 @@ class FilteredGradient(Expected):
     error: torch.Tensor
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> FilteredGradient:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> FilteredGradient:
     """In float64, some tokens at a time, of which only the rank's part of the vocabulary is held, in float32."""
     members, (width, shard), shape = group_members(case, rank), vocab.vocabulary(case, rank), vocab.shape_of(case, rank)
     own = slice(members.index(rank) * shard, (members.index(rank) + 1) * shard)
@@ -105,7 +91,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Filtered
     return FilteredGradient(name="gradient", value=value, dtype=FP32, may_keep=may_keep, may_drop=may_drop, low=low, high=high, error=error)
 
 
-def _gradient(case: Case, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, own: slice) -> tuple[torch.Tensor, ...]:
+def _gradient(case: pc.Case, logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, own: slice) -> tuple[torch.Tensor, ...]:
     """(value, may_keep, may_drop, low, high, error) of the entries ``own`` of every row, see :class:`FilteredGradient`.
 
     A token is kept if less than top_p lies above it, equal logits being ranked from the highest index down.
@@ -143,18 +129,18 @@ def _gradient(case: Case, logits: torch.Tensor, target: torch.Tensor, weight: to
     share, weight = entries.exp(), weight.unsqueeze(-1)
     value = weight * (hit - share / kept) * keeps
     ends = weight * (hit - share / certain), weight * (hit - share / possible)
-    error = weight.abs() * (RELATIVE * share / certain + 4 * UNIT_ROUNDOFF[FP32] * hit + UNDERFLOW) + UNDERFLOW
+    error = weight.abs() * (RELATIVE * share / certain + 4 * pc.UNIT_ROUNDOFF[FP32] * hit + UNDERFLOW) + UNDERFLOW
     return value, may_keep, may_drop, torch.minimum(*ends), torch.maximum(*ends), error
 
 
-def compare(case: Case, got: torch.Tensor, expected: FilteredGradient, kind: str) -> list[Score]:
+def compare(case: pc.Case, got: torch.Tensor, expected: FilteredGradient, kind: str) -> list[pc.Score]:
     """Zero where the entry may be dropped, else the distance from [low, high] in units of the oracle's error.
 
     That error is, for an upstream gradient g and a probability q, |g| (0.001 q + 4 u) at the target and 0.001 |g| q elsewhere, with u the
     roundoff of float32; what lies below its smallest normal number may be flushed to zero.
     """
     if got.numel() == 0:
-        return [Score("gradient", 0.0, "empty")]
+        return [pc.Score("gradient", 0.0, "empty")]
     distance = (got - torch.minimum(torch.maximum(got, expected.low), expected.high)).abs()
     ratio = distance / expected.error
     ratio = torch.where(expected.may_keep, ratio, math.inf)
@@ -167,10 +153,10 @@ def compare(case: Case, got: torch.Tensor, expected: FilteredGradient, kind: str
         + ["0"] * bool(expected.may_drop[index])
     )
     detail = f"{int((ratio > 1).sum())} of {ratio.numel()} entries wrong; accepted here: {accepted}"
-    return [Score("gradient", float(ratio[index]), detail, index, float(got[index]), float(expected.value[index]))]
+    return [pc.Score("gradient", float(ratio[index]), detail, index, float(got[index]), float(expected.value[index]))]
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Logits are read and gradients written once: while the ranks agree on a token's cut and sum, its logits can stay on chip.
 
     Per token the float32 sum over the kept part of a shard goes to one rank, and the sum over all shards comes back.
@@ -178,7 +164,7 @@ def cost(case: Case, rank: int) -> Cost:
     (batch, sequence), (_, shard), ranks = vocab.shape_of(case, rank), vocab.vocabulary(case, rank), len(group_members(case, rank))
     tokens, upstream = batch * sequence, case.params.get("grad_dtype", case.dtype)
     port = 8 * tokens * (ranks - 1) / ranks
-    return Cost(
+    return pc.Cost(
         hbm_bytes=tokens * (shard * (case.dtype.itemsize + FP32.itemsize) + 8 + upstream.itemsize),
         egress_bytes=port,
         ingress_bytes=port,
@@ -186,13 +172,15 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _own(case: Case, rank: int) -> slice:
+def _own(case: pc.Case, rank: int) -> slice:
     """The rank's part of the vocabulary."""
     place, (_, shard) = group_members(case, rank).index(rank), vocab.vocabulary(case, rank)
     return slice(place * shard, (place + 1) * shard)
 
 
-def _assembled(case: Case, rank: int, args: tuple[Any, ...], probabilities: torch.Tensor, target_kept: torch.Tensor | bool) -> torch.Tensor:
+def _assembled(
+    case: pc.Case, rank: int, args: tuple[Any, ...], probabilities: torch.Tensor, target_kept: torch.Tensor | bool
+) -> torch.Tensor:
     """g (1 at the target if ``target_kept`` (B, S), less q): the rank's part, from q (B, S, V)."""
     own = _own(case, rank)
     column = torch.arange(own.start, own.stop, device=probabilities.device)
@@ -207,37 +195,32 @@ def _survives(kept: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return kept.gather(-1, target.unsqueeze(-1)).squeeze(-1) > -math.inf
 
 
-def gradient_answer(case: Case, rank: int, args: tuple[Any, ...], kept: torch.Tensor) -> torch.Tensor:
+def gradient_answer(case: pc.Case, rank: int, args: tuple[Any, ...], kept: torch.Tensor) -> torch.Tensor:
     """The rank's part of the gradient, from the filtered logits of the whole vocabulary."""
     return _assembled(case, rank, args, kept.softmax(-1), _survives(kept, args[1]))
 
 
-def _kept(context: AnswerContext) -> torch.Tensor:
+def _kept(context: pc.AnswerContext) -> torch.Tensor:
     return vocab.direct_filter(context.case, context.inputs, context.rank)
 
 
-def _target_always_kept(context: AnswerContext) -> torch.Tensor:
+def _target_always_kept(context: pc.AnswerContext) -> torch.Tensor:
     return _assembled(context.case, context.rank, context.args, _kept(context).softmax(-1), True)
 
 
-def _target_missing(context: AnswerContext) -> torch.Tensor:
-    return _assembled(context.case, context.rank, context.args, _kept(context).softmax(-1), False)
-
-
-def _target_only(context: AnswerContext) -> torch.Tensor:
+def _target_only(context: pc.AnswerContext) -> torch.Tensor:
     kept = _kept(context)
     return _assembled(context.case, context.rank, context.args, torch.zeros_like(kept), _survives(kept, context.args[1]))
 
 
-def _not_renormalised(context: AnswerContext) -> torch.Tensor:
+def _not_renormalised(context: pc.AnswerContext) -> torch.Tensor:
     """Probabilities among all tokens, and 0 for those that the filter drops."""
     kept = _kept(context)
     probabilities = vocab.unfiltered(context).softmax(-1).masked_fill(kept == -math.inf, 0.0)
     return _assembled(context.case, context.rank, context.args, probabilities, _survives(kept, context.args[1]))
 
 
-def _local_vocabulary(context: AnswerContext) -> torch.Tensor:
-    """Filter and softmax over the rank's own shard."""
+def _local_vocabulary(context: pc.AnswerContext) -> torch.Tensor:
     own, logits = _own(context.case, context.rank), context.args[0].to(FP32)
     top_k, top_p = vocab.filters(context.case, logits.shape[-1])
     kept = vocab.keep_nucleus(vocab.keep_largest(logits, top_k), top_p)
@@ -246,19 +229,19 @@ def _local_vocabulary(context: AnswerContext) -> torch.Tensor:
     return gradient_answer(context.case, context.rank, context.args, whole)
 
 
-def _whole_world(context: AnswerContext) -> torch.Tensor:
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
     logits, (top_k, top_p) = vocab.whole_vocabulary(context.inputs, range(context.case.world_size)), vocab.own_filters(context)
     kept = vocab.keep_nucleus(vocab.keep_largest(logits, top_k), top_p)
     return gradient_answer(context.case, context.rank, context.args, kept)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     defaults = {"batch": 2, "sequence_per_rank": 4, "vocab_per_rank": 8, "outside": 0.3, "edge": 0.3, "chunk_per_rank": 1}
-    return case(label, dtype, **{**defaults, **params})
+    return pc.case(label, dtype, **{**defaults, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "all combinations of filters; ties at both thresholds, one-hot and -inf logits; gradients of all sizes; uneven chunks; groups",
         _small("plain_fp32", FP32),
@@ -277,26 +260,26 @@ PRESETS = (
         _small("disabled_fp32", FP32, top_k=0, top_p=None),
         _small("public_both_bf16", BF16, scale=2.0, top_k=6, top_p=0.8, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape, 4, 2 or 1 chunks on 2, 4 or 8 ranks",
-        case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1),
-        case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1, variant="pkb"),
+        pc.case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1),
+        pc.case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1, variant="pkb"),
     ),
-    preset(
+    pc.preset(
         "production_llama3_rl",
         "4096 tokens in chunks of 1024, vocabulary 128256, nucleus of 0.95",
-        case("bf16", BF16, batch=1, sequence=4096, vocab=128256, top_p=0.95, chunk=1024, grad_dtype=FP32),
+        pc.case("bf16", BF16, batch=1, sequence=4096, vocab=128256, top_p=0.95, chunk=1024, grad_dtype=FP32),
     ),
-    preset(
+    pc.preset(
         "production_qwen3_rl",
         "8192 tokens in chunks of 512, vocabulary 151936, the recommended top 20 and nucleus of 0.8",
-        case("bf16", BF16, batch=1, sequence=8192, vocab=151936, top_k=20, top_p=0.8, chunk=512, grad_dtype=FP32),
+        pc.case("bf16", BF16, batch=1, sequence=8192, vocab=151936, top_k=20, top_p=0.8, chunk=512, grad_dtype=FP32),
     ),
-    preset(
+    pc.preset(
         "production_deepseek_v3_rl",
         "4096 tokens in chunks of 1024, vocabulary 129280, no filter: a plain log-probability's gradient",
-        case("bf16", BF16, batch=1, sequence=4096, vocab=129280, chunk=1024, grad_dtype=FP32),
+        pc.case("bf16", BF16, batch=1, sequence=4096, vocab=129280, chunk=1024, grad_dtype=FP32),
     ),
     *vocab.token_sweep(chunk=1024),
 )
@@ -304,7 +287,7 @@ PRESETS = (
 _IDLE = ("disabled_fp32",)
 _FILTERED = tuple(dict.fromkeys((*vocab.labels(PRESETS, "top_k", without=_IDLE), *vocab.labels(PRESETS, "top_p", without=_IDLE))))
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=84,
     slug="vocab_parallel_sampled_logprob_backward",
     title="Gradient of the filtered log-probability with respect to vocabulary-parallel logits",
@@ -325,21 +308,19 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("local_vocabulary", "filter and softmax over the rank's own shard", _local_vocabulary),
-        KnownWrongAnswer("target_missing", "-g q alone", _target_missing),
-        KnownWrongAnswer("target_only", "g at the target alone", _target_only),
-        KnownWrongAnswer("target_always_kept", "g at targets that the filter drops", _target_always_kept, cases=_FILTERED),
-        KnownWrongAnswer("not_renormalised", "probabilities among all tokens, masked", _not_renormalised, cases=_FILTERED),
-        KnownWrongAnswer(
+        pc.wrong("local_vocabulary", "filter and softmax over the rank's own shard", _local_vocabulary),
+        pc.wrong("target_missing", "-g q alone", lambda c: _assembled(c.case, c.rank, c.args, _kept(c).softmax(-1), False)),
+        pc.wrong("target_only", "g at the target alone", _target_only),
+        pc.wrong("target_always_kept", "g at targets that the filter drops", _target_always_kept, _FILTERED),
+        pc.wrong("not_renormalised", "probabilities among all tokens, masked", _not_renormalised, _FILTERED),
+        pc.wrong(
             "unscaled",
             "the upstream gradient taken for one",
             lambda c: torch.where(c.args[2].unsqueeze(-1) == 0, 0, c.answer / c.args[2].to(FP32).unsqueeze(-1)),
         ),
-        KnownWrongAnswer(
-            "summed_over_ranks", "the upstream gradient added up over ranks", lambda c: c.answer * len(group_members(c.case, c.rank))
-        ),
-        KnownWrongAnswer("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
-        KnownWrongAnswer("whole_world", "tp_group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+        pc.wrong("summed_over_ranks", "the upstream gradient added up over ranks", lambda c: c.answer * len(group_members(c.case, c.rank))),
+        pc.wrong("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
+        pc.wrong("whole_world", "tp_group ignored", _whole_world, ("small/strided_group_bf16",)),
         *vocab.filter_wrong_answers(
             gradient_answer,
             PRESETS,

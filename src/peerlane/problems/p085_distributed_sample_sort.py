@@ -10,24 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Score,
-    case,
-    compare_exact,
-    constant,
-    exactly,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
 from peerlane.problems.families.graph import fine_uniform, fitted
 
@@ -95,7 +78,7 @@ def _overlaps(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
     return [[max(0, min(b, d) - max(a, c)) for c, d in itertools.pairwise(new)] for a, b in itertools.pairwise(old)]
 
 
-def _sizes(case: Case, ranks: int) -> list[int]:
+def _sizes(case: pc.Case, ranks: int) -> list[int]:
     """Elements of every rank. ``case["count"]``: one number, or numbers that repeat over ranks; or ``total`` divided equally."""
     if "total" in case.params:
         return [case["total"] // ranks] * ranks
@@ -103,7 +86,7 @@ def _sizes(case: Case, ranks: int) -> list[int]:
     return [count if isinstance(count, int) else count[rank % len(count)] for rank in range(ranks)]
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """N(0, 1), or by ``case["data"]``:
 
     * ``uniform``: U[0, 1); ``log_normal``: exp(N(0, 1)), which in bfloat16 has many duplicates
@@ -134,10 +117,10 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         case "offset":
             values = draw.integers(-50, 50, (count,), FP32) - float(me * count)
         case "special":
-            specials = constant([math.nan, math.inf, -math.inf, 0.0, -0.0], draw.device)
+            specials = pc.constant([math.nan, math.inf, -math.inf, 0.0, -0.0], draw.device)
             choice = draw.integers(0, 12, (count,))
             values = torch.where(choice < 5, specials[choice.clamp(max=4)], values)
-    return (values.to(case.dtype).contiguous(), *(GroupRef(name) for name in group_layout(case)))
+    return (values.to(case.dtype).contiguous(), *(pc.GroupRef(name) for name in group_layout(case)))
 
 
 def _canonical(values: torch.Tensor) -> torch.Tensor:
@@ -145,18 +128,18 @@ def _canonical(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), math.nan, values + 0.0)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     members = group_members(case, rank)
     everything = torch.cat([inputs[q][0] for q in members]).sort().values
-    return exactly("sorted", torch.split(everything, balanced(everything.numel(), len(members)))[members.index(rank)].clone())
+    return pc.exactly("sorted", torch.split(everything, balanced(everything.numel(), len(members)))[members.index(rank)].clone())
 
 
-def compare(case: Case, got: torch.Tensor, expected: Expected, kind: str) -> list[Score]:
+def compare(case: pc.Case, got: torch.Tensor, expected: pc.Expected, kind: str) -> list[pc.Score]:
     """Bit for bit, but for the signs of zeros and the bits of NaN."""
-    return [compare_exact("sorted", _canonical(got), _canonical(expected.value))]
+    return [pc.compare_exact("sorted", _canonical(got), _canonical(expected.value))]
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The shard is read once, and the result written once; of elements in random places, all but every W-th change ranks.
 
     Where values follow an order or repeat, fewer elements may have to, and none are counted.
@@ -166,25 +149,25 @@ def cost(case: Case, rank: int) -> Cost:
     me = members.index(rank)
     own, result = sizes[me], balanced(sum(sizes), ranks)[me]
     scattered = case.params.get("data") in (None, "uniform", "log_normal")
-    return Cost(
+    return pc.Cost(
         hbm_bytes=size * (own + result),
         egress_bytes=size * own * (ranks - 1) / ranks * scattered,
         ingress_bytes=size * max(0.0, result - own / ranks) * scattered,
     )
 
 
-def _parts(values: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
+def _parts(values: torch.Tensor, case: pc.Case, rank: int) -> torch.Tensor:
     members = group_members(case, rank)
     return torch.split(values, balanced(values.numel(), len(members)))[members.index(rank)].clone()
 
 
-def _by_keys(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _by_keys(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """A stable sort of integer keys, shards from last to first."""
     values = torch.cat([inputs[q][0] for q in reversed(group_members(case, rank))])
     return _parts(values[sort_keys(values).argsort(stable=True)], case, rank)
 
 
-def _by_merging(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _by_merging(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Sorted shards merged one after the other: every element goes to its own place plus the number of smaller ones in the other list."""
     merged = inputs[group_members(case, rank)[0]][0].sort().values
     for q in group_members(case, rank)[1:]:
@@ -197,22 +180,22 @@ def _by_merging(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tor
     return _parts(merged, case, rank)
 
 
-def _own_sorted(context: AnswerContext) -> torch.Tensor:
+def _own_sorted(context: pc.AnswerContext) -> torch.Tensor:
     return fitted(context.args[0].sort().values, context.answer)
 
 
-def _whole(context: AnswerContext) -> torch.Tensor:
+def _whole(context: pc.AnswerContext) -> torch.Tensor:
     return torch.cat([context.inputs[q][0] for q in group_members(context.case, context.rank)])
 
 
-def _unbalanced(context: AnswerContext) -> torch.Tensor:
+def _unbalanced(context: pc.AnswerContext) -> torch.Tensor:
     """What starts where the rank's share would start if it had as many as it was given."""
     members = group_members(context.case, context.rank)
     first = sum(len(context.inputs[q][0]) for q in members[: members.index(context.rank)])
     return fitted(_whole(context).sort().values[first:], context.answer)
 
 
-def _remainder_last(context: AnswerContext) -> torch.Tensor:
+def _remainder_last(context: pc.AnswerContext) -> torch.Tensor:
     """The remainder's elements given to the last ranks: every part but the first starts too early."""
     members, whole = group_members(context.case, context.rank), _whole(context).sort().values
     sizes = balanced(len(whole), len(members))[::-1]
@@ -220,11 +203,11 @@ def _remainder_last(context: AnswerContext) -> torch.Tensor:
     return fitted(whole[first:], context.answer)
 
 
-def _other_order(context: AnswerContext, values: torch.Tensor) -> torch.Tensor:
+def _other_order(context: pc.AnswerContext, values: torch.Tensor) -> torch.Tensor:
     return _parts(values, context.case, context.rank)
 
 
-def _without_duplicates(context: AnswerContext) -> torch.Tensor:
+def _without_duplicates(context: pc.AnswerContext) -> torch.Tensor:
     """Of equal values one each."""
     whole = _whole(context).sort().values
     differs = torch.ones(whole.shape, dtype=torch.bool, device=whole.device)
@@ -232,20 +215,19 @@ def _without_duplicates(context: AnswerContext) -> torch.Tensor:
     return _other_order(context, fitted(whole[differs], whole))
 
 
-def _stale_half(context: AnswerContext) -> torch.Tensor:
-    """The upper half of every part left over from the slot before."""
+def _stale_half(context: pc.AnswerContext) -> torch.Tensor:
     result: torch.Tensor = context.answer.clone()
     half = len(result) // 2
     result[half:] = context.previous[half:]
     return result
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"count": (9, 0, 17, 4), **params})
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
+    return pc.case(label, dtype, **{"count": (9, 0, 17, 4), **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "uneven, empty and single shards, fewer elements than ranks; order, duplicates, NaN, infinities and zeros of both signs; groups",
         _small("uneven_fp32", FP32),
@@ -261,20 +243,22 @@ PRESETS = (
         _small("empty_fp32", FP32, count=0),
         _small("strided_group_fp32", FP32, count=(9, 9, 18, 4), group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 1024 elements in all; its odd ranks are sometimes empty",
-        case("bf16", BF16, total=1024, data="offset"),
-        case("normal_bf16", BF16, total=1024),
-        case("odd_ranks_empty_bf16", BF16, count=(256, 0), data="offset"),
+        pc.case("bf16", BF16, total=1024, data="offset"),
+        pc.case("normal_bf16", BF16, total=1024),
+        pc.case("odd_ranks_empty_bf16", BF16, count=(256, 0), data="offset"),
     ),
-    preset("production_normal", "2^27 elements per rank, N(0, 1)", case("fp32", FP32, count=2**27)),
-    preset("production_uniform", "2^25 elements per rank in double precision, U[0, 1)", case("fp64", FP64, count=2**25, data="uniform")),
-    preset(
+    pc.preset("production_normal", "2^27 elements per rank, N(0, 1)", pc.case("fp32", FP32, count=2**27)),
+    pc.preset(
+        "production_uniform", "2^25 elements per rank in double precision, U[0, 1)", pc.case("fp64", FP64, count=2**25, data="uniform")
+    ),
+    pc.preset(
         "production_log_normal",
         "2^26 scores per rank, log-normal, nearly all of them duplicates; and one rank with most of the data",
-        case("bf16", BF16, count=2**26, data="log_normal"),
-        case("skewed_bf16", BF16, count=(2**26, 2**19, 2**19, 2**19), data="log_normal"),
+        pc.case("bf16", BF16, count=2**26, data="log_normal"),
+        pc.case("skewed_bf16", BF16, count=(2**26, 2**19, 2**19, 2**19), data="log_normal"),
     ),
 )
 
@@ -290,7 +274,7 @@ _VARIED = (
 )
 _EQUAL = "all elements are equal in this case, on all ranks"
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=85,
     slug="distributed_sample_sort",
     title="Distributed sort of a one-dimensional array with balanced output",
@@ -309,31 +293,18 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's own shard, sorted, repeated or cut", _own_sorted, cases=_VARIED),
-        KnownWrongAnswer("unbalanced", "parts as long as the shards are", _unbalanced, cases=_UNEVEN),
-        KnownWrongAnswer(
-            "remainder_last", "the remainder with the last ranks", _remainder_last, cases=tuple(f"{name}/w4" for name in _UNEVEN[:3])
+        pc.wrong("no_communication", "the rank's own shard, sorted, repeated or cut", _own_sorted, _VARIED),
+        pc.wrong("unbalanced", "parts as long as the shards are", _unbalanced, _UNEVEN),
+        pc.wrong("remainder_last", "the remainder with the last ranks", _remainder_last, tuple(f"{name}/w4" for name in _UNEVEN[:3])),
+        pc.wrong(
+            "unsorted", "shards one after the other", lambda c: _other_order(c, _whole(c)), tuple(x for x in _VARIED if "sorted" not in x)
         ),
-        KnownWrongAnswer(
-            "unsorted",
-            "shards one after the other",
-            lambda c: _other_order(c, _whole(c)),
-            cases=tuple(x for x in _VARIED if "sorted" not in x),
-        ),
-        KnownWrongAnswer(
-            "descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), cases=_VARIED
-        ),
-        KnownWrongAnswer(
-            "without_duplicates", "equal elements once", _without_duplicates, cases=("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")
-        ),
-        KnownWrongAnswer("stale_half", "the upper half of every part is that of the slot before", _stale_half),
+        pc.wrong("descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), _VARIED),
+        pc.wrong("without_duplicates", "equal elements once", _without_duplicates, ("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")),
+        pc.wrong("stale_half", "the upper half of every part is that of the slot before", _stale_half),
     ),
-    alternative_solutions=(AlternativeSolution("by_keys", _by_keys), AlternativeSolution("by_merging", _by_merging)),
-    excused={
-        "another_rank@small/equal_fp32": _EQUAL,
-        "echo@small/equal_fp32": _EQUAL,
-        "input_mean@small/equal_fp32": _EQUAL,
-    },
+    alternative_solutions=(pc.AlternativeSolution("by_keys", _by_keys), pc.AlternativeSolution("by_merging", _by_merging)),
+    excused={"another_rank@small/equal_fp32": _EQUAL, "echo@small/equal_fp32": _EQUAL, "input_mean@small/equal_fp32": _EQUAL},
     process_groups=group_layout,
     graph=False,
     graph_reason="how many elements go from which rank to which depends on their values, and the host must know it for the exchange",

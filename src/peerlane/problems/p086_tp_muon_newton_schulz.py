@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FP32, FP64
@@ -50,12 +35,7 @@ COEFFICIENTS: Mapping[str, Triples] = {
         (1.8564, -1.2132, 0.3568),
         (1.8750, -1.2500, 0.3750),
     ),
-    "aol": (
-        (4.0098, -7.0585, 2.4635),
-        (3.4585, -5.5479, 2.5959),
-        (2.7573, -3.2939, 1.4254),
-        (2.7215, -3.0494, 1.3169),
-    ),
+    "aol": ((4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169)),
 }
 
 # The smallest Frobenius norm that the matrix is divided by.
@@ -63,11 +43,7 @@ _FLOOR = 1e-7
 
 
 def reference(
-    x: torch.Tensor,
-    steps: int = 5,
-    coefficient_type: str = "quintic",
-    partition_dim: int = 1,
-    group: dist.ProcessGroup | None = None,
+    x: torch.Tensor, steps: int = 5, coefficient_type: str = "quintic", partition_dim: int = 1, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     assert coefficient_type in COEFFICIENTS, f"got coefficient type {coefficient_type!r}: expected one of {', '.join(COEFFICIENTS)}"
     triples = COEFFICIENTS[coefficient_type]
@@ -87,13 +63,13 @@ def reference(
     return (shard if partition_dim == 1 else shard.t()).to(x.dtype).contiguous()
 
 
-def _shape(case: Case, rank: int) -> tuple[int, int]:
+def _shape(case: pc.Case, rank: int) -> tuple[int, int]:
     """m and this rank's share of n, of the matrix whose Gram matrix is taken: ``local`` columns, or ``columns`` in all."""
     ranks = len(group_members(case, rank))
     return case["rows"], int(case["local"] if "local" in case.params else case["columns"] // ranks)
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """N(0, 1) entries, 3 times as large in every other shard; rows of the matrix (m, n) differ in size by ``case["decades"]`` powers of ten
     (2), which spreads its spectrum.
 
@@ -111,12 +87,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if pattern == "zero_shard" and place == 0:
         x.zero_()
     x *= {"tiny": 1e-12, "huge": 1e16}.get(str(pattern), 1.0)
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     x = x if case["partition_dim"] == 1 else x.t()
     return (x.to(case.dtype).contiguous(), case["steps"], case["coefficients"], case["partition_dim"], group)
 
 
-def _shards(case: Case, inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], work: torch.dtype) -> list[torch.Tensor]:
+def _shards(case: pc.Case, inputs: pc.Inputs, ranks: Sequence[int], work: torch.dtype) -> list[torch.Tensor]:
     """The ranks' shards as columns of the matrix whose Gram matrix is taken."""
     return [(inputs[q][0] if case["partition_dim"] == 1 else inputs[q][0].t()).to(work) for q in ranks]
 
@@ -130,7 +106,7 @@ def iterate(x: torch.Tensor, steps: int, triples: Triples) -> torch.Tensor:
     return x
 
 
-def _own(case: Case, whole: torch.Tensor, rank: int) -> torch.Tensor:
+def _own(case: pc.Case, whole: torch.Tensor, rank: int) -> torch.Tensor:
     """The rank's columns of the whole matrix, as the rank stores them."""
     members = group_members(case, rank)
     shard = whole.chunk(len(members), 1)[members.index(rank)]
@@ -138,8 +114,8 @@ def _own(case: Case, whole: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _orthogonalised(
-    case: Case,
-    inputs: Sequence[tuple[Any, ...]],
+    case: pc.Case,
+    inputs: pc.Inputs,
     rank: int,
     work: torch.dtype,
     *,
@@ -156,11 +132,11 @@ def _orthogonalised(
     return _own(case, iterate(x / normed.norm().clamp(min=floor), case["steps"] if steps is None else steps, triples), rank)
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return Expected("orthogonalised", _orthogonalised(case, inputs, rank, FP64), case.dtype)
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
+    return pc.Expected("orthogonalised", _orthogonalised(case, inputs, rank, FP64), case.dtype)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """One rounding of the result, and errors of products, which the iterations amplify in the directions of small singular values.
 
     In bfloat16 the rounding leaves 1.7e-3 normwise, and up to 2.3e-3 where entries are alike, and products in TensorFloat32 1.4e-3, of
@@ -170,10 +146,10 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     normwise, largest = (5e-3, 2e-2) if case.dtype == BF16 else (2e-4, 2e-3)
     if case.params.get("pattern") == "rank_one":
         normwise, largest = 2.5 * normwise, 2.5 * largest
-    return {"orthogonalised": Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], rms=largest, normwise=normwise)}
+    return {"orthogonalised": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[case.dtype], rms=largest, normwise=normwise)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The Gram matrix has to be summed for the first step only, for those of later steps follow from it, and only half of it, for it is
     symmetric; or the matrix itself is gathered; the less of both.
 
@@ -187,14 +163,14 @@ def cost(case: Case, rank: int) -> Cost:
     unit = "bf16" if case.dtype == BF16 else "fp32"
     flops = {unit: 3.0 * rows * local * side}
     flops["fp32"] = flops.get("fp32", 0.0) + case["steps"] * side**3 / ranks
-    return Cost(hbm_bytes=2 * rows * local * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops=flops)
+    return pc.Cost(hbm_bytes=2 * rows * local * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops=flops)
 
 
-def _whole_fp32(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, **mistakes: Any) -> torch.Tensor:
+def _whole_fp32(case: pc.Case, inputs: pc.Inputs, rank: int, **mistakes: Any) -> torch.Tensor:
     return _orthogonalised(case, inputs, rank, FP32, **mistakes).to(case.dtype)
 
 
-def _gram_recursion(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _gram_recursion(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """One sum over ranks: iterations on the Gram matrix, whose product is applied to the rank's shard at the end."""
     members = group_members(case, rank)
     shards = _shards(case, inputs, members, FP32)
@@ -211,11 +187,11 @@ def _gram_recursion(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) ->
     return (shard if case["partition_dim"] == 1 else shard.t()).to(case.dtype)
 
 
-def _mistaken(context: AnswerContext, **mistakes: Any) -> torch.Tensor:
+def _mistaken(context: pc.AnswerContext, **mistakes: Any) -> torch.Tensor:
     return _whole_fp32(context.case, context.inputs, context.rank, **mistakes)
 
 
-def _from_own_shard(context: AnswerContext) -> torch.Tensor:
+def _from_own_shard(context: pc.AnswerContext) -> torch.Tensor:
     """The orthogonalised shard, as if there were no other."""
     case = context.case
     (x,) = _shards(case, context.inputs, [context.rank], FP32)
@@ -223,7 +199,7 @@ def _from_own_shard(context: AnswerContext) -> torch.Tensor:
     return (result if case["partition_dim"] == 1 else result.t()).to(case.dtype)
 
 
-def _local_grams(context: AnswerContext) -> torch.Tensor:
+def _local_grams(context: pc.AnswerContext) -> torch.Tensor:
     """Divided by the norm of the whole matrix, then without communication."""
     case = context.case
     members = group_members(case, context.rank)
@@ -233,7 +209,7 @@ def _local_grams(context: AnswerContext) -> torch.Tensor:
     return (result if case["partition_dim"] == 1 else result.t()).to(case.dtype)
 
 
-def _exactly_orthogonal(context: AnswerContext) -> torch.Tensor:
+def _exactly_orthogonal(context: pc.AnswerContext) -> torch.Tensor:
     """U V^T of the singular value decomposition, to which the iterations converge, but not with these coefficients in these steps."""
     case = context.case
     x = torch.cat(_shards(case, context.inputs, group_members(case, context.rank), FP64), 1)
@@ -242,25 +218,20 @@ def _exactly_orthogonal(context: AnswerContext) -> torch.Tensor:
     return _own(case, (u * kept) @ v, context.rank).to(case.dtype)
 
 
-def _first_triple(context: AnswerContext) -> torch.Tensor:
-    """The first triple in all steps."""
+def _first_triple(context: pc.AnswerContext) -> torch.Tensor:
     case = context.case
     x = torch.cat(_shards(case, context.inputs, group_members(case, context.rank), FP32), 1)
     result = iterate(x / x.norm().clamp(min=_FLOOR), case["steps"], COEFFICIENTS[case["coefficients"]][:1])
     return _own(case, result, context.rank).to(case.dtype)
 
 
-def _whole_world(context: AnswerContext) -> torch.Tensor:
-    return _whole_fp32(without_group(context.case), context.inputs, context.rank)
-
-
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     sizes = {"rows": 12, "local": 5, "partition_dim": 1, "steps": 5, "coefficients": "quintic"}
-    return case(label, dtype, **{**sizes, **params})
+    return pc.case(label, dtype, **{**sizes, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "all coefficients, both partitions, more rows than columns; a steep spectrum, rank one, an empty shard, tiny and huge entries",
         _small("quintic_bf16", BF16),
@@ -277,38 +248,34 @@ PRESETS = (
         _small("huge_bf16", BF16, pattern="huge"),
         _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 512 x 512, sharded by columns",
-        case("bf16", BF16, rows=512, columns=512, partition_dim=1, steps=5, coefficients="quintic"),
+        pc.case("bf16", BF16, rows=512, columns=512, partition_dim=1, steps=5, coefficients="quintic"),
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_mlp",
         "gate or up projection of Llama-3-8B, 4096 x 14336, sharded by columns",
-        case("bf16", BF16, rows=4096, columns=14336, partition_dim=1, steps=5, coefficients="quintic"),
-        case("fp32", FP32, rows=4096, columns=14336, partition_dim=1, steps=5, coefficients="quintic"),
+        pc.case("bf16", BF16, rows=4096, columns=14336, partition_dim=1, steps=5, coefficients="quintic"),
+        pc.case("fp32", FP32, rows=4096, columns=14336, partition_dim=1, steps=5, coefficients="quintic"),
     ),
-    preset(
+    pc.preset(
         "production_moonlight_mlp",
         "MLP of Moonlight-16B, 2048 x 11264, sharded by columns, 8 steps of Polar Express",
-        case("bf16", BF16, rows=2048, columns=11264, partition_dim=1, steps=8, coefficients="polar_express"),
+        pc.case("bf16", BF16, rows=2048, columns=11264, partition_dim=1, steps=8, coefficients="polar_express"),
     ),
-    preset(
+    pc.preset(
         "production_qwen_7b_down",
         "down projection of Qwen-7B, 11008 x 4096, sharded by rows",
-        case("bf16", BF16, rows=4096, columns=11008, partition_dim=0, steps=5, coefficients="quintic"),
+        pc.case("bf16", BF16, rows=4096, columns=11008, partition_dim=0, steps=5, coefficients="quintic"),
     ),
 )
 
 
-def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
-    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
-
-
 # Beside the floor, Gram matrices of tiny entries change nothing.
-_NOT_TINY = _labels(lambda params: params.get("pattern") != "tiny")
+_NOT_TINY = pc.where(lambda c: c.params.get("pattern") != "tiny")
 
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=86,
     slug="tp_muon_newton_schulz",
     title="Muon's Newton-Schulz orthogonalisation of a sharded matrix",
@@ -329,43 +296,36 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "the rank's shard orthogonalised by itself", _from_own_shard, cases=_NOT_TINY),
-        KnownWrongAnswer("local_grams", "the norm of the whole matrix, but Gram matrices of the shard", _local_grams, cases=_NOT_TINY),
-        KnownWrongAnswer(
-            "local_norm",
-            "divided by the norm of the rank's shard",
-            lambda c: _mistaken(c, norm_of=[c.rank]),
-            cases=_NOT_TINY,
-        ),
-        KnownWrongAnswer("only_normalised", "no iterations", lambda c: _mistaken(c, steps=0)),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's shard orthogonalised by itself", _from_own_shard, _NOT_TINY),
+        pc.wrong("local_grams", "the norm of the whole matrix, but Gram matrices of the shard", _local_grams, _NOT_TINY),
+        pc.wrong("local_norm", "divided by the norm of the rank's shard", lambda c: _mistaken(c, norm_of=[c.rank]), _NOT_TINY),
+        pc.wrong("only_normalised", "no iterations", lambda c: _mistaken(c, steps=0)),
+        pc.wrong(
             "a_step_short",
             "one step less (the last of Polar Express changes nothing any more)",
             lambda c: _mistaken(c, steps=c.case["steps"] - 1),
-            cases=_labels(lambda params: params["coefficients"] != "polar_express"),
+            lambda c: c["coefficients"] != "polar_express",
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "other_coefficients",
             "the one triple of 'simple', or of 'aol' for 'simple'",
             lambda c: _mistaken(c, coefficients="aol" if c.case["coefficients"] == "simple" else "simple"),
         ),
-        KnownWrongAnswer(
-            "first_triple", "the first triple in all steps", _first_triple, cases=_labels(lambda p: p["coefficients"] != "simple")
-        ),
-        KnownWrongAnswer(
+        pc.wrong("first_triple", "the first triple in all steps", _first_triple, lambda c: c["coefficients"] != "simple"),
+        pc.wrong(
             "exactly_orthogonal",
             "U V^T of the singular value decomposition",
             _exactly_orthogonal,
-            cases=("small/quintic_fp32", "small/rows_simple_fp32"),
+            ("small/quintic_fp32", "small/rows_simple_fp32"),
         ),
-        KnownWrongAnswer(
-            "floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), cases=("small/tiny_fp32",)
+        pc.wrong("floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), ("small/tiny_fp32",)),
+        pc.wrong(
+            "whole_world", "group ignored", lambda c: _whole_fp32(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params
         ),
-        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=_labels(lambda params: "group" in params)),
     ),
     alternative_solutions=(
-        AlternativeSolution("whole_fp32", _whole_fp32),
-        AlternativeSolution("gram_recursion_fp32", _gram_recursion),
+        pc.AlternativeSolution("whole_fp32", _whole_fp32),
+        pc.AlternativeSolution("gram_recursion_fp32", _gram_recursion),
     ),
     process_groups=group_layout,
     notes=(

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    CaseSpec,
-    Cost,
-    Draw,
-    Expected,
-    GroupRef,
-    KnownWrongAnswer,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import convolve, exchange_with_neighbours, full_float32, terms_bound, without_group
 from peerlane.problems.families.matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64
@@ -44,18 +29,18 @@ def reference(
         return F.conv2d(torch.cat([above, x, below], 2), weight, bias, stride=stride, padding=(0, padding))
 
 
-def _size(case: Case, rank: int) -> tuple[int, int]:
+def _size(case: pc.Case, rank: int) -> tuple[int, int]:
     """Rows of the rank's stripe and columns: ``rows`` per rank, or ``height`` of the whole image."""
     return int(case["rows"] if "rows" in case.params else case["height"] // len(group_members(case, rank))), case["columns"]
 
 
-def _output_size(case: Case, rank: int) -> tuple[int, int]:
+def _output_size(case: pc.Case, rank: int) -> tuple[int, int]:
     kernel, padding, stride = case["kernel"], case["padding"], case.params.get("stride", 1)
     rows, columns = ((size + 2 * padding - kernel) // stride + 1 for size in _size(case, rank))
     return rows, columns
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """x of N(0, 1), twice as large on odd ranks; replicated weight of variance 1 / fan-in and bias of N(0, 1).
 
     ``border``: x is zero but for a stripe's first and last row.
@@ -67,11 +52,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         x[:, :, 1 : rows - 1] = 0.0
     weight = draw.shared.normal((outputs, channels, kernel, kernel), case.dtype, scale=(channels * kernel**2) ** -0.5)
     bias = draw.shared.normal((outputs,), case.dtype) if case.params.get("bias", True) else None
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     return (x, weight, bias, case.params.get("stride", 1), case["padding"], group)
 
 
-def _rows_from(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, place: int, side: int) -> torch.Tensor:
+def _rows_from(case: pc.Case, inputs: pc.Inputs, rank: int, place: int, side: int) -> torch.Tensor:
     """The ``padding`` rows next to a border of the rank at ``place``: its last ones (side 1) or its first (0); zeros beyond the image."""
     members, count = group_members(case, rank), case["padding"]
     if not 0 <= place < len(members):
@@ -80,17 +65,17 @@ def _rows_from(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, place: 
     return x[:, :, x.shape[2] - count :] if side else x[:, :, :count]
 
 
-def _padded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _padded(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The rank's rows with those of its neighbours, and zero columns on both sides."""
     place = group_members(case, rank).index(rank)
     return _pad(case, inputs[rank][0], _rows_from(case, inputs, rank, place - 1, 1), _rows_from(case, inputs, rank, place + 1, 0))
 
 
-def _pad(case: Case, x: torch.Tensor, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+def _pad(case: pc.Case, x: torch.Tensor, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
     return F.pad(torch.cat([above, x, below], 2), (case["padding"], case["padding"]))
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """The magnitude is |bias|, with a bound on the sum of terms weighted with the error of accumulation in float32."""
     _, weight, bias, stride, _, _ = inputs[rank]
     padded, strides = _padded(case, inputs, rank), (stride, stride)
@@ -100,24 +85,24 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         column = bias.to(FP64).view(-1, 1, 1)
         value += column
         magnitude += column.abs()
-    return Expected("convolved", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("convolved", value, case.dtype, magnitude=magnitude)
 
 
-def _bias_unit(case: Case) -> float:
-    return 2 * UNIT_ROUNDOFF[case.dtype]
+def _bias_unit(case: pc.Case) -> float:
+    return 2 * pc.UNIT_ROUNDOFF[case.dtype]
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """A sum accumulated in float32 and rounded, bias included, or rounded before the bias is added and again after it.
 
     The latter errs by u (|o| + |bias|) and u |o|; the bound is twice that. Normwise each rounding leaves 0.43 u (1.7e-3 in bfloat16).
     """
     large = case["batch"] * case["outputs"] * torch.Size(_output_size(case, 0)).numel() >= 256
     normwise = 6e-3 if case.dtype == BF16 and large else None
-    return {"convolved": Tolerance(relative=4 * UNIT_ROUNDOFF[case.dtype], magnitude=_bias_unit(case), normwise=normwise)}
+    return {"convolved": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=_bias_unit(case), normwise=normwise)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The rows of the neighbours that some window covers travel (or, if channels are fewer there, sums from them).
 
     Products are counted directly: Winograd's algorithm needs fewer, but to round its transformed operands costs more than is allowed.
@@ -132,7 +117,7 @@ def cost(case: Case, rank: int) -> Cost:
     taps = case["channels"] * kernel**2
     read = case["batch"] * case["channels"] * rows * columns + case["outputs"] * taps
     written = case["batch"] * case["outputs"] * rows_out * columns_out
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(read + written) * case.dtype.itemsize,
         egress_bytes=row * (below * (not first) + above * (not last)),
         ingress_bytes=row * (above * (not first) + below * (not last)),
@@ -140,7 +125,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _fp32(case: Case, padded: torch.Tensor, args: tuple[Any, ...], *, flipped: bool = False, biased: bool = True) -> torch.Tensor:
+def _fp32(case: pc.Case, padded: torch.Tensor, args: tuple[Any, ...], *, flipped: bool = False, biased: bool = True) -> torch.Tensor:
     """One float32 convolution of the stripe with its halo, rounded once."""
     _, weight, bias, stride, _, _ = args
     with full_float32():
@@ -150,11 +135,11 @@ def _fp32(case: Case, padded: torch.Tensor, args: tuple[Any, ...], *, flipped: b
     return result.to(case.dtype)
 
 
-def _single(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _single(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return _fp32(case, _padded(case, inputs, rank), inputs[rank])
 
 
-def _late_bias(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _late_bias(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """As one matrix product over unfolded patches, rounded, and the bias added to that."""
     _, weight, bias, stride, _, _ = inputs[rank]
     patches = F.unfold(_padded(case, inputs, rank).to(FP32), case["kernel"], stride=stride)
@@ -163,22 +148,22 @@ def _late_bias(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torc
     return result if bias is None else result + bias.view(-1, 1, 1)
 
 
-def _with_halos(context: AnswerContext, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+def _with_halos(context: pc.AnswerContext, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
     return _fp32(context.case, _pad(context.case, context.args[0], above, below), context.args)
 
 
-def _rows(context: AnswerContext, distance: int, side: int, *, around: bool = False) -> torch.Tensor:
+def _rows(context: pc.AnswerContext, distance: int, side: int, *, around: bool = False) -> torch.Tensor:
     """Border rows of the rank at a distance in the group; ``around``: the first and the last rank are neighbours."""
     members = group_members(context.case, context.rank)
     place = members.index(context.rank) + distance
     return _rows_from(context.case, context.inputs, context.rank, place % len(members) if around else place, side)
 
 
-def _no_communication(context: AnswerContext) -> torch.Tensor:
+def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
     return _fp32(context.case, F.pad(context.args[0], [context.case["padding"]] * 4), context.args)
 
 
-def _stale_borders(context: AnswerContext) -> torch.Tensor:
+def _stale_borders(context: pc.AnswerContext) -> torch.Tensor:
     """The right answer but for the first and the last row, which are left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
     for row in (0, -1):
@@ -186,17 +171,17 @@ def _stale_borders(context: AnswerContext) -> torch.Tensor:
     return result
 
 
-def _wrong_stripe(context: AnswerContext, **mistakes: bool) -> torch.Tensor:
+def _wrong_stripe(context: pc.AnswerContext, **mistakes: bool) -> torch.Tensor:
     return _fp32(context.case, _padded(context.case, context.inputs, context.rank), context.args, **mistakes)
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     sizes = {"batch": 2, "channels": 3, "outputs": 4, "rows": 6, "columns": 7, "kernel": 3, "padding": 1}
-    return case(label, dtype, **{**sizes, **params})
+    return pc.case(label, dtype, **{**sizes, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "no halo, a halo of two rows, kernels of one and of two taps, stripes as thin as the halo, strides, border rows alone, groups",
         _small("three_bf16", BF16),
@@ -212,50 +197,38 @@ PRESETS = (
         _small("border_bf16", BF16, border=True),
         _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 256 rows, of 128 columns, in all",
-        case("bf16", BF16, batch=1, channels=1280, outputs=1280, height=256, columns=128, kernel=3, padding=1),
+        pc.case("bf16", BF16, batch=1, channels=1280, outputs=1280, height=256, columns=128, kernel=3, padding=1),
     ),
-    preset(
+    pc.preset(
         "production_sdxl_1024_level0",
         "the U-Net's first level at 1024 x 1024 pixels: 320 channels on 128 x 128, both branches of classifier-free guidance",
-        case("bf16", BF16, batch=2, channels=320, outputs=320, height=128, columns=128, kernel=3, padding=1),
-        case("single_bf16", BF16, batch=1, channels=320, outputs=320, height=128, columns=128, kernel=3, padding=1),
+        pc.case("bf16", BF16, batch=2, channels=320, outputs=320, height=128, columns=128, kernel=3, padding=1),
+        pc.case("single_bf16", BF16, batch=1, channels=320, outputs=320, height=128, columns=128, kernel=3, padding=1),
     ),
-    preset(
+    pc.preset(
         "production_sdxl_3840_level0",
         "the first level at 3840 x 3840 pixels: 320 channels on 480 x 480",
-        case("bf16", BF16, batch=1, channels=320, outputs=320, height=480, columns=480, kernel=3, padding=1),
+        pc.case("bf16", BF16, batch=1, channels=320, outputs=320, height=480, columns=480, kernel=3, padding=1),
     ),
-    preset(
+    pc.preset(
         "production_sdxl_3840_level1",
         "the second level at 3840 x 3840 pixels: 640 channels on 240 x 240",
-        case("bf16", BF16, batch=1, channels=640, outputs=640, height=240, columns=240, kernel=3, padding=1),
+        pc.case("bf16", BF16, batch=1, channels=640, outputs=640, height=240, columns=240, kernel=3, padding=1),
     ),
-    preset(
+    pc.preset(
         "production_sdxl_1024_level2",
         "the third level at 1024 x 1024 pixels: 1280 channels on 32 x 32, both branches of guidance: thin stripes, latency",
-        case("bf16", BF16, batch=2, channels=1280, outputs=1280, height=32, columns=32, kernel=3, padding=1),
+        pc.case("bf16", BF16, batch=2, channels=1280, outputs=1280, height=32, columns=32, kernel=3, padding=1),
     ),
 )
 
 
-def _labels(*, padded: bool = True, stride: int | None = None, least_kernel: int = 1) -> tuple[str, ...]:
-    """Cases with a halo, or all; with one stride; with a kernel of that size at least."""
-    return tuple(
-        f"{item.name}/{spec.label}"
-        for item in PRESETS
-        for spec in item.cases
-        if (spec.params["padding"] > 0 or not padded)
-        and stride in (None, spec.params.get("stride", 1))
-        and spec.params["kernel"] >= least_kernel
-    )
+_HALO = pc.where(lambda c: c["padding"] > 0)
 
-
-_BIASED = tuple(label for label in _labels(padded=False) if label != "small/five_no_bias_fp32")
-
-PROBLEM = Problem(
+PROBLEM = pc.Problem(
     id=87,
     slug="conv2d_patch_parallel_halo",
     title="Patch-parallel two-dimensional convolution with exchange of border rows",
@@ -275,56 +248,50 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("no_communication", "zeros in place of the neighbours' rows", _no_communication, cases=_labels()),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "zeros in place of the neighbours' rows", _no_communication, _HALO),
+        pc.wrong(
             "own_border_repeated",
             "the rank's own border rows in place of the neighbours'",
             lambda c: _with_halos(c, _rows(c, 0, 0), _rows(c, 0, 1)),
-            cases=_labels(),
+            _HALO,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "neighbours_exchanged",
             "the next rank's rows above and the previous one's below",
             lambda c: _with_halos(c, _rows(c, 1, 0), _rows(c, -1, 1)),
-            cases=_labels(),
+            _HALO,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "wrong_side",
             "the neighbours' rows from the far border",
             lambda c: _with_halos(c, _rows(c, -1, 0), _rows(c, 1, 1)),
-            cases=tuple(label for label in _labels() if label != "small/thin_bf16"),
+            lambda c: _HALO(c) and c.label != "thin_bf16",
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "wraps_around",
             "the first and the last rank as neighbours",
             lambda c: _with_halos(c, _rows(c, -1, 1, around=True), _rows(c, 1, 0, around=True)),
-            cases=_labels(),
+            _HALO,
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "nothing_from_below",
             "zeros in place of the next rank's rows",
             lambda c: _with_halos(c, _rows(c, -1, 1), torch.zeros_like(_rows(c, 0, 0))),
-            cases=_labels(stride=1),
+            lambda c: _HALO(c) and c.params.get("stride", 1) == 1,
         ),
-        KnownWrongAnswer("stale_borders", "the first and the last row are those of the slot before", _stale_borders),
-        KnownWrongAnswer(
-            "kernel_flipped",
-            "a convolution instead of a correlation",
-            lambda c: _wrong_stripe(c, flipped=True),
-            cases=_labels(padded=False, least_kernel=2),
+        pc.wrong("stale_borders", "the first and the last row are those of the slot before", _stale_borders),
+        pc.wrong(
+            "kernel_flipped", "a convolution instead of a correlation", lambda c: _wrong_stripe(c, flipped=True), lambda c: c["kernel"] >= 2
         ),
-        KnownWrongAnswer("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), cases=_BIASED),
-        KnownWrongAnswer(
+        pc.wrong("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), pc.except_for("five_no_bias_fp32")),
+        pc.wrong(
             "whole_world",
             "group ignored",
             lambda c: _fp32(c.case, _padded(without_group(c.case), c.inputs, c.rank), c.args),
-            cases=("small/strided_group_bf16",),
+            ("small/strided_group_bf16",),
         ),
     ),
-    alternative_solutions=(
-        AlternativeSolution("fp32_rounded_once", _single),
-        AlternativeSolution("bias_after_rounding", _late_bias),
-    ),
+    alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _single), pc.AlternativeSolution("bias_after_rounding", _late_bias)),
     process_groups=group_layout,
     notes=(
         "The public benchmark draws another weight and bias on every rank, unscaled. Here they are replicated and outputs of order one.",

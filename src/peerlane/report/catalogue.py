@@ -15,6 +15,7 @@ from peerlane.hardware.roofline import datasheet_peaks, roofline
 from peerlane.problems import Case, CaseSpec, Cost, Draw, Preset, Problem, Tolerance
 from peerlane.problems.contract.judge import known_wrong_answers
 from peerlane.problems.contract.tree import Description, describe, dtype_name
+from peerlane.problems.contract.wrong_answers import case_names
 
 Entry = dict[str, Any]
 
@@ -79,7 +80,7 @@ def problem_detail(
         "comparison": inspect.getdoc(problem.compare) if problem.compare else None,
         "error_model": inspect.getdoc(problem.tolerance),
         "known_wrong_answers": [
-            {"name": item.name, "why": item.why, "cases": list(item.cases) if item.cases else None} for item in known_wrong_answers(problem)
+            {"name": item.name, "why": item.why, "cases": case_names(problem, item)} for item in known_wrong_answers(problem)
         ],
         "excused": dict(problem.excused),
         "world_size": world_size,

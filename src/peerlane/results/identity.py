@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -17,16 +15,15 @@ from pydantic import Field
 
 from peerlane.hardware.virtual_node import Baseline, Sharing
 from peerlane.place import NodeKind, Place
-from peerlane.problem_files import OWN_PACKAGE, problem_files
+from peerlane.problem_files import OWN_FOLDER, OWN_PACKAGE, ProblemFile, problem_files
+from peerlane.results.definitions import Packages
+from peerlane.results.judged_source import JudgedSource
 from peerlane.results.record import Mode, Record
 
 if TYPE_CHECKING:
     from peerlane.problems.contract.spec import Problem
 
 HASH_CHARACTERS = 16
-_CONTRACT = tuple(f"peerlane.problems.contract.{name}" for name in ("draw", "judge", "spec", "tree"))
-"""decide on the inputs and on what is right, for every problem"""
-_FAMILIES = "peerlane.problems.families."
 
 
 class NodeClass(Record):
@@ -123,34 +120,18 @@ def hash_rules(*rules: Any) -> str:
 
 
 def source_hash(problem: Problem) -> str:
-    """Of the sources that define the problem: its file, the modules of its family, and the contract that draws and judges."""
-    file = problem_files().get(problem.id)
-    package = OWN_PACKAGE if file is None else file.package
-    own = {} if file is None else {file.path.stem: file.path}
-    found = own | {name: path for name in _CONTRACT if (path := _file_of(name)) is not None}
-    waiting = list(own.values())
-    while waiting:
-        for name in _imported(waiting.pop(), package):
-            followed = name.startswith(_FAMILIES if package == OWN_PACKAGE else (_FAMILIES, f"{package}."))
-            if followed and name not in found and (path := _file_of(name)) is not None:
-                found[name] = path
-                waiting.append(path)
-    return short_hash(*(path.read_bytes() for _, path in sorted(found.items())))
-
-
-def _file_of(module: str) -> Path | None:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return None if file is None else Path(file)
+    """Of the code that judges and times the problem, see :mod:`peerlane.results.judged_source`. Words and wrong answers do not count."""
+    return _hash_file(problem_files().get(problem.id))
 
 
 @functools.cache
-def _imported(path: Path, package: str) -> tuple[str, ...]:
-    """Names that may be modules; relative ones are of the package."""
-    found: list[str] = []
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            found += (item.name for item in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(filter(None, [package if node.level else "", node.module]))
-            found += (base, *(f"{base}.{item.name}" for item in node.names))
-    return tuple(found)
+def _hash_file(file: ProblemFile | None) -> str:
+    """Once per process, which imports a problem once; of the contract alone for a problem without a file."""
+    if file is None:
+        return _sources(OWN_PACKAGE, OWN_FOLDER).hash("")[:HASH_CHARACTERS]
+    return _sources(file.package, file.path.parent).hash(f"{file.package}.{file.path.stem}")[:HASH_CHARACTERS]
+
+
+@functools.cache
+def _sources(package: str, folder: Path) -> JudgedSource:
+    return JudgedSource(Packages({OWN_PACKAGE: OWN_FOLDER, package: folder}))

@@ -46,7 +46,7 @@ class ProblemInfo(Record):
     id: int = Field(ge=1)
     slug: str
     variant: str
-    source_hash: str | None = Field(default=None, description="of the problem's file, its families and the contract; None: not recorded")
+    source_hash: str | None = Field(default=None, description="of the code that judges and times the problem; None: not recorded")
 
 
 class CaseEvidence(Record):

@@ -29,6 +29,9 @@ UNIT_ROUNDOFF: Mapping[torch.dtype, float] = {
     torch.float8_e5m2: 2.0**-3,
 }
 
+Inputs = Sequence[tuple[Any, ...]]
+"""The arguments of every rank."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -217,7 +220,7 @@ class AnswerContext:
 
     case: Case
     rank: int
-    inputs: Sequence[tuple[Any, ...]]
+    inputs: Inputs
     """All ranks' arguments, as ``Problem.inputs`` returned them."""
     answers: Mapping[int, Tree]
     """By rank, its right answer, rounded to its dtypes."""
@@ -235,22 +238,30 @@ class AnswerContext:
         return self.answers[self.rank]
 
 
+Where = Sequence[str] | Callable[[Case], bool]
+"""Cases, by their names, or by a test that they pass."""
+
+
 @dataclass(frozen=True)
 class KnownWrongAnswer:
     """A wrong answer that must be rejected: what a candidate gets away with when inputs test too little.
 
-    ``cases`` restricts it to the cases (``preset/label`` or ``preset/label/wN``) where it is wrong; None: everywhere that outputs are not
-    empty.
+    ``cases`` restricts it to the cases (``preset/label`` or ``preset/label/wN``) where it is wrong, or says whether it is wrong for a case;
+    None: everywhere that outputs are not empty.
     """
 
     name: str
     why: str
     answer: Callable[[AnswerContext], Tree]
-    cases: tuple[str, ...] | None = None
+    cases: Where | None = None
 
     def applies(self, case: Case) -> bool:
         """Whether the answer is wrong for this case."""
-        return self.cases is None or not {f"{case.preset}/{case.label}", case.name}.isdisjoint(self.cases)
+        if self.cases is None:
+            return True
+        if callable(self.cases):
+            return self.cases(case)
+        return not {f"{case.preset}/{case.label}", case.name}.isdisjoint(self.cases)
 
 
 @dataclass(frozen=True)
@@ -261,7 +272,7 @@ class AlternativeSolution:
     """
 
     name: str
-    answer: Callable[[Case, Sequence[tuple[Any, ...]], int], Tree]
+    answer: Callable[[Case, Inputs, int], Tree]
 
 
 GroupLayout = Mapping[str, Sequence[Sequence[int]]]
@@ -308,7 +319,7 @@ class Problem:
     summary: str
     reference: Callable[..., Tree]
     inputs: Callable[[Case, int, Draw], tuple[Any, ...]]
-    oracle: Callable[[Case, Sequence[tuple[Any, ...]], int], Tree]
+    oracle: Callable[[Case, Inputs, int], Tree]
     cost: Callable[[Case, int], Cost]
     presets: tuple[Preset, ...]
     tolerance: Callable[[Case], Mapping[str, Tolerance]] = lambda _: {}

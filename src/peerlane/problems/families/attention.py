@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, Case, Preset, Tolerance
+from peerlane.problems import contract as pc
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -69,13 +69,7 @@ def key_heads(k: torch.Tensor, heads: slice, query_heads: int) -> torch.Tensor:
 
 
 def score_pieces(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    scale: float,
-    offset: int | None,
-    work: torch.dtype = FP64,
-    score_bytes: int = SCORE_BYTES,
+    q: torch.Tensor, k: torch.Tensor, *, scale: float, offset: int | None, work: torch.dtype = FP64, score_bytes: int = SCORE_BYTES
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Scaled scores of q (B, S_q, h, D) with k (B, S_k, h_kv, D): heads, queries, and their scores (B, heads, queries, S_k).
 
@@ -118,17 +112,17 @@ def attention(
     return output, magnitude
 
 
-def softmax_tolerance(case: Case) -> Mapping[str, Tolerance]:
+def softmax_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """For the magnitude of :func:`attention`, the sum of p_j |v_j|: one u of it for probabilities rounded to the dtype, one for blocks'
     outputs rounded to it.
 
     Normwise each of these roundings, and that of the output, costs 0.43 u on average (1.7e-3 in bfloat16), and hardly more than u in one
     token and head. In float32 the scores' own error decides: scores up to 100 err by 100 u, the relative error of their weights.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
+    u = pc.UNIT_ROUNDOFF[case.dtype]
     if case.dtype == FP32:
-        return {"output": Tolerance(relative=2 * u, magnitude=128 * u)}
-    return {"output": Tolerance(relative=2 * u, magnitude=2 * u, normwise=5e-3, rowwise=3 * u)}
+        return {"output": pc.Tolerance(relative=2 * u, magnitude=128 * u)}
+    return {"output": pc.Tolerance(relative=2 * u, magnitude=2 * u, normwise=5e-3, rowwise=3 * u)}
 
 
 Blocks = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -241,7 +235,7 @@ class Grid:
     across: list[list[int]]
 
     @classmethod
-    def of(cls, case: Case, axis: str, inner: str) -> Grid:
+    def of(cls, case: pc.Case, axis: str, inner: str) -> Grid:
         """``case[axis]``: ranks in a group of the first axis, or ``"world"``. ``case["inner"]``, or else ``inner``: the axis of neighbours.
 
         The groups of the inner axis are neighbouring ranks, those of the other axis lie as far apart as the inner axis is long.
@@ -270,24 +264,12 @@ class Grid:
         return along, across
 
 
-def scale_of(case: Case) -> float:
+def scale_of(case: pc.Case) -> float:
     """The softmax's scale. ``case``: ``scale``, or absent for depth^-0.5."""
     scale: float | None = case.params.get("scale")
     return float(case["depth"] ** -0.5) if scale is None else scale
 
 
-def local_length(case: Case, ring: int) -> int:
+def local_length(case: pc.Case, ring: int) -> int:
     """Tokens per rank. ``case``: ``local``, or ``length``, the whole sequence's, divided by the ranks of a ring."""
     return int(case["local"] if "local" in case.params else case["length"] // ring)
-
-
-def case_names(presets: Sequence[Preset], wanted: Callable[[Case], bool], world_sizes: Sequence[int] = (2, 4, 8)) -> tuple[str, ...]:
-    """The names of the default cases that are wanted."""
-    cases = [
-        Case(0, item.name, spec.label, world, spec.dtype, spec.variant, spec.params)
-        for item in presets
-        for spec in item.cases
-        for world in world_sizes
-        if spec.world_sizes is None or world in spec.world_sizes
-    ]
-    return tuple(item.name for item in cases if wanted(item))

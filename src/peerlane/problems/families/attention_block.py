@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, Case, Draw, Tolerance
+from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
 from peerlane.problems.families.attention import BF16, FP32, FP64, Blocks, local_length, scale_of, visible
 from peerlane.problems.families.codes import eight_bits
@@ -41,7 +41,7 @@ def split_heads(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, torc
 
 
 def sized(
-    w_qkv: torch.Tensor, w_o: torch.Tensor, shared: Draw, *, states: torch.Tensor, outputs: torch.Tensor
+    w_qkv: torch.Tensor, w_o: torch.Tensor, shared: pc.Draw, *, states: torch.Tensor, outputs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """w_qkv (..., 3 h D, H) and w_o (..., H_out, h D) for hidden states whose channels are ``states`` times as large.
 
@@ -53,7 +53,7 @@ def sized(
     return w_qkv * (rows / states).to(w_qkv.dtype), w_o * (outputs.unsqueeze(-1) / values).to(w_o.dtype)
 
 
-def draw_hidden(case: Case, ring: int, place: int, shared: Draw, states: torch.Tensor) -> torch.Tensor:
+def draw_hidden(case: pc.Case, ring: int, place: int, shared: pc.Draw, states: torch.Tensor) -> torch.Tensor:
     """The hidden states (B, S, H) at one place of a ring, N(0, 1) times ``states`` (H,), equal on all ranks that hold this place.
 
     ``case["pattern"]``: ``sink``: the first token is twice as large, so that many queries attend to little else; ``nan_last``: those
@@ -74,7 +74,7 @@ def draw_hidden(case: Case, ring: int, place: int, shared: Draw, states: torch.T
     return whole[:, place * local : (place + 1) * local].clone()
 
 
-def shift_scores(case: Case, w_qkv: torch.Tensor, heads: int) -> None:
+def shift_scores(case: pc.Case, w_qkv: torch.Tensor, heads: int) -> None:
     """Makes all scores 1024 depth^-0.5 larger if ``case["pattern"]`` is ``large``: more than the exponentials of float32 can hold. With
     ``growing`` they are as much larger again from each place to the next, so that the last place seen has all the weight.
 
@@ -93,7 +93,7 @@ def wide_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.matmul(tokens.to(FP64), weight.to(FP64).t())
 
 
-def attended(case: Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, place: int) -> torch.Tensor:
+def attended(case: pc.Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, place: int) -> torch.Tensor:
     """The heads' outputs (B, S, h D) at one place of a ring with hidden states ``xs``, in float64."""
     seen = visible(place, len(xs), case["causal"])
     rows_q, rows_kv = w_qkv[: heads * case["depth"]], w_qkv[heads * case["depth"] :]
@@ -110,7 +110,7 @@ def output_sized(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[to
     return value, squares.sqrt()
 
 
-def layer_tolerance(case: Case, layers: int, cancels: bool) -> Tolerance:
+def layer_tolerance(case: pc.Case, layers: int, cancels: bool) -> pc.Tolerance:
     """The magnitude is that of :func:`output_sized`: an element's size, in its channel, before anything cancels.
 
     Roundings of q, k, v, of the probabilities, of the heads' outputs and of the result, and of the scores through q and k: about five
@@ -119,12 +119,12 @@ def layer_tolerance(case: Case, layers: int, cancels: bool) -> Tolerance:
     its row's average. In float32 there is the accumulation, and scores up to 30 that err by 30 u.
     """
     if case.dtype == FP32:
-        return Tolerance(magnitude=512 * UNIT_ROUNDOFF[FP32] * layers)
+        return pc.Tolerance(magnitude=512 * pc.UNIT_ROUNDOFF[FP32] * layers)
     depth = layers**0.5
-    return Tolerance(magnitude=14 * UNIT_ROUNDOFF[BF16] * depth, normwise=None if cancels else 1e-2 * depth)
+    return pc.Tolerance(magnitude=14 * pc.UNIT_ROUNDOFF[BF16] * depth, normwise=None if cancels else 1e-2 * depth)
 
 
-def layer_flops(case: Case, heads: int, ring: int, place: int, out: int) -> float:
+def layer_flops(case: pc.Case, heads: int, ring: int, place: int, out: int) -> float:
     """Of the projections and of attention to the keys that are seen."""
     local, depth = local_length(case, ring), case["depth"]
     projections = 2 * local * heads * depth * (3 * case["hidden"] + out)
@@ -132,7 +132,7 @@ def layer_flops(case: Case, heads: int, ring: int, place: int, out: int) -> floa
     return float(case["batch"] * (projections + 4 * heads * depth * pairs))
 
 
-def ring_bytes(case: Case, heads: int, ring: int, place: int) -> tuple[float, float]:
+def ring_bytes(case: pc.Case, heads: int, ring: int, place: int) -> tuple[float, float]:
     """Bytes out of and into a rank for the ring: keys and values of other places, or the hidden states to compute them from, if fewer."""
     tokens = case["batch"] * local_length(case, ring)
     block = tokens * min(2 * heads * case["depth"], case["hidden"]) * case.dtype.itemsize
@@ -140,7 +140,7 @@ def ring_bytes(case: Case, heads: int, ring: int, place: int) -> tuple[float, fl
     return float(sent * block), float(received * block)
 
 
-def narrow(case: Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, *, rounded: bool = False) -> Blocks:
+def narrow(case: pc.Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, *, rounded: bool = False) -> Blocks:
     """q, k and v of every place of a ring, in float32, or rounded to the dtype."""
     dtype = case.dtype if rounded else FP32
     return [split_heads(torch.matmul(x.to(FP32), w_qkv.to(FP32).t()).to(dtype), heads) for x in xs]
@@ -151,7 +151,7 @@ def projected(heads_out: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     return torch.matmul(heads_out.flatten(2).to(FP32), w_o.to(FP32).t())
 
 
-def exact(case: Case) -> Attend:
+def exact(case: pc.Case) -> Attend:
     """Attention as it should be, in the blocks' dtype."""
 
     def attend(blocks: Blocks, place: int) -> torch.Tensor:
@@ -161,12 +161,12 @@ def exact(case: Case) -> Attend:
     return attend
 
 
-def blockwise(case: Case) -> Attend:
+def blockwise(case: pc.Case) -> Attend:
     """Attention with rounded probabilities, as flash kernels have it."""
     return lambda blocks, place: attention.flash(blocks, place, causal=case["causal"], scale=scale_of(case))
 
 
-def eight_bit_ring(case: Case) -> Attend:
+def eight_bit_ring(case: pc.Case) -> Attend:
     """A wrong answer: keys and values of other places come in 8-bit integers."""
 
     def attend(blocks: Blocks, place: int) -> torch.Tensor:
@@ -176,32 +176,32 @@ def eight_bit_ring(case: Case) -> Attend:
     return attend
 
 
-def local_only(case: Case) -> Attend:
+def local_only(case: pc.Case) -> Attend:
     """A wrong answer: no ring."""
     return lambda blocks, place: attention.dense(blocks, place, [place], causal=case["causal"], scale=scale_of(case))
 
 
-def uniform(case: Case) -> Attend:
+def uniform(case: pc.Case) -> Attend:
     """A wrong answer: the mean of what can be seen."""
     return lambda blocks, place: attention.mean_of_visible(blocks, place, causal=case["causal"])
 
 
-def inverted(case: Case) -> Attend:
+def inverted(case: pc.Case) -> Attend:
     """A wrong answer: the mask where there should be none, or none."""
     return lambda blocks, place: attention.mask_inverted(blocks, place, causal=case["causal"], scale=scale_of(case))
 
 
-def no_maximum(case: Case) -> Attend:
+def no_maximum(case: pc.Case) -> Attend:
     """A wrong answer: exponentials of scores as they are."""
     return lambda blocks, place: attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case))
 
 
-def first_maximum(case: Case) -> Attend:
+def first_maximum(case: pc.Case) -> Attend:
     """A wrong answer: exponentials of scores less the maximum of the rank's own block, the first one that it sees."""
     return lambda blocks, place: attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case), own=True)
 
 
-def default_scale(case: Case) -> Attend:
+def default_scale(case: pc.Case) -> Attend:
     """A wrong answer: softmax_scale ignored."""
 
     def attend(blocks: Blocks, place: int) -> torch.Tensor:
@@ -211,7 +211,7 @@ def default_scale(case: Case) -> Attend:
     return attend
 
 
-def interleaved(case: Case) -> Attend:
+def interleaved(case: pc.Case) -> Attend:
     """A wrong answer: rows of w_qkv taken to hold q, k and v head by head instead of all of Q, all of K, all of V."""
 
     def attend(blocks: Blocks, place: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, Draw, Expected, Tolerance, exactly
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP32
 
 FP64 = torch.float64
@@ -97,7 +97,7 @@ class Split:
     holders: Sequence[int]
 
 
-def draw_split(shared: Draw, lists: Sequence[Mapping[int, Sequence[Entry]]], level: float, norm_type: float) -> Split:
+def draw_split(shared: pc.Draw, lists: Sequence[Mapping[int, Sequence[Entry]]], level: float, norm_type: float) -> Split:
     """Draws the norm and what makes it up, the same on all ranks; ``lists``: one or two, by rank.
 
     Leaving out a list, half of the elements or (with one list) the last rank is to miss the norm by a sixth, ten times what gradients in
@@ -139,7 +139,7 @@ def draw_split(shared: Draw, lists: Sequence[Mapping[int, Sequence[Entry]]], lev
 
 
 def draw_gradients(
-    draw: Draw,
+    draw: pc.Draw,
     entries: Sequence[Entry],
     split: Split,
     norm_type: float,
@@ -193,7 +193,7 @@ def _moment(norm_type: float) -> float:
     return 2 ** (norm_type / 2) * math.gamma((norm_type + 1) / 2) / math.sqrt(math.pi)
 
 
-def _weights(draw: Draw, count: int, decades: float) -> torch.Tensor:
+def _weights(draw: pc.Draw, count: int, decades: float) -> torch.Tensor:
     return 10.0 ** draw.uniform((count,), FP32, low=-decades, high=decades)
 
 
@@ -237,21 +237,21 @@ def clipped(name: str, gradients: Sequence[torch.Tensor | None], norm: torch.Ten
         if gradient is None:
             expected.append(None)
         elif exact and not bool(gradient.isnan().any()):
-            expected.append(exactly(f"{name}_{index}", gradient / divisor if divisor != 1 else gradient.clone()))
+            expected.append(pc.exactly(f"{name}_{index}", gradient / divisor if divisor != 1 else gradient.clone()))
         else:
             wide = gradient.to(FP64 if gradient.dtype == FP32 else FP32)
-            expected.append(Expected(f"{name}_{index}", wide * factor, gradient.dtype))
+            expected.append(pc.Expected(f"{name}_{index}", wide * factor, gradient.dtype))
     return expected
 
 
-def tolerances(name: str, entries: Sequence[Sequence[Entry]], error: float) -> Mapping[str, Tolerance]:
+def tolerances(name: str, entries: Sequence[Sequence[Entry]], error: float) -> Mapping[str, pc.Tolerance]:
     """For the lists of all ranks, in which one index has one dtype; ``error``: the norm's own.
 
     Two roundings, of the coefficient (which a product of a GPU tensor and a GPU scalar takes in the tensor's dtype) and of the product,
     allowed twice; and the norm's own error.
     """
     return {
-        f"{name}_{index}": Tolerance(relative=4 * UNIT_ROUNDOFF[entry[1]] + error)
+        f"{name}_{index}": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[entry[1]] + error)
         for one in entries
         for index, entry in enumerate(one)
         if entry is not None
@@ -265,7 +265,7 @@ def norm_error(*lists: Sequence[Sequence[Entry]]) -> float:
     elements. What it loses beside a spike is little, as :func:`draw_split` has little there.
     """
     elements = [sum(math.prod(entry[0]) for one in ranks for entry in one if entry is not None) for ranks in zip(*lists, strict=True)]
-    return max(NORM_ERROR, 1.5 * UNIT_ROUNDOFF[FP32] * math.sqrt(max(elements)))
+    return max(NORM_ERROR, 1.5 * pc.UNIT_ROUNDOFF[FP32] * math.sqrt(max(elements)))
 
 
 def traffic(entries: Sequence[Entry], *, clips: bool, always_written: Sequence[Entry] = ()) -> tuple[float, float]:

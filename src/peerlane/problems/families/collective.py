@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, AnswerContext, Case, Draw, Expected, GroupLayout, Preset, Tolerance, case, preset
+from peerlane.problems import contract as pc
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -19,7 +19,7 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 SWEEP_KIB = (2, 16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10)
 
 
-def sweep(params: Callable[[int], Mapping[str, Any]]) -> tuple[Preset, ...]:
+def sweep(params: Callable[[int], Mapping[str, Any]]) -> tuple[pc.Preset, ...]:
     """The family ``sweep``: a preset per size, of one flat bfloat16 case, whose parameters for so many elements ``params`` gives.
 
     The size is that of nccl-tests, of the larger of a rank's two buffers. So it is the size of both buffers in all-reduce, broadcast,
@@ -28,12 +28,12 @@ def sweep(params: Callable[[int], Mapping[str, Any]]) -> tuple[Preset, ...]:
     made = []
     for kib in SWEEP_KIB:
         size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
-        spec = case("bf16", BF16, **params(kib * 1024 // BF16.itemsize))
-        made.append(preset(f"sweep_{size.replace(' ', '').lower()}", size, spec))
+        spec = pc.case("bf16", BF16, **params(kib * 1024 // BF16.itemsize))
+        made.append(pc.preset(f"sweep_{size.replace(' ', '').lower()}", size, spec))
     return tuple(made)
 
 
-def root_argument(case: Case, draw: Draw) -> tuple[int, ...]:
+def root_argument(case: pc.Case, draw: pc.Draw) -> tuple[int, ...]:
     """The root's rank as the last argument. ``case["root"]``: a rank, ``"last"``, or ``"any"`` (another one in every slot).
 
     Empty where the case names no root: the parameter is then left at its default, rank 0.
@@ -51,7 +51,7 @@ def root_of(args: Sequence[Any]) -> int:
     return args[1] if len(args) > 1 else 0
 
 
-def may_be_root(case: Case, rank: int) -> bool:
+def may_be_root(case: pc.Case, rank: int) -> bool:
     """Whether the cost of this rank is the root's.
 
     True for every rank of a case whose root changes between slots: the busiest rank, which alone bounds the time, is then right.
@@ -60,7 +60,7 @@ def may_be_root(case: Case, rank: int) -> bool:
     return root == "any" or rank == (case.world_size - 1 if root == "last" else root)
 
 
-def group_layout(case: Case) -> GroupLayout:
+def group_layout(case: pc.Case) -> pc.GroupLayout:
     """The process groups of a case. ``case["group"]``: absent (None is passed, the world), ``"world"``, or ``"strided"``.
 
     ``"strided"`` makes two groups, of the even and of the odd ranks, so that a rank's number in its group differs from its number in
@@ -77,14 +77,21 @@ def group_layout(case: Case) -> GroupLayout:
             raise ValueError(f"unknown group {other!r}: expected None, 'world' or 'strided'")
 
 
-def group_members(case: Case, rank: int) -> Sequence[int]:
+def group_members(case: pc.Case, rank: int) -> Sequence[int]:
     """World ranks of the group that ``rank`` is in, in group order."""
     for groups in group_layout(case).values():
         return next(members for members in groups if rank in members)
     return range(case.world_size)
 
 
-def summand(case: Case, rank: int, draw: Draw, shape: Sequence[int]) -> torch.Tensor:
+def neighbours(context: pc.AnswerContext) -> range:
+    """Ranks that somebody would take for the rank's group who numbers groups by blocks."""
+    size = len(group_members(context.case, context.rank))
+    first = context.rank // size * size
+    return range(first, first + size)
+
+
+def summand(case: pc.Case, rank: int, draw: pc.Draw, shape: Sequence[int]) -> torch.Tensor:
     """One rank's part of a sum. ``case["data"]``: absent (normal), ``cancelling``, ``special`` or ``same_sign``.
 
     * cancelling: rank 0 holds large values that rank 1 takes away again, so that the small rest decides; but not in every fourth
@@ -112,7 +119,7 @@ def summand(case: Case, rank: int, draw: Draw, shape: Sequence[int]) -> torch.Te
             return draw.normal(shape, case.dtype, scale=1.0 + 0.1 * rank)
 
 
-def sum_expected(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> Expected:
+def sum_expected(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> pc.Expected:
     """The float64 sum of the terms, under the name ``sum``, with the sum of their absolute values as magnitude."""
     total = torch.zeros_like(terms[0], dtype=torch.float64)
     magnitude = torch.zeros_like(total)
@@ -120,19 +127,19 @@ def sum_expected(terms: Sequence[torch.Tensor], dtype: torch.dtype) -> Expected:
         wide = term.to(torch.float64)
         total += wide
         magnitude += wide.abs()
-    return Expected("sum", total, dtype, magnitude=magnitude)
+    return pc.Expected("sum", total, dtype, magnitude=magnitude)
 
 
-def sum_tolerance(case: Case, elements: int) -> Mapping[str, Tolerance]:
+def sum_tolerance(case: pc.Case, elements: int) -> Mapping[str, pc.Tolerance]:
     """W - 1 additions, each rounded in the working dtype, on terms no larger than the sum of magnitudes; allowed twice for four ranks.
 
     The norm of all ``elements`` of an output is bounded too, unless it is small by cancellation: by design, or, among few elements, by
     chance.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
+    u = pc.UNIT_ROUNDOFF[case.dtype]
     cancels = case.params.get("data") == "cancelling" or elements < 64
     normwise = None if cancels else {BF16: 1e-2, FP16: 2e-3, FP32: 1e-6}[case.dtype]
-    return {"sum": Tolerance(magnitude=(case.world_size + 2) * u, normwise=normwise)}
+    return {"sum": pc.Tolerance(magnitude=(case.world_size + 2) * u, normwise=normwise)}
 
 
 def wide_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -148,19 +155,19 @@ def sequential_sum(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def first_arguments(inputs: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
+def first_arguments(inputs: pc.Inputs) -> list[torch.Tensor]:
     """Every rank's tensor."""
     return [args[0] for args in inputs]
 
 
-def stale_tail(context: AnswerContext, length: int = 8) -> torch.Tensor:
+def stale_tail(context: pc.AnswerContext, length: int = 8) -> torch.Tensor:
     """The right answer but for its last ``length`` elements, which are left over from the slot before."""
     result: torch.Tensor = context.answer.clone(memory_format=torch.contiguous_format)
     result.view(-1)[-length:] = context.previous.reshape(-1)[-length:]
     return result
 
 
-def stale_part(context: AnswerContext) -> torch.Tensor:
+def stale_part(context: pc.AnswerContext) -> torch.Tensor:
     """The right answer but for the last of its W parts along axis 0, which is left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
     result.chunk(context.case.world_size)[-1].copy_(context.previous.chunk(context.case.world_size)[-1])

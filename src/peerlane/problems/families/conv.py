@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import Case
+from peerlane.problems import contract as pc
 from peerlane.problems.families.matmul import FP64
 
 
@@ -20,7 +20,7 @@ def full_float32() -> AbstractContextManager[None]:
     return context
 
 
-def without_group(case: Case) -> Case:
+def without_group(case: pc.Case) -> pc.Case:
     """The same case over the whole world: what an implementation computes that ignores its group."""
     return dataclasses.replace(case, params={key: value for key, value in case.params.items() if key != "group"})
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, Case, Tolerance
+from peerlane.problems import contract as pc
 from peerlane.problems.families.matmul import BF16, FP32
 
 # Tokens that are prepared together before the state runs through them: bounds memory. A multiple of every chunk's size.
@@ -190,14 +190,14 @@ def rounded_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a.to(BF16).to(FP32), b.to(BF16).to(FP32))
 
 
-def delta_tolerance(case: Case) -> Mapping[str, Tolerance]:
+def delta_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The magnitude is the scale of an output's elements, see :func:`sized_delta_rule`.
 
     In bfloat16 tensor cores round q, k, u, the state and the weights, k and u more than once, each of which leaves 0.43 u (1.7e-3) of the
     scale on average: 5e-3 in all, and the largest of a million elements has five times that; the bounds are three to four times as large.
     In float32 the roundings of sums within chunks and of decays remain: 1e-6 at most, and more in a long sequence that does not decay.
     """
-    u = UNIT_ROUNDOFF[case.dtype]
+    u = pc.UNIT_ROUNDOFF[case.dtype]
     if case.dtype == BF16:
-        return {"output": Tolerance(relative=2 * u, magnitude=20 * u, normwise=1.75e-2)}
-    return {"output": Tolerance(relative=2 * u, magnitude=3e-5, normwise=1.5e-5)}
+        return {"output": pc.Tolerance(relative=2 * u, magnitude=20 * u, normwise=1.75e-2)}
+    return {"output": pc.Tolerance(relative=2 * u, magnitude=3e-5, normwise=1.5e-5)}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, AnswerContext, Case, Draw, Expected, Tolerance
-from peerlane.problems.families.collective import group_members
+from peerlane.problems import contract as pc
+from peerlane.problems.families.collective import group_members, neighbours
 
 FP32, FP64 = torch.float32, torch.float64
 COMPLEX64, COMPLEX128 = torch.complex64, torch.complex128
@@ -32,27 +33,27 @@ def size(rule: int | Sequence[int], ranks: int) -> int:
     return per_rank * ranks + rest
 
 
-def axes(case: Case) -> tuple[int, int]:
+def axes(case: pc.Case) -> tuple[int, int]:
     """The transformed axes (d0, d1) of ``case["dim"]``, counted from the front."""
     dims = len(case["lead"]) + 2
     first, second = case["dim"]
     return first % dims, second % dims
 
 
-def full_shape(case: Case, rows: int, columns: int) -> list[int]:
+def full_shape(case: pc.Case, rows: int, columns: int) -> list[int]:
     """``case["lead"]`` with ``rows`` inserted at axis d0 and ``columns`` at axis d1."""
     d0, d1 = axes(case)
     lead = iter(case["lead"])
     return [rows if axis == d0 else columns if axis == d1 else next(lead) for axis in range(len(case["lead"]) + 2)]
 
 
-def slice_scales(case: Case, draw: Draw) -> torch.Tensor:
+def slice_scales(case: pc.Case, draw: pc.Draw) -> torch.Tensor:
     """(..., 1, 1) over the untouched axes: every slice has a scale of its own, within two decades around ``case["scale"]`` (default 1)."""
     exponent = draw.shared.uniform(full_shape(case, 1, 1), FP32, low=-1.0, high=1.0)
     return torch.pow(10.0, exponent).mul_(case.params.get("scale", 1.0))
 
 
-def gathered(inputs: Sequence[tuple[Any, ...]], members: Sequence[int], axis: int, dtype: torch.dtype) -> torch.Tensor:
+def gathered(inputs: pc.Inputs, members: Sequence[int], axis: int, dtype: torch.dtype) -> torch.Tensor:
     """The members' first arguments, concatenated along the axis that is sharded."""
     return torch.cat([inputs[q][0].to(dtype) for q in members], dim=axis)
 
@@ -63,7 +64,7 @@ def part(tensor: torch.Tensor, axis: int, place: int, ranks: int) -> torch.Tenso
     return tensor.narrow(axis, place * length, length)
 
 
-def expected(name: str, case: Case, whole: torch.Tensor, axis: int, rank: int, dtype: torch.dtype) -> Expected:
+def expected(name: str, case: pc.Case, whole: torch.Tensor, axis: int, rank: int, dtype: torch.dtype) -> pc.Expected:
     """The rank's block, along ``axis``, of a transform.
 
     Its magnitude is the sum of the root mean squares of slice, row and column and of an eighth of the slice's largest element.
@@ -74,10 +75,10 @@ def expected(name: str, case: Case, whole: torch.Tensor, axis: int, rank: int, d
     rows, columns = power.mean(d1, keepdim=True), power.mean(d0, keepdim=True)
     largest = power.amax((d0, d1), keepdim=True)
     magnitude = rows.mean(d0, keepdim=True).sqrt() + rows.sqrt() + columns.sqrt() + largest.sqrt() / 8
-    return Expected(name, part(whole, axis, place, ranks), dtype, magnitude=part(magnitude, axis, place, ranks))
+    return pc.Expected(name, part(whole, axis, place, ranks), dtype, magnitude=part(magnitude, axis, place, ranks))
 
 
-def fft_tolerance(name: str) -> Callable[[Case], Mapping[str, Tolerance]]:
+def fft_tolerance(name: str) -> Callable[[pc.Case], Mapping[str, pc.Tolerance]]:
     """A fast Fourier transform in float32 errs by a few u of the root mean square, whatever its length.
 
     The root mean square error of N = 2^20 points is 2 to 3 u (the square root of log2 N, times a constant below one), and the largest of
@@ -87,8 +88,8 @@ def fft_tolerance(name: str) -> Callable[[Case], Mapping[str, Tolerance]]:
     err by 2^13 u or 2^16 u. There is no bound on the norm of a rank's part: of a smooth field, most parts hold next to nothing, and their
     errors follow from what the others hold.
     """
-    u = UNIT_ROUNDOFF[FP32]
-    return lambda _: {name: Tolerance(relative=32 * u, magnitude=32 * u)}
+    u = pc.UNIT_ROUNDOFF[FP32]
+    return lambda _: {name: pc.Tolerance(relative=32 * u, magnitude=32 * u)}
 
 
 def fft_flops(slices: int, rows: int, columns: int) -> float:
@@ -96,13 +97,77 @@ def fft_flops(slices: int, rows: int, columns: int) -> float:
     return 2.0 * slices * rows * columns * math.log2(max(rows * columns, 2))
 
 
-def contiguous_members(context: AnswerContext) -> range:
-    """The neighbours that somebody would take for the group who numbers groups by blocks."""
-    ranks = len(group_members(context.case, context.rank))
-    first = context.rank // ranks * ranks
-    return range(first, first + ranks)
+@dataclass(frozen=True)
+class Transform:
+    """Right and wrong answers of a transform whose shards come in along one axis and leave along the other.
+
+    Attributes:
+        compute: the whole answer from whatever whole field or spectrum, its case, and a rank's arguments.
+        entering: which of :func:`axes` is sharded at first.
+        dtype: of shards.
+        result: of the answer.
+    """
+
+    compute: Callable[[torch.Tensor, pc.Case, Sequence[Any]], torch.Tensor]
+    entering: int
+    dtype: torch.dtype
+    result: torch.dtype
+
+    def whole(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
+        """What the rank's group was given."""
+        return gathered(inputs, group_members(case, rank), axes(case)[self.entering], self.dtype)
+
+    def own(self, case: pc.Case, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rank's part of a whole answer."""
+        members = group_members(case, rank)
+        return part(whole, axes(case)[1 - self.entering], members.index(rank), len(members)).to(self.result).contiguous()
+
+    def answer(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
+        """What the rank returns."""
+        return self.own(case, self.compute(self.whole(case, inputs, rank), case, inputs[rank]), rank)
+
+    def of(self, change: Callable[[torch.Tensor, pc.AnswerContext], torch.Tensor]) -> Callable[[pc.AnswerContext], torch.Tensor]:
+        """A wrong answer: that to a changed field or spectrum."""
+
+        def answer(context: pc.AnswerContext) -> torch.Tensor:
+            whole = change(self.whole(context.case, context.inputs, context.rank), context)
+            return self.own(context.case, self.compute(whole, context.case, context.args), context.rank)
+
+        return answer
+
+    def of_shards(self, arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
+        """A wrong answer: that to shards which ``arrange(shards, place of the rank)`` has changed."""
+
+        def change(whole: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
+            members, axis = group_members(context.case, context.rank), axes(context.case)[self.entering]
+            return torch.cat(arrange(list(whole.chunk(len(members), axis)), members.index(context.rank)), axis)
+
+        return self.of(change)
+
+    def wrong_answers(
+        self, what: str, *, last_shard_missing: pc.Where, shards_reversed: pc.Where | None = None
+    ) -> tuple[pc.KnownWrongAnswer, ...]:
+        """Mistakes with shards of ``what`` and with the normalisation; the arguments name the cases in which an answer is wrong."""
+        others_missing = self.of_shards(lambda shards, me: [x if q == me else torch.zeros_like(x) for q, x in enumerate(shards)])
+        last_missing = self.of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])])
+        return (
+            pc.wrong("no_communication", f"other ranks' {what} taken for zero", others_missing),
+            pc.wrong("last_shard_missing", f"the last rank's {what} taken for zero", last_missing, last_shard_missing),
+            pc.wrong("shards_reversed", "shards in reverse order", self.of_shards(lambda shards, _: shards[::-1]), shards_reversed),
+            pc.wrong("other_norm", "another normalisation", self._other_norm),
+            pc.wrong("contiguous_group", "neighbours taken for the group", self._neighbours, pc.grouped),
+        )
+
+    def _other_norm(self, context: pc.AnswerContext) -> torch.Tensor:
+        whole, args = self.whole(context.case, context.inputs, context.rank), list(context.args)
+        args[3] = {"ortho": "backward", "backward": "forward", "forward": "ortho"}[args[3]]
+        return self.own(context.case, self.compute(whole, context.case, args), context.rank)
+
+    def _neighbours(self, context: pc.AnswerContext) -> torch.Tensor:
+        whole = gathered(context.inputs, neighbours(context), axes(context.case)[self.entering], self.dtype)
+        return self.own(context.case, self.compute(whole, context.case, context.args), context.rank)
 
 
-def other_norm(norm: str) -> str:
-    """A normalisation that is not this one."""
-    return {"ortho": "backward", "backward": "forward", "forward": "ortho"}[norm]
+def through(dtype: torch.dtype, spectrum: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as they are after a journey in a narrow dtype."""
+    return torch.view_as_complex(torch.view_as_real(spectrum).to(dtype).to(FP32))

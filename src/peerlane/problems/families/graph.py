@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from peerlane.problems.contract import Case, Draw
+from peerlane.problems import contract as pc
 
 # Sizes drawn per slot lie this far from their mean at most.
 _JITTER = 0.1
@@ -17,7 +17,7 @@ _JITTER = 0.1
 Table = list[list[int]]
 
 
-def count_table(case: Case, ranks: int, layout: random.Random) -> Table:
+def count_table(case: pc.Case, ranks: int, layout: random.Random) -> Table:
     """Rows that every rank (first index) has for every rank of a group. ``case["splits"]``:
 
     * equal: ``rows`` per rank, divided equally
@@ -42,7 +42,7 @@ def count_table(case: Case, ranks: int, layout: random.Random) -> Table:
     return [[round(mean * layout.uniform(1 - _JITTER, 1 + _JITTER)) for mean in row] for row in means]
 
 
-def least_table(case: Case, ranks: int) -> Table:
+def least_table(case: pc.Case, ranks: int) -> Table:
     """Lower bounds of :func:`count_table`, whatever the slot."""
     kind = case["splits"]
     if kind == "uneven":
@@ -53,7 +53,7 @@ def least_table(case: Case, ranks: int) -> Table:
     return [[int(mean if exact else mean * (1 - _JITTER)) for mean in row] for row in _means(case, ranks)]
 
 
-def _means(case: Case, ranks: int) -> list[list[float]]:
+def _means(case: pc.Case, ranks: int) -> list[list[float]]:
     rows: int = case.params.get("rows", 0)
     match case["splits"]:
         case "equal":
@@ -75,12 +75,12 @@ def _means(case: Case, ranks: int) -> list[list[float]]:
             raise ValueError(f"unknown splits {other!r}")
 
 
-def skewed(draw: Draw, count: int, below: int, skew: float = 1.0) -> torch.Tensor:
+def skewed(draw: pc.Draw, count: int, below: int, skew: float = 1.0) -> torch.Tensor:
     """``count`` int64 numbers in [0, below): floor(below u^skew) with u uniform. With ``skew`` > 1 small numbers are more frequent."""
     return (fine_uniform(draw, count).pow_(skew) * below).to(torch.int64)
 
 
-def fine_uniform(draw: Draw, count: int) -> torch.Tensor:
+def fine_uniform(draw: pc.Draw, count: int) -> torch.Tensor:
     """U[0, 1) in float64 with 48 random bits; a float32 has 24, too few to reach every row of a large table."""
     coarse, fine = (draw.uniform((count,), torch.float32).to(torch.float64) for _ in range(2))
     return coarse.add_(fine, alpha=2.0**-24)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.problems.contract import UNIT_ROUNDOFF
+from peerlane.problems import contract as pc
 from peerlane.problems.families.matmul import ACCUMULATION, FP64
 
 # Log-ratios are clamped to [-20, 20].
@@ -75,7 +75,7 @@ def evaluate(
     ignore_index: int,
 ) -> Tokens:
     """One rank's tokens: hidden states (T, H), head (V, H), and three of (T,). Channels may differ in size, if states make up for it."""
-    u, valid = UNIT_ROUNDOFF[hidden.dtype], labels != ignore_index
+    u, valid = pc.UNIT_ROUNDOFF[hidden.dtype], labels != ignore_index
     index, head = labels.masked_fill(~valid, 0).unsqueeze(-1), weight.to(FP64, copy=True)
     channels = head.norm(dim=0)
     head /= channels.masked_fill_(channels == 0, 1.0)

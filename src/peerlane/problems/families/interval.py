@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.problems.contract import Case, Expected, Score, Tolerance, Tree, compare_close, compare_exact, expected_leaves, leaves
+from peerlane.problems import contract as pc
 
 
 @dataclass(kw_only=True)
-class Interval(Expected):
+class Interval(pc.Expected):
     """Any answer in [``low``, ``high``] is right, and ``value`` is one of them. The tolerance applies to what lies outside.
 
     All three are NaN where the answer is NaN. A tolerance of nothing makes every answer outside infinitely wrong.
@@ -27,27 +27,27 @@ class Interval(Expected):
     high: torch.Tensor
 
 
-def comparison(tolerance: Callable[[Case], Mapping[str, Tolerance]]) -> Callable[[Case, Tree, Tree, str], list[Score]]:
+def comparison(tolerance: Callable[[pc.Case], Mapping[str, pc.Tolerance]]) -> Callable[[pc.Case, pc.Tree, pc.Tree, str], list[pc.Score]]:
     """A ``Problem.compare`` that knows intervals. Exact outputs are compared bit for bit, except that one NaN is as good as another."""
 
-    def compare(case: Case, got: Tree, expected: Tree, kind: str) -> list[Score]:
+    def compare(case: pc.Case, got: pc.Tree, expected: pc.Tree, kind: str) -> list[pc.Score]:
         tolerances = tolerance(case)
-        pairs = zip(leaves(got), expected_leaves(expected), strict=True)
-        return [_score(value, leaf, tolerances.get(leaf.name, Tolerance())) for value, leaf in pairs]
+        pairs = zip(pc.leaves(got), pc.expected_leaves(expected), strict=True)
+        return [_score(value, leaf, tolerances.get(leaf.name, pc.Tolerance())) for value, leaf in pairs]
 
     return compare
 
 
-def _score(got: torch.Tensor, leaf: Expected, tolerance: Tolerance) -> Score:
+def _score(got: torch.Tensor, leaf: pc.Expected, tolerance: pc.Tolerance) -> pc.Score:
     if leaf.exact:
-        return compare_exact(leaf.name, _one_nan(got), _one_nan(leaf.value.to(leaf.dtype)))
+        return pc.compare_exact(leaf.name, _one_nan(got), _one_nan(leaf.value.to(leaf.dtype)))
     if not isinstance(leaf, Interval):
-        return compare_close(leaf.name, got, leaf, tolerance)
+        return pc.compare_close(leaf.name, got, leaf, tolerance)
     work = torch.float64 if leaf.value.dtype == torch.float64 else torch.float32
     wide = got.to(work)
     nearest = torch.minimum(torch.maximum(wide, leaf.low.to(work)), leaf.high.to(work))
     nearest = torch.where(wide.isnan(), leaf.value.to(work), nearest)
-    return compare_close(leaf.name, got, dataclasses.replace(leaf, value=nearest), tolerance)
+    return pc.compare_close(leaf.name, got, dataclasses.replace(leaf, value=nearest), tolerance)
 
 
 def _one_nan(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Draw,
-    Expected,
-    KnownWrongAnswer,
-    Tolerance,
-)
+from peerlane.problems import contract as pc
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -39,7 +29,7 @@ gather_flat: Callable[[torch.Tensor, torch.Tensor], Any] = getattr(dist, "all_ga
 scatter_sum: Callable[[torch.Tensor, torch.Tensor], Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def shard_depths(case: Case) -> list[int]:
+def shard_depths(case: pc.Case) -> list[int]:
     """K on every rank: ``k`` divided equally, or ``k_by_rank`` (repeated as often as the world needs), which may be unequal."""
     if "k" in case.params:
         return [case["k"] // case.world_size] * case.world_size
@@ -47,7 +37,7 @@ def shard_depths(case: Case) -> list[int]:
     return [by_rank[rank % len(by_rank)] for rank in range(case.world_size)]
 
 
-def activations(case: Case, rank: int, draw: Draw, shape: tuple[int, int], terms: int) -> torch.Tensor:
+def activations(case: pc.Case, rank: int, draw: pc.Draw, shape: tuple[int, int], terms: int) -> torch.Tensor:
     """A left operand of N(0, 1) entries; ``terms`` is the depth of the whole sum. ``case["pattern"]`` may make it hard:
 
     * ``rank_scale``: 8^rank times as large, so that every shard's place matters;
@@ -72,7 +62,7 @@ def activations(case: Case, rank: int, draw: Draw, shape: tuple[int, int], terms
     return values
 
 
-def weights(case: Case, draw: Draw, shape: tuple[int, int], terms: int) -> torch.Tensor:
+def weights(case: pc.Case, draw: pc.Draw, shape: tuple[int, int], terms: int) -> torch.Tensor:
     """A right operand of variance 1 / ``terms``, which gives outputs of unit variance, as initialised and trained layers have it."""
     if draw.integer:
         return draw.sparse_signs(shape, case.dtype, terms=terms)
@@ -89,17 +79,17 @@ def add_product(value: torch.Tensor, magnitude: torch.Tensor, a: torch.Tensor, b
     magnitude.addmm_(a.abs(), b.abs())
 
 
-def gemm_tolerance(case: Case, elements: int) -> Tolerance:
+def gemm_tolerance(case: pc.Case, elements: int) -> pc.Tolerance:
     """One product accumulated in float32 and rounded once.
 
     A correct rounding errs by u relatively and leaves 0.43 u normwise (1.7e-3 in bfloat16); the bounds are 2u and about u.
     ``elements`` counts the output's elements.
     """
     normwise = 4e-3 if case.dtype == BF16 and elements >= _ENOUGH_ELEMENTS else None
-    return Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], magnitude=ACCUMULATION, normwise=normwise)
+    return pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=ACCUMULATION, normwise=normwise)
 
 
-def partials_tolerance(case: Case) -> Tolerance:
+def partials_tolerance(case: pc.Case) -> pc.Tolerance:
     """The sum over ranks of products P_q that are rounded to the working dtype, added in it in any order: (W + 1) u sum |P_q|.
 
     The error within the products is part of the magnitude: see :func:`sum_of_products`. Normwise, bfloat16 partial sums leave 2.5e-3 on
@@ -108,14 +98,14 @@ def partials_tolerance(case: Case) -> Tolerance:
     """
     averages = case.params.get("pattern") != "cancelling" and case["n"] > _FEW_COLUMNS
     normwise = 1e-2 if case.dtype == BF16 and averages else None
-    return Tolerance(magnitude=_partials_unit(case), normwise=normwise)
+    return pc.Tolerance(magnitude=_partials_unit(case), normwise=normwise)
 
 
-def _partials_unit(case: Case) -> float:
-    return (case.world_size + 1) * UNIT_ROUNDOFF[case.dtype]
+def _partials_unit(case: pc.Case) -> float:
+    return (case.world_size + 1) * pc.UNIT_ROUNDOFF[case.dtype]
 
 
-def sum_of_products(case: Case, inputs: Sequence[tuple[Any, ...]], rows: slice) -> Expected:
+def sum_of_products(case: pc.Case, inputs: pc.Inputs, rows: slice) -> pc.Expected:
     """Some rows of sum_q A_q @ B_q. The magnitude is sum |P_q|, plus sum |A_q| |B_q| weighted with the error of accumulation in float32."""
     first_a, first_b = inputs[0]
     shape = (first_a[rows].shape[0], first_b.shape[1])
@@ -128,10 +118,10 @@ def sum_of_products(case: Case, inputs: Sequence[tuple[Any, ...]], rows: slice) 
         value += partial
         magnitude += partial.abs_()
         magnitude.addmm_(a.abs(), b.abs(), alpha=weight)
-    return Expected("product", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("product", value, case.dtype, magnitude=magnitude)
 
 
-def row_parallel_operands(case: Case, rank: int, draw: Draw, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def row_parallel_operands(case: pc.Case, rank: int, draw: pc.Draw, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A_r (rows, K_r) and B_r (K_r, n) of a row-parallel layer.
 
     A's columns differ in size by powers of two that B's rows take back, and B's columns by others, the same on all ranks: products and
@@ -156,19 +146,19 @@ def row_parallel_operands(case: Case, rank: int, draw: Draw, rows: int) -> tuple
     return a, b
 
 
-def gathered_operands(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered_operands(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """A_local (m, K_local), the rank's columns of A, and its own B (W K_local, n). ``case["n_total"]`` is divided by the world size."""
     depth = shard_depths(case)[rank]
     terms = depth * case.world_size
     return activations(case, rank, draw, (case["m"], depth), terms), weights(case, draw, (terms, columns(case)), terms)
 
 
-def columns(case: Case) -> int:
+def columns(case: pc.Case) -> int:
     """The width of a rank's B: ``n``, or its share of ``n_total``."""
     return int(case["n"] if "n" in case.params else case["n_total"] // case.world_size)
 
 
-def gathered_product(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+def gathered_product(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
     """[A_0 | A_1 | ...] @ B_rank, shard by shard, so that no wide copy of the gathered A or of B is held."""
     b = inputs[rank][1]
     value = torch.zeros((inputs[rank][0].shape[0], b.shape[1]), dtype=FP64, device=b.device)
@@ -178,43 +168,40 @@ def gathered_product(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -
         last = first + a_local.shape[1]
         add_product(value, magnitude, a_local, b[first:last])
         first = last
-    return Expected("product", value, case.dtype, magnitude=magnitude)
+    return pc.Expected("product", value, case.dtype, magnitude=magnitude)
 
 
-def gathered_tolerance(case: Case) -> Mapping[str, Tolerance]:
+def gathered_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The tolerance of :func:`gathered_product`."""
     return {"product": gemm_tolerance(case, case["m"] * columns(case))}
 
 
-def gathered_cost(case: Case, rank: int) -> Cost:
+def gathered_cost(case: pc.Case, rank: int) -> pc.Cost:
     """Every shard of A crosses the link once to every other rank; A, B and the product cross device memory once."""
     m, n, local, size = case["m"], columns(case), shard_depths(case)[rank], case.dtype.itemsize
     k, port = local * case.world_size, (case.world_size - 1) * m * local * size
-    return Cost(
-        hbm_bytes=(m * k + k * n + m * n) * size,
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={FLOP_UNIT[case.dtype]: 2 * m * k * n},
+    return pc.Cost(
+        hbm_bytes=(m * k + k * n + m * n) * size, egress_bytes=port, ingress_bytes=port, flops={FLOP_UNIT[case.dtype]: 2 * m * k * n}
     )
 
 
-def _gathered_wide(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _gathered_wide(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """One product in float32 over the gathered A, rounded once."""
     a = torch.cat([args[0] for args in inputs], dim=1)
     return torch.mm(a.to(FP32), inputs[rank][1].to(FP32)).to(case.dtype)
 
 
-def _gathered_shardwise(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _gathered_shardwise(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """Shard by shard in float32, the rank's own shard first and then around the ring, rounded once: the order that overlaps."""
     b = inputs[rank][1].to(FP32).chunk(case.world_size)
     order = [(rank + step) % case.world_size for step in range(case.world_size)]
     return torch.stack([inputs[q][0].to(FP32) @ b[q] for q in order]).sum(0).to(case.dtype)
 
 
-def _gathered_in_order(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[AnswerContext], torch.Tensor]:
+def _gathered_in_order(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer: ``order(rank, world_size)`` names the rank whose shard goes to each place of A; None leaves zeros there."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         own, b = context.args
         a = [torch.zeros_like(own) if q is None else context.inputs[q][0] for q in order(context.rank, context.case.world_size)]
         return torch.mm(torch.cat(a, dim=1).to(FP32), b.to(FP32)).to(context.case.dtype)
@@ -223,15 +210,15 @@ def _gathered_in_order(order: Callable[[int, int], Sequence[int | None]]) -> Cal
 
 
 GATHERED_WRONG_ANSWERS = (
-    KnownWrongAnswer(
+    pc.wrong(
         "no_communication",
         "the rank's own shard of A only",
         _gathered_in_order(lambda rank, world: [q if q == rank else None for q in range(world)]),
     ),
-    KnownWrongAnswer("own_everywhere", "the rank's own shard in every place of A", _gathered_in_order(lambda rank, world: [rank] * world)),
-    KnownWrongAnswer("drop_last_rank", "A without the last rank's shard", _gathered_in_order(lambda _, world: [*range(world - 1), None])),
-    KnownWrongAnswer("shards_reversed", "A's shards in reverse order", _gathered_in_order(lambda _, world: range(world - 1, -1, -1))),
-    KnownWrongAnswer(
+    pc.wrong("own_everywhere", "the rank's own shard in every place of A", _gathered_in_order(lambda rank, world: [rank] * world)),
+    pc.wrong("drop_last_rank", "A without the last rank's shard", _gathered_in_order(lambda _, world: [*range(world - 1), None])),
+    pc.wrong("shards_reversed", "A's shards in reverse order", _gathered_in_order(lambda _, world: range(world - 1, -1, -1))),
+    pc.wrong(
         "own_shard_first",
         "A's shards in ring order from the rank itself, against B's rows in rank order",
         _gathered_in_order(lambda rank, world: [(rank + step) % world for step in range(world)]),
@@ -239,17 +226,17 @@ GATHERED_WRONG_ANSWERS = (
 )
 
 GATHERED_VARIANTS = (
-    AlternativeSolution("fp32_accumulation", _gathered_wide),
-    AlternativeSolution("shardwise_own_first", _gathered_shardwise),
+    pc.AlternativeSolution("fp32_accumulation", _gathered_wide),
+    pc.AlternativeSolution("shardwise_own_first", _gathered_shardwise),
 )
 
 
-def wide_sum_of_products(case: Case, inputs: Sequence[tuple[Any, ...]], rows: slice) -> torch.Tensor:
+def wide_sum_of_products(case: pc.Case, inputs: pc.Inputs, rows: slice) -> torch.Tensor:
     """Some rows of sum_q A_q @ B_q from float32 partial products, never rounded before their sum is."""
     return torch.stack([a[rows].to(FP32) @ b.to(FP32) for a, b in inputs]).sum(0).to(case.dtype)
 
 
-def one_long_product(case: Case, inputs: Sequence[tuple[Any, ...]], rows: slice) -> torch.Tensor:
+def one_long_product(case: pc.Case, inputs: pc.Inputs, rows: slice) -> torch.Tensor:
     """Some rows of [A_0 | A_1 | ...] @ [B_0; B_1; ...] in float32, rounded once."""
     a = torch.cat([args[0][rows] for args in inputs], dim=1).to(FP32)
     return torch.mm(a, torch.cat([args[1] for args in inputs]).to(FP32)).to(case.dtype)

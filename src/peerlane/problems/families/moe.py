@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from peerlane.problems.contract import Case, Draw, Preset, constant
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_members
 
 FP32 = torch.float32
@@ -23,13 +23,13 @@ FP32 = torch.float32
 _RANK_SPREAD = 0.4
 
 
-def tokens_of(case: Case, rank: int) -> int:
+def tokens_of(case: pc.Case, rank: int) -> int:
     """T: ``case["tokens"]``, one number or one per rank (repeated as often as the world needs)."""
     tokens = case["tokens"]
     return int(tokens if isinstance(tokens, int) else tokens[rank % len(tokens)])
 
 
-def experts_of(case: Case) -> int:
+def experts_of(case: pc.Case) -> int:
     """E: ``case["experts"]``; or ``case["experts_per_rank"]`` times the world size; or the world size over ``case["replicas"]``."""
     if "experts_per_rank" in case.params:
         return int(case["experts_per_rank"]) * case.world_size
@@ -38,7 +38,7 @@ def experts_of(case: Case) -> int:
     return int(case["experts"])
 
 
-def log_popularity(case: Case, draw: Draw) -> torch.Tensor:
+def log_popularity(case: pc.Case, draw: pc.Draw) -> torch.Tensor:
     """The logarithm of every expert's popularity, (E,), equal on all ranks and new in every call.
 
     Zipf's law with ``case["exponent"]`` (none: all equal) in random order; ``case["empty"]`` experts are chosen by nobody.
@@ -49,7 +49,7 @@ def log_popularity(case: Case, draw: Draw) -> torch.Tensor:
     return popularity.masked_fill(place >= experts - case.params.get("empty", 0), -math.inf)
 
 
-def draw_experts(case: Case, draw: Draw, scores: torch.Tensor, k: int) -> torch.Tensor:
+def draw_experts(case: pc.Case, draw: pc.Draw, scores: torch.Tensor, k: int) -> torch.Tensor:
     """Draws k distinct experts for every row of ``scores`` (rows, E), the logarithms of popularities: (rows, k), the first drawn first.
 
     ``case["limit"]`` = (groups, chosen): only experts of the best groups count, as in models that bound the number of nodes per token.
@@ -103,15 +103,7 @@ class Dispatch:
 
 @functools.lru_cache(maxsize=64)
 def _count_table(
-    seed: int,
-    tokens: tuple[int, ...],
-    experts: int,
-    k: int,
-    exponent: float,
-    empty: int,
-    owners: int,
-    limit: tuple[int, int],
-    blocks: int,
+    seed: int, tokens: tuple[int, ...], experts: int, k: int, exponent: float, empty: int, owners: int, limit: tuple[int, int], blocks: int
 ) -> tuple[tuple[int, ...], ...]:
     """Rows per rank and expert: Zipf's law with a spread between ranks, no expert more than once per token.
 
@@ -143,17 +135,17 @@ def _count_table(
     return tuple(table)
 
 
-def is_drawn(case: Case) -> bool:
+def is_drawn(case: pc.Case) -> bool:
     """Whether :func:`drawn_counts` differ between slots."""
     return bool(case.params.get("exponent") or case.params.get("empty") or case.params.get("one_rank"))
 
 
-def routed_tokens(case: Case, rank: int) -> int:
+def routed_tokens(case: pc.Case, rank: int) -> int:
     """Tokens that are routed at all: all but ``case["dropped"]``."""
     return max(0, tokens_of(case, rank) - int(case.params.get("dropped", 0)))
 
 
-def drawn_counts(case: Case, draw: Draw) -> tuple[tuple[int, ...], ...]:
+def drawn_counts(case: pc.Case, draw: pc.Draw) -> tuple[tuple[int, ...], ...]:
     """Rows per world rank and expert, from the layout: ``case["exponent"]``, ``case["empty"]``, ``case["one_rank"]``, ``case["limit"]``."""
     return _count_table(
         draw.layout.getrandbits(62),
@@ -168,18 +160,18 @@ def drawn_counts(case: Case, draw: Draw) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _blocks(case: Case) -> int:
+def _blocks(case: pc.Case) -> int:
     """Equal parts of the experts, none of which lies on two ranks of the group or in two groups of experts."""
     return math.lcm(len(group_members(case, 0)), case.params.get("limit", (1, 1))[0])
 
 
-def counts_vary(case: Case) -> bool:
+def counts_vary(case: pc.Case) -> bool:
     """Whether experts of one rank may have different counts, of several sources, so that :func:`fixed_routing` changes their places."""
     own = experts_of(case) // group_size(case)
     return own > (case["k"] if case.params.get("one_rank") else 1) and several_sources(case) and "literal" not in case.params
 
 
-def assign_experts(draw: Draw, counts: Sequence[int], tokens: int, k: int, limit: tuple[int, int] = (1, 1)) -> torch.Tensor:
+def assign_experts(draw: pc.Draw, counts: Sequence[int], tokens: int, k: int, limit: tuple[int, int] = (1, 1)) -> torch.Tensor:
     """Random sets of k distinct experts for every token, (T, k) in random order, that use expert e exactly ``counts[e]`` times.
 
     Experts in random order, each repeated as often as it is used, are dealt to the tokens in rounds: T places apart no expert comes twice.
@@ -188,7 +180,7 @@ def assign_experts(draw: Draw, counts: Sequence[int], tokens: int, k: int, limit
     """
     groups, chosen = limit
     experts, per = len(counts), k // chosen
-    used = constant(counts, draw.device)
+    used = pc.constant(counts, draw.device)
     if groups == 1:
         group_of = torch.zeros((tokens, 1), dtype=torch.int64, device=draw.device)
     else:
@@ -215,7 +207,7 @@ def assign_experts(draw: Draw, counts: Sequence[int], tokens: int, k: int, limit
     return selected.view(tokens, k).gather(1, slots)
 
 
-def _exchange(draw: Draw, rows: torch.Tensor, group_of: torch.Tensor) -> None:
+def _exchange(draw: pc.Draw, rows: torch.Tensor, group_of: torch.Tensor) -> None:
     """Swaps the first entries of random pairs of rows of one group, in place, where neither row then holds an entry twice."""
     half = rows.shape[0] // 2
     pairs = draw.permutation(rows.shape[0])
@@ -256,7 +248,7 @@ class Routing:
     def metadata(self, device: torch.device) -> tuple[list[int], list[int], torch.Tensor]:
         """input_splits, output_splits, and rows by source and own expert, (P, E / P)."""
         local = self.dispatch.local
-        per_local = constant(self.dispatch.counts, device)[:, self.order[self.me * local : (self.me + 1) * local]]
+        per_local = pc.constant(self.dispatch.counts, device)[:, self.order[self.me * local : (self.me + 1) * local]]
         return self.dispatch.input_splits(self.me), self.dispatch.output_splits(self.me), per_local
 
     def mask(self, experts: int, dtype: torch.dtype, *, permuted: bool = False) -> torch.Tensor:
@@ -264,7 +256,7 @@ class Routing:
         return expert_mask(self.selected, experts, dtype, permuted=permuted).mul_(self.routed)
 
 
-def fixed_routing(case: Case, rank: int, draw: Draw) -> Routing:
+def fixed_routing(case: pc.Case, rank: int, draw: pc.Draw) -> Routing:
     """Routing whose splits come from the layout (:func:`drawn_counts`) and whose contents are permuted under them.
 
     Experts of one rank (and of one group, see :func:`draw_experts`) exchange their counts in every call, so that what a rank receives for
@@ -308,7 +300,7 @@ def chunk_order(lengths: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.repeat_interleave(shifts, sizes, output_size=rows) + torch.arange(rows, device=lengths.device)
 
 
-def distinct_ranks(case: Case, ranks: int) -> float:
+def distinct_ranks(case: pc.Case, ranks: int) -> float:
     """How many ranks of the group a token's experts are on, on average; where popularity is uneven, the least that its order can make it.
 
     Equal popularity: P (1 - C(E - E/P, k) / C(E, k)). Otherwise experts are taken as independent, each chosen with probability
@@ -338,7 +330,7 @@ def _ranks_of_uneven(units: int, taken: int, exponent: float, empty: int, ranks:
     return sum(1 - math.exp(-low * sum(popularity[q * per_rank : (q + 1) * per_rank])) for q in range(ranks))
 
 
-def travelling_rows(case: Case, rank: int) -> float:
+def travelling_rows(case: pc.Case, rank: int) -> float:
     """The least number of rows that a rank must send, or receive, if a token's rows for one rank travel as one.
 
     The mean over the ranks of the group, which the busiest, who alone bounds the time, cannot fall below.
@@ -355,22 +347,11 @@ def fitted(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
 
 
-def group_size(case: Case) -> int:
+def group_size(case: pc.Case) -> int:
     """P: the number of ranks that exchange rows."""
     return len(group_members(case, 0))
 
 
-def several_sources(case: Case) -> bool:
+def several_sources(case: pc.Case) -> bool:
     """Whether more than one rank of a group has rows to send, if only to itself."""
     return sum(tokens_of(case, q) > 0 for q in group_members(case, 0)) > 1
-
-
-def labels(presets: Sequence[Preset], world_sizes: Sequence[int], where: Callable[[Case], bool]) -> tuple[str, ...]:
-    """``preset/label/wN`` of all cases that ``where`` is true of."""
-    cases = [
-        Case(0, item.name, spec.label, world, spec.dtype, spec.variant, spec.params)
-        for item in presets
-        for spec in item.cases
-        for world in spec.world_sizes or world_sizes
-    ]
-    return tuple(each.name for each in cases if where(each))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems.contract import Case, Draw, GroupRef, linear_over
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
 from peerlane.problems.families.collective import FP32, group_members
 
@@ -87,7 +87,7 @@ def reference(
     return expert_parallel(hidden_states, gate_weight, gate_bias, expert, top_k, group)
 
 
-def owners_of(case: Case, rank: int) -> Sequence[int]:
+def owners_of(case: pc.Case, rank: int) -> Sequence[int]:
     """World ranks that hold the experts of the rank's tokens, in order: its group; without one the world or, if there are fewer experts
     than ranks, its block of E neighbours."""
     experts = moe.experts_of(case)
@@ -97,7 +97,7 @@ def owners_of(case: Case, rank: int) -> Sequence[int]:
     return range(first, first + experts)
 
 
-def _chosen(case: Case, rank: int, draw: Draw) -> torch.Tensor:
+def _chosen(case: pc.Case, rank: int, draw: pc.Draw) -> torch.Tensor:
     """Experts (T, k) of the rank's tokens, distinct for each. ``case["exponent"]`` and ``case["empty"]`` are those of
     :func:`_moe.log_popularity`; ``case["uneven"]`` adds as many natural units of spread between ranks. ``case["pattern"]``:
 
@@ -140,7 +140,7 @@ def _chosen(case: Case, rank: int, draw: Draw) -> torch.Tensor:
     return moe.draw_experts(case, draw, scores.masked_fill(elsewhere, -math.inf), k)
 
 
-def _hidden_states(case: Case, rank: int, draw: Draw, gate_weight: torch.Tensor, gate_bias: torch.Tensor | None) -> torch.Tensor:
+def _hidden_states(case: pc.Case, rank: int, draw: pc.Draw, gate_weight: torch.Tensor, gate_bias: torch.Tensor | None) -> torch.Tensor:
     """Tokens (T, H) whose logits are planted, so that every honest way to compute them chooses the same experts.
 
     N(0, 1) entries (times ``case["scale"]``), to which the least change is made that gives them the logits wanted: the transposed router
@@ -169,13 +169,13 @@ def _floor(experts: int, k: int) -> float:
     return min(_CHOSEN[0] - GAP, math.log(1.2 * k / max(1, experts - k)))
 
 
-def linear(draw: Draw, fan_in: int, fan_out: int, dtype: torch.dtype, gain: float = 1.0) -> torch.nn.Linear:
+def linear(draw: pc.Draw, fan_in: int, fan_out: int, dtype: torch.dtype, gain: float = 1.0) -> torch.nn.Linear:
     """A layer that keeps the size of its input, times ``gain``; biases N(0, 0.25^2)."""
     weight = draw.normal((fan_out, fan_in), dtype, scale=gain * fan_in**-0.5)
-    return linear_over(weight, draw.normal((fan_out,), dtype, scale=_BIAS))
+    return pc.linear_over(weight, draw.normal((fan_out,), dtype, scale=_BIAS))
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Every rank has the same router, unless ``case["own_routers"]``, and an expert of its own.
 
     Channels of tokens, and of results, differ in size by powers of two, equal on all ranks (see :meth:`Draw.octaves`), for both cross the
@@ -198,11 +198,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         tensor /= entering
     for tensor in (layers[2].weight.data.t(), layers[2].bias.data, *(b.t() for b in factors[5:])):
         tensor *= leaving
-    group = GroupRef(case["group"]) if "group" in case.params else None
+    group = pc.GroupRef(case["group"]) if "group" in case.params else None
     return (hidden * entering, gate_weight, gate_bias, *layers, *factors, experts, case["k"], group)
 
 
-def _router_bias(case: Case, draw: Draw) -> torch.Tensor:
+def _router_bias(case: pc.Case, draw: pc.Draw) -> torch.Tensor:
     """Half of the experts, every other one, are favoured by 1.8 natural units, more or less; all by ``case["logits"]``."""
     experts = moe.experts_of(case)
     floor = _floor(experts, case["k"])
@@ -217,7 +217,7 @@ def _projections(hidden: int, inner: int) -> list[tuple[tuple[int, int], float]]
     return [((hidden, inner), 1.0), ((hidden, inner), 1.0), ((inner, hidden), 1.7)]
 
 
-def _low_rank_factors(case: Case, draw: Draw, layers: Sequence[torch.nn.Linear]) -> list[torch.Tensor]:
+def _low_rank_factors(case: pc.Case, draw: pc.Draw, layers: Sequence[torch.nn.Linear]) -> list[torch.Tensor]:
     """A and B of gate, up and down, if ``case["low_rank"]`` names their rank. ``case["factors"]``:
 
     * absent: B A adds half as much as the projection itself;

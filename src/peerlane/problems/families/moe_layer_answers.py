@@ -13,18 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Cost,
-    Expected,
-    KnownWrongAnswer,
-    Preset,
-    Problem,
-    Tolerance,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
 from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import FP32, group_layout, stale_tail
@@ -32,7 +21,7 @@ from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64
 from peerlane.problems.families.moe_layer import inputs, owners_of, reference
 
-Arguments = Sequence[tuple[Any, ...]]
+Arguments = pc.Inputs
 
 RowFunction = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 """Of rows (n, H) and of the arguments of the rank that owns the expert."""
@@ -83,11 +72,7 @@ def _channel_sizes(inputs: Arguments, owners: Sequence[int], dtype: torch.dtype)
 
 
 def combine(
-    inputs: Arguments,
-    tokens: torch.Tensor,
-    weights: torch.Tensor,
-    owners: Sequence[int],
-    expert: RowFunction | None = None,
+    inputs: Arguments, tokens: torch.Tensor, weights: torch.Tensor, owners: Sequence[int], expert: RowFunction | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The layer's answer (T, H) in the weights' dtype, and of what size the experts' rows are, added with their weights, (T, H).
 
@@ -107,13 +92,13 @@ def combine(
     return value, size * channels
 
 
-def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
+def oracle(case: pc.Case, inputs: Arguments, rank: int) -> pc.Expected:
     tokens, weights = tokens_and_weights(inputs[rank], FP64)
     value, size = combine(inputs, tokens, weights, owners_of(case, rank))
-    return Expected("output", value, case.dtype, magnitude=size)
+    return pc.Expected("output", value, case.dtype, magnitude=size)
 
 
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
+def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """Magnitude is the size of the experts' rows in the channel, added with the weights: see :func:`combine`.
 
     u is the unit roundoff of the dtype. A chosen logit errs by u / 2, and another one by up to 2 u. A probability errs by u, which all
@@ -124,12 +109,12 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     bounds are twice that, and a quarter more with low-rank factors. An element may be off by five standard deviations; on GPUs it was half
     as much again. In float32 the order of sums takes the place of rounding, with 16 unit roundoffs.
     """
-    u = UNIT_ROUNDOFF[case.dtype] * (16 if case.dtype == FP32 else 1)
+    u = pc.UNIT_ROUNDOFF[case.dtype] * (16 if case.dtype == FP32 else 1)
     room = 1.25 if "low_rank" in case.params else 1.0
-    return {"output": Tolerance(relative=4 * u, magnitude=20 * room * u, normwise=5 * room * u, rowwise=10 * room * u)}
+    return {"output": pc.Tolerance(relative=4 * u, magnitude=20 * room * u, normwise=5 * room * u, rowwise=10 * room * u)}
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Tokens travel once per rank that has one of their experts, and come back; or the weights travel instead, if they are smaller.
 
     Traffic and work are the mean over the ranks, which the busiest, who alone bounds the time, cannot fall below.
@@ -141,7 +126,7 @@ def cost(case: Case, rank: int) -> Cost:
     remote = 0.0 if case.params.get("pattern") == "own" else pairs * (ranks - 1) / ranks
     parameters = 3 * hidden * inner + 2 * inner + hidden + 3 * depth * (hidden + inner)
     port = min(2 * remote * hidden, (ranks - 1) * parameters) * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=(2 * tokens * hidden + parameters + experts * hidden) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -150,7 +135,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _ranks_per_token(case: Case, ranks: int) -> float:
+def _ranks_per_token(case: pc.Case, ranks: int) -> float:
     match case.params.get("pattern"):
         case "one_rank" | "together" | "own" | "rotated":
             return 1.0
@@ -162,13 +147,13 @@ def _ranks_per_token(case: Case, ranks: int) -> float:
             return moe.distinct_ranks(case, ranks)
 
 
-def _wide(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _wide(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     """All in float32, a token's weights on one rank added before its row is multiplied, one rounding."""
     tokens, weights = tokens_and_weights(inputs[rank], FP32)
     return combine(inputs, tokens, weights, owners_of(case, rank))[0].to(case.dtype)
 
 
-def _narrow(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def _narrow(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     """Every operation rounded, and the last rank's experts added first."""
     tokens, weights = tokens_and_weights(inputs[rank], case.dtype)
     owners = owners_of(case, rank)
@@ -176,22 +161,22 @@ def _narrow(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return combine(inputs, tokens, reordered, owners[::-1])[0]
 
 
-ALTERNATIVE_SOLUTIONS = (AlternativeSolution("fp32_accumulation", _wide), AlternativeSolution("every_step_rounded", _narrow))
+ALTERNATIVE_SOLUTIONS = (pc.AlternativeSolution("fp32_accumulation", _wide), pc.AlternativeSolution("every_step_rounded", _narrow))
 
-Reweigh = Callable[[torch.Tensor, Case], torch.Tensor]
+Reweigh = Callable[[torch.Tensor, pc.Case], torch.Tensor]
 
 
 def _spoilt(
     *,
     weights: Reweigh | None = None,
-    owners: Callable[[Case, int], Sequence[int]] = owners_of,
+    owners: Callable[[pc.Case, int], Sequence[int]] = owners_of,
     expert: RowFunction | None = None,
-    router: Callable[[AnswerContext], tuple[Any, ...]] = lambda context: context.args,
+    router: Callable[[pc.AnswerContext], tuple[Any, ...]] = lambda context: context.args,
     softmax: Callable[[torch.Tensor], torch.Tensor] = _softmax,
-) -> Callable[[AnswerContext], torch.Tensor]:
+) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """A wrong answer in float32: other weights, other owners, another expert, another router (whose arguments' is used) or softmax."""
 
-    def answer(context: AnswerContext) -> torch.Tensor:
+    def answer(context: pc.AnswerContext) -> torch.Tensor:
         args = (context.args[0], *router(context)[1:])
         tokens, own = tokens_and_weights(args, FP32, softmax)
         changed = own if weights is None else weights(own, context.case)
@@ -200,40 +185,40 @@ def _spoilt(
     return answer
 
 
-def _smallest_dropped(weights: torch.Tensor, case: Case) -> torch.Tensor:
+def _smallest_dropped(weights: torch.Tensor, case: pc.Case) -> torch.Tensor:
     least = weights.masked_fill(weights == 0, math.inf).amin(1, keepdim=True)
     return weights.masked_fill(weights == least, 0.0)
 
 
-def _renormalised(weights: torch.Tensor, case: Case) -> torch.Tensor:
+def _renormalised(weights: torch.Tensor, case: pc.Case) -> torch.Tensor:
     return weights.div(weights.sum(1, keepdim=True))
 
 
-def _equal(weights: torch.Tensor, case: Case) -> torch.Tensor:
+def _equal(weights: torch.Tensor, case: pc.Case) -> torch.Tensor:
     return weights.sum(1, keepdim=True).div(case["k"]).mul(weights != 0)
 
 
-def _interleaved(weights: torch.Tensor, case: Case) -> torch.Tensor:
+def _interleaved(weights: torch.Tensor, case: pc.Case) -> torch.Tensor:
     """Expert e on rank e mod P."""
     ranks = len(owners_of(case, 0))
     return weights.view(weights.shape[0], weights.shape[1] // ranks, ranks).transpose(1, 2).flatten(1)
 
 
-def _capacity(weights: torch.Tensor, case: Case) -> torch.Tensor:
+def _capacity(weights: torch.Tensor, case: pc.Case) -> torch.Tensor:
     """No expert takes more than 1.25 times its equal share of a rank's tokens."""
     room = math.ceil(1.25 * case["k"] * weights.shape[0] / weights.shape[1])
     return weights.masked_fill((weights != 0).cumsum(0) > room, 0.0)
 
 
-def _without_bias(context: AnswerContext) -> tuple[Any, ...]:
+def _without_bias(context: pc.AnswerContext) -> tuple[Any, ...]:
     return (*context.args[:2], None, *context.args[3:])
 
 
-def _neighbour(context: AnswerContext) -> tuple[Any, ...]:
+def _neighbour(context: pc.AnswerContext) -> tuple[Any, ...]:
     return context.inputs[(context.rank + 1) % context.case.world_size]
 
 
-def _first_rank(context: AnswerContext) -> tuple[Any, ...]:
+def _first_rank(context: pc.AnswerContext) -> tuple[Any, ...]:
     return context.inputs[0]
 
 
@@ -241,16 +226,16 @@ def _without_maximum(logits: torch.Tensor) -> torch.Tensor:
     return logits.exp().div(logits.exp().sum(-1, keepdim=True))
 
 
-def _groupless(case: Case, rank: int) -> Sequence[int]:
+def _groupless(case: pc.Case, rank: int) -> Sequence[int]:
     return owners_of(without_group(case), rank)
 
 
-def _first_neighbours(case: Case, rank: int) -> Sequence[int]:
+def _first_neighbours(case: pc.Case, rank: int) -> Sequence[int]:
     """As many ranks as own the experts, but the first ones of the world."""
     return range(len(owners_of(case, rank)))
 
 
-def _coded(context: AnswerContext) -> torch.Tensor:
+def _coded(context: pc.AnswerContext) -> torch.Tensor:
     """A wrong answer: rows go to other ranks, and come back, as 8-bit codes."""
 
     def expert(rows: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
@@ -261,23 +246,23 @@ def _coded(context: AnswerContext) -> torch.Tensor:
     return _spoilt(expert=expert)(context)
 
 
-def _own_only(case: Case, rank: int) -> Sequence[int]:
+def _own_only(case: pc.Case, rank: int) -> Sequence[int]:
     return [rank] * len(owners_of(case, rank))
 
 
-def known_wrong_answers(presets: Sequence[Preset]) -> tuple[KnownWrongAnswer, ...]:
+def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnswer, ...]:
     """The wrong answers of the layer, each restricted to the cases in which it is wrong."""
 
-    def where(condition: Callable[[Case], bool]) -> tuple[str, ...]:
-        return moe.labels(presets, (2, 4, 8), condition)
+    def where(condition: Callable[[pc.Case], bool]) -> tuple[str, ...]:
+        return pc.names_of(presets, condition)
 
-    def pattern(case: Case) -> Any:
+    def pattern(case: pc.Case) -> Any:
         return case.params.get("pattern")
 
-    def ranks(case: Case) -> int:
+    def ranks(case: pc.Case) -> int:
         return len(owners_of(case, 0))
 
-    def experts(case: Case) -> int:
+    def experts(case: pc.Case) -> int:
         return moe.experts_of(case)
 
     remote = where(lambda c: ranks(c) > 1 and pattern(c) != "own")
@@ -287,75 +272,67 @@ def known_wrong_answers(presets: Sequence[Preset]) -> tuple[KnownWrongAnswer, ..
     unequal = where(lambda c: ranks(c) > 1 and experts(c) > ranks(c))
     low_rank = where(lambda c: "low_rank" in c.params and c.params.get("factors") != "zero")
     found = [
-        KnownWrongAnswer("no_communication", "the rank's own expert for all tokens", _spoilt(owners=_own_only), cases=remote),
-        KnownWrongAnswer(
+        pc.wrong("no_communication", "the rank's own expert for all tokens", _spoilt(owners=_own_only), remote),
+        pc.wrong(
             "owners_reversed",
             "the experts in the order of the last rank first",
             _spoilt(owners=lambda case, rank: owners_of(case, rank)[::-1]),
-            cases=where(lambda c: ranks(c) > 1),
+            where(lambda c: ranks(c) > 1),
         ),
-        KnownWrongAnswer("experts_interleaved", "expert e on rank e mod P", _spoilt(weights=_interleaved), cases=unequal),
-        KnownWrongAnswer(
-            "smallest_dropped", "a token's expert of the smallest weight left out", _spoilt(weights=_smallest_dropped), cases=several
-        ),
-        KnownWrongAnswer("equal_weights", "a token's weights replaced by their mean", _spoilt(weights=_equal), cases=unlike),
-        KnownWrongAnswer("renormalised", "a token's weights made to add up to 1", _spoilt(weights=_renormalised), cases=left_out),
-        KnownWrongAnswer(
+        pc.wrong("experts_interleaved", "expert e on rank e mod P", _spoilt(weights=_interleaved), unequal),
+        pc.wrong("smallest_dropped", "a token's expert of the smallest weight left out", _spoilt(weights=_smallest_dropped), several),
+        pc.wrong("equal_weights", "a token's weights replaced by their mean", _spoilt(weights=_equal), unlike),
+        pc.wrong("renormalised", "a token's weights made to add up to 1", _spoilt(weights=_renormalised), left_out),
+        pc.wrong(
             "capacity",
             "rows above 1.25 times an equal share dropped",
             _spoilt(weights=_capacity),
-            cases=where(lambda c: pattern(c) == "one_rank" or c.params.get("exponent", 0.0) >= 1.0),
+            where(lambda c: pattern(c) == "one_rank" or c.params.get("exponent", 0.0) >= 1.0),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "router_without_bias",
             "gate_bias ignored",
             _spoilt(router=_without_bias),
-            cases=where(lambda c: c.params.get("bias", True) and experts(c) > 1 and pattern(c) != "one_rank"),
+            where(lambda c: c.params.get("bias", True) and experts(c) > 1 and pattern(c) != "one_rank"),
         ),
-        KnownWrongAnswer(
-            "neighbours_router",
-            "the next rank's router",
-            _spoilt(router=_neighbour),
-            cases=where(lambda c: bool(c.params.get("own_routers"))),
+        pc.wrong(
+            "neighbours_router", "the next rank's router", _spoilt(router=_neighbour), where(lambda c: bool(c.params.get("own_routers")))
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "first_ranks_router",
             "the router of the world's first rank",
             _spoilt(router=_first_rank),
-            cases=where(lambda c: bool(c.params.get("own_routers"))),
+            where(lambda c: bool(c.params.get("own_routers"))),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "router_without_maximum",
             "exponentials of logits as they are",
             _spoilt(softmax=_without_maximum),
-            cases=where(lambda c: "logits" in c.params),
+            where(lambda c: "logits" in c.params),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "no_expert_bias",
             "the experts' biases left out",
             _spoilt(expert=Expert(biases=False)),
-            cases=where(lambda c: c.params.get("factors") != "alone" and "scale" not in c.params),
+            where(lambda c: c.params.get("factors") != "alone" and "scale" not in c.params),
         ),
-        KnownWrongAnswer("gate_and_up_exchanged", "silu of the wrong projection", _spoilt(expert=Expert(exchanged=True))),
-        KnownWrongAnswer(
-            "eight_bits",
-            "rows sent to other ranks, and back, in 8-bit integers with a scale for every 32 neighbours",
-            _coded,
-            cases=remote,
+        pc.wrong("gate_and_up_exchanged", "silu of the wrong projection", _spoilt(expert=Expert(exchanged=True))),
+        pc.wrong(
+            "eight_bits", "rows sent to other ranks, and back, in 8-bit integers with a scale for every 32 neighbours", _coded, remote
         ),
-        KnownWrongAnswer("tokens_rotated", "every row in the next token's place", lambda c: c.answer.roll(1, 0)),
-        KnownWrongAnswer("stale_row", "the last token's row is that of the slot before", lambda c: stale_tail(c, c.case["hidden"])),
-        KnownWrongAnswer(
+        pc.wrong("tokens_rotated", "every row in the next token's place", lambda c: c.answer.roll(1, 0)),
+        pc.wrong("stale_row", "the last token's row is that of the slot before", lambda c: stale_tail(c, c.case["hidden"])),
+        pc.wrong(
             "whole_world",
             "group ignored",
             _spoilt(owners=_groupless),
-            cases=where(lambda c: any(list(owners_of(c, q)) != list(_groupless(c, q)) for q in range(c.world_size))),
+            where(lambda c: any(list(owners_of(c, q)) != list(_groupless(c, q)) for q in range(c.world_size))),
         ),
-        KnownWrongAnswer(
+        pc.wrong(
             "first_ranks_experts",
             "the experts of the world's first ranks",
             _spoilt(owners=_first_neighbours),
-            cases=where(
+            where(
                 lambda c: any(moe.tokens_of(c, q) and list(owners_of(c, q)) != list(_first_neighbours(c, q)) for q in range(c.world_size))
             ),
         ),
@@ -363,9 +340,7 @@ def known_wrong_answers(presets: Sequence[Preset]) -> tuple[KnownWrongAnswer, ..
     if low_rank:
         for index, name in enumerate(("gate", "up", "down")):
             kept = Expert(factors=(index != 0, index != 1, index != 2))
-            found.append(
-                KnownWrongAnswer(f"no_{name}_factors", f"the low-rank factors of {name} left out", _spoilt(expert=kept), cases=low_rank)
-            )
+            found.append(pc.wrong(f"no_{name}_factors", f"the low-rank factors of {name} left out", _spoilt(expert=kept), low_rank))
     return tuple(item for item in found if item.cases != ())
 
 
@@ -394,9 +369,9 @@ NOTES = (
 )
 
 
-def layer(presets: Sequence[Preset], *, notes: Sequence[str], **fields: Any) -> Problem:
+def layer(presets: Sequence[pc.Preset], *, notes: Sequence[str], **fields: Any) -> pc.Problem:
     """A problem with this module's function; ``fields`` are what it does not share with the others, or replaces."""
-    return Problem(
+    return pc.Problem(
         **{
             "category": "expert_parallel",
             "parallelism": ("expert",),

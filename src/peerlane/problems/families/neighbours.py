@@ -12,7 +12,7 @@ import random
 
 import torch
 
-from peerlane.problems.contract import Case, Draw
+from peerlane.problems import contract as pc
 
 INT64, FP64 = torch.int64, torch.float64
 
@@ -28,7 +28,7 @@ def _hash(values: torch.Tensor, salt: int) -> torch.Tensor:
     return (mixed >> 33) & (2**31 - 1)
 
 
-def degree_of(case: Case, uniform: torch.Tensor) -> torch.Tensor:
+def degree_of(case: pc.Case, uniform: torch.Tensor) -> torch.Tensor:
     """The degrees, int64, of nodes for which U[0, 1) numbers were drawn."""
     params = case.params
     if "degree" in params:
@@ -39,7 +39,7 @@ def degree_of(case: Case, uniform: torch.Tensor) -> torch.Tensor:
     return (((1 - uniform).pow(-2 / 3).clamp(max=1000.0) - 0.9) * (float(params["power"]) / 2.04)).round().to(INT64)
 
 
-def mean_taken(case: Case, fanout: int) -> float:
+def mean_taken(case: pc.Case, fanout: int) -> float:
     """The mean number of neighbours that are sampled of a node."""
     uniform = (torch.arange(4096, dtype=FP64) + 0.5) / 4096
     degree = degree_of(case, uniform)
@@ -56,7 +56,7 @@ class Structure:
     * ``parts``: ``modulo`` (node i on rank i mod W), ``blocks``, or ``random``.
     """
 
-    def __init__(self, case: Case, ranks: int, layout: random.Random) -> None:
+    def __init__(self, case: pc.Case, ranks: int, layout: random.Random) -> None:
         self.case, self.ranks = case, ranks
         self.nodes = int(case["nodes"] if "nodes" in case.params else case["nodes_per_rank"] * ranks)
         self.salt = layout.getrandbits(62)
@@ -110,7 +110,7 @@ def _coprime(a: int, b: int) -> bool:
     return a == 1
 
 
-def graph_arguments(case: Case, me: int, ranks: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def graph_arguments(case: pc.Case, me: int, ranks: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(seed_nodes, local_adj_row_ptr, local_adj_col, node_to_rank) of a rank, int64.
 
     Names are a permutation that all ranks share; the order of the seeds is the rank's own.

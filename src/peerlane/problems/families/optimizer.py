@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, Case, Expected, Tolerance
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import BF16, FP32, sequential_sum
 
 FP64 = torch.float64
@@ -171,7 +171,7 @@ def _pass_errors(
         _root_of_squares(d_output_error.t(), done.hidden),
         _root_of_squares(d_output_error.t(), ones).squeeze(1),
     ]
-    accumulation = _DEVIATIONS * UNIT_ROUNDOFF[FP32] * math.sqrt(x.shape[1]) * _root_of_squares(x, w1.t())
+    accumulation = _DEVIATIONS * pc.UNIT_ROUNDOFF[FP32] * math.sqrt(x.shape[1]) * _root_of_squares(x, w1.t())
     turned = (done.d_hidden.abs() * (done.pre.abs() <= 2 * u * b1.abs() + accumulation)).nan_to_num_(0.0)
     return errors, [turned.t() @ x.abs(), turned.sum(0)]
 
@@ -182,7 +182,7 @@ def _wide_gradient(training: Training, dtype: torch.dtype) -> tuple[torch.Tensor
     The mean over ranks of local gradients; errors of different ranks are independent, and sums of ranks in the dtype err in proportion to
     the sum of magnitudes.
     """
-    u = UNIT_ROUNDOFF[dtype]
+    u = pc.UNIT_ROUNDOFF[dtype]
     parameters = [part.to(FP64) for part in unflatten(training.parameters, training.shapes)]
     total, magnitude, square, turned = (torch.zeros_like(training.parameters, dtype=FP64) for _ in range(4))
     deepest = max(max(shape) for shape in training.shapes)
@@ -200,12 +200,12 @@ def _wide_gradient(training: Training, dtype: torch.dtype) -> tuple[torch.Tensor
         for part, turn in zip(unflatten(turned, training.shapes), turns, strict=False):
             part += turn
     ranks = len(training.batches)
-    unit = u + UNIT_ROUNDOFF[FP32] * math.sqrt(deepest)
+    unit = u + pc.UNIT_ROUNDOFF[FP32] * math.sqrt(deepest)
     error = square.sqrt_().add_(magnitude, alpha=0.5).mul_(_DEVIATIONS * unit).add_(turned)
     return total.div_(ranks), error.div_(ranks)
 
 
-def step_expected(training: Training, outputs: Sequence[Output], dtype: torch.dtype) -> tuple[Expected, ...]:
+def step_expected(training: Training, outputs: Sequence[Output], dtype: torch.dtype) -> tuple[pc.Expected, ...]:
     """The right outputs; their magnitudes are the errors that they may have. See :func:`step_tolerance`."""
     if training.gradient is None:
         gradient, error = _wide_gradient(training, dtype)
@@ -213,8 +213,8 @@ def step_expected(training: Training, outputs: Sequence[Output], dtype: torch.dt
         gradient = training.gradient.to(FP64)
         # Gradients narrower than the state may be scaled and squared in their own dtype.
         own = training.gradient.dtype
-        error = gradient.abs() * (0.0 if own == dtype else 4 * UNIT_ROUNDOFF[own])
-    u, adam = UNIT_ROUNDOFF[dtype], training.adam
+        error = gradient.abs() * (0.0 if own == dtype else 4 * pc.UNIT_ROUNDOFF[own])
+    u, adam = pc.UNIT_ROUNDOFF[dtype], training.adam
     store = FP64 if dtype == FP32 else FP32
     values, allowed = ([torch.empty_like(training.parameters, dtype=store) for _ in range(3)] for _ in range(2))
     for first in range(0, gradient.numel(), _CHUNK):
@@ -237,7 +237,7 @@ def step_expected(training: Training, outputs: Sequence[Output], dtype: torch.dt
             values[index][part] = centre[index]
             allowed[index][part] = 2 * spread + u * roundings[index]
     return tuple(
-        Expected(
+        pc.Expected(
             output.name,
             values[output.source][output.start :][: math.prod(output.shape)].view(output.shape),
             dtype,
@@ -247,7 +247,7 @@ def step_expected(training: Training, outputs: Sequence[Output], dtype: torch.dt
     )
 
 
-def step_tolerance(case: Case, outputs: Sequence[Output]) -> Mapping[str, Tolerance]:
+def step_tolerance(case: pc.Case, outputs: Sequence[Output]) -> Mapping[str, pc.Tolerance]:
     """Errors of the update, not of the parameter; the oracle gives them as magnitudes.
 
     The gradient's error moves both moments and the parameter as the steps at the gradient plus and minus its error tell; that is allowed
@@ -258,7 +258,7 @@ def step_tolerance(case: Case, outputs: Sequence[Output]) -> Mapping[str, Tolera
     normwise = {1: 1.5e-2, 2: 2.5e-2} if case.dtype == BF16 and case.params.get("pattern") != "cancelling" else {}
     enough = 4096
     return {
-        output.name: Tolerance(magnitude=1.0, normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None)
+        output.name: pc.Tolerance(magnitude=1.0, normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None)
         for output in outputs
     }
 

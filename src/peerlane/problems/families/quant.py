@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from peerlane.problems.contract import AlternativeSolution, AnswerContext, Case, Draw, Expected, Tree, exactly
+from peerlane.problems import contract as pc
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E4M3 = torch.float8_e4m3fn
@@ -28,7 +28,7 @@ QUOTIENT_SLACK = 2.0**-20
 _RUN = 8
 
 
-def student_t(draw: Draw, shape: Sequence[int]) -> torch.Tensor:
+def student_t(draw: pc.Draw, shape: Sequence[int]) -> torch.Tensor:
     """Student's t with 3 degrees of freedom, float32: heavy tails, as activations and gradients have them."""
     squares = draw.normal((3, *shape), FP32).square_().mean(0)
     return draw.normal(shape, FP32).div_(squares.sqrt_().clamp_(min=1e-3))
@@ -104,12 +104,12 @@ def decoded(flat: torch.Tensor, scale: torch.Tensor) -> Decoded:
     return Decoded(through_codes(flat, scale.to(FP32)), low.to(flat.dtype), high.to(flat.dtype))
 
 
-def history_answer(args: tuple[Any, ...]) -> Expected:
+def history_answer(args: tuple[Any, ...]) -> pc.Expected:
     """The exact new history of a rank with the arguments (flat, history)."""
-    return exactly("history", push_history(args[0], args[1]))
+    return pc.exactly("history", push_history(args[0], args[1]))
 
 
-def vector_and_history(case: Case, rank: int, draw: Draw, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def vector_and_history(case: pc.Case, rank: int, draw: pc.Draw, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A vector of N(0, s^2) and a history of ``case["history"]`` entries.
 
     The standard deviation s is ``case["size"]`` (1) times 2^rank, and another for every run of 8 elements: 1 to 2^-21, drawn alike
@@ -170,7 +170,7 @@ def vector_and_history(case: Case, rank: int, draw: Draw, count: int) -> tuple[t
 
 
 # Wrong scales: from the arguments of all ranks, the scale with which rank q's vector is quantised. By name, with what is wrong.
-Arguments = Sequence[tuple[Any, ...]]
+Arguments = pc.Inputs
 
 
 def _of_rank(inputs: Arguments, q: int) -> torch.Tensor:
@@ -201,7 +201,7 @@ def decoded_elsewhere(flat: torch.Tensor, own: torch.Tensor, other: torch.Tensor
     return ((flat.to(FP32) / own).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).to(FP32) * other).to(flat.dtype)
 
 
-def unshifted_history(context: AnswerContext) -> torch.Tensor:
+def unshifted_history(context: pc.AnswerContext) -> torch.Tensor:
     """The history with the new amax in the place of the last one, the oldest still there."""
     history: torch.Tensor = context.args[1].clone()
     history[-1] = context.answer[1][-1]
@@ -225,13 +225,13 @@ def history_to_the_letter(flat: torch.Tensor, history: torch.Tensor) -> torch.Te
     return torch.cat((history[1:], flat.abs().amax().to(history.dtype).view(1)))
 
 
-def trip_variants(combine: Callable[[Case, list[torch.Tensor], Arguments, int], Tree]) -> tuple[AlternativeSolution, ...]:
+def trip_variants(combine: Callable[[pc.Case, list[torch.Tensor], Arguments, int], pc.Tree]) -> tuple[pc.AlternativeSolution, ...]:
     """Both ways to the quotient; ``combine(case, every rank's vector after the round trip, inputs, rank)`` makes the answer.
 
     The combined answer's history is to be that of :func:`history_to_the_letter`: it is compared bit for bit with another way to the amax.
     """
 
-    def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Case, Arguments, int], Tree]:
+    def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[pc.Case, Arguments, int], pc.Tree]:
         return lambda case, inputs, rank: combine(case, [trip(args[0], args[1]) for args in inputs], inputs, rank)
 
-    return (AlternativeSolution("true_division", variant(by_division)), AlternativeSolution("reciprocal", variant(by_reciprocal)))
+    return (pc.AlternativeSolution("true_division", variant(by_division)), pc.AlternativeSolution("reciprocal", variant(by_reciprocal)))

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from peerlane.problems.contract import Case
+from peerlane.problems import contract as pc
 from peerlane.problems.families.matmul import FP64
 
 
@@ -25,13 +25,13 @@ def span(size: int, count: int, place: int) -> range:
     return range(sum(each[:place]), sum(each[: place + 1]))
 
 
-def grid_of(case: Case) -> tuple[int, int]:
+def grid_of(case: pc.Case) -> tuple[int, int]:
     """Ranks along longitude and along latitude. ``case["azimuth"]``: the former, or ``"world"``."""
     azimuths = case.world_size if case["azimuth"] == "world" else case["azimuth"]
     return azimuths, case.world_size // azimuths
 
 
-def place_of(case: Case, rank: int) -> tuple[int, int]:
+def place_of(case: pc.Case, rank: int) -> tuple[int, int]:
     """The rank's place along longitude and along latitude; neighbouring ranks share a band of latitudes."""
     return rank % grid_of(case)[0], rank // grid_of(case)[0]
 
@@ -77,11 +77,7 @@ def _matched(reached: torch.Tensor) -> int:
 
 @functools.lru_cache(maxsize=256)
 def crossing_points(
-    support: str,
-    sizes: tuple[int, int, int, int],
-    cutoff: float,
-    shape: tuple[int, int],
-    place: tuple[int, int],
+    support: str, sizes: tuple[int, int, int, int], cutoff: float, shape: tuple[int, int], place: tuple[int, int]
 ) -> tuple[int, int]:
     """Points of the rank's output that depend on as many points elsewhere, one to one, and points elsewhere on its own.
 

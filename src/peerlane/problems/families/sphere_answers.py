@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from peerlane.problems.contract import AnswerContext, Case
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import FP32
 from peerlane.problems.families.matmul import FP64
 from peerlane.problems.families.sphere import grid_of, mixed, place_of, shares, span
 
-Arguments = Sequence[tuple[Any, ...]]
+Arguments = pc.Inputs
 
 
 def _band_sum(
-    case: Case,
+    case: pc.Case,
     inputs: Arguments,
     rank: int,
     polar: int,
@@ -66,7 +66,7 @@ def _band_sum(
     return torch.cat(found, 4)
 
 
-def total_of(case: Case, inputs: Arguments, rank: int, polars: Sequence[int] | None = None, **options: Any) -> torch.Tensor:
+def total_of(case: pc.Case, inputs: Arguments, rank: int, polars: Sequence[int] | None = None, **options: Any) -> torch.Tensor:
     """y from all bands, or from some."""
     bands = range(grid_of(case)[1]) if polars is None else polars
     total = _band_sum(case, inputs, rank, bands[0], **options)
@@ -84,40 +84,40 @@ def finished(inputs: Arguments, rank: int, y: torch.Tensor, *, absolute: bool = 
     return mixed(y, weight, bias, groups)
 
 
-def bands_reversed(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def bands_reversed(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return finished(inputs, rank, total_of(case, inputs, rank, range(grid_of(case)[1])[::-1], work=FP32))
 
 
-def mixed_first(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+def mixed_first(case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
     """Channels mixed within every band, before the sum over bands."""
     bands = range(grid_of(case)[1])
     parts = [finished(inputs, rank, _band_sum(case, inputs, rank, polar, work=FP32), biased=polar == 0) for polar in bands]
     return torch.stack(parts).sum(0)
 
 
-def wrong(**options: Any) -> Callable[[AnswerContext], torch.Tensor]:
+def wrong(**options: Any) -> Callable[[pc.AnswerContext], torch.Tensor]:
     """An answer with mistakes of :func:`_band_sum`."""
     return lambda c: finished(c.inputs, c.rank, total_of(c.case, c.inputs, c.rank, work=FP32, **options))
 
 
-def own_arc(context: AnswerContext) -> torch.Tensor:
+def own_arc(context: pc.AnswerContext) -> torch.Tensor:
     return wrong(arcs=[place_of(context.case, context.rank)[0]])(context)
 
 
-def own_band(context: AnswerContext) -> torch.Tensor:
+def own_band(context: pc.AnswerContext) -> torch.Tensor:
     return wrong(polars=[place_of(context.case, context.rank)[1]])(context)
 
 
-def last_band_dropped(context: AnswerContext) -> torch.Tensor:
+def last_band_dropped(context: pc.AnswerContext) -> torch.Tensor:
     return wrong(polars=range(grid_of(context.case)[1] - 1))(context)
 
 
-def backwards(context: AnswerContext) -> torch.Tensor:
+def backwards(context: pc.AnswerContext) -> torch.Tensor:
     return wrong(step=-(context.case["nlon_in"] // context.case["nlon_out"]))(context)
 
 
 def remixed(
-    context: AnswerContext,
+    context: pc.AnswerContext,
     *,
     y: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
     weight: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
@@ -130,7 +130,7 @@ def remixed(
     return finished([changed.get(q, item) for q, item in enumerate(context.inputs)], context.rank, y(total), biased=biased)
 
 
-def channels_interleaved(context: AnswerContext) -> torch.Tensor:
+def channels_interleaved(context: pc.AnswerContext) -> torch.Tensor:
     """Groups of every n-th channel instead of consecutive ones."""
     groups = context.case["groups"]
     return remixed(context, y=lambda y: y.view(*y.shape[:4], -1, groups).transpose(4, 5).flatten(4))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.problems.contract import Draw, constant, seeded_generator
+from peerlane.problems import contract as pc
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -254,7 +254,7 @@ def settled_gaussians(scene: Scene, rank: int, device: torch.device, count: int 
     fifths of the largest depth are taken far up, where no camera of the ring looks. Of the rest it does not, if a mean is moved by no more
     than that length, scales are changed by 5 %, and all is rounded to float32.
     """
-    generator = seeded_generator(device, zlib.crc32(f"{scene.name}/{rank}".encode()))
+    generator = pc.seeded_generator(device, zlib.crc32(f"{scene.name}/{rank}".encode()))
     number = scene.counts[rank] if count is None else count
 
     def uniform(width: int) -> torch.Tensor:
@@ -309,14 +309,14 @@ def means_shape(device: torch.device) -> torch.Tensor:
     return torch.tensor([1.0, 1.0, 0.25], device=device)
 
 
-def edge_gaussians(draw: Draw, scene: Scene, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def edge_gaussians(draw: pc.Draw, scene: Scene, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gaussians without size in places that float32 holds exactly, of radius 2 from eps2d alone, in random order.
 
     Of every six one is somewhere in the picture, and others at the near plane, at the far plane, touching the picture's side from outside,
     overlapping it by a quarter of a pixel, and behind the camera. Only the first and the fifth are seen.
     """
     places = [(0.0, 0.0, 1.0), (0.0, 0.0, scene.near), (0.0, 0.0, scene.far), (50 / 64, 0.0, 1.0), (49.75 / 64, 0.0, 1.0), (0.0, 0.0, -1.0)]
-    means = constant(places, draw.device).repeat(count // len(places), 1)
+    means = pc.constant(places, draw.device).repeat(count // len(places), 1)
     inside = means[:: len(places)]
     inside[:, 2] = draw.integers(128, 256, (len(inside),), FP32) / 64
     inside[:, :2] = draw.integers(-40, 41, (len(inside), 2), FP32) / 64 * inside[:, 2:]
@@ -324,9 +324,9 @@ def edge_gaussians(draw: Draw, scene: Scene, count: int) -> tuple[torch.Tensor, 
     return means, draw.normal((len(means), 4), FP32), torch.zeros_like(means)
 
 
-def edge_cameras(draw: Draw, scene: Scene, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def edge_cameras(draw: pc.Draw, scene: Scene, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cameras in the origin, looking along z, upside down on every other rank: 64 pixels per unit of slope, centred in the picture."""
     views = torch.eye(4, device=draw.device).repeat(scene.cameras, 1, 1)
     views[:, :2] *= 1 - 2 * (rank % 2)
     row = [[64.0, 0.0, scene.width / 2], [0.0, 64.0, scene.height / 2], [0.0, 0.0, 1.0]]
-    return views, constant(row, draw.device).repeat(scene.cameras, 1, 1)
+    return views, pc.constant(row, draw.device).repeat(scene.cameras, 1, 1)

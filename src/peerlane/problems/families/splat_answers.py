@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from peerlane.problems.contract import AnswerContext, Case
+from peerlane.problems import contract as pc
 from peerlane.problems.families.splat import FP32, FP64, Projection, project, project_covariances
 
 Outputs = tuple[torch.Tensor, ...]
@@ -45,7 +45,7 @@ def _projection(args: tuple[Any, ...], viewer: tuple[Any, ...], camera: int, dty
     return project(means, quats, scales, viewer[5][one].to(dtype), viewer[6][one].to(dtype), **kept)
 
 
-def visible_rows(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: torch.dtype = FP64, **changes: Any) -> Rows:
+def visible_rows(inputs: pc.Inputs, rank: int, dtype: torch.dtype = FP64, **changes: Any) -> Rows:
     """What the rank's cameras see, by source, camera and Gaussian. ``changes`` (wrong) apply to what is seen, not to whether it is."""
     viewer, parts = inputs[rank], []
     for source, args in enumerate(inputs):
@@ -65,24 +65,24 @@ def visible_rows(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: torch.dtyp
     return Rows(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
-def _first_of(inputs: Sequence[tuple[Any, ...]], device: torch.device) -> torch.Tensor:
+def _first_of(inputs: pc.Inputs, device: torch.device) -> torch.Tensor:
     """(W,): how many Gaussians the ranks before each have."""
     counts = torch.tensor([len(args[0]) for args in inputs], device=device)
     return counts.cumsum(0) - counts
 
 
-def copied(inputs: Sequence[tuple[Any, ...]], rows: Rows, argument: int) -> torch.Tensor:
+def copied(inputs: pc.Inputs, rows: Rows, argument: int) -> torch.Tensor:
     """Rows of an argument that is sent as it is."""
     first = _first_of(inputs, rows.source.device)
     return torch.cat([args[argument] for args in inputs])[first[rows.source] + rows.gaussian]
 
 
-def numbers_of(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, rows: Rows) -> torch.Tensor:
+def numbers_of(case: pc.Case, inputs: pc.Inputs, rank: int, rows: Rows) -> torch.Tensor:
     first = _first_of(inputs, rows.source.device)
     return rows.gaussian + (first[rank] if case.variant == "pkb" else first[rows.source])
 
 
-def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, rows: Rows, numbers: torch.Tensor | None = None) -> Outputs:
+def _assembled(case: pc.Case, inputs: pc.Inputs, rank: int, rows: Rows, numbers: torch.Tensor | None = None) -> Outputs:
     """Rows as a candidate would return them."""
     ids = numbers_of(case, inputs, rank, rows) if numbers is None else numbers
     radii = rows.extents.ceil().to(torch.int32)
@@ -90,11 +90,11 @@ def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, rows: R
     return (rows.camera, ids, radii, *reals, copied(inputs, rows, 3), copied(inputs, rows, 4))
 
 
-def factored(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Outputs:
+def factored(case: pc.Case, inputs: pc.Inputs, rank: int) -> Outputs:
     return _assembled(case, inputs, rank, visible_rows(inputs, rank, FP32))
 
 
-def by_covariances(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Outputs:
+def by_covariances(case: pc.Case, inputs: pc.Inputs, rank: int) -> Outputs:
     """Every source's Gaussians projected where their camera is, from covariances in float32."""
     viewer, parts = inputs[rank], []
     first = _first_of(inputs, viewer[0].device)
@@ -107,14 +107,14 @@ def by_covariances(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> 
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
 
 
-def projected_wrongly(**changes: Any) -> Callable[[AnswerContext], Outputs]:
+def projected_wrongly(**changes: Any) -> Callable[[pc.AnswerContext], Outputs]:
     return lambda context: _assembled(context.case, context.inputs, context.rank, visible_rows(context.inputs, context.rank, **changes))
 
 
-def with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[AnswerContext], Outputs]:
+def with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[pc.AnswerContext], Outputs]:
     """The right rows, but values projected from arguments that ``change`` has spoilt."""
 
-    def answer(context: AnswerContext) -> Outputs:
+    def answer(context: pc.AnswerContext) -> Outputs:
         right, viewer = visible_rows(context.inputs, context.rank), context.args
         views = [[_projection(change(args), viewer, camera, FP64) for camera in range(len(viewer[5]))] for args in context.inputs]
         conics, extents = torch.empty_like(right.conics), torch.empty_like(right.extents)
@@ -129,10 +129,10 @@ def with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Call
     return answer
 
 
-def numbered(number: Callable[[AnswerContext, Rows, torch.Tensor], torch.Tensor]) -> Callable[[AnswerContext], Outputs]:
+def numbered(number: Callable[[pc.AnswerContext, Rows, torch.Tensor], torch.Tensor]) -> Callable[[pc.AnswerContext], Outputs]:
     """The right answer but for the Gaussians' numbers: ``number(context, rows, first Gaussian of every rank)``."""
 
-    def answer(context: AnswerContext) -> Outputs:
+    def answer(context: pc.AnswerContext) -> Outputs:
         rows = visible_rows(context.inputs, context.rank)
         first = _first_of(context.inputs, rows.source.device)
         return _assembled(context.case, context.inputs, context.rank, rows, number(context, rows, first))
@@ -140,10 +140,10 @@ def numbered(number: Callable[[AnswerContext, Rows, torch.Tensor], torch.Tensor]
     return answer
 
 
-def reordered(key: Callable[[Rows], Sequence[torch.Tensor]]) -> Callable[[AnswerContext], Outputs]:
+def reordered(key: Callable[[Rows], Sequence[torch.Tensor]]) -> Callable[[pc.AnswerContext], Outputs]:
     """The right rows in another order: by ``key``, first entry first."""
 
-    def answer(context: AnswerContext) -> Outputs:
+    def answer(context: pc.AnswerContext) -> Outputs:
         order = torch.arange(len(context.answer[0]), device=context.answer[0].device)
         for column in reversed(key(visible_rows(context.inputs, context.rank))):
             order = order[column[order].argsort(stable=True)]
@@ -152,5 +152,5 @@ def reordered(key: Callable[[Rows], Sequence[torch.Tensor]]) -> Callable[[Answer
     return answer
 
 
-def world_cameras(context: AnswerContext) -> Outputs:
+def world_cameras(context: pc.AnswerContext) -> Outputs:
     return (context.answer[0] + context.rank * context.case["cameras"], *context.answer[1:])

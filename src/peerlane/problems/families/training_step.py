@@ -13,36 +13,26 @@ from typing import Any
 
 import torch
 
-from peerlane.problems.contract import AlternativeSolution, AnswerContext, Case, Draw, KnownWrongAnswer, Tolerance, Tree
+from peerlane.problems import contract as pc
+from peerlane.problems.families import optimizer
 from peerlane.problems.families.collective import FP32, wide_sum
 from peerlane.problems.families.matmul import FLOP_UNIT
-from peerlane.problems.families.optimizer import (
-    NAMES,
-    Adam,
-    Flat,
-    Output,
-    Training,
-    narrow_step,
-    rank_gradients,
-    step_expected,
-    step_tolerance,
-)
 
 # Cases and inputs.
 
 
-def shapes_of(case: Case) -> tuple[tuple[int, ...], ...]:
+def shapes_of(case: pc.Case) -> tuple[tuple[int, ...], ...]:
     """Shapes of W1, b1, W2, b2."""
     d_in, h, d_out = case["d_in"], case["h"], case["d_out"]
     return (h, d_in), (h,), (d_out, h), (d_out,)
 
 
-def parameter_count(case: Case) -> int:
+def parameter_count(case: pc.Case) -> int:
     """P, the length of the flat parameters."""
     return sum(math.prod(shape) for shape in shapes_of(case))
 
 
-def tokens(case: Case, rank: int) -> int:
+def tokens(case: pc.Case, rank: int) -> int:
     """Rows of a rank's batch: ``tokens``, ``tokens_by_rank`` (repeated as often as the world needs), or its share of ``tokens_total``."""
     if "tokens_by_rank" in case.params:
         by_rank = case["tokens_by_rank"]
@@ -50,10 +40,10 @@ def tokens(case: Case, rank: int) -> int:
     return int(case["tokens"] if "tokens" in case.params else case["tokens_total"] // case.world_size)
 
 
-def adam_of(case: Case) -> Adam:
+def adam_of(case: pc.Case) -> optimizer.Adam:
     """The hyperparameters of a case: ``lr``, ``step``, and ``beta1``, ``beta2``, ``eps``, ``weight_decay`` where they are unusual."""
     params = case.params
-    return Adam(
+    return optimizer.Adam(
         params["lr"],
         params.get("beta1", 0.9),
         params.get("beta2", 0.999),
@@ -63,7 +53,7 @@ def adam_of(case: Case) -> Adam:
     )
 
 
-def gradient_scales(case: Case) -> tuple[float, float, float, float]:
+def gradient_scales(case: pc.Case) -> tuple[float, float, float, float]:
     """Standard deviations of the averaged gradients of W1, b1, W2, b2, roughly.
 
     Weights have variance 1 / fan-in, so that hidden units are relu(N(0, 1)), of mean 0.4 and mean square 1/2, and residuals have
@@ -82,7 +72,7 @@ def gradient_scales(case: Case) -> tuple[float, float, float, float]:
     )
 
 
-def _pieces(case: Case, start: int, stop: int) -> list[tuple[int, slice]]:
+def _pieces(case: pc.Case, start: int, stop: int) -> list[tuple[int, slice]]:
     """Which of the four parameters the flat positions [start, stop) fall into, and where, counted from ``start``."""
     found, first = [], 0
     for index, shape in enumerate(shapes_of(case)):
@@ -93,7 +83,7 @@ def _pieces(case: Case, start: int, stop: int) -> list[tuple[int, slice]]:
     return found
 
 
-def draw_batch(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """X of N(0, 1) entries, and y of N(0, 1) entries about column means, which differ between ranks as data of different origin do: N(0,
     s^2) with s from 1 on the first rank to 2 on the last. ``case["pattern"]``:
 
@@ -119,7 +109,7 @@ def draw_batch(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.T
     return x, y
 
 
-def draw_parameters(case: Case, draw: Draw, start: int, stop: int) -> torch.Tensor:
+def draw_parameters(case: pc.Case, draw: pc.Draw, start: int, stop: int) -> torch.Tensor:
     """Flat parameters [start, stop), of variance 1 / fan-in. ``case["pattern"]``:
 
     * ``dead``: every other hidden unit's bias is -64, so that it is never active
@@ -139,7 +129,7 @@ def draw_parameters(case: Case, draw: Draw, start: int, stop: int) -> torch.Tens
     return values.to(case.dtype)
 
 
-def past_moments(case: Case, draw: Draw, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def past_moments(case: pc.Case, draw: pc.Draw, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Moments in float32 as earlier steps leave them whose gradients were N(0, 1): ``step`` - 1 of them, but at least one."""
     adam = adam_of(case)
     age = max(1, adam.step - 1)
@@ -148,7 +138,7 @@ def past_moments(case: Case, draw: Draw, count: int) -> tuple[torch.Tensor, torc
     return exp_avg, exp_avg_sq.mul_(1 - adam.beta2**age)
 
 
-def draw_moments(case: Case, draw: Draw, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_moments(case: pc.Case, draw: pc.Draw, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Flat moments [start, stop) of :func:`past_moments`, of earlier gradients of the present one's scale."""
     exp_avg, exp_avg_sq = past_moments(case, draw, stop - start)
     scales = gradient_scales(case)
@@ -158,11 +148,11 @@ def draw_moments(case: Case, draw: Draw, start: int, stop: int) -> tuple[torch.T
     return exp_avg.to(case.dtype), exp_avg_sq.to(case.dtype)
 
 
-def whole_outputs(case: Case, source: int, prefix: str = "") -> list[Output]:
+def whole_outputs(case: pc.Case, source: int, prefix: str = "") -> list[optimizer.Output]:
     """Outputs that are the whole of W1, b1, W2, b2, or of their moments."""
     outputs, start = [], 0
-    for name, shape in zip(NAMES, shapes_of(case), strict=True):
-        outputs.append(Output(prefix + name, source, start, shape))
+    for name, shape in zip(optimizer.NAMES, shapes_of(case), strict=True):
+        outputs.append(optimizer.Output(prefix + name, source, start, shape))
         start += math.prod(shape)
     return outputs
 
@@ -178,20 +168,20 @@ class StepModel:
     ``single``, as a tensor.
     """
 
-    training: Callable[[Case, Sequence[tuple[Any, ...]]], Training]
-    outputs: Callable[[Case, int], Sequence[Output]]
+    training: Callable[[pc.Case, pc.Inputs], optimizer.Training]
+    outputs: Callable[[pc.Case, int], Sequence[optimizer.Output]]
     single: bool = False
 
-    def oracle(self, case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Tree:
+    def oracle(self, case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Tree:
         """Of the problem."""
-        expected = step_expected(self.training(case, inputs), self.outputs(case, rank), case.dtype)
+        expected = optimizer.step_expected(self.training(case, inputs), self.outputs(case, rank), case.dtype)
         return expected[0] if self.single else expected
 
-    def tolerance(self, case: Case) -> Mapping[str, Tolerance]:
+    def tolerance(self, case: pc.Case) -> Mapping[str, pc.Tolerance]:
         """Of the problem."""
-        return step_tolerance(case, self.outputs(case, 0))
+        return optimizer.step_tolerance(case, self.outputs(case, 0))
 
-    def arranged(self, case: Case, rank: int, state: Flat) -> Tree:
+    def arranged(self, case: pc.Case, rank: int, state: optimizer.Flat) -> pc.Tree:
         """What the rank returns if this is the new state."""
         parts = [
             state[output.source][output.start :][: math.prod(output.shape)].view(output.shape).to(case.dtype, copy=True)
@@ -204,48 +194,48 @@ class StepModel:
         name: str,
         why: str,
         *,
-        training: Callable[[AnswerContext, Training], Training] | None = None,
-        state: Callable[[AnswerContext, Training, Flat], Flat] | None = None,
+        training: Callable[[pc.AnswerContext, optimizer.Training], optimizer.Training] | None = None,
+        state: Callable[[pc.AnswerContext, optimizer.Training, optimizer.Flat], optimizer.Flat] | None = None,
         **options: Any,
-    ) -> KnownWrongAnswer:
+    ) -> pc.KnownWrongAnswer:
         """A known wrong answer: the step in float32 from a changed ``training``, or the right new ``state`` spoilt."""
 
-        def answer(context: AnswerContext) -> Tree:
+        def answer(context: pc.AnswerContext) -> pc.Tree:
             right = self.training(context.case, context.inputs)
-            result = narrow_step(training(context, right) if training else right, FP32)
+            result = optimizer.narrow_step(training(context, right) if training else right, FP32)
             return self.arranged(context.case, context.rank, state(context, right, result) if state else result)
 
-        return KnownWrongAnswer(name, why, answer, **options)
+        return pc.wrong(name, why, answer, **options)
 
-    def honest(self, name: str, work: Callable[[Case], torch.dtype]) -> AlternativeSolution:
+    def honest(self, name: str, work: Callable[[pc.Case], torch.dtype]) -> pc.AlternativeSolution:
         """The step in a working dtype, every operation rounded to it."""
 
-        def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Tree:
-            return self.arranged(case, rank, narrow_step(self.training(case, inputs), work(case)))
+        def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Tree:
+            return self.arranged(case, rank, optimizer.narrow_step(self.training(case, inputs), work(case)))
 
-        return AlternativeSolution(name, answer)
+        return pc.AlternativeSolution(name, answer)
 
     @property
-    def alternative_solutions(self) -> tuple[AlternativeSolution, ...]:
+    def alternative_solutions(self) -> tuple[pc.AlternativeSolution, ...]:
         """In float32 with one rounding of the results, and with every operation rounded to the case's dtype."""
         return self.honest("fp32_rounded_once", lambda _: FP32), self.honest("every_operation_rounded", lambda case: case.dtype)
 
 
-def _with_adam(**changes: Any) -> Callable[[AnswerContext, Training], Training]:
+def _with_adam(**changes: Any) -> Callable[[pc.AnswerContext, optimizer.Training], optimizer.Training]:
     return lambda _, training: replace(training, adam=replace(training.adam, **changes))
 
 
-def _batches_of(ranks: Callable[[AnswerContext], Sequence[int]]) -> Callable[[AnswerContext, Training], Training]:
+def _batches_of(ranks: Callable[[pc.AnswerContext], Sequence[int]]) -> Callable[[pc.AnswerContext, optimizer.Training], optimizer.Training]:
     return lambda context, training: replace(training, batches=[training.batches[q] for q in ranks(context)])
 
 
-def _squares_averaged(_: AnswerContext, old: Training, new: Flat) -> Flat:
-    square = wide_sum([gradient.square() for gradient in rank_gradients(old)]) / len(old.batches)
+def _squares_averaged(_: pc.AnswerContext, old: optimizer.Training, new: optimizer.Flat) -> optimizer.Flat:
+    square = wide_sum([gradient.square() for gradient in optimizer.rank_gradients(old)]) / len(old.batches)
     second = old.adam.beta2 * old.exp_avg_sq.to(FP32) + (1 - old.adam.beta2) * square
     return old.parameters.to(FP32) - old.adam.step_of(new[1], second), new[1], second
 
 
-def step_wrong_answers(model: StepModel, *, moments: bool = True) -> tuple[KnownWrongAnswer, ...]:
+def step_wrong_answers(model: StepModel, *, moments: bool = True) -> tuple[pc.KnownWrongAnswer, ...]:
     """Mistakes in a step of Adam; without ``moments`` the new moments are not among the outputs."""
     found = (
         model.wrong(
@@ -280,7 +270,7 @@ def step_wrong_answers(model: StepModel, *, moments: bool = True) -> tuple[Known
     )
 
 
-def gradient_wrong_answers(model: StepModel) -> tuple[KnownWrongAnswer, ...]:
+def gradient_wrong_answers(model: StepModel) -> tuple[pc.KnownWrongAnswer, ...]:
     """Mistakes in the average of the ranks' gradients."""
     return (
         model.wrong("own_gradient", "the gradient of the rank's own batch", training=_batches_of(lambda c: [c.rank])),
@@ -290,7 +280,7 @@ def gradient_wrong_answers(model: StepModel) -> tuple[KnownWrongAnswer, ...]:
         model.wrong(
             "sum_of_gradients",
             "the sum of the ranks' gradients instead of their mean",
-            training=lambda _, t: replace(t, gradient=wide_sum(rank_gradients(t))),
+            training=lambda _, t: replace(t, gradient=wide_sum(optimizer.rank_gradients(t))),
         ),
         model.wrong("squares_averaged", "the mean of the ranks' squared gradients in the second moment", state=_squares_averaged),
         model.wrong(
@@ -299,7 +289,7 @@ def gradient_wrong_answers(model: StepModel) -> tuple[KnownWrongAnswer, ...]:
     )
 
 
-def usual_wrong_answers(model: StepModel, cases: Sequence[str], **usual: float) -> tuple[KnownWrongAnswer, ...]:
+def usual_wrong_answers(model: StepModel, cases: Sequence[str], **usual: float) -> tuple[pc.KnownWrongAnswer, ...]:
     """Usual numbers in place of the arguments: 0.9 and 0.999 for the betas, no eps, and those of ``usual``, each on its own."""
     found = {"usual_betas": {"beta1": 0.9, "beta2": 0.999}, "no_eps": {"eps": 0.0}}
     found |= {f"usual_{name}": {name: value} for name, value in usual.items()}
@@ -317,12 +307,12 @@ def excused_by_nan(case_name: str, outputs: Sequence[str]) -> dict[str, str]:
 # For costs.
 
 
-def batch_bytes(case: Case, rank: int) -> int:
+def batch_bytes(case: pc.Case, rank: int) -> int:
     """Bytes of a rank's X and y."""
     return tokens(case, rank) * int(case["d_in"] + case["d_out"]) * case.dtype.itemsize
 
 
-def mlp_flops(case: Case, rank: int) -> Mapping[str, float]:
+def mlp_flops(case: pc.Case, rank: int) -> Mapping[str, float]:
     """Two products forward, and three backward: no gradient of X."""
     d_in, h, d_out = case["d_in"], case["h"], case["d_out"]
     return {FLOP_UNIT[case.dtype]: tokens(case, rank) * (4 * d_in * h + 6 * d_out * h)}

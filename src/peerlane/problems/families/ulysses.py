@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, GroupRef, KnownWrongAnswer
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_members, stale_tail
 
-Arguments = Sequence[tuple[Any, ...]]
+Arguments = pc.Inputs
 
 
 def exchange(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -50,16 +50,16 @@ def with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]
     return tuple(lengths)
 
 
-def payload(case: Case, draw: Draw, shape: Sequence[int]) -> torch.Tensor:
+def payload(case: pc.Case, draw: pc.Draw, shape: Sequence[int]) -> torch.Tensor:
     """Random bits; ``case["permuted"]``: as a view whose axes lie in memory in reverse order."""
     if case.params.get("permuted"):
         return draw.bits(tuple(shape)[::-1], case.dtype).permute(*reversed(range(len(shape))))
     return draw.bits(shape, case.dtype)
 
 
-def group_argument(case: Case) -> GroupRef | None:
+def group_argument(case: pc.Case) -> pc.GroupRef | None:
     """The group that the case names; None is the world."""
-    return GroupRef(case["group"]) if "group" in case.params else None
+    return pc.GroupRef(case["group"]) if "group" in case.params else None
 
 
 def per_ranks(count: tuple[int, int], ranks: int) -> int:
@@ -67,21 +67,21 @@ def per_ranks(count: tuple[int, int], ranks: int) -> int:
     return count[0] * ranks + count[1]
 
 
-def gathering_cost(case: Case, rank: int, shape: Sequence[int], seq_dim: int, unpadded_dim_size: int) -> Cost:
+def gathering_cost(case: pc.Case, rank: int, shape: Sequence[int], seq_dim: int, unpadded_dim_size: int) -> pc.Cost:
     """Positions that will be cut need not be read, sent or written; they are the last ones, so the last ranks have less to send."""
     members = group_members(case, rank)
     ranks, me, local = len(members), members.index(rank), shape[seq_dim]
     position = torch.Size(shape).numel() // local * case.dtype.itemsize
     kept = kept_length(local * ranks, unpadded_dim_size, ranks)
     own = min(max(kept - me * local, 0), local)
-    return Cost(
+    return pc.Cost(
         hbm_bytes=own * position + kept * position / ranks,
         egress_bytes=(ranks - 1) / ranks * own * position,
         ingress_bytes=(kept - own) * position / ranks,
     )
 
 
-def _first_argument(case: Case, rank: int, args: tuple[Any, ...]) -> torch.Tensor:
+def _first_argument(case: pc.Case, rank: int, args: tuple[Any, ...]) -> torch.Tensor:
     tensor: torch.Tensor = args[0]
     return tensor
 
@@ -100,86 +100,72 @@ class Exchange:
 
     scattered: str
     gathered: str
-    axes: Callable[[Case], tuple[int, int]]
-    tensor: Callable[[Case, int, tuple[Any, ...]], torch.Tensor] = _first_argument
-    layout: Callable[[Case, torch.Tensor], torch.Tensor] = lambda case, tensor: tensor
-    unpadded: Callable[[Case, int], int] = lambda case, rank: 0
+    axes: Callable[[pc.Case], tuple[int, int]]
+    tensor: Callable[[pc.Case, int, tuple[Any, ...]], torch.Tensor] = _first_argument
+    layout: Callable[[pc.Case, torch.Tensor], torch.Tensor] = lambda case, tensor: tensor
+    unpadded: Callable[[pc.Case, int], int] = lambda case, rank: 0
 
-    def tensors(self, case: Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+    def tensors(self, case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
         """What every member of the rank's group exchanges, in group order."""
         return [self.tensor(case, source, inputs[source]) for source in group_members(case, rank)]
 
-    def blocks(self, case: Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+    def blocks(self, case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
         """What the rank gets from every member of its group."""
         scatter_dim, _ = self.axes(case)
         members = group_members(case, rank)
         return [tensor.chunk(len(members), scatter_dim)[members.index(rank)] for tensor in self.tensors(case, inputs, rank)]
 
-    def finished(self, case: Case, rank: int, whole: torch.Tensor) -> torch.Tensor:
+    def finished(self, case: pc.Case, rank: int, whole: torch.Tensor) -> torch.Tensor:
         """The output, from the blocks put together."""
         members, (_, gather_dim) = group_members(case, rank), self.axes(case)
         return trimmed(self.layout(case, whole), gather_dim, self.unpadded(case, rank), len(members))
 
-    def joined(self, case: Case, rank: int, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    def joined(self, case: pc.Case, rank: int, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output, from blocks that follow one another along the gathered axis."""
         return self.finished(case, rank, torch.cat(list(blocks), self.axes(case)[1]))
 
-    def answer(self, case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+    def answer(self, case: pc.Case, inputs: Arguments, rank: int) -> torch.Tensor:
         """The right output."""
         return self.joined(case, rank, self.blocks(case, inputs, rank))
 
     def known_wrong_answers(
-        self,
-        *,
-        strided: tuple[str, ...] | None = None,
-        interleaved: tuple[str, ...] | None = None,
-        ring: tuple[str, ...] | None = None,
-    ) -> tuple[KnownWrongAnswer, ...]:
+        self, *, strided: tuple[str, ...] | None = None, interleaved: tuple[str, ...] | None = None, ring: tuple[str, ...] | None = None
+    ) -> tuple[pc.KnownWrongAnswer, ...]:
         """Wrong answers of every exchange.
 
         The arguments name the cases in which three of them are wrong (None: in all): blocks must be longer than one along the scattered
         or the gathered axis, and a rank other than the first must get more than padding.
         """
         return (
-            KnownWrongAnswer("no_communication", f"the rank's own block of {self.scattered} W times", self._no_communication),
-            KnownWrongAnswer(
-                f"strided_{self.scattered}",
-                f"{self.scattered} r, r + W, r + 2 W ... instead of consecutive ones",
-                self._strided,
-                cases=strided,
+            pc.wrong("no_communication", f"the rank's own block of {self.scattered} W times", self._no_communication),
+            pc.wrong(
+                f"strided_{self.scattered}", f"{self.scattered} r, r + W, r + 2 W ... instead of consecutive ones", self._strided, strided
             ),
-            KnownWrongAnswer("sources_reversed", f"the last rank's {self.gathered} first", self._sources_reversed),
-            KnownWrongAnswer(
-                "ring_order", f"the rank's own {self.gathered} first, then those of the ranks behind it", self._ring_order, cases=ring
-            ),
-            KnownWrongAnswer(
-                f"interleaved_{self.gathered}",
-                f"{self.gathered}: one of every rank in turn",
-                self._interleaved,
-                cases=interleaved,
-            ),
-            KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+            pc.wrong("sources_reversed", f"the last rank's {self.gathered} first", self._sources_reversed),
+            pc.wrong("ring_order", f"the rank's own {self.gathered} first, then those of the ranks behind it", self._ring_order, ring),
+            pc.wrong(f"interleaved_{self.gathered}", f"{self.gathered}: one of every rank in turn", self._interleaved, interleaved),
+            pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
         )
 
-    def trimming_wrong_answers(self, *, padded: Sequence[str], multiple: Sequence[str]) -> tuple[KnownWrongAnswer, ...]:
+    def trimming_wrong_answers(self, *, padded: Sequence[str], multiple: Sequence[str]) -> tuple[pc.KnownWrongAnswer, ...]:
         """Wrong answers about padding, for the cases that have some, and for those whose true length is a multiple of W."""
         return (
-            KnownWrongAnswer("trimming_forgotten", "padding still there", self._untrimmed, cases=tuple(padded)),
-            KnownWrongAnswer("trimmed_in_front", "as many tokens cut, but the first ones", self._trimmed_in_front, cases=tuple(padded)),
-            KnownWrongAnswer(
+            pc.wrong("trimming_forgotten", "padding still there", self._untrimmed, tuple(padded)),
+            pc.wrong("trimmed_in_front", "as many tokens cut, but the first ones", self._trimmed_in_front, tuple(padded)),
+            pc.wrong(
                 "trimmed_although_multiple",
                 "cut to a true length that is a multiple of W",
                 self._trimmed_although_multiple,
-                cases=tuple(multiple),
+                tuple(multiple),
             ),
         )
 
-    def _no_communication(self, context: AnswerContext) -> torch.Tensor:
+    def _no_communication(self, context: pc.AnswerContext) -> torch.Tensor:
         members = group_members(context.case, context.rank)
         own = self.blocks(context.case, context.inputs, context.rank)[members.index(context.rank)]
         return self.joined(context.case, context.rank, [own] * len(members))
 
-    def _strided(self, context: AnswerContext) -> torch.Tensor:
+    def _strided(self, context: pc.AnswerContext) -> torch.Tensor:
         case, members = context.case, group_members(context.case, context.rank)
         scatter_dim, _ = self.axes(case)
         parts = []
@@ -188,46 +174,46 @@ class Exchange:
             parts.append(tensor.index_select(scatter_dim, places))
         return self.joined(case, context.rank, parts)
 
-    def _sources_reversed(self, context: AnswerContext) -> torch.Tensor:
+    def _sources_reversed(self, context: pc.AnswerContext) -> torch.Tensor:
         return self.joined(context.case, context.rank, self.blocks(context.case, context.inputs, context.rank)[::-1])
 
-    def _ring_order(self, context: AnswerContext) -> torch.Tensor:
+    def _ring_order(self, context: pc.AnswerContext) -> torch.Tensor:
         me = list(group_members(context.case, context.rank)).index(context.rank)
         blocks = self.blocks(context.case, context.inputs, context.rank)
         return self.joined(context.case, context.rank, blocks[me:] + blocks[:me])
 
-    def _interleaved(self, context: AnswerContext) -> torch.Tensor:
+    def _interleaved(self, context: pc.AnswerContext) -> torch.Tensor:
         blocks = self.blocks(context.case, context.inputs, context.rank)
         axis = self.axes(context.case)[1] % blocks[0].dim()
         return self.finished(context.case, context.rank, torch.stack(blocks, axis + 1).flatten(axis, axis + 1))
 
-    def _untrimmed(self, context: AnswerContext) -> torch.Tensor:
+    def _untrimmed(self, context: pc.AnswerContext) -> torch.Tensor:
         blocks = self.blocks(context.case, context.inputs, context.rank)
         return self.layout(context.case, torch.cat(blocks, self.axes(context.case)[1]))
 
-    def _trimmed_in_front(self, context: AnswerContext) -> torch.Tensor:
+    def _trimmed_in_front(self, context: pc.AnswerContext) -> torch.Tensor:
         whole, seq_dim = self._untrimmed(context), self.axes(context.case)[1]
         kept = context.answer.size(seq_dim)
         return whole.narrow(seq_dim, whole.size(seq_dim) - kept, kept)
 
-    def _trimmed_although_multiple(self, context: AnswerContext) -> torch.Tensor:
+    def _trimmed_although_multiple(self, context: pc.AnswerContext) -> torch.Tensor:
         answer: torch.Tensor = context.answer
         return answer.narrow(self.axes(context.case)[1], 0, self.unpadded(context.case, context.rank))
 
 
-def members_tensors(case: Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+def members_tensors(case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
     """The first argument of every member of the rank's group, in group order."""
     return [inputs[source][0] for source in group_members(case, rank)]
 
 
-def gather_wrong_answers(axis: Callable[[Case], int], *, shared: tuple[str, ...] | None = None) -> tuple[KnownWrongAnswer, ...]:
+def gather_wrong_answers(axis: Callable[[pc.Case], int], *, shared: tuple[str, ...] | None = None) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong answers of an all-gather along ``axis(case)``. ``shared`` names the cases in which more than one rank has something to give."""
 
-    def own_repeated(context: AnswerContext) -> torch.Tensor:
+    def own_repeated(context: pc.AnswerContext) -> torch.Tensor:
         return fitted(context, context.args[0], axis(context.case))
 
-    def in_order(order: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[AnswerContext], torch.Tensor]:
-        def answer(context: AnswerContext) -> torch.Tensor:
+    def in_order(order: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
+        def answer(context: pc.AnswerContext) -> torch.Tensor:
             me = list(group_members(context.case, context.rank)).index(context.rank)
             tensors = members_tensors(context.case, context.inputs, context.rank)
             return torch.cat(order(tensors, me), axis(context.case))
@@ -235,16 +221,14 @@ def gather_wrong_answers(axis: Callable[[Case], int], *, shared: tuple[str, ...]
         return answer
 
     return (
-        KnownWrongAnswer("no_communication", "the rank's own tensor again and again", own_repeated),
-        KnownWrongAnswer("ranks_reversed", "the last rank first", in_order(lambda tensors, me: tensors[::-1]), cases=shared),
-        KnownWrongAnswer(
-            "ring_order", "the rank's own tensor first", in_order(lambda tensors, me: tensors[me:] + tensors[:me]), cases=shared
-        ),
-        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        pc.wrong("no_communication", "the rank's own tensor again and again", own_repeated),
+        pc.wrong("ranks_reversed", "the last rank first", in_order(lambda tensors, me: tensors[::-1]), shared),
+        pc.wrong("ring_order", "the rank's own tensor first", in_order(lambda tensors, me: tensors[me:] + tensors[:me]), shared),
+        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     )
 
 
-def fitted(context: AnswerContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+def fitted(context: pc.AnswerContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
     """``tensor`` repeated and cut to the answer's length along ``axis``, so that contents, not the shape, decide; zeros if it is empty."""
     length, own = context.answer.size(axis), tensor.size(axis)
     if own == 0:

@@ -14,18 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import (
-    UNIT_ROUNDOFF,
-    AlternativeSolution,
-    AnswerContext,
-    Case,
-    Draw,
-    GroupRef,
-    KnownWrongAnswer,
-    Preset,
-    case,
-    preset,
-)
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -43,14 +32,14 @@ _CLOSE = 0.3
 _LEAST_MARGIN, _MOST_MARGIN = 2e-5, 1e-3
 
 
-def vocabulary(case: Case, rank: int) -> tuple[int, int]:
+def vocabulary(case: pc.Case, rank: int) -> tuple[int, int]:
     """The whole vocabulary's size V, and a rank's share of it, Vp. ``case``: ``vocab`` = V, or ``vocab_per_rank`` = Vp."""
     ranks = len(group_members(case, rank))
     shard = case["vocab_per_rank"] if "vocab_per_rank" in case.params else case["vocab"] // ranks
     return ranks * shard, shard
 
 
-def shape_of(case: Case, rank: int) -> tuple[int, int]:
+def shape_of(case: pc.Case, rank: int) -> tuple[int, int]:
     """(B, S). ``case``: ``batch`` = B or ``batch_per_rank`` = B / W, and ``sequence`` = S or ``sequence_per_rank`` = S / W."""
     ranks = len(group_members(case, rank))
 
@@ -61,22 +50,19 @@ def shape_of(case: Case, rank: int) -> tuple[int, int]:
     return size("batch"), size("sequence")
 
 
-def chunk_of(case: Case, rank: int) -> int:
+def chunk_of(case: pc.Case, rank: int) -> int:
     """Sequence positions per chunk. ``case``: ``chunk``, or ``chunk_per_rank`` for that many per rank of the group."""
     per_rank: int | None = case.params.get("chunk_per_rank")
     return int(case["chunk"]) if per_rank is None else per_rank * len(group_members(case, rank))
 
 
-def filters(case: Case, vocab: int) -> tuple[int | None, float | None]:
+def filters(case: pc.Case, vocab: int) -> tuple[int | None, float | None]:
     """top_k at most V, and top_p; None where they filter nothing by definition."""
     top_k, top_p = case.params.get("top_k"), case.params.get("top_p", 1.0)
-    return (
-        min(top_k, vocab) if top_k is not None and top_k > 0 else None,
-        top_p if top_p is not None and top_p < 1.0 else None,
-    )
+    return (min(top_k, vocab) if top_k is not None and top_k > 0 else None, top_p if top_p is not None and top_p < 1.0 else None)
 
 
-def cut_margin(case: Case, vocab: int) -> float:
+def cut_margin(case: pc.Case, vocab: int) -> float:
     """Cumulative probability within which the top-p cut may fall to either side: room for rounding errors of sums.
 
     With n logits in the softmax, an exact filter adds up n numbers in float32: 8 n u. The variant ``pkb`` filters in the logits' dtype:
@@ -85,20 +71,20 @@ def cut_margin(case: Case, vocab: int) -> float:
     top_k, top_p = filters(case, vocab)
     summed = vocab if top_k is None else top_k
     if case.variant == "pkb" and top_p is not None:
-        return min(0.5, (summed + 2) * (1.0 - top_p) * UNIT_ROUNDOFF[case.dtype])
-    return min(_MOST_MARGIN, max(_LEAST_MARGIN, 8 * summed * UNIT_ROUNDOFF[FP32]))
+        return min(0.5, (summed + 2) * (1.0 - top_p) * pc.UNIT_ROUNDOFF[case.dtype])
+    return min(_MOST_MARGIN, max(_LEAST_MARGIN, 8 * summed * pc.UNIT_ROUNDOFF[FP32]))
 
 
 _SWEEP_TOKENS = (1024, 2048, 4096, 8192, 16384)
 
 
-def token_sweep(**params: Any) -> tuple[Preset, ...]:
+def token_sweep(**params: Any) -> tuple[pc.Preset, ...]:
     """The family ``sweep``: one sequence of growing length, a vocabulary of 32000, the 10 largest logits and a nucleus of 0.9."""
     return tuple(
-        preset(
+        pc.preset(
             f"sweep_{tokens}",
             f"{tokens} tokens",
-            case("bf16", BF16, batch=1, sequence=tokens, vocab=32000, top_k=10, top_p=0.9, **params),
+            pc.case("bf16", BF16, batch=1, sequence=tokens, vocab=32000, top_k=10, top_p=0.9, **params),
         )
         for tokens in _SWEEP_TOKENS
     )
@@ -146,7 +132,7 @@ def check_chunks(target: torch.Tensor, chunk_size: int, ranks: int) -> int:
     return chunk
 
 
-def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def arguments(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """(logits, target, group, top_k, top_p). Logits are N(0, s^2) with s in [scale / 2, 3 scale / 2) per token; for targets see _targets.
 
     Without a pattern, and with a top_k that fits into a shard, a quarter of the tokens have all of their largest logits on one rank, and
@@ -169,7 +155,7 @@ def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         target[part] = _targets(case, drawn.to(FP32), draw.shared)
         _straddle_the_cut(case, drawn, target[part], draw.shared)
         logits[part] = drawn[:, place * shard : (place + 1) * shard]
-    group = next((GroupRef(name) for name in group_layout(case)), None)
+    group = next((pc.GroupRef(name) for name in group_layout(case)), None)
     return (
         logits.view(batch, sequence, shard),
         target.view(batch, sequence),
@@ -179,7 +165,7 @@ def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     )
 
 
-def _logits(case: Case, tokens: int, vocab: int, shard: int, shared: Draw) -> torch.Tensor:
+def _logits(case: pc.Case, tokens: int, vocab: int, shard: int, shared: pc.Draw) -> torch.Tensor:
     logits = shared.normal((tokens, vocab), FP32)
     logits *= shared.uniform((tokens, 1), FP32, low=0.5, high=1.5) * case.params.get("scale", 3.0)
     ranks, (top_k, _) = vocab // shard, filters(case, vocab)
@@ -203,12 +189,12 @@ def either_side(top_p: float, dtype: torch.dtype) -> tuple[float, float]:
     """Two probabilities, below and above 1 - top_p, that round to the same number in ``dtype``; they and 1 - top_p lie well inside its
     interval of rounding."""
     cut = 1.0 - top_p
-    spacing = 2.0 ** math.floor(math.log2(cut)) * 2 * UNIT_ROUNDOFF[dtype]
+    spacing = 2.0 ** math.floor(math.log2(cut)) * 2 * pc.UNIT_ROUNDOFF[dtype]
     room = spacing / 2 - abs(cut - round(cut / spacing) * spacing)
     return cut - 0.7 * room, cut + 0.7 * room
 
 
-def straddles(case: Case) -> bool:
+def straddles(case: pc.Case) -> bool:
     """Whether :func:`_straddle_the_cut` changes anything: the cut is sharper than the logits' dtype can find."""
     vocab, _ = vocabulary(case, 0)
     _, top_p = filters(case, vocab)
@@ -218,7 +204,7 @@ def straddles(case: Case) -> bool:
     return bool(case.params.get("scale", 3.0) <= 3.0 and 2 * cut_margin(case, vocab) < above - (1.0 - top_p))
 
 
-def _straddle_the_cut(case: Case, logits: torch.Tensor, target: torch.Tensor, shared: Draw) -> None:
+def _straddle_the_cut(case: pc.Case, logits: torch.Tensor, target: torch.Tensor, shared: pc.Draw) -> None:
     """Gives a sixth of the tokens two logits that hold all the weight, the target being one of them.
 
     For half of these, top-p just keeps the smaller one, for half it just drops it; in the logits' dtype both have one probability. So a
@@ -238,7 +224,7 @@ def _straddle_the_cut(case: Case, logits: torch.Tensor, target: torch.Tensor, sh
     target[rows] = ids.gather(-1, shared.integers(0, 2, (len(rows), 1))).squeeze(-1)
 
 
-def _targets(case: Case, logits: torch.Tensor, shared: Draw) -> torch.Tensor:
+def _targets(case: pc.Case, logits: torch.Tensor, shared: pc.Draw) -> torch.Tensor:
     """Sampled from the filtered distribution (from its head, where it is long), but for two shares of the tokens:
 
     ``case["outside"]`` of them uniform over the vocabulary, most of which the filter drops, and ``case["edge"]`` of them the last that the
@@ -266,7 +252,7 @@ def _targets(case: Case, logits: torch.Tensor, shared: Draw) -> torch.Tensor:
     return torch.where(share < outside, shared.integers(0, vocab, (tokens,)), inside)
 
 
-def whole_vocabulary(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int]) -> torch.Tensor:
+def whole_vocabulary(inputs: pc.Inputs, ranks: Sequence[int]) -> torch.Tensor:
     """The float32 logits (B, S, V) of the ranks' shards."""
     return torch.cat([inputs[q][0].to(FP32) for q in ranks], dim=-1)
 
@@ -289,14 +275,14 @@ def keep_nucleus(logits: torch.Tensor, top_p: float | None) -> torch.Tensor:
     return logits.masked_fill(~torch.empty_like(kept).scatter_(-1, order, kept), -math.inf)
 
 
-def direct_filter(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def direct_filter(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The filtered logits (B, S, V), in float32 on the whole vocabulary, from the largest logit down."""
     logits = whole_vocabulary(inputs, group_members(case, rank))
     top_k, top_p = filters(case, logits.shape[-1])
     return keep_nucleus(keep_largest(logits, top_k), top_p)
 
 
-def threshold_filter(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def threshold_filter(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The same without a sort: each shard's top k merged, then bisection for the logit at the top-p cut, by masses above a threshold."""
     members = group_members(case, rank)
     logits = whole_vocabulary(inputs, members)
@@ -325,54 +311,56 @@ def threshold_filter(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -
 
 
 # What is answered from a rank's arguments and the filtered logits (B, S, V) of the whole vocabulary.
-Answer = Callable[[Case, int, tuple[Any, ...], torch.Tensor], torch.Tensor]
+Answer = Callable[[pc.Case, int, tuple[Any, ...], torch.Tensor], torch.Tensor]
 
 
-def filter_in_own_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def filter_in_own_dtype(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """The filtered logits (B, S, V), in float32, of a filter in the dtype of the logits."""
     logits = torch.cat([inputs[q][0] for q in group_members(case, rank)], dim=-1)
     return filtered_rows(logits.flatten(0, -2), *filters(case, logits.shape[-1])).view(logits.shape).to(FP32)
 
 
-def filter_variants(answer: Answer) -> tuple[AlternativeSolution, ...]:
+def filter_variants(answer: Answer) -> tuple[pc.AlternativeSolution, ...]:
     """Honest ways to filter, each with ``answer`` made of the result. The last is the public benchmark's, in the variant of its name."""
 
-    def published(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    def published(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
         kept = filter_in_own_dtype if case.variant == "pkb" else direct_filter
         return answer(case, rank, inputs[rank], kept(case, inputs, rank))
 
     return (
-        AlternativeSolution("direct_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], direct_filter(case, inputs, rank))),
-        AlternativeSolution(
+        pc.AlternativeSolution(
+            "direct_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], direct_filter(case, inputs, rank))
+        ),
+        pc.AlternativeSolution(
             "by_threshold_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], threshold_filter(case, inputs, rank))
         ),
-        AlternativeSolution("published_filter", published),
+        pc.AlternativeSolution("published_filter", published),
     )
 
 
-def own_filters(context: AnswerContext) -> tuple[int | None, float | None]:
+def own_filters(context: pc.AnswerContext) -> tuple[int | None, float | None]:
     """The case's filters on the whole vocabulary."""
     return filters(context.case, vocabulary(context.case, context.rank)[0])
 
 
-def unfiltered(context: AnswerContext) -> torch.Tensor:
+def unfiltered(context: pc.AnswerContext) -> torch.Tensor:
     return whole_vocabulary(context.inputs, group_members(context.case, context.rank))
 
 
-def _without_top_k(context: AnswerContext) -> torch.Tensor:
+def _without_top_k(context: pc.AnswerContext) -> torch.Tensor:
     return keep_nucleus(unfiltered(context), own_filters(context)[1])
 
 
-def _without_top_p(context: AnswerContext) -> torch.Tensor:
+def _without_top_p(context: pc.AnswerContext) -> torch.Tensor:
     return keep_largest(unfiltered(context), own_filters(context)[0])
 
 
-def _nucleus_first(context: AnswerContext) -> torch.Tensor:
+def _nucleus_first(context: pc.AnswerContext) -> torch.Tensor:
     top_k, top_p = own_filters(context)
     return keep_largest(keep_nucleus(unfiltered(context), top_p), top_k)
 
 
-def _exactly_k(context: AnswerContext) -> torch.Tensor:
+def _exactly_k(context: pc.AnswerContext) -> torch.Tensor:
     """Of the logits that equal the k-th largest, only enough to make k."""
     logits, (top_k, top_p) = unfiltered(context), own_filters(context)
     if top_k is not None:
@@ -381,7 +369,7 @@ def _exactly_k(context: AnswerContext) -> torch.Tensor:
     return keep_nucleus(logits, top_p)
 
 
-def _one_short(context: AnswerContext) -> torch.Tensor:
+def _one_short(context: pc.AnswerContext) -> torch.Tensor:
     """Of every shard only the k - 1 largest logits."""
     top_k, top_p = own_filters(context)
     shards = [context.inputs[q][0].to(FP32) for q in group_members(context.case, context.rank)]
@@ -389,7 +377,7 @@ def _one_short(context: AnswerContext) -> torch.Tensor:
     return keep_nucleus(keep_largest(torch.cat([keep_largest(shard, most) for shard in shards], dim=-1), top_k), top_p)
 
 
-def labels(presets: Sequence[Preset], *names: str, without: Sequence[str] = ()) -> tuple[str, ...]:
+def labels(presets: Sequence[pc.Preset], *names: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """The cases that set all of the named filters, ``top_k`` and ``top_p``, but for those of some labels."""
     return tuple(
         f"{item.name}/{spec.label}"
@@ -401,27 +389,29 @@ def labels(presets: Sequence[Preset], *names: str, without: Sequence[str] = ()) 
 
 def filter_wrong_answers(
     answer: Answer,
-    presets: Sequence[Preset],
+    presets: Sequence[pc.Preset],
     *,
     idle_top_k: Sequence[str],
     idle_top_p: Sequence[str],
     ties: Sequence[str],
     one_rank: Sequence[str],
-) -> tuple[KnownWrongAnswer, ...]:
+) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong filters, each with ``answer`` made of the result.
 
     ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold. ``one_rank``:
     cases where some tokens have their k largest logits on one rank, and no top-p makes up for the loss of one of them.
     """
 
-    def wrong(name: str, why: str, kept: Callable[[AnswerContext], torch.Tensor], cases: Sequence[str] | None = None) -> KnownWrongAnswer:
-        return KnownWrongAnswer(name, why, lambda c: answer(c.case, c.rank, c.args, kept(c)), None if cases is None else tuple(cases))
+    def wrong(
+        name: str, why: str, kept: Callable[[pc.AnswerContext], torch.Tensor], cases: Sequence[str] | None = None
+    ) -> pc.KnownWrongAnswer:
+        return pc.wrong(name, why, lambda c: answer(c.case, c.rank, c.args, kept(c)), None if cases is None else tuple(cases))
 
     straddling = [
         f"{item.name}/{spec.label}"
         for item in presets
         for spec in item.cases
-        if straddles(Case(0, item.name, spec.label, 8, spec.dtype, spec.variant, spec.params))
+        if straddles(pc.Case(0, item.name, spec.label, 8, spec.dtype, spec.variant, spec.params))
     ]
     return (
         wrong("no_top_k", "top_k ignored", _without_top_k, labels(presets, "top_k", without=idle_top_k)),
@@ -435,7 +425,7 @@ def filter_wrong_answers(
     )
 
 
-def stale_last_chunk(context: AnswerContext) -> torch.Tensor:
+def stale_last_chunk(context: pc.AnswerContext) -> torch.Tensor:
     """The right answer but for its last chunk of tokens, which is left over from the slot before. The last argument is the chunk size."""
     result: torch.Tensor = context.answer.clone()
     batch, sequence = shape_of(context.case, context.rank)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from peerlane.problems.contract import AnswerContext, Case, Cost, Expected, KnownWrongAnswer, Preset, Score
+from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_members
 from peerlane.problems.families.vocab import (
     CHUNK_BYTES,
@@ -34,7 +34,7 @@ ABSOLUTE, RELATIVE = 1e-3, 2e-3
 
 
 @dataclass(kw_only=True)
-class FilteredLogProbability(Expected):
+class FilteredLogProbability(pc.Expected):
     """A log-probability whose token the filter may keep or drop, with all answers that are right before rounding errors.
 
     ``value`` follows the definition to the letter. -inf is right where ``may_drop``; a number in [``low``, ``high``] where ``may_keep``.
@@ -46,7 +46,7 @@ class FilteredLogProbability(Expected):
     high: torch.Tensor
 
 
-def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> FilteredLogProbability:
+def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> FilteredLogProbability:
     """Ranks tokens by probability: one is kept if less than top_p lies above it, equal logits being ranked from the highest index down."""
     members, (vocab, _), shape = group_members(case, rank), vocabulary(case, rank), shape_of(case, rank)
     shards = [inputs[q][0].flatten(0, 1) for q in members]
@@ -58,7 +58,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Filtered
     return FilteredLogProbability(name="log_probability", value=value, dtype=FP32, may_keep=may_keep, may_drop=may_drop, low=low, high=high)
 
 
-def _log_probability(case: Case, logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _log_probability(case: pc.Case, logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(value, may_keep, may_drop, low, high) of every row, see :class:`FilteredLogProbability`."""
     vocab, column = logits.shape[-1], target.unsqueeze(-1)
     top_k, top_p = filters(case, vocab)
@@ -89,7 +89,7 @@ def _log_probability(case: Case, logits: torch.Tensor, target: torch.Tensor) -> 
     return (plain - kept).masked_fill(~keeps, -math.inf), may_keep, may_drop, plain - possible, plain - certain
 
 
-def compare(case: Case, got: torch.Tensor, expected: FilteredLogProbability, kind: str) -> list[Score]:
+def compare(case: pc.Case, got: torch.Tensor, expected: FilteredLogProbability, kind: str) -> list[pc.Score]:
     """-inf where the token may be dropped, else the distance from [low, high] in units of ABSOLUTE + RELATIVE |log-probability|."""
     got = got.to(FP64)
     nearest = torch.minimum(torch.maximum(got, expected.low), expected.high)
@@ -104,10 +104,10 @@ def compare(case: Case, got: torch.Tensor, expected: FilteredLogProbability, kin
     )
     detail = f"{int((ratio > 1).sum())} of {ratio.numel()} log-probabilities wrong; accepted here: {accepted}"
     worst = float(ratio[index])
-    return [Score("log_probability", worst, detail, index, float(got[index]), float(expected.value[index]))]
+    return [pc.Score("log_probability", worst, detail, index, float(got[index]), float(expected.value[index]))]
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Logits are read once: while the ranks agree on a token's cut, its part of the vocabulary can stay on chip.
 
     Per token the sum over the kept part of a shard and the target's logit (float32) go to one rank, and the result comes back: less than
@@ -116,11 +116,8 @@ def cost(case: Case, rank: int) -> Cost:
     (batch, sequence), (_, shard), ranks = shape_of(case, rank), vocabulary(case, rank), len(group_members(case, rank))
     tokens = batch * sequence
     port = 12 * tokens * (ranks - 1) / ranks
-    return Cost(
-        hbm_bytes=tokens * (shard * case.dtype.itemsize + 8 + 4),
-        egress_bytes=port,
-        ingress_bytes=port,
-        flops={"fp32": 4 * tokens * shard},
+    return pc.Cost(
+        hbm_bytes=tokens * (shard * case.dtype.itemsize + 8 + 4), egress_bytes=port, ingress_bytes=port, flops={"fp32": 4 * tokens * shard}
     )
 
 
@@ -128,18 +125,18 @@ def log_softmax_at(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
 
-def log_probability_answer(case: Case, rank: int, args: tuple[Any, ...], kept: torch.Tensor) -> torch.Tensor:
+def log_probability_answer(case: pc.Case, rank: int, args: tuple[Any, ...], kept: torch.Tensor) -> torch.Tensor:
     """The targets' log-probabilities among the filtered logits."""
     return log_softmax_at(kept, args[1])
 
 
-def _never_dropped(context: AnswerContext) -> torch.Tensor:
+def _never_dropped(context: pc.AnswerContext) -> torch.Tensor:
     """The right normaliser, and every target's logit."""
     kept = direct_filter(context.case, context.inputs, context.rank)
     return unfiltered(context).gather(-1, context.args[1].unsqueeze(-1)).squeeze(-1) - kept.logsumexp(-1)
 
 
-def _local(context: AnswerContext, normalised: bool) -> torch.Tensor:
+def _local(context: pc.AnswerContext, normalised: bool) -> torch.Tensor:
     """-inf for targets on other ranks; for the rank's own the right answer, or, if ``normalised``, that over its shard alone."""
     logits, target = context.args[:2]
     _, shard = vocabulary(context.case, context.rank)
@@ -151,17 +148,17 @@ def _local(context: AnswerContext, normalised: bool) -> torch.Tensor:
     return torch.where(own, answer, -math.inf)
 
 
-def _whole_world(context: AnswerContext) -> torch.Tensor:
+def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
     logits, (top_k, top_p) = whole_vocabulary(context.inputs, range(context.case.world_size)), own_filters(context)
     return log_softmax_at(keep_nucleus(keep_largest(logits, top_k), top_p), context.args[1])
 
 
-def _no_maximum(context: AnswerContext) -> torch.Tensor:
+def _no_maximum(context: pc.AnswerContext) -> torch.Tensor:
     kept = direct_filter(context.case, context.inputs, context.rank)
     return kept.gather(-1, context.args[1].unsqueeze(-1)).squeeze(-1) - kept.exp().sum(-1).log()
 
 
-def _no_maximum_in_top_p(context: AnswerContext) -> torch.Tensor:
+def _no_maximum_in_top_p(context: pc.AnswerContext) -> torch.Tensor:
     """Where the sum overflows, probabilities are NaN, and top-p drops nothing."""
     logits, (top_k, _) = unfiltered(context), own_filters(context)
     kept, largest = direct_filter(context.case, context.inputs, context.rank), keep_largest(logits, top_k)
@@ -169,28 +166,26 @@ def _no_maximum_in_top_p(context: AnswerContext) -> torch.Tensor:
 
 
 def log_probability_wrong_answers(
-    presets: Sequence[Preset],
+    presets: Sequence[pc.Preset],
     *,
     idle_top_k: Sequence[str],
     idle_top_p: Sequence[str],
     ties: Sequence[str],
     one_rank: Sequence[str],
     grouped: Sequence[str],
-) -> tuple[KnownWrongAnswer, ...]:
+) -> tuple[pc.KnownWrongAnswer, ...]:
     """Wrong log-probabilities, also where logits overflow: in cases ``one_hot_fp32`` and, with top-p, ``one_hot_both_bf16``.
 
     ``grouped``: cases whose group is smaller than the world; for the others see :func:`filter_null_answers`.
     """
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
     return (
-        KnownWrongAnswer("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
-        KnownWrongAnswer("local_vocabulary", "filter and softmax over the rank's own shard", lambda c: _local(c, True)),
-        KnownWrongAnswer("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
-        KnownWrongAnswer("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, cases=filtered),
-        KnownWrongAnswer("whole_world", "tp_group ignored", _whole_world, cases=tuple(grouped)),
-        KnownWrongAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/one_hot_fp32",)),
-        KnownWrongAnswer(
-            "no_maximum_in_top_p", "the same in top-p's softmax alone", _no_maximum_in_top_p, cases=("small/one_hot_both_bf16",)
-        ),
+        pc.wrong("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
+        pc.wrong("local_vocabulary", "filter and softmax over the rank's own shard", lambda c: _local(c, True)),
+        pc.wrong("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
+        pc.wrong("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, filtered),
+        pc.wrong("whole_world", "tp_group ignored", _whole_world, tuple(grouped)),
+        pc.wrong("no_maximum", "exponentials of the logits as they are", _no_maximum, ("small/one_hot_fp32",)),
+        pc.wrong("no_maximum_in_top_p", "the same in top-p's softmax alone", _no_maximum_in_top_p, ("small/one_hot_both_bf16",)),
         *filter_wrong_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties, one_rank=one_rank),
     )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, KnownWrongAnswer, case, preset
+from peerlane.problems import contract as pc
 from peerlane.problems.families import training_step
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.optimizer import NAMES, Adam, Flat, Output, Training, flatten, unflatten
 from peerlane.problems.families.training_step import StepModel
 
 
-def shard_size(case: Case) -> int:
+def shard_size(case: pc.Case) -> int:
     """p = P / W; P must be a multiple of W."""
     count = training_step.parameter_count(case)
     if count % case.world_size:
@@ -22,14 +21,14 @@ def shard_size(case: Case) -> int:
     return count // case.world_size
 
 
-def moment_shards(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def moment_shards(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """The rank's shards of both moments; ``case["shard_base"]``: the second ones are this much larger from rank to rank."""
     size = shard_size(case)
     exp_avg, exp_avg_sq = training_step.draw_moments(case, draw, rank * size, (rank + 1) * size)
     return exp_avg, exp_avg_sq * case.params.get("shard_base", 1.0) ** rank
 
 
-def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
     """Batches and state of :mod:`_training_step`. Other ranks' parameters are their own, or all NaN if ``case["others"]`` is ``nan``."""
     parameters = training_step.draw_parameters(case, draw, 0, training_step.parameter_count(case))
     if rank and case.params.get("others") == "nan":
@@ -43,7 +42,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     )
 
 
-def training(case: Case, inputs: Sequence[tuple[Any, ...]], source: int = 0) -> Training:
+def training(case: pc.Case, inputs: pc.Inputs, source: int = 0) -> Training:
     """The step from the parameters of rank ``source`` and all ranks' moments."""
     return Training(
         Adam(*inputs[0][8:]),
@@ -55,7 +54,7 @@ def training(case: Case, inputs: Sequence[tuple[Any, ...]], source: int = 0) -> 
     )
 
 
-def outputs(case: Case, rank: int) -> list[Output]:
+def outputs(case: pc.Case, rank: int) -> list[Output]:
     """All parameters, and the rank's shard of the moments."""
     size = shard_size(case)
     shards = [Output(name, source, rank * size, (size,)) for source, name in ((1, "exp_avg_part"), (2, "exp_avg_sq_part"))]
@@ -65,13 +64,13 @@ def outputs(case: Case, rank: int) -> list[Output]:
 MODEL = StepModel(training, outputs)
 
 
-def cost(case: Case, rank: int) -> Cost:
+def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Rank 0's parameters go to all others, ranks' gradients meet, and new parameters go from a shard's owner, who alone has its moments,
     to all others: 3 (W - 1) P elements in all, here shared equally; and no less than 2 P into every rank but rank 0.
     """
     count, size, world = training_step.parameter_count(case), case.dtype.itemsize, case.world_size
     port = max(2, 3 * (world - 1) / world) * count * size
-    return Cost(
+    return pc.Cost(
         hbm_bytes=training_step.batch_bytes(case, rank) + ((1 if rank else 2) * count + 4 * shard_size(case)) * size,
         egress_bytes=port,
         ingress_bytes=port,
@@ -79,13 +78,13 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     # 104 parameters: on 4 ranks shards begin inside b1 and W2, on 8 ranks inside rows of W1.
-    return case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
+    return pc.case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
 
 
 PRESETS = (
-    preset(
+    pc.preset(
         "small",
         "first, early and late steps; shards that begin inside a bias or a row, and of unlike scale; NaN in parameters to be ignored; "
         "dead hidden units, gradients that cancel between ranks, a NaN in a batch, unusual betas and eps",
@@ -101,30 +100,30 @@ PRESETS = (
         _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
         _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
     ),
-    preset(
+    pc.preset(
         "pkb",
         "the public benchmark's shape: 262912 parameters, 1024 tokens over all ranks",
-        case("bf16", BF16, d_in=256, h=512, d_out=256, tokens_total=1024, lr=1e-3, step=3),
+        pc.case("bf16", BF16, d_in=256, h=512, d_out=256, tokens_total=1024, lr=1e-3, step=3),
     ),
-    preset(
+    pc.preset(
         "production_bert_large_ffn",
         "the MLP of a layer of BERT large, 4096 tokens per rank",
-        case("bf16", BF16, d_in=1024, h=4096, d_out=1024, tokens=4096, lr=1e-3, step=3),
+        pc.case("bf16", BF16, d_in=1024, h=4096, d_out=1024, tokens=4096, lr=1e-3, step=3),
     ),
-    preset(
+    pc.preset(
         "production_llama3_8b_ffn",
         "an MLP of the size of Llama 3 8B's, 4096 tokens per rank",
-        case("bf16", BF16, d_in=4096, h=14336, d_out=4096, tokens=4096, lr=1e-3, step=3),
+        pc.case("bf16", BF16, d_in=4096, h=14336, d_out=4096, tokens=4096, lr=1e-3, step=3),
     ),
-    preset(
+    pc.preset(
         "production_llama3_70b_ffn",
         "an MLP of the size of Llama 3 70B's, 2048 tokens per rank",
-        case("bf16", BF16, d_in=8192, h=28672, d_out=8192, tokens=2048, lr=1e-3, step=3),
+        pc.case("bf16", BF16, d_in=8192, h=28672, d_out=8192, tokens=2048, lr=1e-3, step=3),
     ),
 )
 
 
-def _own_slice_only(context: AnswerContext, old: Training, new: Flat) -> Flat:
+def _own_slice_only(context: pc.AnswerContext, old: Training, new: Flat) -> Flat:
     size = shard_size(context.case)
     own = slice(context.rank * size, (context.rank + 1) * size)
     parameters = old.parameters.to(FP32)
@@ -132,18 +131,18 @@ def _own_slice_only(context: AnswerContext, old: Training, new: Flat) -> Flat:
     return parameters, *new[1:]
 
 
-def _slices_reversed(context: AnswerContext, old: Training, new: Flat) -> Flat:
+def _slices_reversed(context: pc.AnswerContext, old: Training, new: Flat) -> Flat:
     return torch.cat(new[0].chunk(context.case.world_size)[::-1]), *new[1:]
 
 
-def _next_shards_moments(context: AnswerContext, right: Training) -> Training:
+def _next_shards_moments(context: pc.AnswerContext, right: Training) -> Training:
     size = shard_size(context.case)
     return Training(
         right.adam, right.parameters, right.exp_avg.roll(-size), right.exp_avg_sq.roll(-size), batches=right.batches, shapes=right.shapes
     )
 
 
-WRONG_ANSWERS: tuple[KnownWrongAnswer, ...] = (
+WRONG_ANSWERS: tuple[pc.KnownWrongAnswer, ...] = (
     *training_step.step_wrong_answers(MODEL),
     *training_step.gradient_wrong_answers(MODEL),
     MODEL.wrong("own_parameters", "no broadcast: every rank's own parameters", training=lambda c, _: training(c.case, c.inputs, c.rank)),

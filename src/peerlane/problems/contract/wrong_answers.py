@@ -1,0 +1,55 @@
+"""Makes known wrong answers, so that a problem's file says each of them in a line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from peerlane.problems.contract.spec import AnswerContext, Case, KnownWrongAnswer, Preset, Problem, Where
+from peerlane.problems.contract.tree import Tree
+
+
+def wrong(name: str, why: str, answer: Callable[[AnswerContext], Tree], cases: Where | None = None) -> KnownWrongAnswer:
+    """A :class:`KnownWrongAnswer`; ``cases``: all, those named, or those that pass a test."""
+    return KnownWrongAnswer(name, why, answer, cases)
+
+
+def where(test: Callable[[Case], bool]) -> Callable[[Case], bool]:
+    """The test, so that a module can give it a name in one line."""
+    return test
+
+
+def except_for(*names: str) -> Callable[[Case], bool]:
+    """All cases but those of the preset and label ``small/empty_bf16``, or with a label ``empty_bf16`` in any preset."""
+    return lambda case: {case.label, f"{case.preset}/{case.label}"}.isdisjoint(names)
+
+
+def grouped(case: Case) -> bool:
+    """Whether the case names a process group."""
+    return "group" in case.params
+
+
+def names_of(presets: Iterable[Preset], test: Callable[[Case], bool], world_sizes: Sequence[int] = (2, 4, 8)) -> tuple[str, ...]:
+    """``preset/label/wN`` of the cases that pass the test."""
+    cases = (
+        Case(0, preset.name, spec.label, size, spec.dtype, spec.variant, spec.params)
+        for preset in presets
+        for spec in preset.cases
+        for size in spec.world_sizes or world_sizes
+    )
+    return tuple(case.name for case in cases if test(case))
+
+
+def case_names(problem: Problem, item: KnownWrongAnswer) -> list[str] | None:
+    """The cases for which it is wrong: ``preset/label``, or ``preset/label/wN`` if other world sizes differ; None: all."""
+    if item.cases is None or not callable(item.cases):
+        return None if item.cases is None else list(item.cases)
+    by_label: dict[str, list[Case]] = {}
+    for preset, variant, size in itertools.product(problem.presets, problem.variants, problem.world_sizes):
+        for case in problem.cases(preset.name, size, variant):
+            by_label.setdefault(f"{preset.name}/{case.label}", []).append(case)
+    names: list[str] = []
+    for label, cases in by_label.items():
+        held = [case.name for case in cases if item.applies(case)]
+        names += [label] if len(held) == len(cases) else held
+    return names
