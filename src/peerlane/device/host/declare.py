@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from peerlane.device.host.arena import Arena
-from peerlane.device.host.group import Group
+from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.roles import BlockNeeds, require_resident
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
@@ -164,15 +164,24 @@ class DeclaredKernel:
 
     def __init__(self, name: str, source: str | Path, **fields: Field) -> None:
         self.name, self.fields = name, fields
+        self.settable = {name: field for name, field in fields.items() if not isinstance(field, ArenaField)}
+        """the fields that callers set"""
+        self.maps = {name: TensorMap for name, field in fields.items() if isinstance(field, Map) and not field.count}
+        """those of one tensor map"""
         self.struct = "".join(word.capitalize() for word in name.split("_"))
         self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
         self._given = source
         self._file, self._line = (str(source), 1) if isinstance(source, Path) else _written_in(sys._getframe(1).f_code.co_filename, source)
 
     @property
+    def text(self) -> str:
+        """The source as its author wrote it."""
+        return self._given if isinstance(self._given, str) else self._given.read_text()
+
+    @property
     def source(self) -> str:
         """The source with the structure behind its last include; messages name the file and line where the author wrote it."""
-        lines = (self._given if isinstance(self._given, str) else self._given.read_text()).splitlines()
+        lines = self.text.splitlines()
         last = max((i for i, line in enumerate(lines) if re.match(r"\s*#\s*include\b", line)), default=-1) + 1
         before, behind = (f'#line {self._line + line} "{self._file}"' for line in (0, last))
         return "\n".join([before, *lines[:last], self._structure(), behind, *lines[last:], ""])
@@ -216,10 +225,15 @@ class LocalKernel(DeclaredKernel):
     """A declared kernel that no other rank takes part in: its one parameter is its structure, and it has nothing in an arena."""
 
     def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0) -> Reserved:
-        """Not collective; there is nothing to reserve."""
-        if any(isinstance(field, ArenaField) for field in self.fields.values()):
-            raise UsageError(f"kernel {self.name!r} has fields in the arena; declare it as a DeclaredKernel")
-        return Reserved(self, group, None, {}, {})
+        """Not collective; there is nothing to reserve, so a group has one, which keeps what it has loaded."""
+        return _reserved_nothing(group, self)
+
+
+@per_group
+def _reserved_nothing(group: Group, kernel: LocalKernel) -> Reserved:
+    if any(isinstance(field, ArenaField) for field in kernel.fields.values()):
+        raise UsageError(f"kernel {kernel.name!r} has fields in the arena; declare it as a DeclaredKernel")
+    return Reserved(kernel, group, None, {}, {})
 
 
 class Reserved:
@@ -230,6 +244,9 @@ class Reserved:
     ) -> None:
         self.kernel, self.group, self.offsets = kernel, group, offsets
         self._arena, self._taken = arena, taken
+        self._loaded: dict[tuple[tuple[str, str | int], ...], DeviceKernel] = {}
+        self.launches: BoundLaunches[Hashable] = BoundLaunches()
+        """for callers whose tensors come again"""
 
     @property
     def arena(self) -> Arena:
@@ -249,23 +266,34 @@ class Reserved:
         resident: bool = False,
         **values: Any,
     ) -> BoundKernel:
-        """A launch. It is not collective; kernels with other macros and grids may share one reserve. ``WORLD_SIZE`` is always defined.
+        """A launch. It is not collective; kernels with other macros and grids may share one reserve. ``WORLD_SIZE`` is always defined, but
+        for a ``LocalKernel``.
 
         ``resident``: raise LaunchError where the blocks, which wait for other ranks', do not all fit on the GPU at a time. ``values`` are
         fields that do not change from call to call."""
         kernel, arena = self.kernel, self._arena
         arguments = kernel.arguments(**self._taken)
-        loaded = self.group.kernel(
-            kernel.source, kernel.name, defines=_macros(self.group, defines or {}), on_failure=arena.raise_fault if arena else None
-        )
+        loaded = self._load(_macros(kernel, self.group, defines or {}))
         if resident:
             attributes = loaded.attributes()
             needs = BlockNeeds(block, attributes["registers"], attributes["shared_bytes"] + shared_bytes)
             require_resident(kernel.name, grid, needs, self.group.sm_count)
-        parameters = (arena.view, arguments) if arena else (arguments,)
-        bound = BoundKernel(self, loaded.bind(grid, block, parameters, shared_bytes=shared_bytes, cluster=cluster), arguments)
+
+        def launch(arguments: ctypes.Structure) -> DeviceLaunch:
+            parameters = (arena.view, arguments) if arena else (arguments,)
+            return loaded.bind(grid, block, parameters, shared_bytes=shared_bytes, cluster=cluster)
+
+        bound = BoundKernel(self, launch, arguments)
         bound.set(**values)
         return bound
+
+    def _load(self, macros: dict[str, str | int]) -> DeviceKernel:
+        """The kernel with these macros, so that only the first launch with them looks for its cubin."""
+        key = tuple(macros.items())
+        if key not in self._loaded:
+            kernel, on_failure = self.kernel, self._arena.raise_fault if self._arena else None
+            self._loaded[key] = self.group.kernel(kernel.source, kernel.name, defines=macros, on_failure=on_failure)
+        return self._loaded[key]
 
     def addresses(self, name: str) -> list[int]:
         """Where the arena field ``name`` lies on every rank, as kernels of this rank address it."""
@@ -277,19 +305,20 @@ class Reserved:
 
     def close(self) -> None:
         """Give the memory back, once no rank's launches use it."""
+        self.launches.clear()
         if self._arena is not None:
             self._arena.close()
 
 
 def compile_ahead(group: Group, kernels: Sequence[tuple[DeclaredKernel, Mapping[str, str | int]]]) -> None:
     """Ranks share the work of compiling kernels with these defines, which they bind later."""
-    group.compile_ahead([(kernel.source, _macros(group, defines)) for kernel, defines in kernels])
+    group.compile_ahead([(kernel.source, _macros(kernel, group, defines)) for kernel, defines in kernels])
 
 
-def _macros(group: Group, defines: Mapping[str, str | int]) -> dict[str, str | int]:
+def _macros(kernel: DeclaredKernel, group: Group, defines: Mapping[str, str | int]) -> dict[str, str | int]:
     if short := [name for name in defines if len(name) == 1]:
         raise UsageError(f"macro {short[0]!r} would replace names in the kit's headers; expected a longer one, such as X_TYPE")
-    return {"WORLD_SIZE": group.world_size, **defines}
+    return {**defines} if isinstance(kernel, LocalKernel) else {"WORLD_SIZE": group.world_size, **defines}
 
 
 def _written_in(path: str, source: str) -> tuple[str, int]:
@@ -324,12 +353,10 @@ def _padded(fields: Mapping[str, Field]) -> list[tuple[str, Any]]:
 class BoundKernel:
     """A launch of a declared kernel. Calling it sets fields and launches."""
 
-    def __init__(self, reserved: Reserved, launch: Any, arguments: ctypes.Structure) -> None:
+    def __init__(self, reserved: Reserved, bind: Callable[[ctypes.Structure], DeviceLaunch], arguments: ctypes.Structure) -> None:
         self.reserved, self.group = reserved, reserved.group
-        self._launch, self._arguments = launch, arguments
-        self._fields = {name: field for name, field in reserved.kernel.fields.items() if not isinstance(field, ArenaField)}
-        # What most calls give, and needs no conversion.
-        self._given_as = {name: TensorMap for name, field in self._fields.items() if isinstance(field, Map) and not field.count}
+        self._bind, self._launch, self._arguments = bind, bind(arguments), arguments
+        self._fields, self._maps = reserved.kernel.settable, reserved.kernel.maps
 
     @property
     def arena(self) -> Arena:
@@ -341,9 +368,9 @@ class BoundKernel:
         self._set(values)
 
     def _set(self, values: Mapping[str, Any]) -> None:
-        arguments, given_as = self._arguments, self._given_as
+        arguments, maps = self._arguments, self._maps
         for name, value in values.items():
-            if type(value) is not given_as.get(name):
+            if type(value) is not maps.get(name):  # most calls give tensor maps, which need no conversion
                 value = self._converted(name, value)
             setattr(arguments, name, value)
 
@@ -353,6 +380,12 @@ class BoundKernel:
             known = ", ".join(self._fields)
             raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
         return field.value(self.group, value)
+
+    def again(self, **values: Any) -> BoundKernel:
+        """Another launch, with these fields set and the others as they are here now. It is not collective."""
+        bound = BoundKernel(self.reserved, self._bind, type(self._arguments).from_buffer_copy(self._arguments))
+        bound._set(values)
+        return bound
 
     def __call__(self, **values: Any) -> None:
         if values:
@@ -374,14 +407,23 @@ class BoundKernel:
         return self.reserved.tensor(name, shape, dtype)
 
 
+def layouts(group: Group, *tensors: torch.Tensor) -> tuple[Hashable, ...]:
+    """Where and how tensors lie: all that a launch bound to them knows of them. A part of a key of ``BoundLaunches``."""
+    return tuple([(group.address(tensor), tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors])
+
+
 class BoundLaunches(Generic[Key]):
-    """Launches by the addresses that they were bound to, so that tensors which come again and again are described once.
+    """Launches by the tensors' ``layouts`` that they were bound to, so that tensors which come again and again are described once.
 
     At most ``most``: then all are forgotten, for addresses that do not come again would fill any memory."""
 
     def __init__(self, most: int = 512) -> None:
         self._most = most
         self._kept: dict[Key, BoundKernel] = {}
+
+    def find(self, key: Key) -> BoundKernel | None:
+        """The launch of this key, if there is one."""
+        return self._kept.get(key)
 
     def get(self, key: Key, bind: Callable[[], BoundKernel]) -> BoundKernel:
         """The launch of this key, made by ``bind`` if there is none."""
