@@ -129,10 +129,11 @@ def all_gather_gemm_calls(space: all_gather_gemm.Workspace, n: int, plan: all_ga
     world, tiling, m, local_k, declared = space.world_size, plan.tiling, space.m, space.local_k, all_gather_gemm.ALL_GATHER_GEMM
     defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world, "SCATTERS": 0}
     scenario = Scenario("all_gather_gemm", declared.source, world, defines=defines)
-    arena = scenario.arena(space.sizes["gathered_memory"] + space.sizes["flags"] * world * LINE_BYTES + 4096)
+    gathered_bytes, flag_bytes = 2 * world * space.slot_bytes, space.pieces.count * world * LINE_BYTES
+    arena = scenario.arena(gathered_bytes + flag_bytes + 4096)
     offsets = {
-        "gathered_memory": arena.take(space.sizes["gathered_memory"], align=1024),
-        "flags": arena.take(space.sizes["flags"] * world * LINE_BYTES),
+        "gathered_memory": arena.take(gathered_bytes, align=1024),
+        "flags": arena.take(flag_bytes),
         "epochs": arena.take(4 * 256),
     }
     for call in range(calls):

@@ -66,7 +66,7 @@ def all_reduce_of_pairs(world_size: int = 3) -> SumCalls:
 def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
     """Pieces of rows, of which the last is short, and of columns, whose last ends within a step; a block that only communicates, or two."""
     pieces = all_gather_gemm.Pieces(40, 72, rows=16, columns=72 if communicator_blocks else 64)
-    space = all_gather_gemm.Workspace(pieces, torch.bfloat16, world_size)
+    space = all_gather_gemm.Workspace(pieces, pieces.m, torch.bfloat16, world_size)
     plan = all_gather_gemm.Plan(SMALL, SMALL.grouped(40, 72), grid=3, communicator_blocks=communicator_blocks)
     return emulated.all_gather_gemm_calls(space, 72, plan, calls=calls)
 
@@ -74,7 +74,7 @@ def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0
 def all_gather_of_pairs(world_size: int = 2, communicator_blocks: int = 0) -> Scenario:
     """Two clusters, one of which may communicate; rows as above."""
     pieces = all_gather_gemm.Pieces(140, 72, rows=16, columns=72 if communicator_blocks else 64)
-    space = all_gather_gemm.Workspace(pieces, torch.bfloat16, world_size)
+    space = all_gather_gemm.Workspace(pieces, pieces.m, torch.bfloat16, world_size)
     plan = all_gather_gemm.Plan(PAIR, PAIR.grouped(140, 136), grid=4, communicator_blocks=communicator_blocks)
     return emulated.all_gather_gemm_calls(space, 136, plan, calls=2)
 

@@ -166,6 +166,8 @@ class DeclaredKernel:
         self.name, self.fields = name, fields
         self.settable = {name: field for name, field in fields.items() if not isinstance(field, ArenaField)}
         """the fields that callers set"""
+        self.maps = {name: TensorMap for name, field in fields.items() if isinstance(field, Map) and not field.count}
+        """those of one tensor map"""
         self.struct = "".join(word.capitalize() for word in name.split("_"))
         self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
         self._given = source
@@ -354,7 +356,7 @@ class BoundKernel:
     def __init__(self, reserved: Reserved, bind: Callable[[ctypes.Structure], DeviceLaunch], arguments: ctypes.Structure) -> None:
         self.reserved, self.group = reserved, reserved.group
         self._bind, self._launch, self._arguments = bind, bind(arguments), arguments
-        self._fields = reserved.kernel.settable
+        self._fields, self._maps = reserved.kernel.settable, reserved.kernel.maps
 
     @property
     def arena(self) -> Arena:
@@ -366,14 +368,18 @@ class BoundKernel:
         self._set(values)
 
     def _set(self, values: Mapping[str, Any]) -> None:
-        fields, group, arguments = self._fields, self.group, self._arguments
+        arguments, maps = self._arguments, self._maps
         for name, value in values.items():
-            field = fields.get(name)
-            if field is None:
-                known = ", ".join(fields)
-                raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
-            # What the structure holds needs no conversion: tensor maps, in most calls.
-            setattr(arguments, name, value if type(value) is field.twin and not field.count else field.value(group, value))
+            if type(value) is not maps.get(name):  # most calls give tensor maps, which need no conversion
+                value = self._converted(name, value)
+            setattr(arguments, name, value)
+
+    def _converted(self, name: str, value: Any) -> Any:
+        field = self._fields.get(name)
+        if field is None:
+            known = ", ".join(self._fields)
+            raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
+        return field.value(self.group, value)
 
     def again(self, **values: Any) -> BoundKernel:
         """Another launch, with these fields set and the others as they are here now. It is not collective."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from peerlane.device.host.declare import (
     U32,
+    U64,
     BoundKernel,
     BoundLaunches,
     Buffer,
@@ -21,6 +22,7 @@ from peerlane.device.host.declare import (
     Flags,
     Map,
     Pointer,
+    Reserved,
     structure,
 )
 from peerlane.device.host.group import Group, per_group
@@ -28,6 +30,7 @@ from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import gemm
+from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
 
@@ -47,6 +50,7 @@ FIELDS: Mapping[str, Field] = {
     **{name: Map() for name in ("gathered", "out")},
     "pieces": structure("GroupedTiles", GroupedTiles),
     **dict.fromkeys(("m", "row_bytes", "piece_rows", "piece_columns", "communicator_blocks"), U32),
+    "slot_bytes": U64,
     "local": Pointer("const char*", strided=True),
     "gathered_memory": Buffer(align=1024),
     "flags": Flags(),
@@ -90,11 +94,19 @@ def choose_pieces(m: int, local_k: int, world_size: int, communicator_blocks: in
     return pieces
 
 
+def most_pieces(m: int, local_k: int, world_size: int, communicator_blocks: int = 0) -> int:
+    """How many pieces shards of up to ``m`` rows have at most. Smaller ones may have more than that of ``m``: rows of a piece are halved
+    while there are fewer pieces than senders, which gives less than two for each."""
+    return max(choose_pieces(m, local_k, world_size, communicator_blocks).count, 2 * (communicator_blocks or gemm.TYPICAL_SM_COUNT))
+
+
 @dataclass(frozen=True)
 class Workspace:
-    """What is gathered of left operands of (m, local_k) on each of ``world_size`` ranks, and how it lies in the arena."""
+    """What is gathered of left operands of (m, local_k) on each of ``world_size`` ranks, and how it lies in the arena: in slots for up to
+    ``capacity`` rows."""
 
     pieces: Pieces
+    capacity: int
     dtype: torch.dtype
     world_size: int
     scatters: bool = False
@@ -113,10 +125,13 @@ class Workspace:
         return self.pieces.local_k
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Of the fields in the arena."""
-        stride = gemm.row_stride(self.local_k)
-        return {"gathered_memory": 2 * self.world_size * self.m * stride * ELEMENT_BYTES, "flags": self.pieces.count}
+    def row_elements(self) -> int:
+        """from a row to the next"""
+        return gemm.row_stride(self.local_k)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.capacity * self.row_elements * ELEMENT_BYTES
 
     def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
@@ -128,8 +143,8 @@ class Workspace:
         }
 
     def gathered_map(self, gathered: int, tiling: Tiling) -> TensorMapSpec:
-        shape, stride = (2 * self.world_size, self.m, self.local_k), gemm.row_stride(self.local_k)
-        return TensorMapSpec(gathered, self.dtype, shape, (self.m * stride, stride, 1), (1, tiling.block_rows, gemm.PANEL))
+        shape, strides = (2 * self.world_size, self.m, self.local_k), (self.slot_bytes // ELEMENT_BYTES, self.row_elements, 1)
+        return TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL))
 
     def order(self, plan: Plan) -> GroupedTiles:
         """Pieces in the order in which a plan's tiles use them."""
@@ -143,7 +158,8 @@ class Workspace:
             "pieces": self.order(plan),
             "m": self.m,
             "k": self.local_k,
-            "row_bytes": gemm.row_stride(self.local_k) * ELEMENT_BYTES,
+            "row_bytes": self.row_elements * ELEMENT_BYTES,
+            "slot_bytes": self.slot_bytes,
             "piece_rows": self.pieces.rows,
             "piece_columns": self.pieces.columns,
             "communicator_blocks": plan.communicator_blocks,
@@ -192,14 +208,33 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 ALL_GATHER_GEMM = DeclaredKernel("all_gather_gemm", SOURCE, **FIELDS)
 
 
+@dataclass(frozen=True)
+class Memory:
+    """What is kept in the arena: room for shards of up to ``capacity`` rows, and flags of their pieces."""
+
+    reserved: Reserved
+    capacity: int
+
+
+def arena_sizes(m: int, local_k: int, world_size: int, pieces: int) -> dict[str, int]:
+    """Of the fields in the arena, for shards of up to ``m`` rows in up to as many pieces."""
+    return {"gathered_memory": 2 * world_size * m * gemm.row_stride(local_k) * ELEMENT_BYTES, "flags": pieces}
+
+
+def _memory(group: Group, m: int, local_k: int, communicator_blocks: Sequence[int]) -> Memory:
+    """Collective: for all sizes of up to ``m`` rows, sent by any of these numbers of blocks."""
+    pieces = max(most_pieces(m, local_k, group.world_size, blocks) for blocks in communicator_blocks)
+    return Memory(ALL_GATHER_GEMM.reserve(group, sizes=arena_sizes(m, local_k, group.world_size, pieces)), m)
+
+
 class AllGatherGemm:
     """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b. With ``scatters`` every rank
     has W m rows, and rank r gets rows [r m, (r + 1) m) of that product.
 
     a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks.
-    The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be
-    captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every block does. The
-    epilogue's bias (n), residual (m, n) and scale are this rank's."""
+    The result is laid out in the same way. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier
+    between them and can be captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every
+    block does. The epilogue's bias (n), residual (m, n) and scale are this rank's."""
 
     def __init__(
         self,
@@ -208,11 +243,11 @@ class AllGatherGemm:
         dtype: torch.dtype,
         group: Group | dist.ProcessGroup | None = None,
         *,
-        timeout_s: float = 10.0,
         communicator_blocks: int = 0,
         scatters: bool = False,
         epilogue: Epilogue = gemm.PLAIN,
         tiling: Tiling | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.group, self.epilogue, self._plain = group_of(group), epilogue, epilogue == gemm.PLAIN
         self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
@@ -226,8 +261,9 @@ class AllGatherGemm:
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
         self.communicator_blocks = communicator_blocks
-        self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size, scatters)
-        self.reserved = ALL_GATHER_GEMM.reserve(self.group, sizes=self.workspace.sizes, timeout_s=timeout_s)
+        self.memory = memory or _memory(self.group, m, local_k, [communicator_blocks])
+        pieces = choose_pieces(m, local_k, world_size, communicator_blocks)
+        self.workspace = Workspace(pieces, self.memory.capacity, dtype, world_size, scatters)
         self._launches = BoundLaunches[tuple[int, int, int, int]]()
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
@@ -242,7 +278,7 @@ class AllGatherGemm:
 
     def close(self) -> None:
         """Give the memory back, once no rank's calls use it."""
-        self.reserved.close()
+        self.memory.reserved.close()
 
     def plan_for(self, b: torch.Tensor) -> Plan:
         return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.group.sm_count, self.communicator_blocks, self.tilings)
@@ -261,8 +297,8 @@ class AllGatherGemm:
             )
         chosen = self.plan_for(b)
         tiling, place = chosen.tiling, self.group.place
-        gathered = self.reserved.addresses("gathered_memory")[self.group.rank]
-        return self.reserved.bind(
+        gathered = self.memory.reserved.addresses("gathered_memory")[self.group.rank]
+        return self.memory.reserved.bind(
             **tiling.shape(chosen.grid),
             resident=True,
             defines={**tiling.defines(a.dtype, "k", "mn", self.epilogue), "SCATTERS": int(space.scatters)},
@@ -277,18 +313,32 @@ class AllGatherGemm:
 def all_gather_gemm(
     group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN, n: int = 0
 ) -> AllGatherGemm:
-    """The group's one :class:`AllGatherGemm` of this kind and size; the first call is collective. It is tuned for ``n`` columns, the
-    same on all ranks; 0: it follows the model."""
-    k, tilings = group.world_size * local_k, gemm.tilings_for(group)
-    options: list[tuple[int, Tiling | None]] = [(0, None)]
-    if n:
-        best, *others = gemm.rank_tilings(m, n, k, group.sm_count, tilings=tilings)
-        options += [(0, tiling) for tiling in others[:2]] + [(blocks, best) for blocks in COMMUNICATOR_BLOCKS if not scatters]
-    shapes = (m * (group.world_size if scatters else 1), local_k), (k, max(1, n))
+    """The group's one :class:`AllGatherGemm` of this kind and size; the first call of a capacity is collective. It is tuned for ``n``
+    columns, the same on all ranks; 0: it follows the model."""
+    room = capacity(m)
+    blocks, tiling = _fastest(group, room, local_k, dtype, scatters, n) if n else (0, None)
+    memory = _of_capacity(group, room, local_k, dtype, scatters)
+    return AllGatherGemm(
+        m, local_k, dtype, group, communicator_blocks=blocks, scatters=scatters, epilogue=epilogue, tiling=tiling, memory=memory
+    )
+
+
+@per_group
+def _of_capacity(group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool) -> Memory:
+    """Memory for all sizes of up to ``m`` rows."""
+    return _memory(group, m, local_k, [0] if scatters else [0, *COMMUNICATOR_BLOCKS])
+
+
+@per_group
+def _fastest(group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool, n: int) -> tuple[int, Tiling | None]:
+    """Communicator blocks and tiling for a result of ``n`` columns; no tiling: what the model says."""
+    k = group.world_size * local_k
+    best, *others = gemm.rank_tilings(m, n, k, group.sm_count, tilings=gemm.tilings_for(group))
+    options: list[tuple[int, Tiling | None]] = [(0, None), *((0, tiling) for tiling in others[:2])]
+    options += [(blocks, best) for blocks in COMMUNICATOR_BLOCKS if not scatters]
 
     def make(option: tuple[int, Tiling | None]) -> AllGatherGemm:
         return AllGatherGemm(m, local_k, dtype, group, communicator_blocks=option[0], scatters=scatters, tiling=option[1])
 
-    kernel = "all_to_all_gemm" if scatters else "all_gather_gemm"
-    blocks, tiling = gemm.tuned(group, kernel, shapes, dtype, options, make)
-    return AllGatherGemm(m, local_k, dtype, group, communicator_blocks=blocks, scatters=scatters, epilogue=epilogue, tiling=tiling)
+    shapes = (m * (group.world_size if scatters else 1), local_k), (k, n)
+    return gemm.tuned(group, "all_to_all_gemm" if scatters else "all_gather_gemm", shapes, dtype, options, make)

@@ -259,10 +259,12 @@ TYPICAL_DEPTH = 2048
 
 def tuned_tiling(
     group: Group, kernel: str, m: int, n: int, dtype: torch.dtype, make: Callable[[Tiling], Multiplier], parts: int = 1
-) -> Tiling:
-    """Collective: the tiling by which an (m, n) product, of which a rank computes or owns ``m / parts`` rows at a time, is fastest."""
+) -> Tiling | None:
+    """Collective: the tiling by which an (m, n) product, of which a rank computes or owns ``m / parts`` rows at a time, is fastest. None if
+    it is the model's, which is then to be trusted with smaller sizes of this capacity too."""
     options = rank_tilings(m // parts, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
-    return tuned(group, kernel, ((m, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, make)
+    fastest = tuned(group, kernel, ((m, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, make)
+    return None if fastest == options[0] else fastest
 
 
 def operand_box(major: Major, span: int) -> tuple[int, int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device.host.declare import Buffer, DeclaredKernel, Epochs, Flags, Map
+from peerlane.device.host.declare import Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import gemm
+from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.errors import UsageError
 
@@ -31,13 +34,29 @@ GEMM_ALL_GATHER = DeclaredKernel(
 )
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Results of up to ``capacity`` rows, and a flag for each of their tiles."""
+
+    reserved: Reserved
+    capacity: int
+
+
+def _memory(group: Group, m: int, n: int, tilings: Sequence[Tiling]) -> Memory:
+    """Collective: for all sizes of up to ``m`` rows."""
+    grids = [(tiling, *tiling.grid(m, n)) for tiling in tilings]
+    flags = 1 + max(rows * columns * (tiling.rows // 64) for tiling, rows, columns in grids)
+    sizes = {"result": group.world_size * m * gemm.row_stride(n) * gemm.ELEMENT_BYTES, "flags": flags}
+    return Memory(GEMM_ALL_GATHER.reserve(group, sizes=sizes), m)
+
+
 class GemmAllGather:
     """``call(a, b)`` for one shape: every rank gets ``[a_0 @ b_0 | a_1 @ b_1 | ...]`` (m, W n), the same bits on all.
 
     a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, n and the dtype the same on all ranks, k as it comes, but
     not 0. The epilogue's bias (n) and residual (m, n) are of this rank's columns. The result lies in the arena and is valid until the next
-    call; if n is no multiple of 8, it is a copy. Creating one is collective. Calls in one stream need no barrier between them and can be
-    captured in a graph."""
+    call with the same memory; if n is no multiple of 8, it is a copy. Creating one is collective, unless its ``memory`` is given. Calls in
+    one stream need no barrier between them and can be captured in a graph."""
 
     def __init__(
         self,
@@ -48,7 +67,7 @@ class GemmAllGather:
         *,
         epilogue: Epilogue = gemm.PLAIN,
         tiling: Tiling | None = None,
-        timeout_s: float = 10.0,
+        memory: Memory | None = None,
     ) -> None:
         self.group, self.shape, self.dtype, self.epilogue = group_of(group), (m, n), dtype, epilogue
         world_size, sm_count = self.group.world_size, self.group.sm_count
@@ -58,29 +77,25 @@ class GemmAllGather:
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
         self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
-        self.maps = TensorMaps(self.group)
-        tiles, stride = tiling.grouped(m, n), gemm.row_stride(n)
-        count = tiles.rows * tiles.columns
-        self.bound = GEMM_ALL_GATHER.bind(
-            self.group,
-            **tiling.shape(min(count * tiling.blocks, sm_count)),
+        self.maps, self.memory = TensorMaps(self.group), memory or _memory(self.group, m, n, [tiling])
+        tiles, stride, reserved = tiling.grouped(m, n), gemm.row_stride(n), self.memory.reserved
+        # Blocks of columns side by side where they begin at multiples of 16 bytes, one behind the other elsewhere.
+        strides = (n, world_size * n, 1) if n == stride else (self.memory.capacity * stride, stride, 1)
+        box, addresses = (1, 64, gemm.PANEL), reserved.addresses("result")
+        self.bound = reserved.bind(
+            **tiling.shape(min(tiles.rows * tiles.columns * tiling.blocks, sm_count)),
             resident=True,
-            timeout_s=timeout_s,
             defines=tiling.defines(dtype, "k", "mn", epilogue),
-            sizes={"result": world_size * m * stride * gemm.ELEMENT_BYTES, "flags": 1 + count * (tiling.rows // 64)},
             tiles=tiles,
             n=n,
+            out=[TensorMapSpec(address, dtype, (world_size, m, n), strides, box) for address in addresses],
         )
-        # Blocks of columns side by side where they begin at multiples of 16 bytes, one behind the other elsewhere.
-        strides = (n, world_size * n, 1) if n == stride else (m * stride, stride, 1)
-        box, addresses = (1, 64, gemm.PANEL), self.bound.addresses("result")
-        self.bound.set(out=[TensorMapSpec(address, dtype, (world_size, m, n), strides, box) for address in addresses])
-        flat = self.bound.tensor("result", (world_size * m * stride,), dtype)
+        flat = reserved.tensor("result", (world_size * self.memory.capacity * stride,), dtype)
         self.result = flat.as_strided((m, world_size, n), (strides[1], strides[0], 1), flat.storage_offset())
 
     def close(self) -> None:
         """Give the memory back, once no rank's calls use it."""
-        self.bound.arena.close()
+        self.memory.reserved.close()
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         gemm.check_operands(a, b)
@@ -102,6 +117,14 @@ class GemmAllGather:
 
 @per_group
 def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
-    """The group's one :class:`GemmAllGather` of this size; the first call is collective. k is no part of it: ranks may differ."""
+    """The group's one :class:`GemmAllGather` of this size; the first call of a capacity is collective. k is no part of it: ranks may
+    differ. A result is valid until the next call of any size of its capacity."""
+    tiling, memory = _of_capacity(group, capacity(m), n, dtype)
+    return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
+
+
+@per_group
+def _of_capacity(group: Group, m: int, n: int, dtype: torch.dtype) -> tuple[Tiling | None, Memory]:
+    """The tiling that was measured to be best, if one was, and memory for all sizes of up to ``m`` rows."""
     tiling = gemm.tuned_tiling(group, "gemm_all_gather", m, n, dtype, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
-    return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling)
+    return tiling, _memory(group, m, n, gemm.tilings_for(group))

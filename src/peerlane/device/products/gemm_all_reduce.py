@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -12,8 +13,9 @@ from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.products import gemm, owner_sum
+from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gemm import Epilogue, Tiling
-from peerlane.device.products.owner_sum import OwnerSum, SumPlan
+from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
 
 SOURCE = r"""
@@ -29,12 +31,26 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 GEMM_ALL_REDUCE = DeclaredKernel("gemm_all_reduce", SOURCE, out=Map(MAX_RANKS), result=Buffer(align=1024), **owner_sum.FIELDS)
 
 
+def _plan(group: Group, m: int, n: int, dtype: torch.dtype, tiling: Tiling) -> SumPlan:
+    tiles = tiling.grouped(m, n)
+    numbers = -(-tiles.rows * tiles.columns // group.world_size)
+    flags = 2 * numbers * (tiling.rows // 64)
+    return SumPlan(m, n, dtype, tiling, tiles, numbers, numbers * tiling.rows, tiling.columns, flags)
+
+
+def _memory(group: Group, m: int, n: int, dtype: torch.dtype, tilings: Sequence[Tiling]) -> SumMemory:
+    """Collective: for all sizes of up to ``m`` rows."""
+    plans = [_plan(group, m, n, dtype, tiling) for tiling in tilings]
+    return SumMemory(GEMM_ALL_REDUCE, group, plans, buffers=1, result=m * gemm.row_stride(n) * gemm.ELEMENT_BYTES)
+
+
 class GemmAllReduce(OwnerSum):
     """``call(a, b)`` for one shape of result: every rank gets the sum over ranks of ``a @ b``, the same bits on all.
 
     a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, n and the dtype the same on all ranks, k as it comes, but
     not 0. The epilogue's bias, residual (m, n) and scale are the same on all ranks. The result lies in the arena and is valid until the
-    next call. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph."""
+    next call with the same memory. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between
+    them and can be captured in a graph."""
 
     def __init__(
         self,
@@ -45,7 +61,7 @@ class GemmAllReduce(OwnerSum):
         *,
         epilogue: Epilogue = gemm.PLAIN,
         tiling: Tiling | None = None,
-        timeout_s: float = 10.0,
+        memory: SumMemory | None = None,
     ) -> None:
         ranks = group_of(group)
         if dtype not in gemm.ELEMENT_TYPES or not m * n:
@@ -54,15 +70,11 @@ class GemmAllReduce(OwnerSum):
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
         tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
-        tiles = tiling.grouped(m, n)
-        numbers = -(-tiles.rows * tiles.columns // ranks.world_size)
-        flags = 2 * numbers * (tiling.rows // 64)
-        plan = SumPlan(m, n, dtype, tiling, tiles, numbers, numbers * tiling.rows, tiling.columns, flags, buffers=1)
-        stride = gemm.row_stride(n)
-        super().__init__(GEMM_ALL_REDUCE, plan, ranks, epilogue, timeout_s, {"result": m * stride * gemm.ELEMENT_BYTES})
-        places = [TensorPlace(address, dtype, (m, n), (stride, 1)) for address in self.bound.addresses("result")]
-        self.bound.set(out=[gemm.result_map(place.split(1)) for place in places])
-        self.result = self.bound.tensor("result", (m, stride), dtype)[:, :n]
+        memory, stride = memory or _memory(ranks, m, n, dtype, [tiling]), gemm.row_stride(n)
+        places = [TensorPlace(address, dtype, (m, n), (stride, 1)) for address in memory.reserved.addresses("result")]
+        out = [gemm.result_map(place.split(1)) for place in places]
+        super().__init__(memory, _plan(ranks, m, n, dtype, tiling), epilogue, out=out)
+        self.result = memory.reserved.tensor("result", (m, stride), dtype)[:, :n]
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         self.launch(self.plan.rows, a, b, terms)
@@ -71,6 +83,14 @@ class GemmAllReduce(OwnerSum):
 
 @per_group
 def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
-    """The group's one :class:`GemmAllReduce` of this size; the first call is collective. k is no part of it: ranks may differ."""
+    """The group's one :class:`GemmAllReduce` of this size; the first call of a capacity is collective. k is no part of it: ranks may
+    differ. A result is valid until the next call of any size of its capacity."""
+    tiling, memory = _of_capacity(group, capacity(m), n, dtype)
+    return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
+
+
+@per_group
+def _of_capacity(group: Group, m: int, n: int, dtype: torch.dtype) -> tuple[Tiling | None, SumMemory]:
+    """The tiling that was measured to be best, if one was, and memory for all sizes of up to ``m`` rows."""
     tiling = gemm.tuned_tiling(group, "gemm_all_reduce", m, n, dtype, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
-    return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling)
+    return tiling, _memory(group, m, n, dtype, gemm.tilings_for(group))

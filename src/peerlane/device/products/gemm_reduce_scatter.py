@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
 import torch
@@ -11,8 +12,9 @@ from peerlane.device.host.declare import U32, DeclaredKernel, Map
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.products import gemm, owner_sum
+from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gemm import Epilogue, Tiling
-from peerlane.device.products.owner_sum import OwnerSum, SumPlan
+from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
 
 SOURCE = r"""
@@ -28,12 +30,25 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 GEMM_REDUCE_SCATTER = DeclaredKernel("gemm_reduce_scatter", SOURCE, out=Map(), local_rows=U32, **owner_sum.FIELDS)
 
 
+def _plan(group: Group, rows: int, n: int, dtype: torch.dtype, tiling: Tiling) -> SumPlan:
+    """For ``rows`` rows of the result on each rank."""
+    tiles = tiling.grouped(rows, n, parts=group.world_size)
+    count = tiles.rows * tiles.columns
+    return SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64))
+
+
+def _memory(group: Group, rows: int, n: int, dtype: torch.dtype, tilings: Sequence[Tiling]) -> SumMemory:
+    """Collective: for all sizes of up to ``rows`` rows on each rank."""
+    return SumMemory(GEMM_REDUCE_SCATTER, group, [_plan(group, rows, n, dtype, tiling) for tiling in tilings], buffers=2)
+
+
 class GemmReduceScatter(OwnerSum):
     """``call(a, b)`` for one shape of result: rank r gets rows [r m / W, (r + 1) m / W) of the sum over ranks of ``a @ b``.
 
     a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m divisible by the world size; m, n and the dtype the same on
     all ranks, k as it comes, but not 0. The result is laid out in the same way; bias and residual (m / W, n) of the epilogue are this
-    rank's. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph."""
+    rank's. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between them and can be captured
+    in a graph."""
 
     def __init__(
         self,
@@ -44,7 +59,7 @@ class GemmReduceScatter(OwnerSum):
         *,
         epilogue: Epilogue = gemm.PLAIN,
         tiling: Tiling | None = None,
-        timeout_s: float = 10.0,
+        memory: SumMemory | None = None,
     ) -> None:
         ranks = group_of(group)
         world_size, rows = ranks.world_size, m // ranks.world_size
@@ -56,11 +71,8 @@ class GemmReduceScatter(OwnerSum):
         if tiling is None:
             tilings = gemm.tilings_for(ranks)
             tiling = gemm.choose_tiling(rows, n, gemm.TYPICAL_DEPTH, ranks.sm_count, parts=world_size, tilings=tilings)
-        tiles = tiling.grouped(rows, n, parts=world_size)
-        count = tiles.rows * tiles.columns
-        plan = SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64), buffers=2)
-        super().__init__(GEMM_REDUCE_SCATTER, plan, ranks, epilogue, timeout_s, {})
-        self.bound.set(local_rows=rows)
+        memory = memory or _memory(ranks, rows, n, dtype, [tiling])
+        super().__init__(memory, _plan(ranks, rows, n, dtype, tiling), epilogue, local_rows=rows)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         out = gemm.empty_aligned(self.plan.rows, self.plan.n, a)
@@ -70,7 +82,16 @@ class GemmReduceScatter(OwnerSum):
 
 @per_group
 def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmReduceScatter:
-    """The group's one :class:`GemmReduceScatter` of this size; the first call is collective. k is no part of it: ranks may differ."""
+    """The group's one :class:`GemmReduceScatter` of this size; the first call of a capacity is collective. k is no part of it: ranks may
+    differ."""
+    tiling, memory = _of_capacity(group, capacity(m // group.world_size), n, dtype)
+    return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
+
+
+@per_group
+def _of_capacity(group: Group, rows: int, n: int, dtype: torch.dtype) -> tuple[Tiling | None, SumMemory]:
+    """The tiling that was measured to be best, if one was, and memory for all sizes of up to ``rows`` rows on each rank."""
+    m = rows * group.world_size
     make = lambda option: GemmReduceScatter(m, n, dtype, group, tiling=option)  # noqa: E731
     tiling = gemm.tuned_tiling(group, "gemm_reduce_scatter", m, n, dtype, make, parts=group.world_size)
-    return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling)
+    return tiling, _memory(group, rows, n, dtype, gemm.tilings_for(group))

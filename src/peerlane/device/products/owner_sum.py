@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from peerlane.device.host.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map
+from peerlane.device.host.declare import U32, Buffer, DeclaredKernel, Epochs, Field, Flags, Map
 from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import gemm
-from peerlane.device.products.gemm import Epilogue, GroupedTiles, Tiling
+from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
 
 FIELDS: Mapping[str, Field] = {
@@ -30,7 +30,7 @@ FIELDS: Mapping[str, Field] = {
 
 @dataclass(frozen=True)
 class SumPlan:
-    """One kernel: the result of a call, the tiles of a rank, and its slots, (buffers W, slot_rows, slot_columns)."""
+    """One size: the result of a call, the tiles of a rank, and its slots, (slot_rows, slot_columns) for each source."""
 
     rows: int
     n: int
@@ -42,44 +42,59 @@ class SumPlan:
     slot_rows: int
     slot_columns: int
     flags: int
-    buffers: int
+
+    @property
+    def slot_stride(self) -> int:
+        """elements from a slot's row to the next"""
+        return gemm.row_stride(self.slot_columns)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slot_rows * self.slot_stride * ELEMENT_BYTES
 
     def lag(self, group: Group) -> int:
         """Own tiles come about a wave of tiles behind the others' of their number, which are on their way meanwhile."""
         return -(-group.sm_count // (self.tiling.blocks * group.world_size))
 
 
-class OwnerSum:
-    """A bound kernel of a plan, and the maps of its calls' tensors."""
+class SumMemory:
+    """What a kernel keeps in the arena, with room for each of some plans and for smaller ones. Creating it is collective.
 
-    def __init__(
-        self, declared: DeclaredKernel, plan: SumPlan, group: Group, epilogue: Epilogue, timeout_s: float, sizes: Mapping[str, int]
-    ) -> None:
-        tiling, world_size = plan.tiling, group.world_size
-        self.plan, self.group, self.epilogue, self.maps = plan, group, epilogue, TensorMaps(group)
-        stride = gemm.row_stride(plan.slot_columns)
-        self.bound: BoundKernel = declared.bind(
-            group,
-            **tiling.shape(min(world_size * plan.numbers * tiling.blocks, group.sm_count)),
+    ``buffers``: how many slots there are for each source; ``sizes``: those of further fields in the arena."""
+
+    def __init__(self, declared: DeclaredKernel, group: Group, plans: Sequence[SumPlan], buffers: int, **sizes: int) -> None:
+        self.slots, self.slot_bytes = buffers * group.world_size, max(plan.slot_bytes for plan in plans)
+        sizes |= {"slot_memory": self.slots * self.slot_bytes, "flags": max(plan.flags for plan in plans)}
+        self.reserved = declared.reserve(group, sizes=sizes, timeout_s=10.0)
+
+    def slot_map(self, address: int, plan: SumPlan, box_rows: int) -> TensorMapSpec:
+        """The slots of a plan, on the rank whose slot memory lies at this address."""
+        shape, stride = (self.slots, plan.slot_rows, plan.slot_columns), self.slot_bytes // ELEMENT_BYTES
+        return TensorMapSpec(address, plan.dtype, shape, (stride, plan.slot_stride, 1), (1, box_rows, gemm.PANEL))
+
+
+class OwnerSum:
+    """The launch of a plan, and the maps of its calls' tensors."""
+
+    def __init__(self, memory: SumMemory, plan: SumPlan, epilogue: Epilogue, **fields: Any) -> None:
+        tiling, group = plan.tiling, memory.reserved.group
+        self.memory, self.plan, self.group, self.epilogue, self.maps = memory, plan, group, epilogue, TensorMaps(group)
+        bases = memory.reserved.addresses("slot_memory")
+        self.bound = memory.reserved.bind(
+            **tiling.shape(min(group.world_size * plan.numbers * tiling.blocks, group.sm_count)),
             resident=True,
-            timeout_s=timeout_s,
             defines=tiling.defines(plan.dtype, "k", "mn", epilogue),
-            sizes={"slot_memory": plan.buffers * world_size * plan.slot_rows * stride * gemm.ELEMENT_BYTES, "flags": plan.flags, **sizes},
+            partials=memory.slot_map(bases[group.rank], plan, tiling.block_rows),
+            slots=[memory.slot_map(base, plan, 64) for base in bases],
             tiles=plan.tiles,
             n=plan.n,
             lag=plan.lag(group),
+            **fields,
         )
-
-        def slots(address: int, box_rows: int) -> TensorMapSpec:
-            shape = (plan.buffers * world_size, plan.slot_rows, plan.slot_columns)
-            return TensorMapSpec(address, plan.dtype, shape, (plan.slot_rows * stride, stride, 1), (1, box_rows, gemm.PANEL))
-
-        bases = self.bound.addresses("slot_memory")
-        self.bound.set(partials=slots(bases[group.rank], tiling.block_rows), slots=[slots(base, 64) for base in bases])
 
     def close(self) -> None:
         """Give the memory back, once no rank's calls use it."""
-        self.bound.arena.close()
+        self.memory.reserved.close()
 
     def launch(self, m: int, a: torch.Tensor, b: torch.Tensor, terms: gemm.Terms, **fields: Any) -> None:
         """Of operands (m, k) and (k, n), as ``gemm.aligned`` gives them."""

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from peerlane.device.host.declare import Buffer, DeclaredKernel, Flags, Map, structure
+from peerlane.device.host.declare import Buffer, DeclaredKernel, Flags, Map, Reserved, structure
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import all_gather_gemm, gemm
-from peerlane.device.products.all_gather_gemm import Workspace, choose_pieces, plan
+from peerlane.device.products.all_gather_gemm import Workspace, arena_sizes, choose_pieces, most_pieces, plan
+from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gemm import ELEMENT_BYTES, Activation, Epilogue, GroupedTiles, Tiling
 
 _TILINGS = [tiling for tiling in gemm.TILINGS if tiling.blocks == 1]
@@ -45,25 +46,23 @@ class Perceptron:
     """``call(x, w1, w2)`` for one shape: ``activation(A w1) w2`` for this rank's m rows of A = [x_0 | x_1 | ...].
 
     x (W m, local_k), w1 (W local_k, inner), w2 (inner, n): bfloat16 or float16, as ``gemm.aligned`` gives them. Shapes and dtype are the
-    same on all ranks. The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them
-    and can be captured in a graph."""
+    same on all ranks. The result is laid out in the same way. Creating the first of a capacity is collective. Calls in one stream need no
+    barrier between them and can be captured in a graph."""
 
     def __init__(self, group: Group, sizes: tuple[int, int, int, int], dtype: torch.dtype, activation: Activation, tiling: Tiling) -> None:
         m, local_k, inner, n = sizes
         self.group, self.m, self.n, self.tiling, self.maps = group, m, n, tiling, TensorMaps(group)
-        world = group.world_size
+        world, room = group.world_size, capacity(m)
         pieces = choose_pieces(m, local_k, world)
         # Where they are few, a piece for every block: a warp's loads and stores take longer than a signal.
         while pieces.rows > _LEAST_PIECE_ROWS and 2 * pieces.count <= group.sm_count:
             pieces = replace(pieces, rows=pieces.rows // 2)
-        space = Workspace(pieces, dtype, world, scatters=True)
+        space = Workspace(pieces, room, dtype, world, scatters=True)
         first = plan(pieces, inner, world * local_k, group.sm_count, tilings=[tiling])
-        second = tiling.grouped(m, n)
-        stride, done = gemm.row_stride(inner), first.tiles.rows * tiling.groups * first.tiles.columns
-        reserved = PERCEPTRON.reserve(group, sizes={**space.sizes, "hidden_memory": m * stride * ELEMENT_BYTES, "done": done})
-        gathered_at, hidden_at = (reserved.addresses(name)[group.rank] for name in ("gathered_memory", "hidden_memory"))
+        second, stride, memory = tiling.grouped(m, n), gemm.row_stride(inner), _memory(group, room, local_k, inner)
+        gathered_at, hidden_at = (memory.addresses(name)[group.rank] for name in ("gathered_memory", "hidden_memory"))
         hidden = TensorPlace(hidden_at, dtype, (m, inner), (stride, 1)).split(1)
-        self.bound = reserved.bind(
+        self.bound = memory.bind(
             **tiling.shape(min(group.sm_count, max(first.grid, second.rows * second.columns))),
             resident=True,
             defines=tiling.defines(dtype, "k", "mn", Epilogue(activation)),
@@ -74,10 +73,6 @@ class Perceptron:
             hidden=gemm.operand_map(hidden, "k", tiling.block_rows),
             second_tiles=second,
         )
-
-    def close(self) -> None:
-        """Give the memory back, once no rank's calls use it."""
-        self.bound.reserved.close()
 
     def __call__(self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         out, maps, world, tiling = gemm.empty_aligned(self.m, self.n, x), self.maps, self.group.world_size, self.tiling
@@ -96,7 +91,15 @@ class Perceptron:
 def perceptron(
     group: Group, m: int, local_k: int, inner: int, n: int, dtype: torch.dtype, activation: Activation = "silu"
 ) -> Perceptron | None:
-    """The group's one :class:`Perceptron` of this size, or None where its first product is more than a wave of tiles. The first call is
-    collective."""
+    """The group's one :class:`Perceptron` of this size, or None where its first product is more than a wave of tiles. The first call of a
+    capacity is collective."""
     tiling = choose_tiling(m, inner, group.world_size * local_k, group.sm_count)
     return None if tiling is None else Perceptron(group, (m, local_k, inner, n), dtype, activation, tiling)
+
+
+@per_group
+def _memory(group: Group, m: int, local_k: int, inner: int) -> Reserved:
+    """Memory for all sizes of up to ``m`` rows. Tiles of the first product are one wave, with two flags each at most."""
+    pieces = max(most_pieces(m, local_k, group.world_size), group.sm_count)
+    hidden = {"hidden_memory": m * gemm.row_stride(inner) * ELEMENT_BYTES, "done": 2 * group.sm_count}
+    return PERCEPTRON.reserve(group, sizes={**arena_sizes(m, local_k, group.world_size, pieces), **hidden})

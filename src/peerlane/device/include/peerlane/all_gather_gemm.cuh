@@ -31,7 +31,8 @@ namespace peerlane {
 //   u32 piece_columns          all of them if communicator blocks push, else that or a multiple of a step's depth
 //   u32 communicator_blocks    0: a warp of every compute block pushes
 //   const char* local          what `a` describes
-//   u64 gathered_memory        in the arena: what `gathered` describes
+//   u64 gathered_memory        in the arena: what `gathered` describes, in slots that lie `slot_bytes` apart
+//   u64 slot_bytes
 //   u64 flags, epochs          in the arena: Peers::flag_bytes(pieces.count()); u32[max_epoch_blocks]
 // and what the epilogue has.
 template <class Shape, int W, bool scatters, class Parameters>
@@ -133,16 +134,16 @@ struct AllGatherGemmRoles : Shape {
   private:
     __device__ void push(u64 at, const Rows& rows) const {
         if constexpr (scatters) {
+            const u64 shard_bytes = u64(parameters.m) * parameters.row_bytes;
             for (int k = 1; k < W; ++k) {
                 const int q = rank_after<W>(arena.rank, k);
-                peers(communicator).store_rows(q, gathered_place(at), parameters.local + q * shard_bytes() + at, rows);
+                peers(communicator).store_rows(q, gathered_place(at), parameters.local + q * shard_bytes + at, rows);
             }
         } else {
             peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);
         }
     }
-    __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.row_bytes; }
-    __device__ u64 gathered_place(u64 at) const { return parameters.gathered_memory + slot_of(arena.rank) * shard_bytes() + at; }
+    __device__ u64 gathered_place(u64 at) const { return parameters.gathered_memory + slot_of(arena.rank) * parameters.slot_bytes + at; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
     // Until `source` has sent what pieces of this column have of the block's rows from `row` on.

@@ -1,0 +1,21 @@
+"""Sizes that share memory in the arena.
+
+What a fused product keeps there has room for a power of two of rows, its capacity, and every size of that capacity uses it: so ranks
+allocate for a dozen capacities, not for every number of rows. Launches of all these sizes follow each other as those of one size do:
+
+* They take their epochs from the same counters, and all ranks launch the same sizes in the same order.
+* Slots lie as far apart as the capacity says, whatever the size of a launch. So the two buffers of launches e and e + 1 do not overlap, and
+  launch e + 2 may write to the buffer of launch e for the reason that each header gives, which no size is part of.
+* A flag may stand for another tile or piece in the next launch. It has one writer, whose launches run one after the other: if it has
+  reached epoch e, its writer has stored what it stands for in launch e, or has finished that launch.
+"""
+
+from __future__ import annotations
+
+LEAST_ROWS = 64
+"""Smaller sizes take one row of the smallest tiles, as this one does."""
+
+
+def capacity(rows: int) -> int:
+    """How many rows there is room for, where there has to be room for ``rows``: the next power of two."""
+    return max(LEAST_ROWS, 1 << (rows - 1).bit_length())
