@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -83,7 +84,7 @@ def read_regular(path: Path, limit: int, below: Path | None = None, *, follow: b
 
 
 @contextmanager
-def open_regular(path: Path, below: Path | None = None, *, follow: bool = False) -> Iterator[IO[bytes]]:
+def open_regular(path: Path, below: Path | None = None, *, follow: bool = False) -> Iterator[BufferedReader]:
     """Opens a regular file as :func:`read_regular` does. Neither a pipe nor a lease makes it wait."""
     with ExitStack() as stack:
         try:

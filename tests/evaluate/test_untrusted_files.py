@@ -15,7 +15,15 @@ import pytest
 
 from peerlane.cli._console import ExitCode
 
-GOOD = "import torch\nimport torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
+GOOD = """\
+import torch.distributed as dist
+
+
+def solution(tensor):
+    out = tensor.clone()
+    dist.all_reduce(out)
+    return out
+"""
 DISCOVER = """
 import json, sys
 from peerlane.evaluate import discover
@@ -130,7 +138,9 @@ def test_a_folder_that_you_name_may_be_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_rest_is_judged_and_the_exit_code_tells(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_rest_is_judged_and_the_exit_code_tells(
+    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "1_good_pytorch.py").write_text(GOOD)

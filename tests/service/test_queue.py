@@ -109,5 +109,7 @@ def test_a_rerun_needs_the_token_that_owns_the_job(tmp_path: Path) -> None:
         ask(queue, "a", "two")
     ask(queue, "a", "one", rerun=True)
     assert queue.state("a") == "queued"
+    ask(queue, "a", "two", rerun=True)
+    assert order(queue) == ["a"], "a result that is still to come serves both"
     with pytest.raises(NotOwner):
         ask(queue, "a", "two", rerun=True)

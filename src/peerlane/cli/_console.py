@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 WIDE, PIPED_TABLE = 240, 120
 """Columns when the output is no terminal: a sentence stays on one line, and a table fits an editor."""
+_MOST_REFUSED = 100
 
 
 class ExitCode(enum.IntEnum):
@@ -33,18 +34,18 @@ class ExitCode(enum.IntEnum):
     USAGE = 2
     """The request cannot be carried out; nothing was run."""
     NOT_CORRECT = 3
-    """A candidate was not shown to be correct, or failed in a launch mode that was asked for. ``not_run`` counts, too."""
+    """A candidate was not shown to be correct, or failed in a launch mode that was asked for; ``not_run`` and refused files count, too."""
     HARNESS = 4
     """peerlane itself failed; says nothing about any candidate."""
     INTERRUPTED = 130
 
 
-def exit_code(results: Sequence[Result]) -> ExitCode:
-    """Of an evaluation: a harness failure outweighs a candidate's."""
+def exit_code(results: Sequence[Result], *, complete: bool = True) -> ExitCode:
+    """Of an evaluation: a harness failure outweighs a candidate's. ``complete``: no candidate was refused unread."""
     if any(result.verdict.kind == "harness_error" for result in results):
         return ExitCode.HARNESS
     good = all(result.correct and not any(speed.status == "failed" for speed in result.speed) for result in results)
-    return ExitCode.OK if good else ExitCode.NOT_CORRECT
+    return ExitCode.OK if good and complete else ExitCode.NOT_CORRECT
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -68,6 +69,14 @@ def print_json(value: Any) -> None:
 def print_error(message: str) -> None:
     """One block on stderr."""
     print(f"peerlane: {message}", file=sys.stderr)
+
+
+def print_refused(refused: Sequence[str]) -> None:
+    """A line on stderr for each of the files that were refused, up to a hundred."""
+    for text in refused[:_MOST_REFUSED]:
+        print_error(text)
+    if len(refused) > _MOST_REFUSED:
+        print_error(f"{len(refused) - _MOST_REFUSED:,} more were refused")
 
 
 def read_result_files(files: Sequence[Path]) -> list[Result]:

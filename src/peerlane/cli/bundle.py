@@ -56,7 +56,7 @@ def verify(
     """Judge the candidates of a bundle anew, and say where the outcome differs from what the bundle claims.
 
     The outcome is kept beside the bundle, where `peerlane report` finds it. A second run continues a stopped one. Exit codes: 0
-    nothing differs, 1 something does.
+    nothing differs, 1 something does, 2 the bundle cannot be read.
 
     Example: peerlane verify model-a.peerlane.zip --sample 20
     """
@@ -68,7 +68,7 @@ def verify(
     opened = read_bundle(bundle)
     folder = out if out is not None else bundle.with_name(f"{bundle.name}.verified")
     run = opened.unpack(folder / "claimed")
-    claims = newest(read_results(run.path / FILE))
+    claims = opened.claims(run)
     chosen = claims if sample is None or sample >= len(claims) else random.SystemRandom().sample(claims, sample)
     chosen_device = choose_device(device)
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
@@ -78,7 +78,7 @@ def verify(
     found = verification(opened, claims, checks)
     write_atomically(verification_file(bundle), (found.model_dump_json(indent=2) + "\n").encode())
     if as_json:
-        print_json({"standing": found.standing, **found.model_dump(mode="json")})
+        print_json({"standing": found.standing, **found.model_dump(mode="json", exclude={"results", "environments"})})
     else:
         _print(opened, found)
     raise typer.Exit(ExitCode.CHECK_FAILED if found.standing == "differs" else ExitCode.OK)
@@ -90,7 +90,7 @@ def _candidates(run: RunFolder, claims: Sequence[Result]) -> list[CandidateFile]
 
     files = {}
     for key, path in run.candidates():
-        file = candidate_file(path)
+        file = candidate_file(path, run.path)
         files[key.problem, file.sha256] = replace(file, name=key.folder, problem=key.problem, labels=(("model", run.settings.model),))
     missing = [claim for claim in claims if (claim.problem.id, claim.candidate.sha256) not in files]
     if missing:

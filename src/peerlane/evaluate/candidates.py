@@ -142,7 +142,7 @@ def discover(
     """The candidates that the arguments name, in order. Folders give the numbered ``.py`` files in and below them, by number and name.
 
     ``note`` hears which problem a file means whose number is another's, and which files mean none and are skipped. ``refuse`` (by default
-    ``note``) hears of files that are not judged because they are links, no regular files, too large or unreadable: see :mod:`peerlane.files`.
+    ``note``) hears of files that are not judged because they are links, no regular files, too large or unreadable.
 
     ``reference`` stands for the problems' references and ``solutions`` for peerlane's own solutions; ``./solutions`` is a folder.
     Raises :class:`CandidateNotFound` for a path that does not exist or is empty, and if there is no candidate left.

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import struct
 import zipfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
-from peerlane.files import write_atomically
+from peerlane.files import open_regular, read_regular, write_atomically
 from peerlane.generate.judgements import settings_of
-from peerlane.generate.run_folder import RUN_FILE, RunFolder
+from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder
 from peerlane.results.reader import FILE, newest, read_results
 from peerlane.results.record import Record
 from peerlane.results.result import EnvironmentLine, Result
@@ -29,12 +34,26 @@ FORMAT: Final = 1
 MANIFEST = "manifest.json"
 ENDING = ".peerlane.zip"
 _MEMBER = re.compile(r"run\.json|results\.jsonl|\d{1,4}/\d{1,6}/(candidate\.py|sample\.json|steps/\d{1,4}/step\.json)", re.ASCII)
-_MOST_MEMBERS, _MOST_BYTES = 50_000, 1 << 30
+_MOST_MEMBERS, _MOST_BYTES, _MOST_PACKED_BYTES, _MOST_DIRECTORY_BYTES = 50_000, 1 << 30, 1 << 30, 16 << 20
+_LIMITS: Mapping[str, int] = {
+    MANIFEST: 16 << 20,
+    FILE: 64 << 20,
+    RUN_FILE: MOST_FACTS_BYTES,
+    "candidate.py": MOST_CODE_BYTES,
+    "sample.json": MOST_FACTS_BYTES,
+    "step.json": MOST_FACTS_BYTES,
+}
+"""Bytes of a file of each name."""
+_MOST_LINES, _MOST_LINE_BYTES = 100_000, 1 << 20  # of results.jsonl: the largest known line has 60 KiB
+_END_BYTES, _LONGER_END_BYTES = 22, 20  # of the records at the end of an archive, in front of its comment
+_LARGEST = 1e15  # of a figure of speed: microseconds of thirty years
+_METHODS = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "LZMA"}
+_JSON_KINDS = {list: "a list", type(None): "null", str: "a string", bool: "true or false"}
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 class Manifest(Record):
-    """What a bundle says of itself."""
+    """The description of a bundle, in the bundle."""
 
     format: Literal[1] = FORMAT
     peerlane: str
@@ -57,15 +76,62 @@ class Bundle:
     manifest: Manifest
 
     def unpack(self, folder: Path) -> RunFolder:
-        """The run, in a folder; files that are there already stay if they have the same contents. Raises UsageError for others."""
-        with zipfile.ZipFile(self.path) as archive:
-            for name in self.manifest.files:
-                file, data = folder / name, archive.read(name)
-                if file.is_file() and file.read_bytes() != data:
+        """Writes the run to a folder; files that are there already stay if they have the same contents.
+
+        Raises UsageError if a file there has other contents, or if the bundle is no longer the one that was read.
+        """
+        with _opened(self.path) as (_, archive):
+            for name, data in _contents(archive, self.path, self.manifest):
+                file = folder / name
+                if os.path.lexists(file) and read_regular(file, _LIMITS[file.name], folder) != data:
                     raise UsageError(f"{file} differs from the file in {self.path}: name another folder, or delete this one")
                 file.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(file, data)
-        return RunFolder.open(folder)
+        with _named(self.path, folder):
+            run = RunFolder.open(folder)
+        if run.settings.model != self.manifest.author:
+            raise UsageError(
+                f"{MANIFEST} in {self.path} names the author {self.manifest.author!r}, and {RUN_FILE} the model {run.settings.model!r}: "
+                "ask its author for another copy"
+            )
+        return run
+
+    def claims(self, run: RunFolder) -> list[Result]:
+        """The results in the unpacked bundle. Raises UsageError unless every line is a result, and for figures that no machine gives."""
+        notes: list[str] = []
+        with _named(self.path, run.path):
+            results = newest(read_results(run.path / FILE, notes))
+            if notes:
+                raise UsageError("\n".join(notes))
+            for key in run.sample_keys():
+                run.sample(key)
+                run.steps(key)
+        if len(results) != self.manifest.results:
+            raise UsageError(f"{FILE} in {self.path} holds {len(results)} results: {MANIFEST} says {self.manifest.results}")
+        for result in results:
+            if (largest := max(map(abs, _numbers(result.model_dump(include={"speed"}))), default=0.0)) > _LARGEST:
+                raise UsageError(
+                    f"{FILE} in {self.path}: the speed of {result.candidate.name} holds {largest:g}; expected at most {_LARGEST:g}"
+                )
+        return results
+
+
+@contextmanager
+def _named(path: Path, folder: Path) -> Iterator[None]:
+    """Errors about files of the unpacked bundle name the bundle, not the folder."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"{path}: {str(error).replace(f'{folder}{os.sep}', '')}") from None
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All numbers in nested lists and dicts."""
+    if isinstance(value, (int, float)):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
 
 
 def write_bundle(run_folder: Path, out: Path) -> Manifest:
@@ -73,7 +139,7 @@ def write_bundle(run_folder: Path, out: Path) -> Manifest:
     run = RunFolder.open(run_folder)
     file = run_folder / FILE
     results = newest(read_results(file)) if file.is_file() else []
-    hashes = {hashlib.sha256(path.read_bytes()).hexdigest() for _, path in run.candidates()}
+    hashes = {hashlib.sha256(run.read(path)).hexdigest() for _, path in run.candidates()}
     own = [result for result in results if result.candidate.sha256 in hashes]
     if not own:
         raise UsageError(f"{run_folder} holds no results of its candidates: run `peerlane eval {run_folder}` first")
@@ -101,55 +167,124 @@ def write_bundle(run_folder: Path, out: Path) -> Manifest:
 
 
 def _members(run: RunFolder, results: list[Result]) -> Iterator[tuple[str, bytes]]:
-    yield RUN_FILE, (run.path / RUN_FILE).read_bytes()
+    yield RUN_FILE, run.read(run.path / RUN_FILE, MOST_FACTS_BYTES)
     environments = {result.environment_hash: result.environment for result in results}
     lines = [EnvironmentLine(environment_hash=name, environment=environment) for name, environment in environments.items()]
     yield FILE, "".join(f"{line.model_dump_json()}\n" for line in (*lines, *results)).encode()
     for key in run.sample_keys():
         folder = run.path / key.folder
         for file in [folder / "candidate.py", folder / "sample.json", *sorted(folder.glob("steps/*/step.json"))]:
-            if file.is_file():
-                yield file.relative_to(run.path).as_posix(), file.read_bytes()
+            if os.path.lexists(file):
+                yield file.relative_to(run.path).as_posix(), run.read(file, _LIMITS[file.name])
 
 
 def is_bundle(path: Path) -> bool:
-    """Whether a path names a bundle: any zip file."""
-    return path.is_file() and path.suffix == ".zip"
+    """Tells whether a path names a bundle: any zip file, or a link of that name."""
+    return path.suffix == ".zip" and (path.is_file() or path.is_symlink())
 
 
 def read_bundle(path: Path) -> Bundle:
     """Reads and checks a bundle, whoever wrote it: names, sizes and hashes. Raises UsageError if anything is not as it must be."""
-    try:
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        with zipfile.ZipFile(path) as archive:
-            return Bundle(path, sha256, _checked(archive, path))
-    except OSError as error:
-        raise UsageError(f"cannot read the bundle {path}: {error.strerror}; expected a file of `peerlane bundle`") from None
-    except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, ValueError) as error:
-        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
-        raise UsageError(f"{path} is no bundle ({said}): expected a file of `peerlane bundle`") from None
+    with _opened(path) as (file, archive):
+        manifest = _read_manifest(archive, path)
+        for _ in _contents(archive, path, manifest):
+            pass
+        file.seek(0)
+        return Bundle(path, hashlib.file_digest(file, "sha256").hexdigest(), manifest)
 
 
-def _checked(archive: zipfile.ZipFile, path: Path) -> Manifest:
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BufferedReader, zipfile.ZipFile]]:
+    """The open file and the archive in it; raises UsageError for a file that is no archive of a bundle's size."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_PACKED_BYTES or _directory_bytes(file, size) > _MOST_DIRECTORY_BYTES:
+            raise _too_large(path)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                yield file, archive
+        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
+            raise UsageError(f"{path} is no bundle ({error}): expected a file of `peerlane bundle`") from None
+
+
+def _directory_bytes(file: BufferedReader, size: int) -> int:
+    """The size of the archive's table of members, from the record at its end. zipfile would read millions of them into the memory."""
+    last = _LONGER_END_BYTES + _END_BYTES + (1 << 16)
+    tail = os.pread(file.fileno(), last, max(0, size - last))
+    at = len(tail) - _END_BYTES
+    if at < 0 or not (tail.startswith(b"PK\5\6", at) and tail.endswith(b"\0\0")):  # as zipfile looks for it
+        at = tail.rfind(b"PK\5\6")
+    if tail.startswith(b"PK\6\7", max(0, at - _LONGER_END_BYTES)):  # zip64, which no bundle needs
+        return _MOST_DIRECTORY_BYTES + 1
+    return int.from_bytes(tail[at + 12 : at + 16], "little") if at >= 0 else 0
+
+
+def _too_large(path: Path) -> UsageError:
+    return UsageError(f"{path} is too large for a bundle: expected at most {_MOST_MEMBERS:,} files and {_MOST_BYTES >> 20:,} MiB")
+
+
+def _read_manifest(archive: zipfile.ZipFile, path: Path) -> Manifest:
     infos = archive.infolist()
     if len(infos) > _MOST_MEMBERS or sum(info.file_size for info in infos) > _MOST_BYTES:
-        raise UsageError(f"{path} is too large for a bundle: expected at most {_MOST_MEMBERS:,} files and {_MOST_BYTES >> 20:,} MiB")
-    found: dict[str, Any] = json.loads(_limited(archive, MANIFEST))
-    if found.get("format") != FORMAT:
-        raise UsageError(f"{path} has format {found.get('format')!r}: this peerlane ({__version__}) reads {FORMAT}")
-    manifest = Manifest.model_validate(found)
-    names = [info.filename for info in infos if info.filename != MANIFEST]
-    if sorted(names) != sorted(manifest.files):
-        raise UsageError(f"{path} does not hold the files that its manifest names; ask its author for another copy")
-    for name, digest in manifest.files.items():
+        raise _too_large(path)
+    names = [info.filename for info in infos]
+    if names.count(MANIFEST) != 1:
+        raise UsageError(f"{path} is no bundle (it holds no {MANIFEST}, or several): expected a file of `peerlane bundle`")
+    where = f"{path}: {MANIFEST}"
+    try:
+        found = json.loads(_member(archive, path, MANIFEST), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON ({str(error)[:200]}): expected a file of `peerlane bundle`") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{where} is {_JSON_KINDS.get(type(found), 'a number')}: expected an object")
+    if (version := found.get("format")) != FORMAT or version is True:
+        raise UsageError(f"{path} has format {version!r}: this peerlane ({__version__}) reads {FORMAT}")
+    try:
+        manifest = Manifest.model_validate(found)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise UsageError(f"{where}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}: expected a file of `peerlane bundle`") from None
+    for name in manifest.files:
         if not _MEMBER.fullmatch(name):
-            raise UsageError(f"{path} holds {name!r}: expected run.json, results.jsonl and files of samples alone")
-        if hashlib.sha256(_limited(archive, name)).hexdigest() != digest:
-            raise UsageError(f"{name} in {path} has another hash than the manifest says; ask its author for another copy")
+            raise UsageError(f"{path} holds {name!r}: expected {RUN_FILE}, {FILE} and files of samples alone")
+    if sorted(name for name in names if name != MANIFEST) != sorted(manifest.files):
+        raise UsageError(f"{path} does not hold the files that its manifest names; ask its author for another copy")
     return manifest
 
 
-def _limited(archive: zipfile.ZipFile, name: str) -> bytes:
-    """A member's bytes, never more than its header announced."""
-    with archive.open(name) as member:
-        return member.read(archive.getinfo(name).file_size)
+def _no_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _contents(archive: zipfile.ZipFile, path: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
+    """The members that the manifest names; raises UsageError for one that is missing or has another hash."""
+    for name, digest in manifest.files.items():
+        data = _member(archive, path, name)
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise UsageError(f"{name} in {path} has another hash than the manifest says; ask its author for another copy")
+        if name == FILE and (data.count(b"\n") > _MOST_LINES or max(map(len, data.split(b"\n"))) > _MOST_LINE_BYTES):
+            raise UsageError(f"{name} in {path} is too large: expected at most {_MOST_LINES:,} lines of {_MOST_LINE_BYTES:,} bytes")
+        yield name, data
+
+
+def _member(archive: zipfile.ZipFile, path: Path, name: str) -> bytes:
+    """A member's bytes: never more than its header announces, which is never more than a file of this name may have.
+
+    Only what `peerlane bundle` writes is decompressed. zipfile bounds the output of deflate, and not that of other methods.
+    """
+    where = f"{name} in {path}"
+    try:
+        info = archive.getinfo(name)
+    except KeyError:
+        raise UsageError(f"{where} is missing; ask its author for another copy") from None
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        method = _METHODS.get(info.compress_type, f"method {info.compress_type}")
+        raise UsageError(f"{where} is compressed by {method}: expected deflate, as `peerlane bundle` writes it")
+    limit = _LIMITS[name.rsplit("/", 1)[-1]]
+    if info.file_size > limit:
+        raise UsageError(f"{where} has {info.file_size:,} bytes: expected at most {limit:,}")
+    try:
+        with archive.open(info) as member:
+            return member.read(info.file_size)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError, ValueError, struct.error) as error:
+        raise UsageError(f"{where} cannot be decompressed ({error}); ask its author for another copy") from None
