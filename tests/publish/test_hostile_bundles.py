@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import struct
 import zipfile
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from peerlane.publish.page import render_page
 from peerlane.publish.verify import compare, verification, verification_file
 from peerlane.results.result import Result
 from peerlane.results.speed_record import Estimate, ModeSpeed
-from sample_results import measured, result
+from sample_results import measured, result, text_of
 from sample_runs import make_run
 
 Members = dict[str, bytes]
@@ -312,3 +313,132 @@ def test_a_bundle_is_a_regular_file(tmp_path: Path) -> None:
     (tmp_path / "a.zip").symlink_to("/dev/zero")
     with pytest.raises(UsageError, match=r"a\.zip"):
         read_bundle(tmp_path / "a.zip")
+
+
+# --- more attacks ---
+
+
+def test_millions_of_members_are_not_listed(good: Members, tmp_path: Path) -> None:
+    """A table of members of 17 MiB, with its size told truly, by zip64, and behind a false end."""
+    entry = struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", 20, 20, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"x"
+    table = entry * (17 * (1 << 20) // len(entry))
+
+    def end(size: int) -> bytes:
+        return struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 9, 9, size, 0, 0)
+
+    longer = struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 20, 20, 0, 0, 9, 9, len(table), 0)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(table), 1)
+    hidden = int.from_bytes(b"PK\5\6", "little")
+    for number, tail in enumerate((end(len(table)), longer + locator + end(0), end(hidden))):
+        path = tmp_path / f"{number}.zip"
+        path.write_bytes(table + tail)
+        with pytest.raises(UsageError, match="too large for a bundle"):
+            read_bundle(path)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\n" * 200_000, b'{"schema_version": 2, "type": "result", "diagnostics": [' + b"[]," * 500_000 + b"[]]}\n"]
+)
+def test_results_that_would_fill_the_memory_are_named(data: bytes, good: Members, tmp_path: Path) -> None:
+    assert "results.jsonl" in shown_or_refused(forged(tmp_path / "a.zip", good, results=data))
+
+
+def test_a_member_that_is_there_twice_is_refused(good: Members, tmp_path: Path) -> None:
+    for name in (MANIFEST, "results.jsonl"):
+        path = packed(tmp_path / f"{name}.zip", good)
+        with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+            archive.writestr(name, good[name])
+        with pytest.raises(UsageError, match=r"several|does not hold the files"):
+            read_bundle(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["001/0/steps/1/../candidate.py", "/etc/passwd", "001\\0\\candidate.py", "001/0/candidate.py\n", "١/0/candidate.py", "run.json/"],
+)
+def test_other_names_are_refused(name: str, good: Members, tmp_path: Path) -> None:
+    manifest = manifest_with(good, files={**json.loads(good[MANIFEST])["files"], name: sha256(b"x").hexdigest()})
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for member, data in {**good, MANIFEST: manifest, name: b"x"}.items():
+            archive.writestr(zipfile.ZipInfo(member), data)
+    with pytest.raises(UsageError, match=r"expected run\.json, results\.jsonl and files of samples alone"):
+        read_bundle(path)
+
+
+def test_another_name_of_a_sample_makes_no_second_one(good: Members, tmp_path: Path) -> None:
+    """A good sample must not count twice, as 001/0 and as 1/0."""
+    again = {name.replace("001/0/", f"{other}/"): data for other in ("1/0", "001/00") for name, data in good.items() if "001/0/" in name}
+    plain, doubled = (gather([forged(tmp_path / f"{len(more)}.zip", {**good, **more})]) for more in ({}, again))
+    assert len(again) >= 4 and len(doubled.samples) == len(plain.samples)
+
+
+def test_equal_hashes_with_other_figures_are_both_compared(tmp_path: Path) -> None:
+    """A forged result beside the honest one of the same candidate, as of an earlier evaluator."""
+    claims = make_run(tmp_path / "run", "m", (1,), good=1.0)
+    twin = claims[0].model_copy(
+        update={
+            "evaluator_version": "0.0.9",
+            "speed": tuple(speed.model_copy(update={"speedup": speed.speedup.scaled(40.0)}) for speed in claims[0].speed),  # type: ignore[union-attr]
+        }
+    )
+    (tmp_path / "run" / "results.jsonl").write_text(text_of(claims[0], twin))
+    write_bundle(tmp_path / "run", tmp_path / "a.zip")
+    bundle = read_bundle(tmp_path / "a.zip")
+    found = verification(bundle, bundle.claims(bundle.unpack(tmp_path / "there")), claims)
+    assert [finding.agreement for finding in found.findings] == ["confirmed", "differs"] and found.standing == "differs"
+
+
+def test_steps_that_nobody_judged_are_not_shown_as_verified(tmp_path: Path) -> None:
+    claims = make_run(tmp_path / "run", "m", (1, 2), 2, good=1.0, kind="agent")
+    write_bundle(tmp_path / "run", tmp_path / "a.zip")
+    bundle = read_bundle(tmp_path / "a.zip")
+    assert any(sample.attempt.steps for sample in gather([bundle.path]).samples)
+    verification_file(bundle.path).write_text(verification(bundle, claims, claims).model_dump_json())
+    assert not any(sample.attempt.steps for sample in gather([bundle.path]).samples)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{", '{"format": 1}', "\udcff"])
+def test_a_malformed_verification_is_named(text: str, good: Members, tmp_path: Path) -> None:
+    path = packed(tmp_path / "a.zip", good)
+    verification_file(path).write_bytes(text.encode(errors="surrogateescape"))
+    assert "a.zip.verified.json cannot be used" in shown_or_refused(path)
+
+
+def test_an_author_cannot_write_to_the_terminal(good: Members, tmp_path: Path) -> None:
+    run = {**json.loads(good["run.json"]), "model": "\x1b[2Jm\u202e\n"}
+    members = {**good, MANIFEST: manifest_with(good, author=run["model"])}
+    (sample, *_) = gather([forged(tmp_path / "a.zip", members, run=json.dumps(run).encode())]).samples
+    assert sample.author.isprintable()
+
+
+def test_a_result_that_names_a_device_as_its_code_is_shown_without(tmp_path: Path) -> None:
+    """The path of a candidate in a file of results is a stranger's word."""
+    candidate = result().candidate
+    for number, name in enumerate(("/dev/zero", str(tmp_path / "pipe"), "/etc/shadow")):
+        if name.endswith("pipe"):
+            os.mkfifo(name)
+        (tmp_path / f"{number}.jsonl").write_text(text_of(result(candidate=candidate.model_copy(update={"path": name}))))
+        (sample,) = gather([tmp_path / f"{number}.jsonl"]).samples
+        assert sample.code is None
+
+
+def test_a_run_with_a_hostile_file_is_left_out_by_name(tmp_path: Path) -> None:
+    make_run(tmp_path / "in" / "good", "good", (1, 2))
+    for number, name in enumerate(("candidate.py", "sample.json", "steps/1/step.json", "trace/x.svg")):
+        make_run(tmp_path / "in" / str(number), f"bad{number}", (1, 2), good=1.0)
+        file = tmp_path / "in" / str(number) / "001" / "0" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.unlink(missing_ok=True)
+        os.mkfifo(file)
+    found = gather([tmp_path / "in"])
+    assert {sample.author for sample in found.samples} == {"good"}
+    assert len(found.skipped) == 4 and all("is a pipe" in text for text in found.skipped), found.skipped
+
+
+def test_results_in_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", (1, 2))
+    (tmp_path / "more").mkdir()
+    os.mkfifo(tmp_path / "more" / "results.jsonl")
+    found = gather([tmp_path])
+    assert found.samples and "is a pipe" in " ".join(found.skipped)

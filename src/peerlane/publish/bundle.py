@@ -9,22 +9,20 @@ import hashlib
 import json
 import os
 import re
-import struct
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final, Literal, NoReturn
 
 from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
-from peerlane.files import open_regular, read_regular, write_atomically
+from peerlane.files import read_regular, write_atomically
 from peerlane.generate.judgements import settings_of
 from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder
+from peerlane.publish.archive import opened, read_member
 from peerlane.results.reader import FILE, newest, read_results
 from peerlane.results.record import Record
 from peerlane.results.result import EnvironmentLine, Result
@@ -34,7 +32,7 @@ FORMAT: Final = 1
 MANIFEST = "manifest.json"
 ENDING = ".peerlane.zip"
 _MEMBER = re.compile(r"run\.json|results\.jsonl|\d{1,4}/\d{1,6}/(candidate\.py|sample\.json|steps/\d{1,4}/step\.json)", re.ASCII)
-_MOST_MEMBERS, _MOST_BYTES, _MOST_PACKED_BYTES, _MOST_DIRECTORY_BYTES = 50_000, 1 << 30, 1 << 30, 16 << 20
+_MOST_MEMBERS, _MOST_BYTES = 50_000, 1 << 30
 _LIMITS: Mapping[str, int] = {
     MANIFEST: 16 << 20,
     FILE: 64 << 20,
@@ -45,9 +43,7 @@ _LIMITS: Mapping[str, int] = {
 }
 """Bytes of a file of each name."""
 _MOST_LINES, _MOST_LINE_BYTES = 100_000, 1 << 20  # of results.jsonl: the largest known line has 60 KiB
-_END_BYTES, _LONGER_END_BYTES = 22, 20  # of the records at the end of an archive, in front of its comment
 _LARGEST = 1e15  # of a figure of speed: microseconds of thirty years
-_METHODS = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "LZMA"}
 _JSON_KINDS = {list: "a list", type(None): "null", str: "a string", bool: "true or false"}
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -80,7 +76,7 @@ class Bundle:
 
         Raises UsageError if a file there has other contents, or if the bundle is no longer the one that was read.
         """
-        with _opened(self.path) as (_, archive):
+        with opened(self.path) as (_, archive):
             for name, data in _contents(archive, self.path, self.manifest):
                 file = folder / name
                 if os.path.lexists(file) and read_regular(file, _LIMITS[file.name], folder) != data:
@@ -185,7 +181,7 @@ def is_bundle(path: Path) -> bool:
 
 def read_bundle(path: Path) -> Bundle:
     """Reads and checks a bundle, whoever wrote it: names, sizes and hashes. Raises UsageError if anything is not as it must be."""
-    with _opened(path) as (file, archive):
+    with opened(path) as (file, archive):
         manifest = _read_manifest(archive, path)
         for _ in _contents(archive, path, manifest):
             pass
@@ -193,40 +189,10 @@ def read_bundle(path: Path) -> Bundle:
         return Bundle(path, hashlib.file_digest(file, "sha256").hexdigest(), manifest)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[BufferedReader, zipfile.ZipFile]]:
-    """The open file and the archive in it; raises UsageError for a file that is no archive of a bundle's size."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > _MOST_PACKED_BYTES or _directory_bytes(file, size) > _MOST_DIRECTORY_BYTES:
-            raise _too_large(path)
-        try:
-            with zipfile.ZipFile(file) as archive:
-                yield file, archive
-        except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as error:
-            raise UsageError(f"{path} is no bundle ({error}): expected a file of `peerlane bundle`") from None
-
-
-def _directory_bytes(file: BufferedReader, size: int) -> int:
-    """The size of the archive's table of members, from the record at its end. zipfile would read millions of them into the memory."""
-    last = _LONGER_END_BYTES + _END_BYTES + (1 << 16)
-    tail = os.pread(file.fileno(), last, max(0, size - last))
-    at = len(tail) - _END_BYTES
-    if at < 0 or not (tail.startswith(b"PK\5\6", at) and tail.endswith(b"\0\0")):  # as zipfile looks for it
-        at = tail.rfind(b"PK\5\6")
-    if tail.startswith(b"PK\6\7", max(0, at - _LONGER_END_BYTES)):  # zip64, which no bundle needs
-        return _MOST_DIRECTORY_BYTES + 1
-    return int.from_bytes(tail[at + 12 : at + 16], "little") if at >= 0 else 0
-
-
-def _too_large(path: Path) -> UsageError:
-    return UsageError(f"{path} is too large for a bundle: expected at most {_MOST_MEMBERS:,} files and {_MOST_BYTES >> 20:,} MiB")
-
-
 def _read_manifest(archive: zipfile.ZipFile, path: Path) -> Manifest:
     infos = archive.infolist()
     if len(infos) > _MOST_MEMBERS or sum(info.file_size for info in infos) > _MOST_BYTES:
-        raise _too_large(path)
+        raise UsageError(f"{path} is too large for a bundle: expected at most {_MOST_MEMBERS:,} files and {_MOST_BYTES >> 20:,} MiB")
     names = [info.filename for info in infos]
     if names.count(MANIFEST) != 1:
         raise UsageError(f"{path} is no bundle (it holds no {MANIFEST}, or several): expected a file of `peerlane bundle`")
@@ -268,23 +234,4 @@ def _contents(archive: zipfile.ZipFile, path: Path, manifest: Manifest) -> Itera
 
 
 def _member(archive: zipfile.ZipFile, path: Path, name: str) -> bytes:
-    """A member's bytes: never more than its header announces, which is never more than a file of this name may have.
-
-    Only what `peerlane bundle` writes is decompressed. zipfile bounds the output of deflate, and not that of other methods.
-    """
-    where = f"{name} in {path}"
-    try:
-        info = archive.getinfo(name)
-    except KeyError:
-        raise UsageError(f"{where} is missing; ask its author for another copy") from None
-    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        method = _METHODS.get(info.compress_type, f"method {info.compress_type}")
-        raise UsageError(f"{where} is compressed by {method}: expected deflate, as `peerlane bundle` writes it")
-    limit = _LIMITS[name.rsplit("/", 1)[-1]]
-    if info.file_size > limit:
-        raise UsageError(f"{where} has {info.file_size:,} bytes: expected at most {limit:,}")
-    try:
-        with archive.open(info) as member:
-            return member.read(info.file_size)
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError, ValueError, struct.error) as error:
-        raise UsageError(f"{where} cannot be decompressed ({error}); ask its author for another copy") from None
+    return read_member(archive, path, name, _LIMITS[name.rsplit("/", 1)[-1]])

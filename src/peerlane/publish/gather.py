@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -166,7 +167,7 @@ def _below(paths: Iterable[Path], skipped: list[str]) -> tuple[list[Path], list[
 
 def _read(path: Path, found: Gathered) -> list[Result]:
     """The results in a file. A file of something else, such as calibrations, is left out with a message."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
     try:
         results = read_results(path, found.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -93,7 +94,7 @@ def read_results(path: Path, notes: list[str] | None = None) -> list[Result]:
     """
     if path.is_dir():
         path /= FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UsageError(f"there is no file {path}: expected a {FILE} that `peerlane eval` wrote, or its folder")
     reader = ResultsReader(path)
     found = reader.notes()
