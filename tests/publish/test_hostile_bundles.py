@@ -295,6 +295,21 @@ def test_an_impossible_cost_is_named(value: str, good: Members, tmp_path: Path) 
     assert "a.zip" in said and "sample.json" in said
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda record: record["problem"].update(id=5), "is of code that the bundle lacks"),
+        (lambda record: record["candidate"].update(sha256="0" * 64), "is of code that the bundle lacks"),
+        (lambda record: record.update(world_size=10**6), "claims 1000000 ranks"),
+    ],
+)
+def test_a_result_that_cannot_be_checked_is_named(
+    change: Callable[[dict[str, Any]], None], said: str, good: Members, tmp_path: Path
+) -> None:
+    found = shown_or_refused(forged(tmp_path / "a.zip", good, results=edited(good, change)))
+    assert "a.zip" in found and said in found
+
+
 def test_another_author_than_the_runs_is_named(good: Members, tmp_path: Path) -> None:
     run = {**json.loads(good["run.json"]), "model": "somebody famous"}
     assert "author" in shown_or_refused(forged(tmp_path / "a.zip", good, run=json.dumps(run).encode()))

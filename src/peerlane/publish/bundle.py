@@ -43,6 +43,7 @@ _LIMITS: Mapping[str, int] = {
 }
 """Bytes of a file of each name."""
 _MOST_LINES, _MOST_LINE_BYTES = 100_000, 1 << 20  # of results.jsonl: the largest known line has 60 KiB
+_MOST_RANKS = 72  # of a claim, whose check starts as many processes
 _LARGEST = 1e15  # of a figure of speed: microseconds of thirty years
 _JSON_KINDS = {list: "a list", type(None): "null", str: "a string", bool: "true or false"}
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -93,22 +94,25 @@ class Bundle:
         return run
 
     def claims(self, run: RunFolder) -> list[Result]:
-        """The results in the unpacked bundle. Raises UsageError unless every line is a result, and for figures that no machine gives."""
+        """The results in the unpacked bundle, all of which can be checked. Raises UsageError for a file or line that is something else."""
         notes: list[str] = []
         with _named(self.path, run.path):
             results = newest(read_results(run.path / FILE, notes))
             if notes:
                 raise UsageError("\n".join(notes))
+            samples = {(key.problem, run.sample(key).sha256) for key in run.sample_keys()}
             for key in run.sample_keys():
-                run.sample(key)
                 run.steps(key)
         if len(results) != self.manifest.results:
             raise UsageError(f"{FILE} in {self.path} holds {len(results)} results: {MANIFEST} says {self.manifest.results}")
         for result in results:
+            where = f"{FILE} in {self.path}: the result of {result.candidate.name} on problem {result.problem.id}"
+            if (result.problem.id, result.candidate.sha256) not in samples:
+                raise UsageError(f"{where} is of code that the bundle lacks: ask its author for another copy")
+            if result.world_size > _MOST_RANKS:
+                raise UsageError(f"{where} claims {result.world_size} ranks: expected at most {_MOST_RANKS}")
             if (largest := max(map(abs, _numbers(result.model_dump(include={"speed"}))), default=0.0)) > _LARGEST:
-                raise UsageError(
-                    f"{FILE} in {self.path}: the speed of {result.candidate.name} holds {largest:g}; expected at most {_LARGEST:g}"
-                )
+                raise UsageError(f"{where} has a speed that holds {largest:g}: expected at most {_LARGEST:g}")
         return results
 
 
@@ -135,8 +139,8 @@ def write_bundle(run_folder: Path, out: Path) -> Manifest:
     run = RunFolder.open(run_folder)
     file = run_folder / FILE
     results = newest(read_results(file)) if file.is_file() else []
-    hashes = {hashlib.sha256(run.read(path)).hexdigest() for _, path in run.candidates()}
-    own = [result for result in results if result.candidate.sha256 in hashes]
+    hashes = {(key.problem, hashlib.sha256(run.read(path)).hexdigest()) for key, path in run.candidates()}
+    own = [result for result in results if (result.problem.id, result.candidate.sha256) in hashes]
     if not own:
         raise UsageError(f"{run_folder} holds no results of its candidates: run `peerlane eval {run_folder}` first")
     members = dict(_members(run, own))
@@ -147,7 +151,7 @@ def write_bundle(run_folder: Path, out: Path) -> Manifest:
         settings=tuple(map(str, settings_of(run, own))),
         node_classes=tuple(dict.fromkeys(str(result.node) for result in own)),
         suite={str(result.problem.id): result.problem.source_hash or "" for result in sorted(own, key=lambda item: item.problem.id)},
-        candidates=len(hashes),
+        candidates=len({sha256 for _, sha256 in hashes}),
         results=len(own),
         files={name: hashlib.sha256(data).hexdigest() for name, data in members.items()},
     )
