@@ -4,7 +4,8 @@ PeerlaneError
 ├── UsageError            the caller asked for something that cannot be (exit code 2)
 │   ├── UnknownProblem
 │   ├── UnknownPreset
-│   └── CandidateNotFound
+│   ├── CandidateNotFound
+│   └── FileRefused       a file of somebody else's is a link, no regular file, too large or unreadable
 ├── CandidateChanged      a candidate's file is no longer what it was when the run began
 ├── TrackForbids          a candidate uses what its track does not allow
 ├── MissingDependency     an optional part is not installed; the message names the install command
@@ -44,6 +45,10 @@ class UnknownPreset(UsageError):
 
 class CandidateNotFound(UsageError):
     """The candidate path does not exist or holds no candidate."""
+
+
+class FileRefused(UsageError):
+    """A file that others may have written is a link, is no regular file, is too large, or cannot be read."""
 
 
 class CandidateChanged(PeerlaneError):

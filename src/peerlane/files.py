@@ -1,17 +1,37 @@
-"""Files that several processes write: locks with a timeout, and contents that are there whole or not at all."""
+"""Files that several processes write, and files that strangers wrote.
+
+Shared files: locks with a time limit, and contents that are there whole or not at all. Files of strangers: only regular files of a limited
+size are read. No link is followed below a folder, nor at the end of a path; links in front of a folder that the user names are.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from io import BufferedReader
+from pathlib import Path, PurePath
 from typing import IO, Any
 
+from peerlane.errors import FileRefused
+
 _LOOK_S = 0.01
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe without a writer would be waited for
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+MOST_LEVELS, MOST_ENTRIES = 32, 200_000
+"""of a folder that is searched"""
 
 
 def lock(file: IO[Any], patience_s: float) -> bool:
@@ -45,3 +65,98 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def read_regular(path: Path, limit: int, below: Path | None = None, *, follow: bool = False) -> bytes:
+    """The contents of a regular file of at most ``limit`` bytes; raises FileRefused, which names the file and the reason.
+
+    Args:
+        path: of the file. A link is refused, also one to a file in the same folder.
+        below: a folder in front of ``path``: below it no folder may be a link either.
+        follow: whether ``path`` may be a link, as for a file that only its owner can put there.
+    """
+    with open_regular(path, below, follow=follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(limit + 1) if size <= limit else b""
+        if max(size, len(data)) > limit:
+            raise FileRefused(f"{shown_path(path)} has {max(size, len(data))} bytes: expected at most {limit}")
+        return data
+
+
+@contextmanager
+def open_regular(path: Path, below: Path | None = None, *, follow: bool = False) -> Iterator[BufferedReader]:
+    """Opens a regular file as :func:`read_regular` does. Neither a pipe nor a lease makes it wait."""
+    with ExitStack() as stack:
+        try:
+            beside = None if below is None else stack.enter_context(_opened_folder(below, path.relative_to(below).parts[:-1]))
+            name = path if beside is None else path.name
+            _must_be_regular(path, os.stat(name, dir_fd=beside, follow_symlinks=follow))
+            descriptor = os.open(name, _FILE | (0 if follow else os.O_NOFOLLOW), dir_fd=beside)
+            file = stack.enter_context(os.fdopen(descriptor, "rb"))
+            _must_be_regular(path, os.fstat(descriptor))  # another file may have taken the name in the meantime
+        except (OSError, ValueError) as error:  # ValueError: a name that holds a zero byte
+            why = getattr(error, "strerror", None) or error
+            raise FileRefused(f"cannot read {shown_path(path)}: {why}") from None
+        yield file
+
+
+def _must_be_regular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no regular file")
+        raise FileRefused(f"{shown_path(path)} is {kind}: expected a regular file" + (", not a link to one" if kind == "a link" else ""))
+
+
+@contextmanager
+def _opened_folder(folder: Path, names: tuple[str, ...]) -> Iterator[int]:
+    """A descriptor of the folder that these names lead to from ``folder``. Raises OSError, and FileRefused for a link among them."""
+    descriptor = os.open(folder, _FOLDER)
+    try:
+        for number, name in enumerate(names, 1):
+            if stat.S_ISLNK(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                raise FileRefused(f"{shown_path(folder.joinpath(*names[:number]))} is a link: expected a folder, not a link to one")
+            outer, descriptor = descriptor, os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(outer)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def find_files(folder: Path, wanted: Callable[[str], bool]) -> tuple[list[Path], list[str]]:
+    """Finds what has a wanted name in and below a folder, of whatever kind it is, and says which folders it did not enter and why.
+
+    Read what was found by ``read_regular(path, limit, below=folder)``. Names that begin with a dot or two underscores are left out.
+    """
+    found: list[Path] = []
+    refused: list[str] = []
+    waiting, seen = [PurePath()], 0
+    while waiting:
+        inner = waiting.pop()
+        try:
+            with _opened_folder(folder, inner.parts) as descriptor, os.scandir(descriptor) as entries:
+                for entry in entries:
+                    seen += 1
+                    path = folder / inner / entry.name
+                    if seen > MOST_ENTRIES:
+                        refused.append(f"{shown_path(folder)} holds more than {MOST_ENTRIES:,} files: the rest was not looked at")
+                        return sorted(found), refused
+                    if entry.name.startswith((".", "__")):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        if len(inner.parts) < MOST_LEVELS:
+                            waiting.append(inner / entry.name)
+                        else:
+                            refused.append(f"{shown_path(path)} is more than {MOST_LEVELS} folders deep")
+                    elif wanted(entry.name):
+                        found.append(path)
+                    elif entry.is_symlink() and entry.is_dir():
+                        refused.append(f"{shown_path(path)} is a link: expected a folder, not a link to one")
+        except FileRefused as error:
+            refused.append(str(error))
+        except OSError as error:
+            refused.append(f"cannot read the folder {shown_path(folder / inner)}: {error.strerror}")
+    return sorted(found), refused
+
+
+def shown_path(path: Path) -> str:
+    """The path as a message shows it: characters that a terminal would obey, or that cannot be printed, are escaped."""
+    return str(path) if str(path).isprintable() else ascii(str(path))

@@ -106,6 +106,24 @@ def test_what_is_refused_and_why(running: Running) -> None:
         judge.node()
 
 
+def test_only_its_owner_has_a_job_judged_again(running: Running) -> None:
+    source = f"{RIGHT}  # owned"
+    with http(running) as owner, http(running, OTHER) as other:
+        key = owner.post("/v1/jobs", json=job(source, modes=())).json()["id"]
+        first = owner.get(f"/v1/jobs/{key}", params={"wait": 20}).json()
+        assert first["state"] == "done"
+        assert other.post("/v1/jobs", json=job(source, modes=())).json() == first
+        answer = other.post("/v1/jobs", json=job(source, modes=(), rerun=True))
+        assert answer.status_code == 403 and "another token" in answer.json()["error"]
+        assert other.get(f"/v1/jobs/{key}").json() == first and running.judged[source] == 1
+        assert owner.post("/v1/jobs", json=job(source, modes=(), rerun=True)).status_code == 202
+        assert owner.get(f"/v1/jobs/{key}", params={"wait": 20}).json()["state"] == "done" and running.judged[source] == 2
+    with Client(running.url, OTHER, presets=("small",), modes=()) as judge:
+        with pytest.raises(UsageError, match="another token"):
+            judge.evaluate(1, source, rerun=True)
+        assert judge.evaluate(1, source).correct and running.judged[source] == 2
+
+
 def test_a_full_queue_and_a_full_share_are_told(tmp_path: Path) -> None:
     with serving(tmp_path, queue_limit=4, share=0.5) as running, http(running) as one, http(running, OTHER) as two:
         slow = one.post("/v1/jobs", json=job("# sleep 60")).json()["id"]

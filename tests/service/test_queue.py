@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.service.queue import MOST_TRIES, JobQueue, Outcome
+from peerlane.service.queue import MOST_TRIES, JobQueue, NotOwner, Outcome
 from peerlane.service.request import JobRequest
 from peerlane.service.settings import read_tokens
 
@@ -95,3 +95,21 @@ def test_tokens_are_read_from_private_files_alone(tmp_path: Path) -> None:
     file.write_text("one 0123456789abcdef\ntwo 0123456789abcdef\n")
     with pytest.raises(UsageError, match="same secret"):
         read_tokens(None, file)
+
+
+def test_a_rerun_needs_the_token_that_owns_the_job(tmp_path: Path) -> None:
+    """Whoever can guess a request could else put a finished job of others back to waiting, again and again."""
+    queue = JobQueue(tmp_path)
+    ask(queue, "a", "one")
+    assert order(queue) == ["a"]
+    for _ in range(2):  # that the other has asked for the same does not make it the owner
+        with pytest.raises(NotOwner):
+            ask(queue, "a", "two", rerun=True)
+        assert queue.state("a") == "done"
+        ask(queue, "a", "two")
+    ask(queue, "a", "one", rerun=True)
+    assert queue.state("a") == "queued"
+    ask(queue, "a", "two", rerun=True)
+    assert order(queue) == ["a"], "a result that is still to come serves both"
+    with pytest.raises(NotOwner):
+        ask(queue, "a", "two", rerun=True)

@@ -22,7 +22,8 @@ from peerlane.errors import UsageError
 from peerlane.results.reader import read_results
 from peerlane.service.client import Client
 from peerlane.service.node_check import CHEATS, check_node
-from peerlane.service.server import exclusive
+from peerlane.service.server import exclusive, listen, serve
+from peerlane.service.settings import ServiceSettings, Tokens
 
 TOKEN = "a-token-of-the-tests"
 RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
@@ -50,6 +51,16 @@ def served(folder: Path, port: int, *options: str) -> Iterator[subprocess.Popen[
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+@pytest.mark.parametrize(("uid", "warnings"), [(0, 1), (1000, 0)])
+def test_a_service_of_root_warns_once(
+    uid: int, warnings: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.setattr("uvicorn.Server.run", lambda *_, **__: None)
+    serve(ServiceSettings(tmp_path, world_size=2, isolation="L0", check=False), Tokens(), listen("127.0.0.1", 0, Tokens()), [])
+    assert capfd.readouterr().err.count("runs as root") == warnings
 
 
 def free_port() -> int:

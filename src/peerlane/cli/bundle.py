@@ -59,7 +59,7 @@ def verify(
     """Judge the candidates of a bundle anew, and say where the outcome differs from what the bundle claims.
 
     The outcome is kept beside the bundle, where `peerlane report` finds it. A second run continues a stopped one. Exit codes: 0
-    nothing differs, 1 something does.
+    nothing differs, 1 something does, 2 the bundle cannot be read.
 
     Example: peerlane verify model-a.peerlane.zip --sample 20
     """
@@ -71,7 +71,7 @@ def verify(
     opened = read_bundle(bundle)
     folder = out if out is not None else bundle.with_name(f"{bundle.name}.verified")
     run = opened.unpack(folder / "claimed")
-    claims = newest(read_results(run.path / FILE))
+    claims = opened.claims(run)
     claimed = claims if sample is None or sample >= len(claims) else random.SystemRandom().sample(claims, sample)
     chosen_device = choose_device(device)
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
@@ -81,7 +81,7 @@ def verify(
     verified = verification(opened, claims, checks)
     write_atomically(verification_file(bundle), (verified.model_dump_json(indent=2) + "\n").encode())
     if as_json:
-        print_json({"standing": verified.standing, **verified.model_dump(mode="json")})
+        print_json({"standing": verified.standing, **verified.model_dump(mode="json", exclude={"results", "environments"})})
     else:
         _print(opened, verified)
     raise typer.Exit(ExitCode.CHECK_FAILED if verified.standing == "differs" else ExitCode.OK)
@@ -93,11 +93,8 @@ def _candidates(run: RunFolder, claims: Sequence[Result]) -> list[CandidateFile]
 
     files = {}
     for key, path in run.candidates():
-        file = candidate_file(path)
+        file = candidate_file(path, run.path)
         files[key.problem, file.sha256] = replace(file, name=key.folder, problem=key.problem, labels=(("model", run.settings.model),))
-    missing = [claim for claim in claims if (claim.problem.id, claim.candidate.sha256) not in files]
-    if missing:
-        raise UsageError(f"{run.path} claims a result of {missing[0].candidate.name}, whose code it lacks: ask its author for another copy")
     return [files[claim.problem.id, claim.candidate.sha256] for claim in claims]
 
 

@@ -13,11 +13,12 @@ import typer
 
 from peerlane.cli.exit_codes import exit_code
 from peerlane.cli.options import ProblemFolders, one_of, positive_integers, words
-from peerlane.cli.output import console, print_json, table_room
+from peerlane.cli.output import console, print_json, print_refused, table_room
 from peerlane.cli.progress import progress
 from peerlane.cli.runs import run_to_judge
 from peerlane.errors import RunStopped, UsageError
 from peerlane.place import Device, Place
+from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.results.result import Result
@@ -75,8 +76,10 @@ def evaluate_candidates(
 ) -> None:
     """Judge candidates: right or wrong and why, and how fast.
 
-    Exit codes: 0 all correct; 2 the request cannot be carried out; 3 a candidate was not shown to be correct (not_run included); 4 peerlane
-    itself failed; 130 interrupted.
+    Files that are links, no regular files, too large or unreadable are named and not judged; the others are.
+
+    Exit codes: 0 all correct; 2 the request cannot be carried out; 3 a candidate was not shown to be correct (not_run and files that were
+    not judged included); 4 peerlane itself failed; 130 interrupted.
     """
     modes = tuple(cast(Mode, one_of(item, ("eager", "graph"), "--mode")) for item in words(mode, "--mode"))
     presets = words(preset, "--preset")
@@ -91,11 +94,14 @@ def evaluate_candidates(
 
     dispatcher = choose_dispatcher(on)
     notes: list[str] = []
+    refused: list[str] = []
     asked = None if track is None else cast(Track, one_of(track, ("open", "custom"), "--track"))
     run = run_to_judge(candidates, model, asked)
-    candidate_files = discover(candidates, notes.append) if run is None else run.candidates
+    candidate_files = discover(candidates, notes.append, refused.append) if run is None else run.candidates
+    refused += [] if run is None else run.refused
     for note in notes:
         console(stderr=True).print(note, highlight=False)
+    print_refused(refused)
     folder = Path(out) if out is not None else Path("peerlane-results") if run is None else run.folder
     shared = parse_ranks_per_gpu(ranks_per_gpu)
     sizes = sizes or dispatcher.world_sizes() or default_world_sizes(rank_device, shared)
@@ -133,7 +139,9 @@ def evaluate_candidates(
     else:
         print_results(results)
         console(stderr=True).print(f"results are in {folder}")
-    raise typer.Exit(exit_code(results))
+    if refused:
+        console(stderr=True).print(f"{counted(len(refused), 'file')} {'was' if len(refused) == 1 else 'were'} refused and not judged")
+    raise typer.Exit(exit_code(results, complete=not refused))
 
 
 def choose_device(text: str, *, emulated: bool = False) -> Device:

@@ -25,9 +25,11 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
-def exit_code(results: Sequence[Result]) -> ExitCode:
-    """Returns the exit code of an evaluation: a failure of the harness outweighs one of a candidate."""
+def exit_code(results: Sequence[Result], *, complete: bool = True) -> ExitCode:
+    """Returns the exit code of an evaluation: a failure of the harness outweighs one of a candidate.
+
+    ``complete``: no candidate was refused unread."""
     if any(result.verdict.kind == "harness_error" for result in results):
         return ExitCode.HARNESS
     good = all(result.correct and not any(speed.status == "failed" for speed in result.speed) for result in results)
-    return ExitCode.OK if good else ExitCode.NOT_CORRECT
+    return ExitCode.OK if good and complete else ExitCode.NOT_CORRECT

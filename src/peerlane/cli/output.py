@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 WIDE, PIPED_TABLE = 240, 120
 """Columns when the output is no terminal: a sentence stays on one line, and a table fits an editor."""
 
+_MOST_REFUSED = 100
+
 
 def console(*, stderr: bool = False) -> Console:
     """Returns a rich console on stdout or stderr, wide where there is no terminal."""
@@ -49,3 +51,11 @@ def read_result_files(files: Sequence[Path]) -> list[Result]:
     for note in notes:
         print_error(note)
     return results
+
+
+def print_refused(refused: Sequence[str]) -> None:
+    """Prints a line on stderr for each of the files that were refused, up to a hundred."""
+    for text in refused[:_MOST_REFUSED]:
+        print_error(text)
+    if len(refused) > _MOST_REFUSED:
+        print_error(f"{len(refused) - _MOST_REFUSED:,} more were refused")

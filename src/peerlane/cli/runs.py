@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peerlane.errors import UsageError
+from peerlane.errors import CandidateNotFound, UsageError
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunToJudge:
-    """The candidates of a run, the folder of its results, and the track that it was made for."""
+    """The candidates of a run, the folder of its results, the track that it was made for, and files that cannot be judged."""
 
     candidates: list[CandidateFile]
     folder: Path
     track: str
+    refused: list[str]
 
 
 def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | None = None) -> RunToJudge | None:
@@ -47,10 +48,17 @@ def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | Non
         if any(run.candidates()):
             run = RunFolder.open_or_create(path, run.settings)
     candidate_files: dict[tuple[int, str], CandidateFile] = {}
+    refused = []
     for key, file in run.candidates():
         labels = (("model", run.settings.model), ("sample", key.sample))
-        candidate = replace(candidate_file(file), name=key.folder, problem=key.problem, labels=labels)
+        try:
+            candidate = replace(candidate_file(file, path), name=key.folder, problem=key.problem, labels=labels)
+        except CandidateNotFound as error:
+            refused.append(f"{error}; it is skipped")
+            continue
         candidate_files.setdefault((key.problem, candidate.sha256), candidate)
+    if not candidate_files and refused:
+        raise UsageError(refused[0])
     if not candidate_files:
         raise UsageError(f"{path} holds no candidates: expected PROBLEM/SAMPLE/candidate.py, such as 013/0/candidate.py")
-    return RunToJudge(list(candidate_files.values()), path, run.settings.track)
+    return RunToJudge(list(candidate_files.values()), path, run.settings.track, refused)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from peerlane.errors import CandidateChanged, CandidateNotFound
+from peerlane.errors import CandidateChanged, CandidateNotFound, FileRefused
+from peerlane.files import find_files, read_regular, shown_path
 from peerlane.problem_files import slugs
 from peerlane.problem_names import resolve
 from peerlane.results.record import Track
@@ -21,7 +23,8 @@ Backend = Literal["pytorch", "cuda", "triton", "reference"]
 
 REFERENCE = "reference"
 SOLUTIONS = "solutions"
-_MOST_BYTES = 2 << 20  # of a file: a message carries it, in which a byte may take six
+MOST_BYTES = 2 << 20  # of a file: a message carries it, in which a byte may take six
+_MOST_NAMED = 20  # files, in one error
 _CUDA_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension", "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
 
 
@@ -69,9 +72,9 @@ class CandidateFile:
         if self.text is not None:
             return self.text.decode("latin-1")
         try:
-            data = self.path.read_bytes()
-        except OSError as error:
-            raise CandidateChanged(f"{self.path} cannot be read any more: {error.strerror}; put it back and run again") from None
+            data = read_regular(self.path, MOST_BYTES)
+        except FileRefused as error:
+            raise CandidateChanged(f"the candidate cannot be read any more: {error}; put it back and run again") from None
         if (digest := hashlib.sha256(data).hexdigest()) != self.sha256:
             raise CandidateChanged(
                 f"{self.path} has changed since the run began: got sha256 {digest[:12]}, expected {self.sha256[:12]}; run again to judge it"
@@ -84,16 +87,20 @@ def reference_candidate() -> CandidateFile:
     return CandidateFile(REFERENCE, None, digest, "reference", None)
 
 
-def candidate_file(path: Path) -> CandidateFile:
-    """The candidate in a file; raises :class:`CandidateNotFound` if it cannot be read, or is none that a record and a message can hold."""
-    if not str(path.resolve()).isprintable():
-        raise CandidateNotFound(f"the path of the candidate {str(path)!a} has characters that cannot be printed: rename it")
+def candidate_file(path: Path, below: Path | None = None) -> CandidateFile:
+    """The candidate in a regular file; raises :class:`CandidateNotFound` for any other, and for one that no record and message can hold.
+
+    ``below``: a folder that strangers may have filled, below which no link is followed.
+    """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise CandidateNotFound(f"cannot read the candidate {path}: {error.strerror}") from None
+        data = read_regular(path, MOST_BYTES, below)
+    except FileRefused as error:
+        raise CandidateNotFound(str(error)) from None
+    whole = path.resolve()
+    if not str(whole).isprintable():
+        raise CandidateNotFound(f"the path of the candidate {shown_path(path)} has characters that cannot be printed: rename it")
     named = resolve(path.stem, slugs())
-    found = _candidate(path.stem, path.resolve(), data, named.problem if named else None)
+    found = _candidate(path.stem, whole, data, named.problem if named else None)
     return replace(found, note=named.note if named else "")
 
 
@@ -108,8 +115,8 @@ def candidate_text(source: str | bytes, problem: int | None = None, name: str = 
 
 
 def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> CandidateFile:
-    if len(data) > _MOST_BYTES:
-        raise CandidateNotFound(f"the candidate {path} has {len(data)} bytes: expected at most {_MOST_BYTES}")
+    if len(data) > MOST_BYTES:
+        raise CandidateNotFound(f"the candidate {path} has {len(data)} bytes: expected at most {MOST_BYTES}")
     source = data.decode(errors="replace")
     return CandidateFile(
         name,
@@ -134,53 +141,66 @@ def _backend(stem: str, source: str) -> Backend:
     return "pytorch"
 
 
-def discover(arguments: Sequence[str], note: Callable[[str], None] = lambda _: None) -> list[CandidateFile]:
+def discover(
+    arguments: Sequence[str], note: Callable[[str], None] = lambda _: None, refuse: Callable[[str], None] | None = None
+) -> list[CandidateFile]:
     """The candidates that the arguments name, in order. Folders give the numbered ``.py`` files in and below them, by number and name.
 
-    ``note`` hears which problem a file means whose number is another's. Files whose names mean none, and files of a folder that cannot be
-    candidates, are skipped with a note.
+    ``note`` hears which problem a file means whose number is another's, and which files mean none and are skipped. ``refuse`` (by default
+    ``note``) hears of files that are not judged because they are links, no regular files, too large or unreadable.
 
     ``reference`` stands for the problems' references and ``solutions`` for peerlane's own solutions; ``./solutions`` is a folder.
-    Raises :class:`CandidateNotFound` for a path that does not exist or is empty, and for a folder without candidates.
+    Raises :class:`CandidateNotFound` for a path that does not exist or is empty, and if there is no candidate left.
     """
     found: list[CandidateFile] = []
     skipped: list[str] = []
+    refused: list[str] = []
     for argument in arguments:
         if not argument:  # an unset variable of a shell, more likely than the working directory
             raise CandidateNotFound("got '' for a candidate: expected a .py file or a folder; '.' is the current one")
         path = PACKAGE / SOLUTIONS if argument == SOLUTIONS else Path(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())
-        elif path.is_dir():
-            found += _in_folder(path, skipped)
-        elif path.is_file():
-            found += _named([candidate_file(path)], skipped)
+        elif os.path.isdir(path):
+            found += _in_folder(path, skipped, refused)
+        elif os.path.lexists(path):
+            found += _named(_readable([path], None, refused), skipped)
         else:
             raise CandidateNotFound(
                 f"there is no candidate {argument!r}: expected a .py file, a folder, or the word {REFERENCE!r} or {SOLUTIONS!r}"
             )
-    if skipped and not found:
-        raise CandidateNotFound("; ".join(skipped))
+    if not found and (refused or skipped):
+        raise CandidateNotFound("; ".join([*refused, *skipped][:_MOST_NAMED]))
+    for text in refused:
+        (refuse or note)(f"{text}; it is skipped")
     for text in (*(f"{text}; it is skipped" for text in skipped), *(f"{item.path}: {item.note}" for item in found if item.note)):
         note(text)
     return found
 
 
-def _in_folder(folder: Path, skipped: list[str]) -> list[CandidateFile]:
+def _in_folder(folder: Path, skipped: list[str], refused: list[str]) -> list[CandidateFile]:
     """The candidates below a folder, each named by its path there: samples of one problem have the same file name."""
-    inside = []
-    files = [item for item in folder.rglob("*.py") if resolve(item.stem, slugs()) is not None]
-    for file in files:
-        parts = file.relative_to(folder).with_suffix("").parts
-        if any(part.startswith((".", "__")) for part in parts):
-            continue
-        try:
-            inside.append(replace(candidate_file(file), name="/".join(parts)))
-        except CandidateNotFound as error:
-            skipped.append(str(error))
-    if not inside and not skipped:
+    known = slugs()
+    files, unread = find_files(folder, lambda name: name.endswith(".py") and resolve(name.removesuffix(".py"), known) is not None)
+    inside = _readable(files, folder, refused)
+    refused += unread
+    if not inside and not skipped and not refused:
         raise CandidateNotFound(f"no candidates in {folder}: expected files named <id>_<name>_<backend>.py, in it or below it")
     return _named(sorted(inside, key=lambda item: (item.problem or 0, item.name)), skipped)
+
+
+def _readable(files: Sequence[Path], folder: Path | None, refused: list[str]) -> list[CandidateFile]:
+    """The candidates in those files that can be read."""
+    found = []
+    for file in files:
+        try:
+            candidate = candidate_file(file, folder)
+        except CandidateNotFound as error:
+            refused.append(str(error))
+        else:
+            name = file.stem if folder is None else "/".join(file.relative_to(folder).with_suffix("").parts)
+            found.append(replace(candidate, name=name))
+    return found
 
 
 def _named(candidates: list[CandidateFile], skipped: list[str]) -> list[CandidateFile]:

@@ -19,8 +19,8 @@ def setting_of(result: Result) -> Setting:
 
 def settings_of(run: RunFolder, results: Iterable[Result]) -> list[Setting]:
     """Returns the settings under which candidates of the run were judged, the most frequent first."""
-    hashes = {record.sha256 for key in run.sample_keys() if (record := run.sample(key)).sha256}
-    counts = Counter(setting_of(result) for result in results if result.candidate.sha256 in hashes)
+    own = {(key.problem, run.sample(key).sha256) for key in run.sample_keys()}
+    counts = Counter(setting_of(result) for result in results if (result.problem.id, result.candidate.sha256) in own)
     return [setting for setting, _ in counts.most_common()]
 
 

@@ -14,31 +14,53 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from peerlane.errors import UsageError
-from peerlane.files import write_atomically
+from peerlane.errors import FileRefused, UsageError
+from peerlane.files import read_regular, write_atomically
 from peerlane.generate.attempts import Attempt, Speedup, Usage
 from peerlane.generate.machine import Machine
+from peerlane.results.record import Mode
+from peerlane.results.sanitize import sanitize
 from peerlane.version import __version__
 
 FORMAT = 1
 RUN_FILE = "run.json"
-_SAMPLE_FOLDER = re.compile(r"(\d{1,4})/(\d{1,6})")
+MOST_CODE_BYTES, MOST_FACTS_BYTES = 2 << 20, 1 << 20
+"""of a candidate; of ``run.json``, ``sample.json`` and ``step.json``. Samples may be by strangers."""
+_SAMPLE_FOLDER = re.compile(r"(\d{1,4})/(\d{1,6})", re.ASCII)
 
 Kind = Literal["generate", "agent", "candidates"]
 Status = Literal["code", "no_code"]
 
 
+_OF_SEVERAL_LINES = ("error", "feedback")
+Count = Annotated[int, Field(ge=0, le=10**15)]
+Amount = Annotated[float, Field(ge=0, le=1e9)]
+Factor = Annotated[float, Field(gt=0, le=1e9)]
+"""Numbers whose sums and products stay finite, whoever wrote them."""
+
+
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)  # readers ignore what they do not know
+    """Base of all records of a run. Readers ignore fields that they do not know. Texts are made printable."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _readable(cls, value: Any, info: ValidationInfo) -> Any:
+        return sanitize(value, lines=info.field_name in _OF_SEVERAL_LINES)
+
+
+_AnyRecord = TypeVar("_AnyRecord", bound=_Record)
 
 
 class RunSettings(_Record):
@@ -76,13 +98,13 @@ class SampleRecord(_Record):
     stop_reason: str = ""
     limit: str | None = Field(default=None, description="which limit ended an agent's episode")
     error: str | None = None
-    input_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
-    cached_tokens: int = 0
-    cost_usd: float | None = None
-    calls: int = 0
-    seconds: float = 0.0
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+    reasoning_tokens: Count = 0
+    cached_tokens: Count = 0
+    cost_usd: Amount | None = None
+    calls: Count = 0
+    seconds: Amount = 0.0
     finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @classmethod
@@ -111,8 +133,15 @@ class StepRecord(_Record):
     tool: str
     verdict: str
     sha256: str
-    speedups: dict[str, tuple[float, float, float]] = Field(default_factory=dict, description="by mode: low, median, high")
+    speedups: dict[Mode, tuple[Factor, Factor, Factor]] = Field(default_factory=dict, description="by mode: low, median, high")
     feedback: str = ""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for mode, values in self.speedups.items():
+            if list(values) != sorted(values):
+                raise ValueError(f"a speedup needs low <= median <= high, got {', '.join(map(str, values))} in {mode} mode")
+        return self
 
     def attempt(self, key: SampleKey) -> Attempt:
         """Returns the step as metrics count it."""
@@ -142,11 +171,10 @@ class RunFolder:
         """Opens the run in a folder; raises UsageError if there is none, or one of another format."""
         file = path / RUN_FILE
         try:
-            data = json.loads(file.read_text())
-        except OSError as error:
-            reason = error.strerror or error
-            raise UsageError(f"{path} is no run: {RUN_FILE} cannot be read ({reason}); make one with `peerlane generate`") from None
-        except ValueError as error:
+            data = json.loads(read_regular(file, MOST_FACTS_BYTES))
+        except FileRefused as error:
+            raise UsageError(f"{path} is no run: {error}; make one with `peerlane generate`") from None
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{file} is not JSON: {error}; restore it, or use another --out") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -174,13 +202,15 @@ class RunFolder:
         return cls(path, settings)
 
     def sample_keys(self) -> list[SampleKey]:
-        """Returns the samples that there are: those done and those that hold a candidate, in order."""
-        keys = []
+        """Returns the samples that are done or hold a candidate, in order. Links count: reading them is refused."""
+        found = []
         for folder in self.path.glob("*/*"):
-            match = _SAMPLE_FOLDER.fullmatch(folder.relative_to(self.path).as_posix())
-            if match and ((folder / "sample.json").is_file() or (folder / "candidate.py").is_file()):
-                keys.append(SampleKey(int(match[1]), int(match[2])))
-        return sorted(keys)
+            name = folder.relative_to(self.path).as_posix()
+            match = _SAMPLE_FOLDER.fullmatch(name)
+            key = SampleKey(int(match[1]), int(match[2])) if match else None
+            if key is not None and key.folder == name and any(os.path.lexists(folder / file) for file in ("sample.json", "candidate.py")):
+                found.append(key)  # 13/0 and 013/00 are no other names of 013/0
+        return sorted(found)
 
     def is_done(self, key: SampleKey) -> bool:
         """Tells whether the sample was finished."""
@@ -218,36 +248,41 @@ class RunFolder:
         write_atomically(folder / "candidate.py", source.encode(errors="replace"))
         write_atomically(folder / "step.json", (record.model_dump_json(indent=2) + "\n").encode())
 
+    def read(self, path: Path, limit: int = MOST_CODE_BYTES) -> bytes:
+        """Reads a file in the run, which strangers may have made; raises FileRefused, see :mod:`peerlane.files`."""
+        return read_regular(path, limit, self.path)
+
     def sample(self, key: SampleKey) -> SampleRecord:
         """Reads a sample's facts; one without ``sample.json`` is a candidate from elsewhere. Raises UsageError for a damaged file."""
         folder = self.path / key.folder
         file, candidate = folder / "sample.json", folder / "candidate.py"
-        if not file.is_file():
-            return SampleRecord(problem=key.problem, sample=key.sample, status="code", sha256=_sha256(candidate))
-        try:
-            record = SampleRecord.model_validate_json(file.read_text())
-        except ValidationError as error:
-            raise UsageError(f"{file} is damaged: {error.errors()[0]['msg']}; delete it, and run the same command again") from None
+        sha256 = hashlib.sha256(self.read(candidate)).hexdigest() if os.path.lexists(candidate) else None
+        if not os.path.lexists(file):
+            return SampleRecord(problem=key.problem, sample=key.sample, status="code", sha256=sha256)
         # An edited candidate is another candidate: what counts is the file as it is.
-        return record.model_copy(update={"sha256": _sha256(candidate) if candidate.is_file() else None})
+        return self._record(file, SampleRecord).model_copy(update={"sha256": sha256})
 
     def steps(self, key: SampleKey) -> list[StepRecord]:
-        """Returns what an agent had judged, in order."""
+        """Returns what an agent had judged, in order; raises UsageError for a damaged file."""
         files = (self.path / key.folder / "steps").glob("*/step.json")
-        return sorted((StepRecord.model_validate_json(file.read_text()) for file in files), key=lambda record: record.step)
+        return sorted((self._record(file, StepRecord) for file in files), key=lambda record: record.step)
+
+    def _record(self, file: Path, kind: type[_AnyRecord]) -> _AnyRecord:
+        try:
+            return kind.model_validate_json(self.read(file, MOST_FACTS_BYTES))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = f"{'.'.join(map(str, fault['loc']))}: " if fault["loc"] else ""
+            raise UsageError(f"{file} is damaged: {where}{fault['msg']}; delete it, and run the same command again") from None
 
     def candidates(self) -> Iterator[tuple[SampleKey, Path]]:
-        """Yields the candidate files, in order."""
+        """Yields the candidate files, in order, of whatever kind they are: read them by :meth:`read`."""
         for key in self.sample_keys():
             path = self.path / key.folder / "candidate.py"
-            if path.is_file():
+            if os.path.lexists(path):
                 yield key, path
 
 
 def is_run(path: Path) -> bool:
     """Tells whether a folder holds a run."""
     return (path / RUN_FILE).is_file()
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

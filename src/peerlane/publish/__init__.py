@@ -1,1 +1,1 @@
-"""What others read: the page of results, and bundles of a run that others can verify."""
+"""Publishes results: as a page, and as bundles of a run that others can verify."""

@@ -24,7 +24,7 @@ THRESHOLDS = tuple(0.125 * 2 ** (step / 8) for step in range(8 * 7 + 1))
 
 
 class BoardKey(NamedTuple):
-    """What results must share to stand on one board. ``family``: of presets, such as production."""
+    """Properties that results on one board share. ``family``: of presets, such as production."""
 
     node: NodeClass
     track: str
@@ -167,7 +167,7 @@ class Board:
         ]
 
     def verdicts(self) -> list[dict[str, Any]]:
-        """How many samples of each author ended in each verdict."""
+        """Counts the samples of each author by verdict."""
         return [
             {"author": author, "verdict": verdict, "n": count}
             for author in self.authors

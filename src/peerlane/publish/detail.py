@@ -1,4 +1,4 @@
-"""What a page shows of one candidate: its code with highlighting, the verdict with its evidence, and the times of its blocks.
+"""Prepares what a page shows of one candidate: its code with highlighting, the verdict with its evidence, and the times of its blocks.
 
 Everything here may be hostile text. Text leaves as ``Markup`` only where this module made all of its tags.
 """
@@ -85,7 +85,7 @@ _LEXER = _CandidateLexer(stripnl=False)
 
 
 def facts(result: Result) -> Iterator[tuple[str, str]]:
-    """Where the result comes from, as names and values."""
+    """Returns the origin of the result, as names and values."""
     yield "sha256", result.candidate.sha256
     yield "judged", f"{result.finished_at:%Y-%m-%d %H:%M} UTC, run {result.run_id}"
     yield "machine", str(result.node)

@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from peerlane.errors import UsageError
+from peerlane.errors import FileRefused, UsageError
+from peerlane.files import find_files, read_regular
 from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
-from peerlane.generate.run_folder import RunFolder, is_run
+from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, is_run
 from peerlane.publish.bundle import is_bundle, read_bundle
 from peerlane.publish.verify import read_verification
-from peerlane.results.reader import FILE, newest, read_results
+from peerlane.results.reader import FILE, MOST_BYTES, newest, read_results
 from peerlane.results.result import Result
 from peerlane.version import PACKAGE
 
 REFERENCE = "reference"
 UNNAMED = "candidates"
 TRACES = "trace"
-_MOST_TRACES = 4
+_MOST_TRACES, _MOST_TRACE_BYTES = 4, 16 << 20
 
 Standing = Literal["own", "verified", "unverified", "differs"]
-"""How far a result can be trusted: judged by the page's author, judged anew from a bundle, only claimed in one, or found to differ."""
+"""Trust in a result: judged by the page's author, judged anew from a bundle, only claimed in one, or found to differ.
+
+Figures of ``own`` and ``verified`` samples were measured by the keeper, who makes the page; the others are claims."""
 
 
-_SUFFIXES: dict[Standing, str] = {"own": "", "verified": "", "unverified": ", not verified", "differs": ", differs"}
+WHOSE: Mapping[Standing, str] = {
+    "own": "",
+    "verified": "figures measured by the keeper of this page",
+    "unverified": "figures claimed by the author, not verified",
+    "differs": "figures claimed by the author; the keeper found others",
+}
+"""Sentences that name who vouches for the figures of a sample."""
+_SUFFIXES: Mapping[Standing, str] = {"own": "", "verified": "", "unverified": ", not verified", "differs": ", differs"}
 
 
 class Task(NamedTuple):
-    """What is counted: a problem at a preset."""
+    """The unit of counting: a problem at a preset."""
 
     problem: int
     preset: str
@@ -86,7 +97,7 @@ class Gathered:
 
 
 def gather(paths: Sequence[Path]) -> Gathered:
-    """What lies under these paths; a folder gives the runs and the files of results in and below it, not its bundles.
+    """Collects the samples under these paths; a folder gives the runs and the files of results in and below it, not its bundles.
 
     Raises UsageError for a path that does not exist, and if nothing was judged.
     """
@@ -95,10 +106,13 @@ def gather(paths: Sequence[Path]) -> Gathered:
         if not path.exists():
             raise UsageError(f"there is no {path}: expected a run, a bundle, a {FILE}, or a folder of them")
     bundles = [path for path in paths if is_bundle(path)]
-    runs, files = _below(path for path in paths if path not in bundles)
+    runs, files = _below((path for path in paths if path not in bundles), found.skipped)
     names = _Names()
     for run in map(RunFolder.open, runs):
-        found.samples += _samples_of_run(run, _read(run.path / FILE, found), names.new(run.settings.model))
+        try:
+            found.samples += list(_samples_of_run(run, _read(run.path / FILE, found), names.new(run.settings.model)))
+        except FileRefused as error:
+            found.skipped.append(f"{run.path} is left out: {error}")
     for bundle in map(read_bundle, bundles):
         checked = read_verification(bundle)
         standing: Standing = "unverified" if checked is None else checked.standing
@@ -106,7 +120,13 @@ def gather(paths: Sequence[Path]) -> Gathered:
         with tempfile.TemporaryDirectory(prefix="peerlane-bundle-") as scratch:
             run = bundle.unpack(Path(scratch))
             author = names.new(f"{run.settings.model}{_SUFFIXES[standing]}")
-            samples = list(_samples_of_run(run, read_results(run.path / FILE, found.notes), author))
+            results = bundle.claims(run)
+            verified = checked is not None and standing == "verified"
+            if checked is not None and verified:
+                results = checked.keepers_results()
+            samples = list(_samples_of_run(run, results, author))
+            if verified:  # nobody has judged the steps of an agent again
+                samples = [replace(sample, attempt=replace(sample.attempt, steps=())) for sample in samples]
         found.samples += [replace(sample, standing=standing) for sample in samples]
     found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found)))
     if not found.samples:
@@ -127,7 +147,7 @@ class _Names:
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
 
-def _below(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+def _below(paths: Iterable[Path], skipped: list[str]) -> tuple[list[Path], list[Path]]:
     """Runs, and files of results that are in no run."""
     runs: dict[Path, None] = {}
     files: dict[Path, None] = {}
@@ -135,17 +155,19 @@ def _below(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
         if path.is_file():
             files[path] = None
             continue
-        for folder in [path, *sorted(item.parent for item in path.rglob("run.json"))]:
+        inside, refused = find_files(path, lambda name: name == RUN_FILE or name.endswith(".jsonl"))
+        skipped += refused
+        for folder in [path, *(file.parent for file in inside if file.name == RUN_FILE)]:
             if is_run(folder):
                 runs[folder] = None
-        found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob("*.jsonl"))
+        found = [path / FILE] if (path / FILE).is_file() else [file for file in inside if file.suffix == ".jsonl"]
         files |= dict.fromkeys(file for file in found if not any(run in file.parents for run in runs))
     return list(runs), list(files)
 
 
 def _read(path: Path, found: Gathered) -> list[Result]:
     """The results in a file. A file of something else, such as calibrations, is left out with a message."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return []
     try:
         results = read_results(path, found.notes)
@@ -153,7 +175,7 @@ def _read(path: Path, found: Gathered) -> list[Result]:
         found.skipped.append(str(error))
         return []
     if results:
-        found.files.append((str(path), hashlib.sha256(path.read_bytes()).hexdigest()))
+        found.files.append((str(path), hashlib.sha256(read_regular(path, MOST_BYTES, follow=True)).hexdigest()))
     return results
 
 
@@ -166,8 +188,9 @@ def _samples_of_run(run: RunFolder, results: Sequence[Result], author: str) -> I
             folder = f"{attempt.problem:03d}/{attempt.sample}"
             named = None if result is None else _named(result, folder)
             file = files.get(folder)
-            traces = tuple((path.stem, path.read_bytes()) for path in sorted((run.path / folder / TRACES).glob("*.svg"))[:_MOST_TRACES])
-            yield Sample(author, attempt, like, named, None if file is None else file.read_bytes(), traces=traces)
+            pictures = sorted((run.path / folder / TRACES).glob("*.svg"))[:_MOST_TRACES]
+            traces = tuple((path.stem, run.read(path, _MOST_TRACE_BYTES)) for path in pictures)
+            yield Sample(author, attempt, like, named, None if file is None else run.read(file), traces=traces)
 
 
 def _named(result: Result, name: str) -> Result:
@@ -192,8 +215,8 @@ def _code(result: Result) -> bytes | None:
     own = PACKAGE / "solutions" / Path(result.candidate.path).name
     for path in (Path(result.candidate.path), own):
         try:
-            data = path.read_bytes()
-        except OSError:
+            data = read_regular(path, MOST_CODE_BYTES)
+        except FileRefused:
             continue
         if hashlib.sha256(data).hexdigest() == result.candidate.sha256:
             return data

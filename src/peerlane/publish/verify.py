@@ -1,17 +1,21 @@
-"""Compares what a bundle claims with what another evaluation of its candidates found."""
+"""Compares what a bundle claims with what another evaluation of its candidates found.
+
+The author of a bundle claims; the keeper of a leaderboard checks. All room in the comparison comes from the keeper's measurement.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from peerlane.errors import UsageError
+from peerlane.errors import FileRefused, UsageError
+from peerlane.files import read_regular
 from peerlane.generate.attempts import UNJUDGED
 from peerlane.publish.bundle import Bundle
 from peerlane.results.record import Record
@@ -20,9 +24,15 @@ from peerlane.results.speed_record import ModeSpeed
 from peerlane.version import __version__
 
 Agreement = Literal["confirmed", "verdict_only", "differs", "not_judged"]
-"""confirmed: the verdict, and the speeds if any were claimed. verdict_only: claimed speeds were not measured again on such a machine."""
+"""confirmed: the verdict, and the speeds if any were claimed. verdict_only: claimed speeds were not measured again on such a machine, or
+too coarsely."""
 SPEED_MARGIN = 0.1
-"""Two measurements of one speedup on machines of one class may lie this far apart, beyond their intervals and noise floors."""
+"""A claimed speed may be larger by this much, and by what the keeper's own measurement leaves open."""
+COARSEST = 0.5
+"""A measurement that leaves more open than this says nothing about a claim: a candidate could otherwise make room by disturbing it."""
+
+
+_MOST_BYTES = 256 << 20
 
 
 class Finding(Record):
@@ -38,15 +48,21 @@ class Finding(Record):
 
 
 class Verification(Record):
-    """The outcome for a bundle, as a file beside it."""
+    """The outcome for a bundle, as a file beside it. The keeper of a leaderboard writes it: whoever runs ``peerlane verify``."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     bundle_sha256: str
     peerlane: str
     verified_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
     node_classes: tuple[str, ...]
     claimed: int = Field(ge=1, description="results in the bundle")
     findings: tuple[Finding, ...]
+    results: tuple[Result, ...] = Field(description="the keeper's, one for every finding")
+    environments: dict[str, dict[str, Any]] = Field(description="of these results, by hash")
+
+    def keepers_results(self) -> list[Result]:
+        """Returns the keeper's results with their environments."""
+        return [result.model_copy(update={"environment": self.environments.get(result.environment_hash, {})}) for result in self.results]
 
     @property
     def standing(self) -> Literal["verified", "unverified", "differs"]:
@@ -69,7 +85,7 @@ class Verification(Record):
 
 
 class Question(NamedTuple):
-    """What a claim and its check have in common."""
+    """Properties that a claim and its check share."""
 
     problem: int
     sha256: str
@@ -111,17 +127,20 @@ def verification(bundle: Bundle, claims: Sequence[Result], checks: Iterable[Resu
     """Each claim beside its check. Claims without a check were not looked at, and have no finding."""
     by_question = {Question.of(check): check for check in checks}
     pairs = [(claim, check) for claim in claims if (check := by_question.get(Question.of(claim))) is not None]
+    found = list({Question.of(check): check for _, check in pairs}.values())
     return Verification(
         bundle_sha256=bundle.sha256,
         peerlane=__version__,
         node_classes=tuple(dict.fromkeys(str(check.node) for _, check in pairs)),
         claimed=len(claims),
         findings=tuple(compare(claim, check) for claim, check in pairs),
+        results=tuple(found),
+        environments={check.environment_hash: check.environment for check in found},
     )
 
 
 def compare(claim: Result, check: Result) -> Finding:
-    """Whether a check confirms a claim. Speeds compare within one class of machine alone."""
+    """Compares a claim with its check. Speeds compare within one class of machine alone."""
     agreement, said = _agreement(claim, check)
     hashes = (claim.problem.source_hash, check.problem.source_hash)
     if agreement == "differs" and None not in hashes and hashes[0] != hashes[1]:
@@ -147,23 +166,40 @@ def _agreement(claim: Result, check: Result) -> tuple[Agreement, str]:
         return "confirmed", ""
     if claim.node != check.node:
         return "verdict_only", f"claimed on {claim.node}, judged on {check.node}"
-    said = []
+    said: list[str] = []
+    coarse: list[str] = []
     for mode, speed in claimed.items():
         found = check.speed_in(mode)
         if found is None:
             why = next((item for item in check.speed if item.mode == mode), None)
             if why is not None and why.status == "failed":
                 return "differs", f"{mode}: claimed {_text(speed)}, found that it failed: {why.reason}"
-            return "verdict_only", f"{mode}: not measured again"
-        if not _near(speed, found):
-            said.append(f"{mode}: claimed {_text(speed)}, found {_text(found)}")
-    return ("differs", "; ".join(said)) if said else ("confirmed", "")
+            coarse.append(f"{mode}: not measured again")
+        elif (open_part := _left_open(found)) > COARSEST:
+            coarse.append(f"{mode}: the measurement is too coarse to confirm a speed: it leaves {open_part:.0%} open")
+        else:
+            said += [f"{mode}: {text}" for text in _excesses(speed, found)]
+    if said:
+        return "differs", "; ".join(said)
+    return ("verdict_only", "; ".join(coarse)) if coarse else ("confirmed", "")
 
 
-def _near(claim: ModeSpeed, check: ModeSpeed) -> bool:
-    """Whether the claim's interval, widened by both noise floors and the margin, meets the check's. A claim that is too low is near."""
-    room = (1 + SPEED_MARGIN) * (1 + claim.noise_floor) * (1 + check.noise_floor)
-    return claim.speedup.low <= check.speedup.high * room
+def _left_open(speed: ModeSpeed) -> float:
+    """Returns the share by which another honest measurement may differ: the noise floor and half of the interval."""
+    return speed.noise_floor + speed.speedup.half_width
+
+
+def _excesses(claim: ModeSpeed, check: ModeSpeed) -> Iterator[str]:
+    """Names the figures of a claim that the keeper's check does not bear out. The claim's own noise floor and interval give no room."""
+    room = (1 + SPEED_MARGIN) * (1 + _left_open(check))
+    ends = [(getattr(claim.speedup, name), getattr(check.speedup, name)) for name in ("low", "median", "high")]
+    if any(claimed > found * room for claimed, found in ends):
+        yield f"claimed {_text(claim)}, found {_text(check)}"
+    found_shares = {item.ceilings: item.candidate for item in check.utilisation}
+    for item in claim.utilisation:
+        share = found_shares.get(item.ceilings)
+        if share is not None and item.candidate > share * room:
+            yield f"claimed {item.candidate:.0%} of the roofline ({item.ceilings}), found {share:.0%}".replace("%", " %")
 
 
 def _text(speed: ModeSpeed) -> str:
@@ -171,7 +207,7 @@ def _text(speed: ModeSpeed) -> str:
 
 
 def verification_file(bundle: Path) -> Path:
-    """Where the verification of a bundle lies."""
+    """The path of a bundle's verification."""
     return bundle.with_name(f"{bundle.name}.verified.json")
 
 
@@ -181,7 +217,8 @@ def read_verification(bundle: Bundle) -> Verification | None:
     if not file.is_file():
         return None
     try:
-        found = Verification.model_validate_json(file.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
-        raise UsageError(f"{file} is damaged ({error}); delete it and run `peerlane verify {bundle.path}` again") from None
+        found = Verification.model_validate_json(read_regular(file, _MOST_BYTES))
+    except (FileRefused, ValidationError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise UsageError(f"{file} cannot be used ({why}); delete it and run `peerlane verify {bundle.path}` again") from None
     return found if found.bundle_sha256 == bundle.sha256 else None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from peerlane.errors import UsageError
+from peerlane.errors import FileRefused, UsageError
+from peerlane.files import read_regular
 from peerlane.results.json_lines import is_json, is_torn
 from peerlane.results.result import SCHEMA_VERSION, EnvironmentLine, Result
 from peerlane.words import counted
 
 FILE = "results.jsonl"
+MOST_BYTES = 4 << 30
+"""of a file: some hundred thousand results"""
 
 
 class ResultsReader:
@@ -27,9 +31,9 @@ class ResultsReader:
         self._garbage: dict[int, str] = {}
         self._versions: dict[int, int] = {}
         try:
-            *lines, last = path.read_bytes().split(b"\n")
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}; expected a {FILE} that `peerlane eval` wrote") from None
+            *lines, last = read_regular(path, MOST_BYTES, follow=True).split(b"\n")
+        except FileRefused as error:
+            raise UsageError(f"{error}; expected a {FILE} that `peerlane eval` wrote") from None
         for self._number, line in enumerate([*lines, last] if is_json(last) else lines, 1):  # a last line may lack its end alone
             self._read(line)
 
@@ -85,7 +89,7 @@ def read_results(path: Path, notes: list[str] | None = None) -> list[Result]:
     """
     if path.is_dir():
         path /= FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UsageError(f"there is no file {path}: expected a {FILE} that `peerlane eval` wrote, or its folder")
     reader = ResultsReader(path)
     found = reader.notes()

@@ -19,7 +19,7 @@ from peerlane.evaluate.evaluator import Evaluator
 from peerlane.service.metrics import render_metrics
 from peerlane.service.node import Node
 from peerlane.service.openapi import openapi_document
-from peerlane.service.queue import JobQueue
+from peerlane.service.queue import JobQueue, NotOwner
 from peerlane.service.request import ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
 from peerlane.service.settings import ServiceSettings, Tokens
 from peerlane.version import __version__
@@ -37,7 +37,7 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 
 
 class Service:
-    """What the routes have in common. Errors are answered as :class:`.Refusal`, each with its status.
+    """The service: state that the routes share, and the routes. Errors are answered as :class:`.Refusal`, each with its status.
 
     Args:
         settings: limits.
@@ -108,14 +108,17 @@ class Service:
         key = job_key(self.identify.identity(job).digest, asked.timeout)
         if (not self.queue.is_open(key) or asked.rerun) and (refused := self._no_room(owner)) is not None:
             return refused
-        self.queue.add(key, asked, owner)
+        try:
+            self.queue.add(key, asked, owner)
+        except NotOwner as error:
+            return refuse(403, str(error))
         self.node.work_came()
         document = self._document(key)
         assert document is not None
         return _job(document, 200 if document.state in ENDED else 202, {"Location": f"/v1/jobs/{key}"})
 
     def _no_room(self, owner: str) -> Response | None:
-        """Why no more jobs are accepted, of this owner or of anybody."""
+        """Returns a refusal if no more jobs are accepted, of this owner or of anybody."""
         if self.node.condition in ("draining", "left_out"):
             why = {"draining": "the service is ending"}.get(self.node.condition, f"the node is left out: {self.node.why}")
             return refuse(503, why, {"Retry-After": str(_AGAIN_S)})
@@ -196,7 +199,7 @@ class Service:
     # --- the service ---
 
     async def describe(self, request: Request, owner: str) -> Response:
-        """What judges here: the node, its settings, and the limits."""
+        """Describes what judges here: the node, its settings, and the limits."""
         node = self.identify.node_of(self.settings.world_size)
         found = {
             "evaluator_version": __version__,
@@ -262,6 +265,6 @@ def _job(document: JobDocument, status: int = 200, headers: dict[str, str] | Non
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """What starlette refuses itself: unknown paths and methods."""
+    """Answers what starlette refuses itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     return refuse(error.status_code, error.detail, dict(error.headers or {}))

@@ -149,7 +149,7 @@ class Client:
             raise
 
     def node(self) -> dict[str, Any]:
-        """What judges there: node class, ranks, isolation, evaluator version, limits."""
+        """Describes what judges there: node class, ranks, isolation, evaluator version, limits."""
         return self._ask("GET", "/v1/node", None, _Call()).body
 
     # --- one job ---
@@ -278,9 +278,9 @@ class Client:
 
     def _accepted(self, answer: _Answer) -> _Answer:
         """The answer; raises UsageError for one that says that the request itself is wrong."""
-        if answer.status in (401, 403):
+        if answer.status == 401:
             raise UsageError(f"{self.url} does not accept the token: set PEERLANE_TOKEN or PEERLANE_TOKEN_FILE, or give token=")
-        if answer.status in (400, 405, 413, 422):
+        if answer.status in (400, 403, 405, 413, 422):
             fields = "; ".join(f"{item['field']}: {item['message']}" for item in answer.body.get("fields", ()))
             raise UsageError(f"{self.url} refuses the request: {fields or answer.body.get('error')}")
         return answer

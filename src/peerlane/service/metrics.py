@@ -1,4 +1,4 @@
-"""What Prometheus reads: counters and gauges of the service, as text."""
+"""Counters and gauges of the service, as text that Prometheus reads."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Opener: TypeAlias = Callable[[Progress], Evaluator]
 
 
 class NodeCheck(NamedTuple):
-    """What :func:`.check_node` is asked."""
+    """Arguments of :func:`.check_node`."""
 
     device: str
     isolation: str
@@ -49,12 +49,12 @@ class Changes:
         return self._events.setdefault(key, asyncio.Event())
 
     def tell(self, key: str) -> None:
-        """The job has changed."""
+        """Wakes everybody who waits for a change of the job."""
         if (event := self._events.pop(key, None)) is not None:
             event.set()
 
     def tell_all(self) -> None:
-        """Everybody looks again."""
+        """Wakes everybody who waits for any job."""
         for key in list(self._events):
             self.tell(key)
 
@@ -88,7 +88,7 @@ class Node:
     # --- for the service ---
 
     def work_came(self) -> None:
-        """Something was queued."""
+        """Wakes the node: something was queued."""
         self._wake.set()
 
     def cancel(self, key: str) -> None:

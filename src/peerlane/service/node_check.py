@@ -30,7 +30,7 @@ LIMIT_S = 300.0
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What was found. ``faults``: why the node must take no work; none if it is fit.
+    """The outcome of a check. ``faults``: reasons why the node must take no work; none if it is fit.
 
     Attributes:
         node: the node's class, in words.
@@ -93,7 +93,7 @@ def check_node(device: str, isolation: str | None = None, cheats: Sequence[str] 
 
 
 def conditions_of(device: str, isolation: str | None, world_sizes: Sequence[int], ranks_per_gpu: int) -> dict[str, Any]:
-    """What results from this node have in common, as JSON."""
+    """Returns as JSON what results from this node have in common."""
     from peerlane.evaluate.evaluator import Evaluator
     from peerlane.version import __version__
 

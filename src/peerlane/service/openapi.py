@@ -20,6 +20,7 @@ _WAIT = {
 _REFUSALS = {
     "400": "the body ended early",
     "401": "no accepted token",
+    "403": "rerun of a job that belongs to another token",
     "404": "no such job",
     "408": "the body did not arrive in time",
     "413": "the body is too large",
@@ -52,7 +53,7 @@ def openapi_document() -> dict[str, Any]:
                         "description": "the job, which is accepted",
                         "links": {"job": {"operationId": "show", "parameters": {"id": "$response.body#/id"}}},
                     },
-                    **_refusals("400", "401", "408", "413", "422", "429", "503"),
+                    **_refusals("400", "401", "403", "408", "413", "422", "429", "503"),
                 },
             }
         },

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peerlane.errors import UsageError
+from peerlane.errors import PeerlaneError, UsageError
 from peerlane.service.request import ENDED, JobDocument, JobRequest, State
 
 FILE = "queue.sqlite"
@@ -42,13 +42,17 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a try ended: a result and its environment as JSON, or an error that says nothing about the candidate."""
+    """The end of a try: a result and its environment as JSON, or an error that says nothing about the candidate."""
 
     result: str | None = None
     environment: str | None = None
     error: str | None = None
     again: bool = False
     """the machine failed: another try may succeed, or a later request for the same"""
+
+
+class NotOwner(PeerlaneError):
+    """A finished job of another token is not judged again."""
 
 
 class JobQueue:
@@ -66,11 +70,11 @@ class JobQueue:
         self._recover()
 
     def close(self) -> None:
-        """Nothing more is read or written."""
+        """Closes the database."""
         self._db.close()
 
     def _recover(self) -> None:
-        """Jobs that ran when the service was killed are queued again; those that were started too often have failed."""
+        """Queues jobs again that ran when the service was killed; those that were started too often have failed."""
         why = f"the service ended while this job ran, {MOST_TRIES} times"
         self._db.execute(
             "update job set state = 'failed', finished = ?, error = ? where state = 'running' and tries >= ?",
@@ -117,16 +121,27 @@ class JobQueue:
         return row is not None and (row[0] in ("queued", "running") or (row[0] == "done" and row[1] is None))
 
     def add(self, key: str, request: JobRequest, owner: str) -> None:
-        """Accepts a job; on the disk when this returns. One that ended without a verdict, or is to be judged again, begins anew."""
+        """Accepts a job; on the disk when this returns. One that ended without a verdict, or is to be judged again, begins anew.
+
+        Raises NotOwner for a rerun of another token's job: only the token that owns a result may have it replaced. The owner is the token
+        that asked first.
+        """
         with self._db:
             self._db.execute("begin immediate")
+            again = request.rerun and self.state(key) == "done" and self.is_open(key)
+            if again and self._owner(key) != owner:
+                raise NotOwner("this job belongs to another token: send the request without rerun, and get its result")
             self._db.execute("insert or ignore into submitter values(?, ?)", (key, owner))
-            if self.is_open(key) and not (request.rerun and self.state(key) == "done"):
+            if self.is_open(key) and not again:
                 return
             self._db.execute(
                 "insert or replace into job(key, body, state, priority, owner, tries, submitted) values(?, ?, 'queued', ?, ?, 0, ?)",
                 (key, request.model_dump_json(), request.priority, owner, time.time()),
             )
+
+    def _owner(self, key: str) -> str | None:
+        row = self._db.execute("select owner from job where key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
 
     def cancel(self, key: str, owner: str) -> bool:
         """Takes back an owner's request. True if nobody else has asked for the job, and it had not ended: then it is cancelled."""

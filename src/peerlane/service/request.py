@@ -1,4 +1,4 @@
-"""What clients send and get: the request for one evaluation, and the job that the service makes of it."""
+"""Messages between clients and the service: the request for one evaluation, and the job that the service makes of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JobRequest(BaseModel):
     world_size: int | None = Field(default=None, ge=1, description="number of ranks; must be the service's, if given")
     timeout: float = Field(default=600.0, gt=0, le=7200, description="seconds that the evaluation may take, waiting apart")
     priority: int = Field(default=0, ge=-10, le=10, description="larger ones go first among the jobs of one token")
-    rerun: bool = Field(default=False, description="judge again what is done")
+    rerun: bool = Field(default=False, description="judge again what is done; only for the token that asked first")
 
 
 class JobDocument(BaseModel):
@@ -54,14 +54,14 @@ class JobDocument(BaseModel):
 
 
 class FieldFault(BaseModel):
-    """What is wrong with a field of a request."""
+    """A field of a request, and what is wrong with it."""
 
     field: str
     message: str
 
 
 class Refusal(BaseModel):
-    """Why a request was not carried out."""
+    """The reason why a request was not carried out."""
 
     error: str
     fields: list[FieldFault] = []

@@ -96,6 +96,13 @@ def serve(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gp
         tier = identify.isolation.tier
         if tier == "L0" and settings.isolation is None:
             print("candidates are not confined: this machine gives no isolation L1, see docs/isolation.md", file=sys.stderr, flush=True)
+        if os.geteuid() == 0:
+            print(
+                "peerlane serve runs as root: a candidate that escapes its confinement has all rights on this machine. Run it as an "
+                "ordinary user without secrets, see SECURITY.md",
+                file=sys.stderr,
+                flush=True,
+            )
         node = Node(queue, open_evaluator, NodeCheck(settings.device, tier) if settings.check else None)
         service = Service(settings, tokens, queue, node, identify)
         config = uvicorn.Config(

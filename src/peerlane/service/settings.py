@@ -1,4 +1,4 @@
-"""What a service is started with: folder, ranks, limits, and the tokens that it accepts."""
+"""Settings of a service: folder, ranks, limits, and the tokens that it accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORTEST = 16
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """How a service works.
+    """Limits and machine of a service.
 
     Attributes:
         folder: of the queue and of ``results.jsonl``; one service at a time may use it.
@@ -56,7 +56,7 @@ class ServiceSettings:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Who may ask: pairs of a name and a secret. Without any, everybody may."""
+    """Accepted tokens: pairs of a name and a secret. Without any, everybody may ask."""
 
     pairs: tuple[tuple[str, str], ...] = ()
 

@@ -1,4 +1,4 @@
-"""What the template shows of a board: its leaderboards, tiles, provenance, and the data of its plots."""
+"""Prepares what the template shows of a board: its leaderboards, tiles, provenance, and the data of its plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peerlane.generate.metrics import total_usage
 from peerlane.problem_files import slugs
 from peerlane.publish.boards import Board, Row, category_of, measured_bound
 from peerlane.publish.detail import Source, block_times, facts, source_of, speeds
-from peerlane.publish.gather import Sample
+from peerlane.publish.gather import WHOSE, Sample
 from peerlane.report.catalogue import plain
 from peerlane.results.result import Result
 
@@ -24,6 +24,13 @@ _NOTICES = {
     "cpu": "CPU ranks: verdicts are of correctness alone. Speed needs GPUs, so none is shown.",
     "emulated": "Emulated ranks: verdicts are of correctness alone. Speed needs GPUs, so none is shown.",
 }
+
+
+_VERIFIED = (
+    "Verdicts and speeds of verified entries were measured by the keeper of this page. Tokens and cost are what their authors say, and "
+    "steps of their agents are not shown."
+)
+_CLAIMED = "Entries that are not verified show what their authors claim."
 
 
 class Item:
@@ -43,6 +50,11 @@ class Item:
     def speeds(self) -> Sequence[Any]:
         """Measured speeds by mode."""
         return speeds(self.sample.result) if self.sample.result is not None else ()
+
+    @property
+    def whose(self) -> str:
+        """Names who vouches for the figures; empty where the page's author judged."""
+        return WHOSE[self.sample.standing]
 
     @property
     def blocks(self) -> list[Markup]:
@@ -94,7 +106,7 @@ class View:
 
     @property
     def presets(self) -> int:
-        """How many presets stand on the board."""
+        """The number of presets on the board."""
         return len({item.sample.task.preset for item in self.items})
 
     @property
@@ -104,12 +116,12 @@ class View:
 
     @property
     def tokens(self) -> bool:
-        """Whether any author's tokens are known."""
+        """True if any author's tokens are known."""
         return any(row.usage.output_tokens for row in self.rows)
 
     @property
     def costs(self) -> bool:
-        """Whether any author's costs are known."""
+        """True if any author's costs are known."""
         return any(row.usage.cost_usd is not None for row in self.rows)
 
     @property
@@ -123,18 +135,21 @@ class View:
 
     @property
     def notices(self) -> list[str]:
-        """What a reader must know before comparing."""
+        """Sentences that a reader must know before comparing."""
         found = [text for kind, text in _NOTICES.items() if kind == self.board.key.node.kind]
         rules = {(result.evaluator_version, result.rules_hash) for result in self._results}
         if len(rules) > 1:
             found.append(f"The results were judged under {len(rules)} versions of the rules; compare their speeds with care.")
+        standings = {sample.standing for sample in self.board.samples}
+        found += [_VERIFIED] if "verified" in standings else []
+        found += [_CLAIMED] if standings & {"unverified", "differs"} else []
         if not self.board.samples:
             found.append("Only references were judged here, so there is no leaderboard.")
         return found
 
     @property
     def silent(self) -> str:
-        """Why sections are missing."""
+        """The reasons why sections are missing."""
         missing = []
         if not self.board.modes:
             missing.append("speedups and the roofline: no speed was measured")

@@ -59,7 +59,7 @@ mv /logs/verifier/reward.tmp /logs/verifier/reward.json
 
 @dataclass(frozen=True)
 class HarborSettings:
-    """What the tasks have in common: ``gpus`` for every container, its ``image``, and how candidates are judged."""
+    """Settings that all tasks share: ``gpus`` for every container, its ``image``, and how candidates are judged."""
 
     gpus: int = 8
     image: str = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel"

@@ -1,4 +1,4 @@
-"""What all adapters share: from a model's reply to a reward, or to None where there is no verdict."""
+"""The part that all adapters share: from a model's reply to a reward, or to None where there is no verdict."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Which reward is given, and where it is judged.
+    """The kind of reward, and the place where it is judged.
 
     Attributes:
         kind, p: as in :meth:`.Result.reward`.

@@ -1,4 +1,4 @@
-"""Where `peerlane eval` judges: on this machine, on a service, or on many nodes by Ray or Slurm.
+"""Places where `peerlane eval` judges: on this machine, on a service, or on many nodes by Ray or Slurm.
 
 collect.py keeps what comes in; batch.py is the process that judges on a node; farm.py decides which node gets what.
 """

@@ -97,7 +97,7 @@ class SlurmDispatcher:
 
 
 class _SlurmRun:
-    """What the tasks of a run's arrays come to. The class of the first node that comes back is the run's."""
+    """Outcomes of the tasks of a run's arrays. The class of the first node that comes back is the run's."""
 
     def __init__(self, plan: EvaluationPlan, jobs: Sequence[Job], progress: Progress) -> None:
         self.plan, self.progress, self._jobs = plan, progress, jobs
@@ -111,7 +111,7 @@ class _SlurmRun:
         return sum(job.timeout or EVALUATION_S for job in batch)
 
     def task(self, batch: Sequence[Job], settings: FarmSettings) -> BatchTask:
-        """What a task of the array gets."""
+        """Returns the input of a task of the array."""
         return BatchTask(pickle.dumps(batch_plan(self.plan, batch)), self.seconds(batch), settings.command)
 
     def take(self, batch: Sequence[Job], job: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a dispatched run has and still lacks. Results of another class of nodes are never taken."""
+"""Keeps track of what a dispatched run has and still lacks. Results of another class of nodes are never taken."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = "conditions.json"
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all results of a run must have in common: by world size the class of nodes, the isolation, and the settings' hash."""
+    """Properties that all results of a run must share: by world size the class of nodes, the isolation, and the settings' hash."""
 
     classes: Mapping[int, NodeClass]
     isolation: Tier

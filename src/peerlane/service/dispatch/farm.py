@@ -26,7 +26,7 @@ EVALUATION_S = 600.0
 
 @dataclass(frozen=True)
 class FarmSettings:
-    """How patient a farm is.
+    """Time limits and retries of a farm.
 
     Attributes:
         batch: evaluations in one batch; what a lost node was doing is done again.
@@ -59,7 +59,7 @@ class Cluster(Protocol):
         """Starts the check of a node."""
 
     def finished(self, handles: Iterable[object], seconds: float) -> list[tuple[object, Any, str | None]]:
-        """What has ended within so many seconds: handle, result, and the fault that took its place."""
+        """Returns what has ended within so many seconds: handle, result, and the fault that took its place."""
 
     def cancel(self, handle: object) -> None:
         """Ends what runs, with all its processes; it comes back from :meth:`finished` with a fault."""
@@ -67,7 +67,7 @@ class Cluster(Protocol):
 
 @dataclass
 class _Work:
-    """What a node does: a batch, or its check."""
+    """Work of a node: a batch, or its check."""
 
     node: str
     jobs: list[Job] | None
@@ -215,7 +215,7 @@ class Farm:
 
 
 def check_task(plan: EvaluationPlan, settings: FarmSettings) -> CheckTask:
-    """How the nodes for a plan are checked."""
+    """Returns how the nodes for a plan are checked."""
     asked = {name: getattr(plan, name) for name in ("device", "isolation", "ranks_per_gpu")}
     return CheckTask({**asked, "world_sizes": list(plan.world_sizes)}, settings.check_command)
 

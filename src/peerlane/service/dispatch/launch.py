@@ -21,7 +21,7 @@ class BatchFault(Exception):
 
 @dataclass(frozen=True)
 class BatchTask:
-    """What a node gets: bytes and numbers only, so that every framework can carry them."""
+    """Input of a node: bytes and numbers only, so that every framework can carry them."""
 
     plan: bytes
     deadline_s: float
@@ -30,7 +30,7 @@ class BatchTask:
 
 @dataclass(frozen=True)
 class CheckTask:
-    """How a node is checked: what ``node_check`` is asked, and its command."""
+    """Check of a node: the request to ``node_check``, and its command."""
 
     asked: dict[str, Any]
     command: tuple[str, ...]
