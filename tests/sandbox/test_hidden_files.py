@@ -39,3 +39,8 @@ def test_what_is_shown_holds_no_hidden_file(tmp_path: Path) -> None:
     shown = list(everything_but([str(tmp_path / "a" / "hidden")]))
     assert {str(tmp_path / "a" / "shown"), str(tmp_path / "b")} <= set(shown)
     assert not any(os.path.commonpath([path, tmp_path / "a" / "hidden"]) == path for path in shown)
+
+
+def test_a_folder_that_cannot_be_listed_hides_all_beside(tmp_path: Path) -> None:
+    shown = list(everything_but([str(tmp_path / "gone" / "hidden")]))
+    assert shown and str(tmp_path / "gone") not in shown

@@ -103,5 +103,5 @@ def everything_but(hidden: Sequence[str]) -> Iterator[str]:
     """
     above = {str(parent) for folder in hidden for parent in Path(folder).parents}
     for folder in sorted(above):
-        with os.scandir(folder) as entries:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:  # it has gone, or may be passed and not listed
             yield from (entry.path for entry in entries if not (entry.is_symlink() or entry.path in above or entry.path in hidden))
