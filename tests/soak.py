@@ -1,5 +1,7 @@
 """Many evaluations in one run, good candidates mixed with ones that hang, crash, exhaust memory and talk garbage; nothing may pile up.
 
+On CPU some take more memory, processes or disk than they may. A process that holds much memory beside them must survive.
+
     python tests/soak.py --evaluations 500 --device cpu [--json]
 
 Prints figures from the run's second and last fifth and from after its end, and every good candidate that was misjudged. Exits with 1 if
@@ -15,10 +17,12 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +30,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from e2e.bombs import BOMBS, LIMITS, write_bomb
 from e2e.runs import EXAMPLES, MARK, marked_processes, wait_for
 from peerlane.cli.demo import read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.evaluator import Silent
 from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.topology import discover as discover_machine
+from peerlane.sandbox.holdings import available_memory
+from peerlane.sandbox.limits import Limits
 from peerlane.sandbox.process_tree import children
 from peerlane.settings import SELFTEST_POOL_SETTINGS, SELFTEST_RULES, Deadlines, StressRules
 
@@ -48,12 +55,16 @@ BROKEN = (
     "1_leaves_daemon_pytorch",
     "1_returns_nan_pytorch",
 )
+BOMBED = ("recursion", "lists", "processes", "disk", "memory file")
+"""of the bombs, on CPU: limits as small as theirs leave ranks on GPUs no room"""
 BROKEN_ON_GPU = ("1_illegal_address_cuda", "1_spins_in_kernel_cuda")
 GOOD = ("1_allreduce_pytorch", "4_reduce_pytorch", "7_reducescatter_pytorch", "8_alltoall_pytorch", "18_tp_rms_norm_pytorch")
 DEADLINES = Deadlines(exit=4.0).with_calls(4.0)
 STRESS = StressRules(budget_s=0.1)
 MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "fork_server_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
 MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "fork_server_mb": 0.02}
+CANARY_BYTES = 2 << 30
+"""or an eighth of the machine's free memory"""
 WARM_RANK_MB = 600.0
 """of GPU memory that a rank takes before it has done anything: one part of a run may keep a group of warm groups more than another does"""
 MEGABYTE = 1 << 20
@@ -76,7 +87,7 @@ class Figures:
 def take(mark: str, temp: Path, gpus: list[int]) -> Figures:
     """The figures now."""
     gpu_bytes = sum(gpu.used_bytes for gpu in gpu_memory(gpus))  # first: asking opens files
-    fork_server = next(iter(children(os.getpid())), None)
+    fork_server = next((pid for pid in children(os.getpid()) if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()), None)
     memory_files = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     in_files = sum(path.stat().st_blocks * 512 for path in memory_files if path.exists() and "memfd:" in os.readlink(path))
     return Figures(
@@ -104,8 +115,9 @@ def _resident(pid: int) -> float:
 class Watch(Silent):
     """Takes the figures after every evaluation, and judges the verdicts."""
 
-    def __init__(self, mark: str, temp: Path, gpus: list[int], device: str) -> None:
+    def __init__(self, mark: str, temp: Path, gpus: list[int], device: str, bombs: list[Path]) -> None:
         self.mark, self.temp, self.gpus, self.device = mark, temp, gpus, device
+        self.bombs = {path.stem: (BOMBS[name][1],) for name, path in zip(BOMBED, bombs, strict=False)}
         self.begin = time.monotonic()
         self.samples: list[Figures] = []
         self.kinds: dict[str, int] = {}
@@ -119,7 +131,7 @@ class Watch(Silent):
         print(f"{len(self.samples):4} {time.monotonic() - self.begin:7.1f} s {held}  {name}: {kind}", file=sys.stderr, flush=True)
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         broken = EXAMPLES / "broken" / f"{name}.py"
-        expected = read_expectation(broken).on(self.device) if broken.exists() else ("correct",)  # type: ignore[arg-type]
+        expected = read_expectation(broken).on(self.device) if broken.exists() else self.bombs.get(name, ("correct",))  # type: ignore[arg-type]
         if kind not in expected:
             self.misjudged.append(f"{name}: expected {' or '.join(expected)}, got {kind} ({result.verdict.reason})")
 
@@ -149,24 +161,39 @@ def grown(first: Figures, last: Figures, evaluations: int, warm_mb: float = 0.0)
     return [f"{name} grew from {a:.1f} to {b:.1f}, by more than {limits[name]:g}" for name, a, b in pairs if b - a > limits[name]]
 
 
-def choose(evaluations: int, device: str, seed: int) -> list[str]:
+def choose(evaluations: int, device: str, seed: int, bombs: list[Path]) -> list[str]:
     """Paths of candidates in random order."""
     dice = random.Random(seed)
-    broken = BROKEN + (BROKEN_ON_GPU if device == "cuda" else ())
-    chosen = []
-    for _ in range(evaluations):
-        bad = dice.random() < BROKEN_SHARE
-        chosen.append(f"broken/{dice.choice(broken)}" if bad else f"pytorch/{dice.choice(GOOD)}")
-    return [str(EXAMPLES / f"{name}.py") for name in chosen]
+    names = BROKEN + (BROKEN_ON_GPU if device == "cuda" else ())
+    broken = [*(EXAMPLES / "broken" / f"{name}.py" for name in names), *bombs]
+    good = [EXAMPLES / "pytorch" / f"{name}.py" for name in GOOD]
+    return [str(dice.choice(broken if dice.random() < BROKEN_SHARE else good)) for _ in range(evaluations)]
 
 
-def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
+@contextlib.contextmanager
+def canary() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is no part of the run, holds memory, and ends by itself afterwards: with status 0, if nobody ended it before."""
+    size = min(CANARY_BYTES, available_memory() // 8)
+    hold = f"held = bytearray(b'x') * {size}; print('holds', flush=True); input()"
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as bird:
+        assert bird.stdout is not None and bird.stdout.readline() == b"holds\n"
+        yield bird
+        bird.communicate(b"\n", timeout=10)
+
+
+def small_limits() -> None:
+    """Has the candidates of this process stopped before the machine notices their bombs."""
+    Limits.of_machine = classmethod(lambda cls, scratch: LIMITS)  # type: ignore[method-assign]
+
+
+def soak(options: argparse.Namespace, temp: Path, bombs: list[Path]) -> dict[str, object]:
     """Runs the evaluations; figures, verdicts and complaints."""
     gpus = [gpu.index for gpu in discover_machine().gpus] if options.device == "cuda" else []
     mark = os.environ[MARK]
-    watch = Watch(mark, temp, gpus, options.device)
+    watch = Watch(mark, temp, gpus, options.device, bombs)
     plan = EvaluationPlan(
-        candidates=discover(choose(options.evaluations, options.device, options.seed)),
+        candidates=discover(choose(options.evaluations, options.device, options.seed, bombs)),
         presets=("small",),
         world_sizes=(options.world_size,),
         modes=("eager",),
@@ -219,10 +246,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temp:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as temp, canary() as bird:
         os.environ["TMPDIR"] = tempfile.tempdir = temp
         os.environ[MARK] = f"soak-{os.getpid()}"
-        report = soak(options, Path(temp))
+        bombs = [write_bomb(name, Path(folder)) for name in BOMBED] if options.device == "cpu" else []
+        if bombs:
+            small_limits()
+        report = soak(options, Path(temp), bombs)
+    if bird.returncode:
+        report["complaints"] = [*report["complaints"], f"the process beside the run ended with status {bird.returncode}"]  # type: ignore[misc]
     if options.json:
         print(json.dumps(report, indent=2))
     else:

@@ -116,6 +116,8 @@ def attacks():
     yield "read another candidate", lambda: open(AIMS["rival"]).close()
     for path in AIMS["hidden"]:
         yield "read a hidden file", lambda: open(path).read(1)
+    for path in AIMS["devices"]:
+        yield "open a device", lambda: os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     yield "open a source file", lambda: os.close(os.open(AIMS["source"], os.O_WRONLY))
     yield "reach the machine's loopback", lambda: connect(AIMS["listener"])
     yield "reach the network", lambda: send(["192.0.2.1", 9])
@@ -187,6 +189,7 @@ STOPPED_BY = {
     "read another candidate": {confine.BUBBLEWRAP},
     "open a source file": {confine.LANDLOCK_FILES},
     "read a hidden file": {confine.LANDLOCK_FILES, confine.BUBBLEWRAP},
+    "open a device": {confine.LANDLOCK_FILES},
     **{f"{what} a file": {confine.LANDLOCK_FILES} for what in ("append to", "cut", "remove", "add", "replace")},
     "reach the machine's loopback": {confine.LOOPBACK_ONLY},
     "reach the network": {confine.LOOPBACK_ONLY},
@@ -278,6 +281,7 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
             "files": [str(item) for item in (*files, results)] if way.tier != "L0" else [],
             "source": problems.__file__,
             "hidden": [str(item) for item in (results, token, ROOT / "results" / "README.md", *(ROOT / ".git").glob("HEAD"))],
+            "devices": ["/dev/ptmx", *(str(path) for path in Path("/dev").iterdir() if path.is_block_device())],
             "rival": str(rival),
             "listener": listener.getsockname(),
             "shared": str(shared),

@@ -35,6 +35,7 @@ BUBBLEWRAP = "bubblewrap"
 SHARED_MEMORY = "/dev/shm"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _GPUS = ("nvidia*", "nvidia-caps/*", "nvidia-caps-imex-channels/*", "dri/render*")
+_ALL_DEVICES = "/dev"  # hidden but for those above: a disk's node holds every file
 _UNTRUSTED = ("candidate", "builder")
 _KEPT = (linux.CAP_DAC_READ_SEARCH,)  # of root: a candidate of another user can be read, and Python below /root
 
@@ -107,7 +108,7 @@ class Confinement:
             shared = [path for path in (SHARED_MEMORY, *device_nodes(gpus=role != "builder")) if os.path.exists(path)]
             linux.landlock(
                 [*writable, *shared, *self._named_threads(device)] if files else None,
-                readable=list(everything_but(self.hidden)) if files else None,
+                readable=list(everything_but((*self.hidden, _ALL_DEVICES))) if files else None,
                 keep_signals=signals,
             )
         if SECCOMP in self.measures:

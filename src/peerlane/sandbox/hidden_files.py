@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePath
 
 from peerlane.version import PACKAGE
 
@@ -36,21 +37,49 @@ def hidden_paths() -> list[str]:
     found = {*answer_folders(), *_kept_secret, *_histories(checkout), *_histories(Path.cwd())}
     if (checkout / "pyproject.toml").is_file() and (checkout / "results").is_dir():
         found.add(str(checkout / "results"))
-    return sorted(path for path in found if os.path.exists(path))
+    with open("/proc/self/mountinfo") as mounts:
+        return sorted(with_other_paths([path for path in found if os.path.exists(path)], mounts.read()))
+
+
+def with_other_paths(paths: Iterable[str], mountinfo: str) -> set[str]:
+    """Returns these paths, and those that the same files have because their file system is mounted elsewhere too, whole or in part."""
+    found = set(paths)
+    fields = [[_unescape(field) for field in line.split()[2:5]] for line in mountinfo.splitlines()]
+    mounts = [(device, PurePath(root), PurePath(place)) for device, root, place in fields]
+    for path in map(PurePath, tuple(found)):
+        holders = [mount for mount in mounts if path.is_relative_to(mount[2])]
+        if not holders:  # in a chroot
+            continue
+        device, root, place = max(reversed(holders), key=lambda mount: len(mount[2].parts))  # of two at one place, the later
+        inside = root / path.relative_to(place)
+        for other, root, place in mounts:
+            if other == device and inside.is_relative_to(root):
+                found.add(str(place / inside.relative_to(root)))
+            elif other == device and root.is_relative_to(inside):
+                found.add(str(place))
+    return found
+
+
+def _unescape(field: str) -> str:
+    """Returns a field of mountinfo, where spaces are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
 
 
 def _histories(folder: Path) -> Iterator[str]:
     """The ``.git`` of a folder and of those above it; a worktree's is a file that names the folder of the history."""
     for place in (folder, *folder.parents):
         git = place / ".git"
-        if git.is_dir():
-            yield str(git.resolve())
-        elif git.is_file():
-            yield str(git)
-            with contextlib.suppress(OSError, ValueError):
-                own = place / git.read_text().removeprefix("gitdir:").strip()
-                common = own / "commondir"
-                yield str((own / common.read_text().strip() if common.is_file() else own).resolve())
+        history = git
+        with contextlib.suppress(OSError, ValueError):
+            if git.is_file():
+                yield str(git)
+                history = place / git.read_text().removeprefix("gitdir:").strip()
+                if (common := history / "commondir").is_file():
+                    history /= common.read_text().strip()
+            yield str(history.resolve())
+            objects = history / "objects"
+            for borrowed in (objects / "info" / "alternates").read_text().splitlines():  # of a clone with --shared or --reference
+                yield str((objects / borrowed).resolve())
 
 
 def is_answer_file(path: Path | None) -> bool:
@@ -74,5 +103,5 @@ def everything_but(hidden: Sequence[str]) -> Iterator[str]:
     """
     above = {str(parent) for folder in hidden for parent in Path(folder).parents}
     for folder in sorted(above):
-        with os.scandir(folder) as entries:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:  # it has gone, or may be passed and not listed
             yield from (entry.path for entry in entries if not (entry.is_symlink() or entry.path in above or entry.path in hidden))

@@ -159,7 +159,7 @@ def enter_own_network() -> None:
 def mount_private_tmpfs(target: str) -> None:
     """An empty file system in memory over a folder, seen in this mount namespace only."""
     _make_mounts_private()
-    _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
+    _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777,nr_inodes=100000")  # an empty file takes memory too
 
 
 def mount_guarded_proc() -> None:

@@ -32,7 +32,7 @@ def _family() -> dict[int, list[int]]:
         if not entry.isdigit():
             continue
         try:
-            with open(f"/proc/{entry}/stat") as file:
+            with open(f"/proc/{entry}/stat", errors="replace") as file:  # a process may call itself anything
                 fields = file.read().rpartition(")")[2].split()
         except OSError:
             continue

@@ -77,6 +77,7 @@ def _fork_ranks(config: dict[str, Any], fds: list[int], logs: list[tuple[int, in
         try:
             forker, pids = os.getpid(), []
             os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), config["niceness"]))
+            os.setsid()  # the kernel gives every session its share of the cores: the leader keeps its own
             Confinement.from_json(config["confinement"]).enter_ranks(config["role"])
             for rank, (_, log) in enumerate(logs):
                 if (pid := os.fork()) == 0:
@@ -107,7 +108,7 @@ def _watch(config: dict[str, Any]) -> Watch | None:
     if config["limits"] is None:
         return None
     confinement = Confinement.from_json(config["confinement"])
-    watch = Watch(Limits.from_json(config["limits"]), confinement.shared_memory, confinement.uid)
+    watch = Watch(Limits.from_json(config["limits"]), confinement.shared_memory, confinement.uid, config["writable"])
     watch.enter()
     return watch
 
