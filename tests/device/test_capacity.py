@@ -24,7 +24,7 @@ from peerlane.device.products.owner_sum import SumMemory, SumPlan
 WORLD, N, K = 2, 16, 8
 
 
-def test_there_are_few_capacities_and_none_is_twice_what_is_needed() -> None:
+def test_capacities_are_few_and_below_twice_the_need() -> None:
     assert len({capacity(rows) for rows in range(1, 8 * 8192 + 1)}) <= 14
     assert all(rows <= capacity(rows) < 2 * max(rows, 64) for rows in (1, 63, 64, 65, 128, 129, 8191, 8192))
 

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from peerlane.cli._console import ExitCode
-from peerlane.cli._runs import run_to_judge
 
 from peerlane import files
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.runs import run_to_judge
 from peerlane.errors import CandidateChanged, CandidateNotFound
 from peerlane.evaluate import candidates, discover
 from peerlane.evaluate.candidates import candidate_file

@@ -427,7 +427,7 @@ def test_an_author_cannot_write_to_the_terminal(good: Members, tmp_path: Path) -
     assert sample.author.isprintable()
 
 
-def test_a_result_that_names_a_device_as_its_code_is_shown_without(tmp_path: Path) -> None:
+def test_a_result_whose_code_is_a_device_is_shown_without(tmp_path: Path) -> None:
     """The path of a candidate in a file of results is a stranger's word."""
     candidate = result().candidate
     for number, name in enumerate(("/dev/zero", str(tmp_path / "pipe"), "/etc/shadow")):
