@@ -14,7 +14,7 @@ import torch
 from peerlane.device.emulator import Buffer, Scenario, ranks
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.tensor_map import TensorPlace
-from peerlane.device.products import all_gather_gemm, gemm
+from peerlane.device.products import all_gather_gemm, gathering, gemm
 from peerlane.device.products.gemm import Tiling
 
 GUARD = -7.0
@@ -124,7 +124,7 @@ class SumCalls:
         return kinds
 
 
-def all_gather_gemm_calls(space: all_gather_gemm.Workspace, n: int, plan: all_gather_gemm.Plan, *, calls: int) -> Scenario:
+def all_gather_gemm_calls(space: gathering.Workspace, n: int, plan: gathering.Plan, *, calls: int) -> Scenario:
     """``calls`` calls, one behind the other, with nothing between them."""
     world, tiling, m, local_k, declared = space.world_size, plan.tiling, space.m, space.local_k, all_gather_gemm.ALL_GATHER_GEMM
     defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world, "SCATTERS": 0}

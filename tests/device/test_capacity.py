@@ -15,9 +15,9 @@ from peerlane.device import group_of
 from peerlane.device.emulator import ranks
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
 from peerlane.device.host.tensor_map import TensorMapSpec
-from peerlane.device.products import all_gather_gemm, gemm
-from peerlane.device.products.all_gather_gemm import Workspace
+from peerlane.device.products import all_gather_gemm, gathering, gemm
 from peerlane.device.products.capacity import capacity
+from peerlane.device.products.gathering import Workspace
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.owner_sum import SumMemory, SumPlan
 
@@ -33,8 +33,8 @@ def test_capacities_are_few_and_below_twice_the_need() -> None:
 @pytest.mark.parametrize("local_k", [8, 136, 2048])
 def test_no_smaller_size_has_more_pieces_than_there_are_flags(local_k: int, communicator_blocks: int) -> None:
     for room in (64, 128, 1024, 8192):
-        most = all_gather_gemm.most_pieces(room, local_k, 4, communicator_blocks)
-        counts = [all_gather_gemm.choose_pieces(m, local_k, 4, communicator_blocks).count for m in range(1, room + 1)]
+        most = gathering.most_pieces(room, local_k, 4, communicator_blocks)
+        counts = [gathering.choose_pieces(m, local_k, 4, communicator_blocks).count for m in range(1, room + 1)]
         assert max(counts) <= most
 
 

@@ -9,7 +9,7 @@ import torch
 
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds, require_resident
-from peerlane.device.products import all_gather_gemm, gemm
+from peerlane.device.products import all_gather_gemm, gathering, gemm
 from peerlane.device.products.gemm import TILINGS, Tiling, choose_tiling
 from peerlane.device.products.gemm_all_gather import GEMM_ALL_GATHER
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
@@ -86,10 +86,10 @@ def test_a_grid_that_can_not_be_resident_is_refused() -> None:
 @pytest.mark.parametrize("m", [1, 8, 33, 128, 4093, 8192])
 @pytest.mark.parametrize("local_k", [8, 128, 1792, 2048])
 def test_pieces_suit_every_tiling_and_plans_suit_the_gpu(m: int, local_k: int, communicator_blocks: int) -> None:
-    pieces = all_gather_gemm.choose_pieces(m, local_k, 4, communicator_blocks)
+    pieces = gathering.choose_pieces(m, local_k, 4, communicator_blocks)
     assert all(tiling.block_rows % pieces.rows == 0 for tiling in TILINGS)
     assert pieces.columns == local_k or (pieces.columns % gemm.PANEL == 0 and not communicator_blocks)
-    chosen = all_gather_gemm.plan(pieces, 4096, 4 * local_k, 132, communicator_blocks)
+    chosen = gathering.plan(pieces, 4096, 4 * local_k, 132, communicator_blocks)
     assert (chosen.communicator_blocks > 0) == (communicator_blocks > 0) and chosen.communicator_blocks < chosen.grid <= 132
     assert chosen.communicator_blocks % chosen.tiling.blocks == 0 and chosen.grid % chosen.tiling.blocks == 0
     assert chosen.tiles.rows * chosen.tiling.rows >= m
@@ -97,6 +97,6 @@ def test_pieces_suit_every_tiling_and_plans_suit_the_gpu(m: int, local_k: int, c
 
 @pytest.mark.parametrize("n", [1024, 4096, 25600])
 def test_a_wide_result_does_not_read_b_again_for_every_few_rows(n: int) -> None:
-    chosen = all_gather_gemm.plan(all_gather_gemm.choose_pieces(8192, 2560, 2), n, 5120, 132)
+    chosen = gathering.plan(gathering.choose_pieces(8192, 2560, 2), n, 5120, 132)
     busy = chosen.tiles.group_rows * chosen.tiles.columns * chosen.tiling.blocks >= 132 - chosen.tiling.blocks
     assert busy and chosen.tiles.group_rows * chosen.tiling.rows >= 1024

@@ -18,7 +18,7 @@ from peerlane import problems, solutions
 from peerlane.device.emulator import Scenario, build, check, ranks
 from peerlane.device.host.declare import LocalKernel
 from peerlane.device.host.jit import INCLUDE_DIR
-from peerlane.device.products import all_gather_gemm, gemm
+from peerlane.device.products import gathering, gemm
 from peerlane.device.products.gemm import Tiling
 
 SMALL = Tiling(groups=1, columns=64, slots=2)
@@ -65,17 +65,17 @@ def all_reduce_of_pairs(world_size: int = 3) -> SumCalls:
 
 def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
     """Pieces of rows, of which the last is short, and of columns, whose last ends within a step; a block that only communicates, or two."""
-    pieces = all_gather_gemm.Pieces(40, 72, rows=16, columns=72 if communicator_blocks else 64)
-    space = all_gather_gemm.Workspace(pieces, pieces.m, torch.bfloat16, world_size)
-    plan = all_gather_gemm.Plan(SMALL, SMALL.grouped(40, 72), grid=3, communicator_blocks=communicator_blocks)
+    pieces = gathering.Pieces(40, 72, rows=16, columns=72 if communicator_blocks else 64)
+    space = gathering.Workspace(pieces, pieces.m, torch.bfloat16, world_size)
+    plan = gathering.Plan(SMALL, SMALL.grouped(40, 72), grid=3, communicator_blocks=communicator_blocks)
     return emulated.all_gather_gemm_calls(space, 72, plan, calls=calls)
 
 
 def all_gather_of_pairs(world_size: int = 2, communicator_blocks: int = 0) -> Scenario:
     """Two clusters, one of which may communicate; rows as above."""
-    pieces = all_gather_gemm.Pieces(140, 72, rows=16, columns=72 if communicator_blocks else 64)
-    space = all_gather_gemm.Workspace(pieces, pieces.m, torch.bfloat16, world_size)
-    plan = all_gather_gemm.Plan(PAIR, PAIR.grouped(140, 136), grid=4, communicator_blocks=communicator_blocks)
+    pieces = gathering.Pieces(140, 72, rows=16, columns=72 if communicator_blocks else 64)
+    space = gathering.Workspace(pieces, pieces.m, torch.bfloat16, world_size)
+    plan = gathering.Plan(PAIR, PAIR.grouped(140, 136), grid=4, communicator_blocks=communicator_blocks)
     return emulated.all_gather_gemm_calls(space, 136, plan, calls=2)
 
 

@@ -7,7 +7,8 @@ allocate for a dozen capacities, not for every number of rows. Launches of all t
 * Slots lie as far apart as the capacity says, whatever the size of a launch. So the two buffers of launches e and e + 1 do not overlap, and
   launch e + 2 may write to the buffer of launch e for the reason that each header gives, which no size is part of.
 * A flag may stand for another tile or piece in the next launch. It has one writer, whose launches run one after the other: if it has
-  reached epoch e, its writer has stored what it stands for in launch e, or has finished that launch.
+  reached epoch e, its writer has stored what it stands for in launch e, or has finished that launch. Numbers are compared within 2^31, so a
+  size may not stay away for more launches than that.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import all_gather_gemm, gemm
-from peerlane.device.products.all_gather_gemm import Workspace, arena_sizes, choose_pieces, most_pieces, plan
 from peerlane.device.products.capacity import capacity
+from peerlane.device.products.gathering import Workspace, arena_sizes, choose_pieces, most_pieces, plan
 from peerlane.device.products.gemm import ELEMENT_BYTES, Activation, Epilogue, GroupedTiles, Tiling
 
 _TILINGS = [tiling for tiling in gemm.TILINGS if tiling.blocks == 1]

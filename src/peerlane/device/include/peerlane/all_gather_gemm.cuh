@@ -9,7 +9,8 @@
 // rank's, then the next ones, waiting for what it needs: so all tiles of a group advance as the pieces come, from all ranks alike.
 //
 // What is gathered is double-buffered by the launch's epoch. A rank that finishes launch e has had pieces of launch e from every other rank, which
-// had therefore finished launch e - 1: what launch e - 1 gathered may be written over in launch e + 1.
+// had therefore finished launch e - 1: what launch e - 1 gathered may be written over in launch e + 1. These may be launches of different sizes
+// (`products/capacity.py`).
 //
 // Who pushes waits for nobody, and communicator blocks are the first ones, so compute blocks always get what they wait for.
 #pragma once

@@ -6,7 +6,7 @@
 //
 // With two buffers slots take turns by the launch's epoch. A rank that finishes launch e has had tiles of launch e from every other rank, which had
 // therefore finished launch e - 1: the slots of launch e - 1 may be written again in launch e + 1. One buffer will do if no rank finishes a launch
-// before every owner has read its slots.
+// before every owner has read its slots. Launches of other sizes may come between these (`products/capacity.py`).
 //
 // Blocks that are resident together can not lock each other. All ranks go through the same sequence of places: place s of every rank is a tile of
 // the same number and the same distance to its owner. Only own tiles wait, for tiles of their number, whose places come before theirs. A block
