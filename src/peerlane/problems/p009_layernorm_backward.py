@@ -184,7 +184,7 @@ def _scaled(pair: Pair, factor: float) -> Pair:
 
 
 def _world(context: pc.AnswerContext) -> range:
-    return range(context.case.world_size)
+    return context.ranks
 
 
 PROBLEM = pc.Problem(
@@ -237,7 +237,7 @@ PROBLEM = pc.Problem(
             "the rank's own sums times the world size",
             lambda c: _scaled(_in_float32(c.inputs, [c.rank]), c.case.world_size),
         ),
-        pc.wrong("drop_last_rank", "the sums without the last rank", lambda c: _in_float32(c.inputs, range(c.case.world_size - 1))),
+        pc.wrong("drop_last_rank", "the sums without the last rank", lambda c: _in_float32(c.inputs, c.ranks[:-1])),
         pc.wrong("eight_bits", "both sums sent in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
         pc.wrong("mean", "the mean over ranks instead of the sum", lambda c: _scaled(c.answer, 1 / c.case.world_size)),
         pc.wrong("swapped", "d_beta first", lambda c: tuple(a.to(b.dtype) for a, b in zip(c.answer[::-1], c.answer, strict=True))),

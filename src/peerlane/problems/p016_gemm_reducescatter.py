@@ -109,14 +109,10 @@ PROBLEM = pc.Problem(
     known_wrong_answers=(
         pc.wrong("no_communication", "the rank's rows of its own product", lambda c: _sum_over(c, [c.rank])),
         pc.wrong("own_times_world", "the same times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
-        pc.wrong("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        pc.wrong("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, c.ranks[:-1])),
         pc.wrong("eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, ("pkb/bf16",)),
-        pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, range(c.case.world_size), owner=0)),
-        pc.wrong(
-            "mirrored_rows",
-            "the rows of rank W - 1 - r",
-            lambda c: _sum_over(c, range(c.case.world_size), owner=c.case.world_size - 1 - c.rank),
-        ),
+        pc.wrong("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, c.ranks, owner=0)),
+        pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _sum_over(c, c.ranks, owner=c.case.world_size - 1 - c.rank)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution(

@@ -110,11 +110,7 @@ def _from_statistics(context: pc.AnswerContext, ranks: Sequence[int], count: int
 
 
 def _divided_by_local_width(context: pc.AnswerContext) -> torch.Tensor:
-    return _from_statistics(context, range(context.case.world_size), _shape(context.case)[-1])
-
-
-def _drop_last_rank(context: pc.AnswerContext) -> torch.Tensor:
-    return _from_statistics(context, range(context.case.world_size - 1), _count(context.case))
+    return _from_statistics(context, context.ranks, _shape(context.case)[-1])
 
 
 def _every_other_channel(context: pc.AnswerContext) -> torch.Tensor:
@@ -192,7 +188,9 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "local_statistics", "normalised with the rank's own mean square", lambda c: _from_statistics(c, [c.rank], _shape(c.case)[-1])
         ),
-        pc.wrong("drop_last_rank", "the last rank's squares left out of the sum", _drop_last_rank),
+        pc.wrong(
+            "drop_last_rank", "the last rank's squares left out of the sum", lambda c: _from_statistics(c, c.ranks[:-1], _count(c.case))
+        ),
         pc.wrong("divided_by_local_width", "the sum over all ranks divided by the local width", _divided_by_local_width),
         pc.wrong("every_other_channel", "the mean square of every second channel", _every_other_channel),
         pc.wrong("gain_ignored", "normalised, but not multiplied by the gain", _gain_ignored),

@@ -243,7 +243,7 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_communication", "the rank's own codes and scales W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
-        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
+        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, c.ranks[::-1])),
         pc.wrong("scale_one", "elements rounded as they are, scale 1", lambda c: _with_scales(c, lambda a: torch.full_like(a, E4M3_MAX))),
         pc.wrong("constant_codes", "right scales, and every code that of the codes' mean", _constant_codes, _NOT_EMPTY),
         pc.wrong("constant_scales", "right codes, all scales 0.006", lambda c: _scales_as(c, lambda s: torch.full_like(s, 0.006))),

@@ -299,7 +299,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "whole_world",
             "the group, or that there is none, ignored",
-            lambda c: _with_norm_of(c, range(c.case.world_size)),
+            lambda c: _with_norm_of(c, c.ranks),
             ("small/no_group", "small/strided_group"),
         ),
         pc.wrong(

@@ -362,7 +362,7 @@ PROBLEM = pc.Problem(
     known_wrong_answers=(
         pc.wrong("no_communication", "the rank's own loss", lambda c: _of_ranks(c, [c.rank]), _DEFINED),
         pc.wrong("sum", "not divided by the world size", lambda c: c.answer * c.case.world_size, _DEFINED),
-        pc.wrong("drop_last_rank", "the mean over all ranks but the last", lambda c: _of_ranks(c, range(c.case.world_size - 1)), _FLOAT32),
+        pc.wrong("drop_last_rank", "the mean over all ranks but the last", lambda c: _of_ranks(c, c.ranks[:-1]), _FLOAT32),
         pc.wrong("global_batch", "the loss of all ranks' tokens together", _global_batch, _DEFINED),
         pc.wrong("balanced", "the loss of a balanced router, top_k", lambda c: torch.full_like(c.answer, float(c.case["k"]))),
         pc.wrong("no_choice", "mean probabilities in place of choices: not far off, for bfloat16", _probabilities_squared, _FLOAT32),

@@ -156,7 +156,7 @@ PROBLEM = pc.Problem(
             ("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
         ),
         pc.wrong("stale_half", "half of the last gradient is that of the slot before", _stale_last),
-        pc.wrong("whole_world", "group ignored", lambda c: _sums(c.inputs, range(c.case.world_size)), ("small/strided_group_bf16",)),
+        pc.wrong("whole_world", "group ignored", lambda c: _sums(c.inputs, c.ranks), ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, collective.group_members(case, rank))),

@@ -156,7 +156,7 @@ PROBLEM = pc.Problem(
         pc.wrong("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
         pc.wrong("e5m2", "the other float8 format", _e5m2),
         pc.wrong("no_communication", "the rank's own shard W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
-        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
+        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, c.ranks[::-1])),
         pc.wrong(
             "history_not_shifted",
             "the amax in the place of the last entry",

@@ -400,12 +400,7 @@ PROBLEM = pc.Problem(
             lambda c: _from_moments(c, 2, own=True),
             _SUMMARISED,
         ),
-        pc.wrong(
-            "whole_world",
-            "group ignored",
-            lambda c: _loss(c.case, c.inputs, c.rank, range(c.case.world_size)),
-            ("small/strided_group_bf16",),
-        ),
+        pc.wrong("whole_world", "group ignored", lambda c: _loss(c.case, c.inputs, c.rank, c.ranks), ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),

@@ -244,7 +244,7 @@ def _sum_of_parts(context: pc.AnswerContext, ranks: Sequence[int], lam: float) -
 
 
 def _lambda_once(context: pc.AnswerContext) -> torch.Tensor:
-    return _sum_of_parts(context, range(context.case.world_size), 0.0) + float(context.case["lambda"])
+    return _sum_of_parts(context, context.ranks, 0.0) + float(context.case["lambda"])
 
 
 def _only_divided(context: pc.AnswerContext) -> Answer:
@@ -350,7 +350,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "last_rank_missing",
             "the denominator without the last rank's blocks",
-            _denominator_is(lambda c: _sum_of_parts(c, range(c.case.world_size - 1), c.case["lambda"])),
+            _denominator_is(lambda c: _sum_of_parts(c, c.ranks[:-1], c.case["lambda"])),
         ),
         pc.wrong("lambda_once", "lambda added once, not once per block", _denominator_is(_lambda_once)),
         pc.wrong(

@@ -314,7 +314,7 @@ PROBLEM = pc.Problem(
             lambda c: _other(c, lambda p, n: 1 + (n > p.unsqueeze(1)).sum(1)),
             ("small/special_fp32",),
         ),
-        pc.wrong("whole_world", "group ignored", lambda c: _other(c, _standard, range(c.case.world_size)), ("small/strided_group_bf16",)),
+        pc.wrong("whole_world", "group ignored", lambda c: _other(c, _standard, c.ranks), ("small/strided_group_bf16",)),
         pc.wrong(
             "stale_tail",
             "the last ranks are those of the slot before, which are often the same where sigmoids saturate",

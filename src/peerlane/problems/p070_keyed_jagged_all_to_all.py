@@ -331,7 +331,7 @@ PROBLEM = pc.Problem(
         pc.wrong(
             "not_staggered",
             "sources in the order of ranks",
-            lambda c: _spoilt(c, order=range(c.case.world_size)),
+            lambda c: _spoilt(c, order=c.ranks),
             ("small/staggered/w4", "small/staggered_strides/w4", "small/staggered/w8", "small/staggered_strides/w8"),
         ),
         pc.wrong(

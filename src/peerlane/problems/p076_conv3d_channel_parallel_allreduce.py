@@ -317,10 +317,7 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)),
         pc.wrong(
-            "whole_world",
-            "group ignored",
-            lambda c: _sum(c.case, c.inputs, group_members(without_group(c.case), c.rank)),
-            pc.grouped,
+            "whole_world", "group ignored", lambda c: _sum(c.case, c.inputs, group_members(without_group(c.case), c.rank)), pc.grouped
         ),
         pc.wrong(
             "stale_tail", "the last elements are those of the slot before", stale_tail, lambda c: c.params.get("pattern") != "cancelling"

@@ -367,10 +367,6 @@ def _clipped(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return context.answer[0].clamp(min=0.0), context.answer[1]
 
 
-def _whole_world(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    return _nearest(context.case, context.inputs, context.rank, range(context.case.world_size))
-
-
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     return pc.case(label, dtype, **{"queries": (3, 5, 2, 4), "rows": 20, "depth": 16, "k": 6, "classes": 9, **params})
 
@@ -450,7 +446,7 @@ PROBLEM = pc.Problem(
         pc.wrong("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
         pc.wrong("row_numbers", "numbers of rows instead of labels", _row_indices),
         pc.wrong("clipped_at_zero", "a selection that starts from zeros", _clipped, ("small/negative_fp32", "small/negative_bf16")),
-        pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_fp32",)),
+        pc.wrong("whole_world", "group ignored", lambda c: _nearest(c.case, c.inputs, c.rank, c.ranks), ("small/strided_group_fp32",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("flat_fp32", _flat),

@@ -300,7 +300,7 @@ PROBLEM = pc.Problem(
         pc.wrong("prototypes_last", "prototypes balanced after the rows", _prototypes_last, _ITERATED),
         pc.wrong("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), _NOT_ITERATED),
         pc.wrong("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), _NOT_ITERATED),
-        pc.wrong("whole_world", "group ignored", _wrong(members=lambda c: range(c.case.world_size)), ("small/strided_group_fp32",)),
+        pc.wrong("whole_world", "group ignored", _wrong(members=lambda c: c.ranks), ("small/strided_group_fp32",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("scaling_vectors_fp32", _scaling_vectors),

@@ -230,7 +230,7 @@ def _local_vocabulary(context: pc.AnswerContext) -> torch.Tensor:
 
 
 def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    logits, (top_k, top_p) = vocab.whole_vocabulary(context.inputs, range(context.case.world_size)), vocab.own_filters(context)
+    logits, (top_k, top_p) = vocab.whole_vocabulary(context.inputs, context.ranks), vocab.own_filters(context)
     kept = vocab.keep_nucleus(vocab.keep_largest(logits, top_k), top_p)
     return gradient_answer(context.case, context.rank, context.args, kept)
 

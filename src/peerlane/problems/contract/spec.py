@@ -233,6 +233,11 @@ class AnswerContext:
         return self.inputs[self.rank]
 
     @property
+    def ranks(self) -> range:
+        """All ranks of the world."""
+        return range(self.case.world_size)
+
+    @property
     def answer(self) -> Tree:
         """This rank's own right answer (to be spoilt, never returned)."""
         return self.answers[self.rank]

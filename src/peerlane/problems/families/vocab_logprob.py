@@ -149,7 +149,7 @@ def _local(context: pc.AnswerContext, normalised: bool) -> torch.Tensor:
 
 
 def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    logits, (top_k, top_p) = whole_vocabulary(context.inputs, range(context.case.world_size)), own_filters(context)
+    logits, (top_k, top_p) = whole_vocabulary(context.inputs, context.ranks), own_filters(context)
     return log_softmax_at(keep_nucleus(keep_largest(logits, top_k), top_p), context.args[1])
 
 
