@@ -22,7 +22,10 @@ from peerlane.results.verdict import Verdict
 from sample_results import result, text_of, wrong
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 
 
 def text(path: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from peerlane.errors import UsageError
 
-PARTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "docs", "examples", "results")
+PARTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "docs", "examples", "results")
 """What the site holds of the repository; a link to anything else is broken there."""
 
 FLOWCHART = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
