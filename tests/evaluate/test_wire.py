@@ -8,12 +8,13 @@ from typing import Any, get_type_hints
 import pytest
 
 from peerlane.errors import ProtocolError
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
 from peerlane.evaluate.ranks.emulated import EmulatedCandidate
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.trusted import TrustedRank
+from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_FINDINGS, MOST_NAMES
 
 CASE = wire.CaseId(1, "small", "37x53 bf16", 2)
 LAYOUT = wire.CaseLayout({"kind": "cpu", "size": 4096, "offset": 0}, [{"kind": "list", "items": []}], [{}], 512, 256, {"tp": [[0, 1]]})
@@ -75,16 +76,16 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
 ]
 
 
-def sent(message: wire.Message) -> wire.Message:
+def sent(message: messages.Message) -> messages.Message:
     """What arrives of a message."""
-    arrived: wire.Message = json.loads(json.dumps(message))
+    arrived: messages.Message = json.loads(json.dumps(message))
     return arrived
 
 
 @pytest.mark.parametrize(("request_", "answer"), EXCHANGES, ids=lambda item: type(item).__name__)
 def test_what_is_sent_is_what_is_read(request_: wire.Request[Any], answer: wire.Answer) -> None:
-    assert wire.read_request(sent(wire.request_message(request_))) == request_
-    assert wire.read_answer(request_, sent(wire.answer_message(answer))) == answer
+    assert messages.read_request(sent(messages.request_message(request_))) == request_
+    assert messages.read_answer(request_, sent(messages.answer_message(answer))) == answer
 
 
 def test_every_request_is_exchanged_above() -> None:
@@ -112,27 +113,27 @@ def test_handlers_take_and_return_what_they_are_registered_for() -> None:
 
 def test_ranks_of_one_process_are_asked_and_answer_together() -> None:
     requests = [wire.DetachCase("a"), wire.DetachCase("b")]
-    assert wire.read_request(sent(wire.request_message(requests))) == requests
+    assert messages.read_request(sent(messages.request_message(requests))) == requests
     calls = [wire.Call("case", "candidate", [0])] * 2
     answers = [wire.Called([{"kind": "value", "value": rank}], False, [], 0) for rank in range(2)]
-    assert wire.read_answers(calls, sent(wire.answer_message(answers))) == answers
-    assert wire.read_answers(calls, sent(wire.answer_message(answers[0]))) == [answers[0]] * 2
+    assert messages.read_answers(calls, sent(messages.answer_message(answers))) == answers
+    assert messages.read_answers(calls, sent(messages.answer_message(answers[0]))) == [answers[0]] * 2
 
 
-def called(**changes: Any) -> wire.Message:
+def called(**changes: Any) -> messages.Message:
     return {"outputs": [{}], "aliased": False, "recordings": [recording()], "collectives": 0, **changes}
 
 
-def recording(**changes: Any) -> wire.Message:
+def recording(**changes: Any) -> messages.Message:
     plain = {"host": {"a": 1}, "device": {}, "marked": True, "collectives": 0, "replaced": [], "events": None, "roles": None}
     return {**plain, **changes}
 
 
-def profiled(**changes: Any) -> wire.Message:
+def profiled(**changes: Any) -> messages.Message:
     return {"recording": recording(**{"events": [[*EVENT]], **changes}), "outputs": [{}]}
 
 
-def finding(**changes: Any) -> wire.Message:
+def finding(**changes: Any) -> messages.Message:
     return {"findings": [{**vars(FINDING), **changes}], "launches": {}}
 
 
@@ -146,7 +147,7 @@ MALFORMED: list[tuple[wire.Request[Any], Any]] = [
     *((RECORDED, called(recordings=value)) for value in (None, [], [recording()] * 2, [None], [[]])),
     *((RECORDED, called(recordings=[recording(host=value)])) for value in (None, [1], {"x": -1}, {"x": True}, {"x": 2**53}, {"x": 1.5})),
     (RECORDED, called(recordings=[recording(device={"x" * 301: 1})])),
-    (RECORDED, called(recordings=[recording(device={str(number): 1 for number in range(wire.MOST_NAMES + 1)})])),
+    (RECORDED, called(recordings=[recording(device={str(number): 1 for number in range(MOST_NAMES + 1)})])),
     *((RECORDED, called(recordings=[recording(replaced=value)])) for value in (None, "x", [[]])),
     (RECORDED, called(recordings=[recording(marked="yes")])),
     (RECORDED, called(recordings=[recording(collectives=True)])),
@@ -154,14 +155,14 @@ MALFORMED: list[tuple[wire.Request[Any], Any]] = [
     *((ON_TIMELINE, called(recordings=[recording(events=value)])) for value in (None, "none")),
     *((PROFILE, profiled(events=[value])) for value in ({}, ["k", 7, 5], ["k", 7, 9, 5], [7, 7, 5, 9], ["k", 7, 5, True])),
     *((PROFILE, profiled(events=[value])) for value in (["k", 7, 5, 1 << 64], ["k" * 5_000, 7, 5, 9], ["k", -2, 5, 9], "wait")),
-    (PROFILE, profiled(events=[[*EVENT]] * (wire.MOST_EVENTS + 1))),
+    (PROFILE, profiled(events=[[*EVENT]] * (MOST_EVENTS + 1))),
     *((PROFILE, profiled(roles=[value])) for value in (["wait", "storer", 5, 9], ["wait", "s" * 50, 5, 1, 2], ["wait", "storer", 5, 3, 2])),
     (PROFILE, {**profiled(), "outputs": []}),
     (STRESS, {"outputs": [{}]}),
     (wire.DescribeOutputs("case", 2), {"outputs": [{}]}),
     *((wire.ReportRaces(), finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
     *((wire.ReportRaces(), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
-    (wire.ReportRaces(), {"findings": [vars(FINDING)] * (wire.MOST_FINDINGS + 1), "launches": {}}),
+    (wire.ReportRaces(), {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), "launches": {}}),
     *((wire.ReportRaces(), {"findings": [], "launches": value}) for value in (None, [], {"a": -1})),
     *((wire.ListLoadedCode(True), {"kernels": value, "unknown": [], "choices": []}) for value in (None, [3], [{"name": "k"}])),
     (wire.ListLoadedCode(True), {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": []}),
@@ -173,22 +174,22 @@ MALFORMED: list[tuple[wire.Request[Any], Any]] = [
 @pytest.mark.parametrize(("request_", "message"), MALFORMED)
 def test_what_is_not_as_declared_is_refused_by_name(request_: wire.Request[Any], message: Any) -> None:
     with pytest.raises(ProtocolError, match=f"the answer to {request_.op} is malformed: ") as caught:
-        wire.read_answer(request_, {"ok": True, **message})
+        messages.read_answer(request_, {"ok": True, **message})
     assert len(str(caught.value)) < 300, "it quotes nothing of what it refuses"
 
 
 @pytest.mark.parametrize("message", [{}, {"ok": 1}, {"ok": "true"}, {"ok": False}, {"ok": None, "error": {"kind": "hang", "message": ""}}])
-def test_what_is_neither_an_answer_nor_an_error_is_refused(message: wire.Message) -> None:
-    for read in (lambda: wire.read_answer(CALL, dict(message)), lambda: wire.read_answers([CALL], dict(message))):
+def test_what_is_neither_an_answer_nor_an_error_is_refused(message: messages.Message) -> None:
+    for read in (lambda: messages.read_answer(CALL, dict(message)), lambda: messages.read_answers([CALL], dict(message))):
         with pytest.raises(ProtocolError, match="neither ok nor an error"):
             read()
 
 
 def test_an_error_keeps_its_kind_its_end_and_its_rank() -> None:
-    error = wire.RankError("cuda_error", "x" * 50_000 + "end", 3)
-    found = wire.read_answer(CALL, sent(wire.error_message(error)))
-    assert isinstance(found, wire.RankError) and (found.kind, found.rank) == ("cuda_error", 3)
-    assert len(found.text) == wire.ERROR_CHARACTERS and found.text.endswith("end")
-    assert wire.read_answer(CALL, {"ok": False, "error": {"kind": "not_run", "message": [], "rank": "x"}}) == wire.RankError(
+    error = messages.RankError("cuda_error", "x" * 50_000 + "end", 3)
+    found = messages.read_answer(CALL, sent(messages.error_message(error)))
+    assert isinstance(found, messages.RankError) and (found.kind, found.rank) == ("cuda_error", 3)
+    assert len(found.text) == messages.ERROR_CHARACTERS and found.text.endswith("end")
+    assert messages.read_answer(CALL, {"ok": False, "error": {"kind": "not_run", "message": [], "rank": "x"}}) == messages.RankError(
         "not_run", "no message", None
     )

@@ -16,7 +16,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidate_group import CandidateGroup
@@ -98,7 +98,7 @@ class EvaluationPipeline:
             self.group.end()
             raise
         except Exception as error:  # a defect, which this candidate may have found: the others are judged all the same
-            where = traceback.format_exc()[-wire.ERROR_CHARACTERS :]
+            where = traceback.format_exc()[-messages.ERROR_CHARACTERS :]
             what = f"{where}\nthis is a defect of peerlane, please report it: {type(error).__name__}: {error}"
             verdict, self.group.healthy = HarnessFailure(phase=self.phase, message=what.encode(errors="replace").decode()), False
         if not isinstance(verdict, (Correct, NotRun)) and self.group.ranks is not None:

@@ -1,10 +1,8 @@
-"""The wire between the supervisor and its rank processes: a class for every request and every answer, and their plain messages.
+"""The wire between the supervisor and its rank processes: a class for every request and every answer.
 
 A request class names its answer: ``class Call(Request[Called])``. Its operation on the wire is its name in snake case, ``call``. Stubs in
 ``correctness/ranks.py`` send requests; rank classes in ``ranks/`` list a handler for each request that they serve.
-
-Answers of a candidate's ranks are untrusted. :func:`read_answer` is the one place that checks them: what it returns has the declared types,
-lengths and ranges, and fits the request. Standard library only: rank processes import this module.
+:mod:`peerlane.evaluate.messages` checks and converts them. Standard library only: rank processes import this module.
 """
 
 from __future__ import annotations
@@ -12,163 +10,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from peerlane.errors import ProtocolError
-from peerlane.evaluate.wire_format import Must, Reader, is_count, reader_of, to_plain
+from peerlane.evaluate.wire_records import MOST_FINDINGS, MOST_NAMES, at_most
+from peerlane.evaluate.wire_records import BlockPlan as BlockPlan
+from peerlane.evaluate.wire_records import CaseId as CaseId
+from peerlane.evaluate.wire_records import CaseLayout as CaseLayout
+from peerlane.evaluate.wire_records import Count as Count
+from peerlane.evaluate.wire_records import LaunchMode as LaunchMode
+from peerlane.evaluate.wire_records import LoadedKernel as LoadedKernel
+from peerlane.evaluate.wire_records import Microseconds as Microseconds
+from peerlane.evaluate.wire_records import OutOfBounds as OutOfBounds
+from peerlane.evaluate.wire_records import Outputs as Outputs
+from peerlane.evaluate.wire_records import RaceFinding as RaceFinding
+from peerlane.evaluate.wire_records import Recording as Recording
+from peerlane.evaluate.wire_records import Side as Side
+from peerlane.evaluate.wire_records import SlotScore as SlotScore
 
-Message = dict[str, Any]
 A = TypeVar("A", bound="Answer", covariant=True)
-
-MOST_NAMES, NAME_CHARACTERS = 4_000, 300
-"""different names that one rank may report of one span, and what is kept of each"""
-MOST_EVENTS = 20_000
-"""that one rank may report of one recording"""
-MOST_FINDINGS, FINDING_CHARACTERS = 8, 4_000
-"""races that the emulator reports of one case, and what is kept of each"""
-_ROLE_CHARACTERS = 40
-_LONGEST_US = 1e12
-ERROR_CHARACTERS = 8_000
-"""of a rank's error, its end"""
 ErrorKind = Literal["runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation"]
-_ERROR_KINDS = get_args(ErrorKind)
-
-
-def _is_name(value: str) -> bool:
-    return len(value) <= NAME_CHARACTERS
-
-
-def _are_name_counts(value: dict[str, int]) -> bool:
-    return len(value) <= MOST_NAMES and all(map(_is_name, value))
-
-
-def _is_event(event: tuple[str, int, int, int]) -> bool:
-    name, lane, start, end = event
-    return _is_name(name) and -1 <= lane < 1 << 63 and 0 <= start <= end < 1 << 63
-
-
-def _is_stamp(stamp: tuple[str, str, int, int, int]) -> bool:
-    name, role, block, start, end = stamp
-    return max(len(name), len(role)) <= _ROLE_CHARACTERS and 0 <= block < 1 << 63 and 0 <= start <= end < 1 << 63
-
-
-def _at_most(number: int) -> Must:
-    return Must(f"at most {number} items", lambda value: len(value) <= number)
-
-
-Count = Annotated[int, Must("an integer from 0 to 2**53", is_count)]
-Microseconds = Annotated[float, Must("a time that is a number of at least 0", lambda value: 0 <= value < _LONGEST_US)]
-Name = Annotated[str, Must(f"a text of at most {NAME_CHARACTERS} characters", _is_name)]
-NameCounts = Annotated[dict[str, Count], Must(f"counts of at most {MOST_NAMES} names", _are_name_counts)]
-Event = Annotated[tuple[str, int, int, int], Must("name, lane, start and end of an event", _is_event)]
-RoleStamp = Annotated[tuple[str, str, int, int, int], Must("name, role, block, start and end of a span", _is_stamp)]
-Outputs = list[Any]
-"""one description for every slot, see :mod:`peerlane.problems.contract.tree`; trusted ranks judge what they say"""
-Side = Literal["reference", "candidate"]
-LaunchMode = Literal["eager", "graph"]
-KernelOrigin = Literal["peerlane.device", "triton", "library"]
-
-
-# --- what requests and answers are made of ---
-
-
-@dataclass(frozen=True)
-class CaseId:
-    """A case by its names."""
-
-    problem: int
-    preset: str
-    label: str
-    world_size: int
-
-
-@dataclass(frozen=True)
-class CaseLayout:
-    """How a trusted rank has laid a case out: the handle of its arena, where arguments and outputs of all slots lie, and how many bytes
-    each take. Outputs lie behind the inputs. ``groups``: the members of each process group that arguments name."""
-
-    arena: dict[str, Any]
-    arguments: list[Any]
-    outputs: list[Any]
-    input_bytes: int
-    output_bytes: int
-    groups: dict[str, list[list[int]]]
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """What happens in a block besides its calls. ``swaps``: steps of :class:`SlotSwaps`; ``copied``: the slots whose outputs are copied."""
-
-    calls: int
-    swaps: tuple[tuple[int, int, int], ...]
-    copied: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What a profiler saw of one span: how often each name ran on the host and on the device, and whether both marks of the span are there.
-
-    ``replaced``: functions of the evaluator or the profiler that are not what they were. ``events`` (name, lane, start, end) and ``roles``
-    (name, role, block, start, end) are those of a timeline, in nanoseconds; None without one.
-    """
-
-    host: NameCounts
-    device: NameCounts
-    marked: bool
-    collectives: Count
-    replaced: list[str]
-    events: Annotated[list[Event], _at_most(MOST_EVENTS)] | None
-    roles: Annotated[list[RoleStamp], _at_most(MOST_EVENTS)] | None
-
-
-@dataclass(frozen=True)
-class LoadedKernel:
-    """A kernel whose code a rank found loaded, by its name, its origin and the mechanisms that it has instructions for."""
-
-    name: Name
-    origin: KernelOrigin
-    mechanisms: list[str]
-
-
-@dataclass(frozen=True)
-class RaceFinding:
-    """Something that the emulator found wrong, and in how many schedules."""
-
-    kind: str
-    memory: str
-    rank: Count
-    schedules: Count
-    summary: str
-    text: Annotated[str, Must("a text that is not blank", lambda text: bool(text.strip()))]
-
-
-@dataclass(frozen=True)
-class OutOfBounds:
-    """Where something was written that belongs to no tensor: beside which tensor of which slot."""
-
-    slot: int
-    name: str
-    place: str
-
-
-@dataclass(frozen=True)
-class SlotScore:
-    """How one output of a call compares with the oracle: its worst tensor.
-
-    ``mismatch``: why its structure, shapes or dtypes are wrong; then nothing else is known. ``digests``: of the outputs that must have the
-    same bits on all ranks.
-    """
-
-    slot: int
-    mismatch: str | None = None
-    ratio: float = 0.0
-    output: str = ""
-    detail: str = ""
-    index: tuple[int, ...] | None = None
-    got: float | None = None
-    want: float | None = None
-    digests: tuple[tuple[str, int], ...] = ()
-
 
 # --- answers ---
 
@@ -308,7 +169,7 @@ class ProbedProfiler(Answer):
 class LoadedCode(Answer):
     """``unknown``: what could not be read, and why; ``choices``: what the kit's tuner has chosen."""
 
-    kernels: Annotated[list[LoadedKernel], _at_most(MOST_NAMES)]
+    kernels: Annotated[list[LoadedKernel], at_most(MOST_NAMES)]
     unknown: list[str]
     choices: list[str]
 
@@ -317,7 +178,7 @@ class LoadedCode(Answer):
 class RaceReport(Answer):
     """What the emulator found in all launches so far, and how often each kernel was launched."""
 
-    findings: Annotated[list[RaceFinding], _at_most(MOST_FINDINGS)]
+    findings: Annotated[list[RaceFinding], at_most(MOST_FINDINGS)]
     launches: dict[str, Count]
 
 
@@ -692,99 +553,3 @@ def _must_be(number: int, items: Sequence[Any], what: str) -> None:
 def _must_have_events(timeline: bool, recordings: Iterable[Recording]) -> None:
     if any((recording.events is not None) != timeline for recording in recordings):
         raise ProtocolError(f"expected recordings {'with' if timeline else 'without'} the events of a timeline")
-
-
-# --- plain messages ---
-
-
-@dataclass(frozen=True)
-class RankError:
-    """How a request failed: the kind of the failure, the end of the rank's traceback, and, of several ranks in one process, the rank."""
-
-    kind: ErrorKind
-    text: str
-    rank: int | None = None
-
-
-def request_message(request: Request[Answer] | Sequence[Request[Answer]]) -> Message:
-    """The message of a request; of several of one class, which one process carries out, that of all."""
-    if isinstance(request, Request):
-        return {"op": request.op, **to_plain(request)}
-    return {"op": request[0].op, "ranks": [to_plain(item) for item in request]}
-
-
-def read_request(message: Message) -> Request[Answer] | list[Request[Answer]]:
-    """The inverse of :func:`request_message`."""
-    read = _READERS[message.pop("op")]
-    if "ranks" in message:
-        return [read(item) for item in message["ranks"]]
-    request: Request[Answer] = read(message)
-    return request
-
-
-def answer_message(answer: Answer | Sequence[Answer]) -> Message:
-    """The message of an answer; of several, of the ranks of one process, that of all."""
-    if isinstance(answer, Answer):
-        return {"ok": True, **to_plain(answer)}
-    return {"ok": True, "ranks": [to_plain(item) for item in answer]}
-
-
-def error_message(error: RankError) -> Message:
-    text = error.text[-ERROR_CHARACTERS:]
-    return {"ok": False, "error": {"kind": error.kind, "message": text, "rank": error.rank}}
-
-
-def building_message(building: bool) -> Message:
-    """What a rank sends before its answer, when it begins or ends to compile."""
-    return {"building": building}
-
-
-def read_building(message: Message) -> bool | None:
-    """Whether a rank compiles from now on; None for a message that says something else."""
-    building = message.get("building")
-    return building if isinstance(building, bool) else None
-
-
-def read_answer(request: Request[A], message: Message) -> A | RankError:
-    """A rank's answer, checked, or the failure that it reports; raises ProtocolError for anything else. Takes the message apart."""
-    if message.get("ok") is not True:
-        return _read_error(message)
-    del message["ok"]
-    return _read_part(request, message)
-
-
-def read_answers(requests: Sequence[Request[A]], message: Message) -> list[A] | RankError:
-    """The answers of a process that carries out one request for each of its ranks; as :func:`read_answer`."""
-    if message.get("ok") is not True:
-        return _read_error(message)
-    del message["ok"]
-    if "ranks" not in message:  # it stands for those of all ranks
-        return [_read_part(requests[0], message)] * len(requests)
-    parts = message["ranks"]
-    if len(message) != 1 or not isinstance(parts, list) or len(parts) != len(requests):
-        raise ProtocolError(f"the answer to {requests[0].op} is malformed: expected a part for each of {len(requests)} ranks")
-    return [_read_part(request, part) for request, part in zip(requests, parts, strict=True)]
-
-
-def _read_part(request: Request[A], plain: Any) -> A:
-    try:
-        answer: A = _ANSWER_READERS[type(request)](plain)
-        request.check(answer)
-    except ProtocolError as error:
-        raise ProtocolError(f"the answer to {request.op} is malformed: {error}") from None
-    return answer
-
-
-def _read_error(message: Message) -> RankError:
-    report = message.get("error")
-    kind = report.get("kind") if isinstance(report, dict) else None
-    if not isinstance(report, dict) or not isinstance(kind, str) or kind not in _ERROR_KINDS:
-        raise ProtocolError("an answer that is neither ok nor an error")
-    text, rank = report.get("message"), report.get("rank")
-    text = text[-ERROR_CHARACTERS:].strip() if isinstance(text, str) else ""  # a rank that a candidate has changed cuts nothing
-    return RankError(kind, text or "no message", rank if is_count(rank) else None)  # type: ignore[arg-type]
-
-
-# Made here, before any rank is forked.
-_READERS: dict[str, Reader] = {op: reader_of(cast(Any, kind)) for op, kind in REQUESTS.items()}
-_ANSWER_READERS: dict[type, Reader] = {kind: reader_of(cast(Any, kind.answer)) for kind in REQUESTS.values()}

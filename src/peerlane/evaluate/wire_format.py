@@ -29,14 +29,13 @@ class Must:
 
 def is_count(value: Any) -> bool:
     """True for an integer of at least 0 and below 2**53."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
+    return type(value) is int and 0 <= value < _LARGEST_COUNT
 
 
 def to_plain(record: Any) -> dict[str, Any]:
     """The fields of a record by name, records inside it likewise. Values are not copied, and not checked."""
-    plain = dict(vars(record))
-    kind: Any = type(record)
-    for name in _fields_with_records(kind):
+    plain: dict[str, Any] = record.__dict__.copy()
+    for name in _fields_with_records(record.__class__):
         plain[name] = _plain_value(plain[name])
     return plain
 
@@ -164,12 +163,15 @@ def _record_reader(kind: Any) -> Reader:
         if plain.keys() != names:
             missing, unknown = [name for name, _ in fields if name not in plain], len(plain.keys() - names)
             raise ProtocolError(f"{kind.__name__} with unknown fields ({unknown}) or without fields ({', '.join(missing) or 'none'})")
+        name = ""
         values = {}
-        for name, read in fields:
-            try:
+        try:
+            for name, read in fields:
                 values[name] = read(plain[name])
-            except ProtocolError as error:
-                raise ProtocolError(f"{name}: {error}") from None
-        return kind(**values)
+        except ProtocolError as error:
+            raise ProtocolError(f"{name}: {error}") from None
+        record = object.__new__(kind)  # the constructor of a frozen class takes as long as all checks
+        record.__dict__.update(values)
+        return record
 
     return read_record

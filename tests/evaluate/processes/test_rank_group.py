@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.processes.protocol import MAX_MESSAGE_BYTES, Channel
 from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, GroupFailure, RankGroup, _cause
 
@@ -142,7 +142,7 @@ def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> 
 
 
 @pytest.mark.parametrize(
-    ("message", "kept"), [("x" * 50_000 + "end", wire.ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)]
+    ("message", "kept"), [("x" * 50_000 + "end", messages.ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)]
 )
 def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Far]) -> None:
     """Whatever a rank was made to say, and however much of it."""

@@ -20,6 +20,7 @@ from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.timing.benchmark import Benchmark
+from peerlane.evaluate.wire_records import NAME_CHARACTERS
 from peerlane.place import Place
 from peerlane.results.record import Mode
 from peerlane.results.result import Audit, Mechanism
@@ -86,7 +87,7 @@ class Auditor:
         answers = runner.candidate.list_loaded_code()
         for answer in answers:
             self.loaded += loaded_kernels(answer.kernels)
-        self.choices = tuple(choice[: wire.NAME_CHARACTERS] for choice in answers[0].choices[:_MOST_CHOICES])
+        self.choices = tuple(choice[:NAME_CHARACTERS] for choice in answers[0].choices[:_MOST_CHOICES])
 
     def _take(self, rank: int, recording: wire.Recording, calls: int = 1) -> Activity:
         """Notes the faults of a recording; returns what ran in it."""

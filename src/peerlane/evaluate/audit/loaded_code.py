@@ -20,7 +20,7 @@ import torch
 from peerlane.device.host import launch, tune
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.device_code import in_ptx, in_sass
-from peerlane.evaluate.wire import MOST_NAMES, NAME_CHARACTERS
+from peerlane.evaluate.wire_records import MOST_NAMES, NAME_CHARACTERS, KernelOrigin
 
 _demangle = torch._C._demangle
 _MOST_LIBRARY_BYTES = 512 << 20
@@ -46,7 +46,7 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> wire.LoadedCode:
     kernels: list[wire.LoadedKernel] = []
     unknown: list[str] = []
 
-    def add(origin: wire.KernelOrigin, found: Mapping[str, frozenset[str]]) -> None:
+    def add(origin: KernelOrigin, found: Mapping[str, frozenset[str]]) -> None:
         for name, words in found.items():
             kernels.append(wire.LoadedKernel(_demangle(name)[:NAME_CHARACTERS], origin, sorted(words)))
 

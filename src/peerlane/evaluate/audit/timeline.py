@@ -17,6 +17,7 @@ from typing import Any, Literal
 from peerlane.errors import UsageError
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.activity import COMMUNICATION, kernel_kind
+from peerlane.evaluate.wire_records import RoleStamp
 from peerlane.files import write_atomically
 
 HOST_LANE = -1
@@ -235,7 +236,7 @@ def _place_roles(
     )
 
 
-def _clock_offset(stamps: Sequence[wire.RoleStamp], kernels: Sequence[tuple[int, int]]) -> int:
+def _clock_offset(stamps: Sequence[RoleStamp], kernels: Sequence[tuple[int, int]]) -> int:
     """Nanoseconds from the stamps' clock to that of the kernels: the last stamp ends with a kernel, and most lie inside one."""
     last, sample = max(end for *_, end in stamps), stamps[:: max(1, len(stamps) // _SAMPLED_STAMPS)]
     busy = _union(kernels)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.protocol import Channel, encode
 from peerlane.sandbox import linux
@@ -173,16 +173,16 @@ class RankGroup:
     def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
         """What each process is sent. Remembers the requests, which answers have to fit."""
         if isinstance(requests, wire.Request):
-            frames = [encode(wire.request_message(requests))] * self.world_size
+            frames = [encode(messages.request_message(requests))] * self.world_size
             self._asked = [requests] * self.world_size
         else:
-            frames = [encode(wire.request_message(request)) for request in requests]
+            frames = [encode(messages.request_message(request)) for request in requests]
             self._asked = list(requests)
         return frames
 
-    def _read_answer(self, process: int, message: wire.Message) -> Any:
+    def _read_answer(self, process: int, message: messages.Message) -> Any:
         """A process's answer, checked; raises ProtocolError."""
-        return wire.read_answer(self._asked[process], message)
+        return messages.read_answer(self._asked[process], message)
 
     def finish(self) -> list[Any]:
         """Waits for the answers to :meth:`begin`."""
@@ -250,12 +250,12 @@ class RankGroup:
         channel = self._ranks[rank]
         open_ = channel.feed()
         try:
-            while (message := channel.pop()) is not None and (building := wire.read_building(message)) is not None:
+            while (message := channel.pop()) is not None and (building := messages.read_building(message)) is not None:
                 self.building.report(rank, building)
             answer = None if message is None else self._read_answer(rank, message)
         except ProtocolError as error:
             return GroupFailure("garbage", phase, str(error), rank=rank)
-        if isinstance(answer, wire.RankError):
+        if isinstance(answer, messages.RankError):
             return GroupFailure(answer.kind, phase, answer.text, rank=self._rank_of(rank, answer))
         if answer is not None or open_:
             return answer
@@ -273,7 +273,7 @@ class RankGroup:
                     return outcome
         return self._exit_failure(rank, phase)
 
-    def _rank_of(self, process: int, error: wire.RankError) -> int:
+    def _rank_of(self, process: int, error: messages.RankError) -> int:
         """The rank that a process's report of an error is about."""
         return process
 
@@ -407,10 +407,10 @@ class EmulatedRankGroup(RankGroup):
 
     def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
         self._asked = [requests] * self.emulated_ranks if isinstance(requests, wire.Request) else list(requests)
-        return [encode(wire.request_message(requests))]
+        return [encode(messages.request_message(requests))]
 
-    def _read_answer(self, process: int, message: wire.Message) -> Any:
-        return wire.read_answers(self._asked, message)
+    def _read_answer(self, process: int, message: messages.Message) -> Any:
+        return messages.read_answers(self._asked, message)
 
     def finish(self) -> list[Any]:
         try:
@@ -421,5 +421,5 @@ class EmulatedRankGroup(RankGroup):
             raise
         return list(answers)
 
-    def _rank_of(self, process: int, error: wire.RankError) -> int:
+    def _rank_of(self, process: int, error: messages.RankError) -> int:
         return error.rank if error.rank is not None and error.rank < self.emulated_ranks else 0

@@ -23,6 +23,7 @@ from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import AttachedCase, import_candidate, poison_freed_memory, solution_of
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Solution
+from peerlane.evaluate.wire_records import FINDING_CHARACTERS, MOST_FINDINGS
 from peerlane.problems.contract.tree import rebuild, tensor_descriptions
 
 
@@ -129,8 +130,8 @@ class EmulatedCandidate(Rank):
                 rank=max(0, min((side.rank for side in finding.sides), default=0)),
                 schedules=finding.schedules,
                 summary=finding.summary,
-                text=str(finding)[: wire.FINDING_CHARACTERS],
+                text=str(finding)[:FINDING_CHARACTERS],
             )
-            for finding in findings(self._ranks.reports())[: wire.MOST_FINDINGS]
+            for finding in findings(self._ranks.reports())[:MOST_FINDINGS]
         ]
         return wire.RaceReport(found, dict(self._ranks.launches))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault, TrackForbids
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
 from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
@@ -87,7 +87,7 @@ class Rank:
         }
         """for every request that this rank serves, what carries it out"""
         self.leaving = False
-        self.send: Callable[[wire.Message], None] = lambda _: None
+        self.send: Callable[[messages.Message], None] = lambda _: None
         """sends a message to the supervisor between a request and its answer"""
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None

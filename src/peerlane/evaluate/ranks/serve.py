@@ -11,7 +11,7 @@ from typing import Any
 from peerlane.device.emulator.ranks import RankFailure
 from peerlane.device.host.arena import faults
 from peerlane.errors import EmulatedFault
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
@@ -38,13 +38,13 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
         os.environ.update(config["rank_environment"][rank])
 
 
-def _error(error: BaseException, default: wire.ErrorKind) -> wire.RankError:
+def _error(error: BaseException, default: wire.ErrorKind) -> messages.RankError:
     rank = error.rank if isinstance(error, RankFailure) else None
     cause = error.error if isinstance(error, RankFailure) else error
     kind, text = classify(cause, default), "".join(traceback.format_exception(cause, limit=-12))
     if kind == "cuda_error" and not isinstance(cause, EmulatedFault):  # which says it itself, with source lines
         text = "\n".join([text, *faults()])
-    return wire.RankError(kind, text, rank)
+    return messages.RankError(kind, text, rank)
 
 
 def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -> int:
@@ -52,7 +52,7 @@ def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -
     _set_environment(config, rank)
     me = _kind(config)(config, rank, memory_fd)
     receive, send, handlers = channel.receive, channel.send, me.handlers
-    read_request, answer_message = wire.read_request, wire.answer_message
+    read_request, answer_message = messages.read_request, messages.answer_message
     me.send = send
     while (message := receive()) is not None:
         request = read_request(message)
@@ -60,7 +60,7 @@ def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -
         try:
             answer = answer_message(handlers[type(first)](request))
         except BaseException as error:
-            answer = wire.error_message(_error(error, first.failure_kind))
+            answer = messages.error_message(_error(error, first.failure_kind))
         send(answer)
         if me.leaving:
             break

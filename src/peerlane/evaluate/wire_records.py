@@ -1,0 +1,150 @@
+"""What the requests and answers of :mod:`peerlane.evaluate.wire` are made of: limits, checked types, and records. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from peerlane.evaluate.wire_format import Must, is_count
+
+MOST_NAMES, NAME_CHARACTERS = 4_000, 300
+"""different names that one rank may report of one span, and what is kept of each"""
+MOST_EVENTS = 20_000
+"""that one rank may report of one recording"""
+MOST_FINDINGS, FINDING_CHARACTERS = 8, 4_000
+"""races that the emulator reports of one case, and what is kept of each"""
+_ROLE_CHARACTERS = 40
+_LONGEST_US = 1e12
+
+
+def _is_name(value: str) -> bool:
+    return len(value) <= NAME_CHARACTERS
+
+
+def _are_name_counts(value: dict[str, int]) -> bool:
+    return len(value) <= MOST_NAMES and all(map(_is_name, value))
+
+
+def _is_event(event: tuple[str, int, int, int]) -> bool:
+    name, lane, start, end = event
+    return _is_name(name) and -1 <= lane < 1 << 63 and 0 <= start <= end < 1 << 63
+
+
+def _is_stamp(stamp: tuple[str, str, int, int, int]) -> bool:
+    name, role, block, start, end = stamp
+    return max(len(name), len(role)) <= _ROLE_CHARACTERS and 0 <= block < 1 << 63 and 0 <= start <= end < 1 << 63
+
+
+def at_most(number: int) -> Must:
+    return Must(f"at most {number} items", lambda value: len(value) <= number)
+
+
+Count = Annotated[int, Must("an integer from 0 to 2**53", is_count)]
+Microseconds = Annotated[float, Must("a time that is a number of at least 0", lambda value: 0 <= value < _LONGEST_US)]
+Name = Annotated[str, Must(f"a text of at most {NAME_CHARACTERS} characters", _is_name)]
+NameCounts = Annotated[dict[str, Count], Must(f"counts of at most {MOST_NAMES} names", _are_name_counts)]
+Event = Annotated[tuple[str, int, int, int], Must("name, lane, start and end of an event", _is_event)]
+RoleStamp = Annotated[tuple[str, str, int, int, int], Must("name, role, block, start and end of a span", _is_stamp)]
+Outputs = list[Any]
+"""one description for every slot, see :mod:`peerlane.problems.contract.tree`; trusted ranks judge what they say"""
+Side = Literal["reference", "candidate"]
+LaunchMode = Literal["eager", "graph"]
+KernelOrigin = Literal["peerlane.device", "triton", "library"]
+
+
+@dataclass(frozen=True)
+class CaseId:
+    """A case by its names."""
+
+    problem: int
+    preset: str
+    label: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class CaseLayout:
+    """How a trusted rank has laid a case out: the handle of its arena, where arguments and outputs of all slots lie, and how many bytes
+    each take. Outputs lie behind the inputs. ``groups``: the members of each process group that arguments name."""
+
+    arena: dict[str, Any]
+    arguments: list[Any]
+    outputs: list[Any]
+    input_bytes: int
+    output_bytes: int
+    groups: dict[str, list[list[int]]]
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What happens in a block besides its calls. ``swaps``: steps of :class:`SlotSwaps`; ``copied``: the slots whose outputs are copied."""
+
+    calls: int
+    swaps: tuple[tuple[int, int, int], ...]
+    copied: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a profiler saw of one span: how often each name ran on the host and on the device, and whether both marks of the span are there.
+
+    ``replaced``: functions of the evaluator or the profiler that are not what they were. ``events`` (name, lane, start, end) and ``roles``
+    (name, role, block, start, end) are those of a timeline, in nanoseconds; None without one.
+    """
+
+    host: NameCounts
+    device: NameCounts
+    marked: bool
+    collectives: Count
+    replaced: list[str]
+    events: Annotated[list[Event], at_most(MOST_EVENTS)] | None
+    roles: Annotated[list[RoleStamp], at_most(MOST_EVENTS)] | None
+
+
+@dataclass(frozen=True)
+class LoadedKernel:
+    """A kernel whose code a rank found loaded, by its name, its origin and the mechanisms that it has instructions for."""
+
+    name: Name
+    origin: KernelOrigin
+    mechanisms: list[str]
+
+
+@dataclass(frozen=True)
+class RaceFinding:
+    """Something that the emulator found wrong, and in how many schedules."""
+
+    kind: str
+    memory: str
+    rank: Count
+    schedules: Count
+    summary: str
+    text: Annotated[str, Must("a text that is not blank", lambda text: bool(text.strip()))]
+
+
+@dataclass(frozen=True)
+class OutOfBounds:
+    """Where something was written that belongs to no tensor: beside which tensor of which slot."""
+
+    slot: int
+    name: str
+    place: str
+
+
+@dataclass(frozen=True)
+class SlotScore:
+    """How one output of a call compares with the oracle: its worst tensor.
+
+    ``mismatch``: why its structure, shapes or dtypes are wrong; then nothing else is known. ``digests``: of the outputs that must have the
+    same bits on all ranks.
+    """
+
+    slot: int
+    mismatch: str | None = None
+    ratio: float = 0.0
+    output: str = ""
+    detail: str = ""
+    index: tuple[int, ...] | None = None
+    got: float | None = None
+    want: float | None = None
+    digests: tuple[tuple[str, int], ...] = ()
