@@ -35,6 +35,7 @@ PURPOSES = {
     "peerlane.evaluate.evaluator": "sessions, many candidates, the store",
     "peerlane.evaluate.pipeline": "the stages of one evaluation",
     "peerlane.evaluate.ranks": "what runs in the ranks",
+    "peerlane.evaluate.candidate_group": "the ranks of a candidate",
     "peerlane.evaluate.audit": "what ran, what moved the data",
     "peerlane.evaluate.timing": "blocks, rounds, scores",
     "peerlane.evaluate.correctness": "cases, stress, slot swaps",
