@@ -12,9 +12,8 @@ import torch
 from peerlane import problems
 from peerlane.problems import Case, Expected
 from peerlane.problems.contract import rounded
-from peerlane.problems.families.splat import project, rotations
+from peerlane.problems.families.splat import project, project_covariances, rotations
 from peerlane.problems.p060_distributed_irfft2 import bin_weights
-from peerlane.problems.p061_gaussian_splat_projection_exchange import project_covariances
 from peerlane.problems.p063_layerwise_kalman_filter_step import block_sizes
 from peerlane.problems.p081_mask_gather_occlusion_suppression import object_counts
 from problem_cases import arguments, oracles

@@ -51,7 +51,7 @@ DOES_NOT_JUDGE = [
     (BROADCAST, BROADCAST, 'category="collective"', 'category="other"'),
     (BROADCAST, BROADCAST, '"ragged, tiny', '"tiny'),
     (BROADCAST, BROADCAST, "the tensor of the rank after src", "another tensor"),
-    (BROADCAST, BROADCAST, "% context.case.world_size", "% 2"),
+    (BROADCAST, BROADCAST, "% c.case.world_size", "% 2"),
     (BROADCAST, BROADCAST, "root = root_argument(case, draw)\n", "root = (  # a comment\n        root_argument(case, draw)\n    )\n\n"),
     (BROADCAST, BROADCAST, "import torch.distributed as dist", "from torch import distributed as dist"),
     (BROADCAST, BROADCAST, "all ranks have the same answer", "for all are alike"),
