@@ -118,14 +118,20 @@ def problem_folders() -> tuple[Path, ...]:
     return tuple(Path(os.path.abspath(folder)) for folder in named.split(os.pathsep) if folder)
 
 
+def service_token_file() -> Path | None:
+    """Returns the file that PEERLANE_TOKEN_FILE names, whose first word is the token of a service; None without one."""
+    file = os.environ.get("PEERLANE_TOKEN_FILE")
+    return Path(file) if file else None
+
+
 def service_token() -> str | None:
     """Returns the token of a service that judges: PEERLANE_TOKEN, else the first word of the file that PEERLANE_TOKEN_FILE names."""
     if token := os.environ.get("PEERLANE_TOKEN"):
         return token
-    if not (file := os.environ.get("PEERLANE_TOKEN_FILE")):
+    if (file := service_token_file()) is None:
         return None
     try:
-        words = Path(file).read_text(encoding="utf-8").split()
+        words = file.read_text(encoding="utf-8").split()
     except OSError as error:
         raise UsageError(f"PEERLANE_TOKEN_FILE={file}: cannot be read: {error.strerror}") from None
     if not words:

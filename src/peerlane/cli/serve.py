@@ -36,13 +36,17 @@ def serve(
     from peerlane.service.server import require_serve_extra
 
     require_serve_extra()
+    from peerlane.sandbox.hidden_files import keep_from_candidates
     from peerlane.service.server import listen
     from peerlane.service.server import serve as run
     from peerlane.service.settings import ServiceSettings, read_tokens
-    from peerlane.settings import forget_service_token, service_token
+    from peerlane.settings import forget_service_token, service_token, service_token_file
 
     tokens = read_tokens(service_token(), token_file)
     forget_service_token()
+    for file in (token_file, service_token_file()):
+        if file is not None:
+            keep_from_candidates(file)
     judged_on = choose_device(device)
     gpus = []
     if Place.of(judged_on).has_gpus:

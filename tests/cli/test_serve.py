@@ -1,0 +1,31 @@
+"""`peerlane serve` keeps its own files from the candidates that it judges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from peerlane.cli import app
+from peerlane.sandbox.hidden_files import hidden_paths
+from peerlane.service import server
+
+
+def test_token_files_are_hidden_from_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, named = tmp_path / "given", tmp_path / "named"
+    for file in (given, named):
+        file.write_text("secret-token-of-the-service\n")
+        file.chmod(0o600)
+    hidden: list[str] = []
+    monkeypatch.setenv("PEERLANE_TOKEN_FILE", str(named))
+    monkeypatch.setattr(server, "listen", lambda *_: None)
+
+    def run(*_: Any) -> None:
+        hidden.extend(hidden_paths())
+
+    monkeypatch.setattr(server, "serve", run)
+    words = ["serve", "--device", "cpu", "--token-file", str(given), "--out", str(tmp_path / "jobs")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert {str(given), str(named)} <= set(hidden)
