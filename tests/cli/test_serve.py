@@ -16,7 +16,7 @@ from peerlane.service import server
 def test_token_files_are_hidden_from_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given, named = tmp_path / "given", tmp_path / "named"
     for file in (given, named):
-        file.write_text("secret-token-of-the-service\n")
+        file.write_text(f"the-{file.name}-token-of-the-service\n")
         file.chmod(0o600)
     hidden: list[str] = []
     monkeypatch.setenv("PEERLANE_TOKEN_FILE", str(named))
