@@ -15,7 +15,7 @@ from peerlane.device.host.declare import F32, U32, BoundKernel, Field, LocalKern
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
-from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.tensor_maps import TensorMaps, tensor_maps
 from peerlane.errors import UsageError
 
 Option = TypeVar("Option")
@@ -334,7 +334,7 @@ class Product:
     def __init__(
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
     ) -> None:
-        self.shape, self.epilogue, self.maps = shape, epilogue, TensorMaps(group)
+        self.shape, self.epilogue, self.maps = shape, epilogue, tensor_maps(group)
         self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group))
         self.bound = _bound(group, shape, dtype, epilogue, self.tiling)
         self._boxes = operand_box("k", self.tiling.block_rows), operand_box("mn", self.tiling.columns // self.tiling.blocks)
