@@ -91,6 +91,8 @@ class Epilogue:
         scale: float = 1.0,
     ) -> dict[str, Any]:
         """The kernel's fields for a call whose result has this shape; raises UsageError unless it gives what there is, and nothing else."""
+        if bias is None and residual is None and scale == 1 and not (self.bias or self.residual or self.scale):
+            return {}
         for name, wanted, given in (("bias", self.bias, bias), ("residual", self.residual, residual)):
             size = shape if name == "residual" else shape[1:]
             if wanted != (given is not None) or (given is not None and tuple(given.shape) != size):
