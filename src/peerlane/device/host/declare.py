@@ -368,18 +368,15 @@ class BoundKernel:
         self._set(values)
 
     def _set(self, values: Mapping[str, Any]) -> None:
-        arguments, maps = self._arguments, self._maps
+        fields, maps, group, arguments = self._fields, self._maps, self.group, self._arguments
         for name, value in values.items():
             if type(value) is not maps.get(name):  # most calls give tensor maps, which need no conversion
-                value = self._converted(name, value)
+                field = fields.get(name)
+                if field is None:
+                    known = ", ".join(fields)
+                    raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
+                value = field.value(group, value)
             setattr(arguments, name, value)
-
-    def _converted(self, name: str, value: Any) -> Any:
-        field = self._fields.get(name)
-        if field is None:
-            known = ", ".join(self._fields)
-            raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
-        return field.value(self.group, value)
 
     def again(self, **values: Any) -> BoundKernel:
         """Another launch, with these fields set and the others as they are here now. It is not collective."""

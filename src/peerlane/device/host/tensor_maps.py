@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import torch
 
-from peerlane.device.host.group import Group
+from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.tensor_map import TensorMap
 
 _KEPT_MAPS = 4096
@@ -28,3 +28,9 @@ class TensorMaps:
                 self._kept.clear()
             found = self._kept[key] = self.group.encode(self.group.place(tensor).split(parts).map(box))
         return found
+
+
+@per_group
+def tensor_maps(group: Group) -> TensorMaps:
+    """Those that kernels of all sizes share."""
+    return TensorMaps(group)

@@ -26,7 +26,7 @@ from peerlane.device.host.declare import (
 )
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
-from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gathering import Plan, Workspace, arena_sizes, choose_pieces, most_pieces, plan
@@ -102,7 +102,7 @@ class AllGatherGemm:
     ) -> None:
         self.group, self.epilogue, self._plain = group_of(group), epilogue, epilogue == gemm.PLAIN
         self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
-        self.maps = TensorMaps(self.group)
+        self.maps = tensor_maps(self.group)
         world_size = self.group.world_size
         if scatters and communicator_blocks:
             raise UsageError(f"an all-to-all by {communicator_blocks} communicator blocks: expected 0; a warp of every block sends")

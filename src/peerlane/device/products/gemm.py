@@ -15,7 +15,7 @@ from peerlane.device.host.declare import F32, U32, BoundKernel, Field, LocalKern
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
-from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.tensor_maps import TensorMaps, tensor_maps
 from peerlane.errors import UsageError
 
 Option = TypeVar("Option")
@@ -91,6 +91,8 @@ class Epilogue:
         scale: float = 1.0,
     ) -> dict[str, Any]:
         """The kernel's fields for a call whose result has this shape; raises UsageError unless it gives what there is, and nothing else."""
+        if bias is None and residual is None and scale == 1 and not (self.bias or self.residual or self.scale):
+            return {}
         for name, wanted, given in (("bias", self.bias, bias), ("residual", self.residual, residual)):
             size = shape if name == "residual" else shape[1:]
             if wanted != (given is not None) or (given is not None and tuple(given.shape) != size):
@@ -334,7 +336,7 @@ class Product:
     def __init__(
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
     ) -> None:
-        self.shape, self.epilogue, self.maps = shape, epilogue, TensorMaps(group)
+        self.shape, self.epilogue, self.maps = shape, epilogue, tensor_maps(group)
         self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group))
         self.bound = _bound(group, shape, dtype, epilogue, self.tiling)
         self._boxes = operand_box("k", self.tiling.block_rows), operand_box("mn", self.tiling.columns // self.tiling.blocks)

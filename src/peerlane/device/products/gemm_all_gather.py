@@ -13,7 +13,7 @@ from peerlane.device.host.declare import Buffer, DeclaredKernel, Epochs, Flags, 
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec
-from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gemm import Epilogue, Tiling
@@ -77,7 +77,7 @@ class GemmAllGather:
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
         self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
-        self.maps, self.memory = TensorMaps(self.group), memory or _memory(self.group, m, n, [tiling])
+        self.maps, self.memory = tensor_maps(self.group), memory or _memory(self.group, m, n, [tiling])
         tiles, stride, reserved = tiling.grouped(m, n), gemm.row_stride(n), self.memory.reserved
         # Blocks of columns side by side where they begin at multiples of 16 bytes, one behind the other elsewhere.
         strides = (n, world_size * n, 1) if n == stride else (self.memory.capacity * stride, stride, 1)

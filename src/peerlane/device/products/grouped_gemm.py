@@ -6,7 +6,7 @@ import torch
 
 from peerlane.device.host.declare import U32, LocalKernel, Map, Pointer
 from peerlane.device.host.group import Group, per_group
-from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm import ELEMENT_BYTES, PANEL, Tiling
 from peerlane.errors import UsageError
@@ -42,7 +42,7 @@ class GroupedProduct:
             raise UsageError(
                 f"{groups} products with matrices ({n}, {k}) in {dtype}: expected 1 to {MAX_GROUPS}, multiples of 8, bfloat16 or float16"
             )
-        self.shape, self.maps = shape, TensorMaps(group)
+        self.shape, self.maps = shape, tensor_maps(group)
         each = max(1, rows // groups)
         tiling = tiling or gemm.choose_tiling(each, n, k, group.sm_count, groups, tilings=gemm.tilings_for(group))
         self.tiling, self._boxes = tiling, ((tiling.block_rows, PANEL), (tiling.columns // tiling.blocks, PANEL))

@@ -11,7 +11,7 @@ import torch
 from peerlane.device.host.declare import U32, Buffer, DeclaredKernel, Epochs, Field, Flags, Map
 from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.tensor_map import TensorMapSpec
-from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
@@ -78,7 +78,7 @@ class OwnerSum:
 
     def __init__(self, memory: SumMemory, plan: SumPlan, epilogue: Epilogue, **fields: Any) -> None:
         tiling, group = plan.tiling, memory.reserved.group
-        self.memory, self.plan, self.group, self.epilogue, self.maps = memory, plan, group, epilogue, TensorMaps(group)
+        self.memory, self.plan, self.group, self.epilogue, self.maps = memory, plan, group, epilogue, tensor_maps(group)
         bases = memory.reserved.addresses("slot_memory")
         self.bound = memory.reserved.bind(
             **tiling.shape(min(group.world_size * plan.numbers * tiling.blocks, group.sm_count)),

@@ -9,7 +9,7 @@ import torch
 from peerlane.device.host.declare import Buffer, DeclaredKernel, Flags, Map, Reserved, structure
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.tensor_map import TensorPlace
-from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import all_gather_gemm, gemm
 from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gathering import Workspace, arena_sizes, choose_pieces, most_pieces, plan
@@ -51,7 +51,7 @@ class Perceptron:
 
     def __init__(self, group: Group, sizes: tuple[int, int, int, int], dtype: torch.dtype, activation: Activation, tiling: Tiling) -> None:
         m, local_k, inner, n = sizes
-        self.group, self.m, self.n, self.tiling, self.maps = group, m, n, tiling, TensorMaps(group)
+        self.group, self.m, self.n, self.tiling, self.maps = group, m, n, tiling, tensor_maps(group)
         world, room = group.world_size, capacity(m)
         pieces = choose_pieces(m, local_k, world)
         # Where they are few, a piece for every block: a warp's loads and stores take longer than a signal.
