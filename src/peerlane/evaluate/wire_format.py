@@ -83,9 +83,11 @@ def reader_of(hint: Any) -> Reader:
     return _SCALARS[hint]
 
 
+_KINDS = {type(None): "null", bool: "a boolean", int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}
+
+
 def _unexpected(expected: str, value: Any) -> ProtocolError:
-    kind = type(value).__name__
-    got = f"a {kind} of {len(value)}" if isinstance(value, (list, dict, str)) else "null" if value is None else f"a {kind}"
+    got = _KINDS[type(value)] + (f" of {len(value)}" if isinstance(value, (list, dict, str)) else "")
     return ProtocolError(f"expected {expected}, got {got}")
 
 
@@ -107,7 +109,7 @@ def _read_float(value: Any) -> float:
 
 
 _SCALARS: dict[Any, Reader] = {
-    bool: _exact_reader(bool, "true or false"),
+    bool: _exact_reader(bool, "a boolean"),
     int: _exact_reader(int, "an integer"),
     str: _exact_reader(str, "a text"),
     float: _read_float,
