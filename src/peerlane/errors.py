@@ -7,7 +7,6 @@ PeerlaneError
 │   ├── CandidateNotFound
 │   └── FileRefused       a file of somebody else's is a link, no regular file, too large or unreadable
 ├── CandidateChanged      a candidate's file is no longer what it was when the run began
-├── TrackForbids          a candidate uses what its track does not allow
 ├── MissingDependency     an optional part is not installed; the message names the install command
 ├── HarnessError          peerlane itself failed (exit code 4)
 │   └── RunStopped        a run ended before it was done; carries the results that it has
@@ -53,10 +52,6 @@ class FileRefused(UsageError):
 
 class CandidateChanged(PeerlaneError):
     """A candidate's file is no longer what it was when the run began; it was not judged."""
-
-
-class TrackForbids(PeerlaneError):
-    """A candidate uses what its track does not allow."""
 
 
 class CaseTooLarge(PeerlaneError):

@@ -15,7 +15,7 @@ import pytest
 from peerlane.device import compile_cubin
 from peerlane.device.host import cuda_bindings
 from peerlane.errors import CompileError, MissingDependency, UsageError
-from peerlane.evaluate.correctness.jitter import CROWD
+from peerlane.evaluate.correctness.jitter import SM_HOLDER
 
 ELF_MAGIC = b"\x7fELF"
 KERNEL = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }\n'
@@ -36,7 +36,7 @@ def test_source_text_becomes_a_cubin_that_holds_the_kernel() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_the_kernel_that_holds_sms_compiles(arch: str) -> None:
-    assert b"hold_sm" in compile_cubin(CROWD, arch=arch).path.read_bytes()
+    assert b"hold_sm" in compile_cubin(SM_HOLDER, arch=arch).path.read_bytes()
 
 
 def test_the_second_use_finds_the_first_ones_file() -> None:

@@ -61,7 +61,7 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (wire.AttachCase("case", 1, "default", LAYOUT), wire.Done()),
     (wire.DetachCase("case"), wire.Done()),
     (wire.LoadReference(1, "default"), wire.Done()),
-    (wire.LoadCandidate("a.py", "pass", None, 1, "default", False, {"peerlane.solutions": ""}), wire.Done()),
+    (wire.LoadCandidate("a.py", "pass", None, 1, "default", {"peerlane.solutions": ""}), wire.Done()),
     (CALL, wire.Called([{}, {}], False, [], 2)),
     (RECORDED, wire.Called([{}], True, [PLAIN_RECORDING], 0)),
     (ON_TIMELINE, wire.Called([{}], True, [TIMELINE], 0)),
@@ -69,9 +69,9 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (wire.DescribeOutputs("case", 1), wire.DescribedOutputs([{}])),
     (wire.RecopyOutput("case", 1), wire.Done()),
     (PROFILE, wire.ProfiledBlock(TIMELINE, [{}])),
-    (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"])),
+    (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
     (wire.ProbeProfiler("mark"), wire.ProbedProfiler(PLAIN_RECORDING)),
-    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4})),
+    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [])),
     (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Done()),
 ]
 
@@ -164,9 +164,12 @@ MALFORMED: list[tuple[wire.Request[Any], Any]] = [
     *((wire.ReportRaces(), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
     (wire.ReportRaces(), {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), "launches": {}}),
     *((wire.ReportRaces(), {"findings": [], "launches": value}) for value in (None, [], {"a": -1})),
-    *((wire.ListLoadedCode(True), {"kernels": value, "unknown": [], "choices": []}) for value in (None, [3], [{"name": "k"}])),
-    (wire.ListLoadedCode(True), {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": []}),
-    (wire.ListLoadedCode(True), {"kernels": [], "unknown": [], "choices": [3]}),
+    *(
+        (wire.ListLoadedCode(True), {"kernels": value, "unknown": [], "choices": [], "sources": []})
+        for value in (None, [3], [{"name": "k"}])
+    ),
+    (wire.ListLoadedCode(True), {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": [], "sources": []}),
+    (wire.ListLoadedCode(True), {"kernels": [], "unknown": [], "choices": [3], "sources": []}),
     (wire.PrepareBlock("case", "eager", "candidate", PLAN), {"failure": 3}),
 ]
 

@@ -240,7 +240,6 @@ class EvaluationPipeline:
             cache=self.group.present.admit(job.candidate.sha256),
             problem=job.problem.id,
             variant=job.variant,
-            own_communication=job.track == "custom" and not is_answer_file(path),
             granted=family_sources(path),
         )
 
@@ -363,6 +362,8 @@ class EvaluationPipeline:
             except GroupFailure:
                 self.group.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
         must_move = any(self.job.problem.cost(runner.case, rank).ingress_bytes > 0 for rank in range(runner.case.world_size))
+        if is_answer_file(self.job.candidate.path):
+            auditor.library.clear()  # solutions that come with peerlane are made of it
         if self.job.track == "custom" and (objection := auditor.violation(must_move=must_move)) is not None:
             if auditor.saw_nothing and not profiler_works(self.session):
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))

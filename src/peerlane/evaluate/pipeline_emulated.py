@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from peerlane.device.emulator.ranks import wants_distributed
 from peerlane.evaluate import wire
+from peerlane.evaluate.audit.audit import library_violation
+from peerlane.evaluate.audit.library import library_kernels
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, KIT, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
@@ -16,6 +18,7 @@ from peerlane.problems.contract.spec import Case
 from peerlane.results.result import Audit
 from peerlane.results.sanitize import sanitize, several_lines
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
+from peerlane.sandbox.hidden_files import is_answer_file
 
 _NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
 _REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"
@@ -29,6 +32,8 @@ class EmulatedPipeline(EvaluationPipeline):
     calls: int = 0
     """of the candidate, on every rank"""
     launches: dict[str, int] = field(default_factory=dict)
+    library: set[str] = field(default_factory=set)
+    """kernels of the kit's library that were launched"""
     """by kernel, of all ranks together"""
 
     def _run_stages(self) -> Verdict:
@@ -41,6 +46,8 @@ class EmulatedPipeline(EvaluationPipeline):
         self._load()
         for number, case in enumerate(cases):
             self._check_and_race(case, first=number == 0)
+        if self.library and self.job.track == "custom" and not is_answer_file(self.job.candidate.path):
+            raise Rejected(library_violation(self.library))
         self.speeds = self._no_speeds()
         self._leave()
         return Correct()
@@ -61,6 +68,7 @@ class EmulatedPipeline(EvaluationPipeline):
             report = self.group.present.ask(wire.ReportRaces(), "stress", self.session.deadlines.calls)[0]
         self.calls += CHECKED_SLOTS
         self.launches = sanitize(report.launches)
+        self.library |= {name for tokens in report.sources if (name := library_kernels().get(tokens)) is not None}
         if report.findings:
             first = report.findings[0]
             raise Rejected(

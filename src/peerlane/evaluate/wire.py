@@ -29,7 +29,7 @@ from peerlane.evaluate.wire_records import Side as Side
 from peerlane.evaluate.wire_records import SlotScore as SlotScore
 
 A = TypeVar("A", bound="Answer", covariant=True)
-ErrorKind = Literal["runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation"]
+ErrorKind = Literal["runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"]
 
 # --- answers ---
 
@@ -167,19 +167,22 @@ class ProbedProfiler(Answer):
 
 @dataclass(frozen=True)
 class LoadedCode(Answer):
-    """``unknown``: what could not be read, and why; ``choices``: what the kit's tuner has chosen."""
+    """``unknown``: what could not be read, and why; ``choices``: what the kit's tuner has chosen; ``sources``: hashes of the tokens of the
+    kit kernels' sources."""
 
     kernels: Annotated[list[LoadedKernel], at_most(MOST_NAMES)]
     unknown: list[str]
     choices: list[str]
+    sources: Annotated[list[str], at_most(MOST_NAMES)]
 
 
 @dataclass(frozen=True)
 class RaceReport(Answer):
-    """What the emulator found in all launches so far, and how often each kernel was launched."""
+    """What the emulator found in all launches so far, how often each kernel was launched, and the hashes of their sources' tokens."""
 
     findings: Annotated[list[RaceFinding], at_most(MOST_FINDINGS)]
     launches: dict[str, Count]
+    sources: Annotated[list[str], at_most(MOST_NAMES)]
 
 
 # --- requests ---
@@ -425,7 +428,7 @@ class LoadReference(Request[Done]):
 @dataclass(frozen=True)
 class LoadCandidate(Request[Done]):
     """Imports the candidate's ``source``, which was at ``path``. ``cache``: the folder of its own builds. ``granted``: sources of the
-    solutions that it may import, by module. ``own_communication``: its track forbids the library."""
+    solutions that it may import, by module."""
 
     failure_kind = "import_error"
 
@@ -434,7 +437,6 @@ class LoadCandidate(Request[Done]):
     cache: str | None
     problem: int
     variant: str
-    own_communication: bool
     granted: dict[str, str]
 
 

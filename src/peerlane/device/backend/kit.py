@@ -70,7 +70,7 @@ class KitProvider:
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         with torch.cuda.device(device):
-            return Communicator(group)
+            return Communicator(group, serves_backend=True)
 
     def lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

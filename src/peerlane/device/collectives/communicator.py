@@ -28,6 +28,7 @@ from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Worksp
 from peerlane.device.host.arena import Arena
 from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
 from peerlane.device.host.group_of import group_of
+from peerlane.device.host.launch import excuse
 from peerlane.errors import UsageError
 
 # Places of the arguments that change from call to call.
@@ -42,10 +43,13 @@ class Communicator:
     Tensors are contiguous, on that device and of any shape. Sums take bfloat16, float16, float32, int32 and both float8 types; moves take
     any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape compiles and
     loads; do that before a graph is captured. A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom.
-    ``rings`` is for tuning, the same on all ranks.
+    ``rings`` is for tuning, the same on all ranks. ``serves_backend``: its calls are those of torch.distributed, which are counted there.
     """
 
-    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
+    def __init__(
+        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS, serves_backend: bool = False
+    ) -> None:
+        self._serves_backend = serves_backend
         self.group = group_of(group)
         sm_count = self.group.waiting_blocks
         rings = replace(rings, blocks=min(rings.blocks, sm_count))  # no grid is larger
@@ -230,7 +234,9 @@ class Communicator:
         """The kernel, found and loaded once however many sizes it serves."""
         if (name, dtype) not in self._kernels:
             source, defines = kernel_source(name, self.machine.world_size, dtype, self.machine.rings)
-            self._kernels[name, dtype] = self.group.kernel(source, name, defines=defines, on_failure=self.arena.raise_fault)
+            kernel = self._kernels[name, dtype] = self.group.kernel(source, name, defines=defines, on_failure=self.arena.raise_fault)
+            if self._serves_backend:
+                excuse(kernel)
         return self._kernels[name, dtype]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:

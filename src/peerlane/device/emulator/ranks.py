@@ -96,6 +96,8 @@ class Team:
         """of all arenas of the group, on all its ranks"""
         self.faults: list[Part] = []
         self.launches: Counter[str] = Counter()
+        self.sources: set[str] = set()
+        """hashes of the tokens of the launched kernels' sources"""
         """by kernel"""
         self._groups: dict[int, EmulatedGroup] = {}
 
@@ -130,6 +132,7 @@ class Team:
             parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
         step = Step(made, {part: part.contents() for part in parts}, min(launch.resident_blocks() for launch in launches))
         self.launches[launches[0].kernel.name] += len(launches)
+        self.sources.add(launches[0].kernel.code.token_hash)
         self.sequence.run(launches[0].kernel.name, launches[0].kernel.code, step, self.faults[: len(self.members)])
 
     def end_of_call(self) -> None:
@@ -322,6 +325,11 @@ class EmulatedRanks:
         for team in self._world.teams:
             team.sequence.check()
         return [report for team in self._world.teams for report in team.sequence.reports]
+
+    @property
+    def sources(self) -> set[str]:
+        """The hashes of the tokens of all launched kernels' sources."""
+        return set[str]().union(*(team.sources for team in self._world.teams))
 
     @property
     def launches(self) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from peerlane.device.emulator.build import HOST_READ, Program, compile_program
 from peerlane.device.emulator.check import Finding, Report, check_kernels, report
 from peerlane.device.emulator.host_memory import Part
 from peerlane.device.emulator.job import Job, Launch, check_threads, run_job
+from peerlane.device.host.source_tokens import token_hash
 from peerlane.errors import EmulatedFault
 
 FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "endless"})
@@ -19,6 +21,11 @@ MOST_LAUNCHES = 3
 """Launches of a sequence: faults of reuse show from the second or third launch on."""
 
 Contents = list[tuple[int, bytes]]
+
+
+@functools.lru_cache(maxsize=1024)
+def _token_hash(source: str | Path) -> str:
+    return token_hash(source if isinstance(source, str) else source.read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,11 @@ class Code:
 
     def program(self) -> Program:
         return compile_program(self.source, defines=dict(self.defines))
+
+    @property
+    def token_hash(self) -> str:
+        """The hash of the source's tokens."""
+        return _token_hash(self.source)
 
 
 @dataclass

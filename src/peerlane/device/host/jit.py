@@ -19,6 +19,7 @@ import torch
 
 from peerlane import settings
 from peerlane.device.host import cuda_bindings
+from peerlane.device.host.source_tokens import token_hash
 from peerlane.errors import CompileError, UsageError
 from peerlane.files import one_process, write_atomically
 
@@ -41,6 +42,8 @@ class Cubin:
     arch: str
     compiled_here: bool
     """Whether this call compiled it, rather than finding it."""
+    source_hash: str = ""
+    """of the source's tokens, see ``source_tokens``"""
 
     def ptx(self) -> str:
         """The PTX that it was assembled from."""
@@ -67,20 +70,20 @@ def compile_cubin(
     options = [*_options(arch, defines or {}), *flags]
     key = _key(text, options, search)
     folder = settings.cache_dir() / "cubin" / key[:2]
-    path = folder / f"{key}.cubin"
+    path, tokens = folder / f"{key}.cubin", token_hash(text)
     if path.exists():
-        return Cubin(path, arch, compiled_here=False)
+        return Cubin(path, arch, compiled_here=False, source_hash=tokens)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the cache folder {folder} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
     with one_process(folder / f"{key}.lock", _PATIENCE_S):
         if path.exists():
-            return Cubin(path, arch, compiled_here=False)
+            return Cubin(path, arch, compiled_here=False, source_hash=tokens)
         compiled = _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)])
         write_atomically(path.with_suffix(".ptx"), compiled.ptx)
         write_atomically(path, compiled.cubin)  # last: where there is a cubin, there is its PTX
-    return Cubin(path, arch, compiled_here=True)
+    return Cubin(path, arch, compiled_here=True, source_hash=tokens)
 
 
 def device_arch() -> str:

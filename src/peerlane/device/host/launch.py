@@ -7,6 +7,7 @@ stream, so it can be captured in a CUDA graph like any operator.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +23,8 @@ Argument = Any
 
 # One loaded module per cubin and device: its kernels share their global variables, and loading twice would cost time.
 _modules: dict[tuple[str, int], Any] = {}
+_sources: Counter[str] = Counter()
+"""How often kernels of each source were loaded, by the hash of its tokens."""
 
 
 class Kernel:
@@ -33,6 +36,8 @@ class Kernel:
 
     def __init__(self, cubin: Cubin, name: str, on_failure: Callable[[], None] | None = None) -> None:
         self.name = name
+        self.source_hash = cubin.source_hash
+        _sources[cubin.source_hash] += 1
         self.device = torch.cuda.current_device()
         self.on_failure = on_failure
         self._granted_shared_bytes = 0
@@ -142,6 +147,16 @@ class Launch:
             f"{cuda_bindings.describe(status)}; an error of an earlier kernel shows up here too: "
             "run with CUDA_LAUNCH_BLOCKING=1 to see which"
         )
+
+
+def excuse(kernel: Any) -> None:
+    """Takes a kernel out of ``loaded_sources``: it serves torch.distributed, whose calls are counted apart."""
+    _sources[getattr(kernel, "source_hash", "")] -= 1
+
+
+def loaded_sources() -> list[str]:
+    """Returns the hashes of the sources whose kernels this process has loaded, but for those that were excused."""
+    return sorted(tokens for tokens, count in _sources.items() if tokens and count > 0)
 
 
 def loaded_cubins() -> list[Path]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.activity import Activity, activity, kernel_kind, most_per_call
+from peerlane.evaluate.audit.library import library_kernels
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.processes.rank_group import GroupFailure
@@ -31,6 +32,11 @@ _MOST_CHOICES = 16
 _MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record
 _OWN = "peerlane."
 CUSTOM_RULE = "in the custom track a call's communication must be the candidate's own"
+
+
+def library_violation(kernels: Iterable[str]) -> TrackViolation:
+    """Returns what the custom track says of kernels of the kit's library."""
+    return TrackViolation(what=f"{', '.join(sorted(kernels)[:4])}: kernels of the device kit's library were loaded; {CUSTOM_RULE}")
 
 
 @dataclass
@@ -56,6 +62,8 @@ class Auditor:
     monkeypatches: list[str] = field(default_factory=list)
     loaded: list[LoadedKernel] = field(default_factory=list)
     choices: tuple[str, ...] = ()
+    library: set[str] = field(default_factory=set)
+    """kernels of the kit's library that were loaded"""
 
     def audit_calls(self, runner: CaseRunner) -> None:
         """Calls slots, then the same again on new contents, some of them under the profiler; raises Rejected for wrong outputs. The case
@@ -87,6 +95,7 @@ class Auditor:
         answers = runner.candidate.list_loaded_code()
         for answer in answers:
             self.loaded += loaded_kernels(answer.kernels)
+            self.library |= {name for tokens in answer.sources if (name := library_kernels().get(tokens)) is not None}
         self.choices = tuple(choice[:NAME_CHARACTERS] for choice in answers[0].choices[:_MOST_CHOICES])
 
     def _take(self, rank: int, recording: wire.Recording, calls: int = 1) -> Activity:
@@ -123,6 +132,8 @@ class Auditor:
         for spans, where in ((self.calls, "an audited call"), (self.blocks, "an audited block")):
             if names := sorted({name for item in spans for name in item.forbidden()}):
                 return TrackViolation(what=f"{', '.join(names[:4])} ran in {where}; {CUSTOM_RULE}")
+        if self.library:
+            return library_violation(self.library)
         if self.unrecorded_collectives:
             return TrackViolation(
                 what=f"process groups counted {self.unrecorded_collectives} collectives in calls that were not recorded; {CUSTOM_RULE}"

@@ -64,7 +64,7 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> wire.LoadedCode:
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             unknown.append(f"{Path(library).name}: {error}"[:300])
     kernels.sort(key=lambda kernel: not kernel.mechanisms)  # those without any are the first to be left out
-    return wire.LoadedCode(kernels[:MOST_NAMES], unknown, _choices())
+    return wire.LoadedCode(kernels[:MOST_NAMES], unknown, _choices(), launch.loaded_sources()[:MOST_NAMES])
 
 
 def _choices() -> list[str]:

@@ -33,7 +33,6 @@ from peerlane.results.verdict import (
     OutOfMemory,
     Phase,
     RuntimeFailure,
-    TrackViolation,
     Unstable,
     Verdict,
     WrongResult,
@@ -72,8 +71,6 @@ def verdict_of(failure: GroupFailure, case: Case | None = None) -> Verdict:
         return IntegrityFailure(phase=phase, what=failure.message)
     if failure.kind == "not_run" and importlib.util.find_spec("triton") is None:  # anybody can say so
         return NotRun(missing="triton is not installed here: pip install 'peerlane[triton]'")
-    if failure.kind == "track_violation":
-        return TrackViolation(what=failure.message.splitlines()[-1].partition(": ")[2] or failure.message)
     kind = _FAILURES.get(failure.kind, ImportFailure if failure.kind == "not_run" else RuntimeFailure)
     return kind(phase=phase, case=key, dtype=dtype, rank=failure.rank, message=failure.message)
 

@@ -23,7 +23,7 @@ from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import AttachedCase, import_candidate, poison_freed_memory, solution_of
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Solution
-from peerlane.evaluate.wire_records import FINDING_CHARACTERS, MOST_FINDINGS
+from peerlane.evaluate.wire_records import FINDING_CHARACTERS, MOST_FINDINGS, MOST_NAMES
 from peerlane.problems.contract.tree import rebuild, tensor_descriptions
 
 
@@ -84,8 +84,6 @@ class EmulatedCandidate(Rank):
         """Imports the candidate's ``source``, which was at ``path``, once for every rank."""
         extensions.use_cache(request.cache)
         out_of_reach.refuse_answers(request.granted)
-        if request.own_communication:
-            out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()
         path, source = Path(request.path), request.source.encode("latin-1")
 
@@ -134,4 +132,4 @@ class EmulatedCandidate(Rank):
             )
             for finding in findings(self._ranks.reports())[:MOST_FINDINGS]
         ]
-        return wire.RaceReport(found, dict(self._ranks.launches))
+        return wire.RaceReport(found, dict(self._ranks.launches), sorted(self._ranks.sources)[:MOST_NAMES])

@@ -1,4 +1,4 @@
-"""What a submitted candidate cannot use: peerlane's own answers, and in the custom track the kit's ready collectives and fused kernels."""
+"""Keeps peerlane's own answers out of a candidate's reach."""
 
 from __future__ import annotations
 
@@ -8,17 +8,8 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
 
-from peerlane.device.collectives.communicator import Communicator, communicator
-from peerlane.device.moe.layer import ExpertLayer
-from peerlane.device.products.all_gather_gemm import AllGatherGemm
-from peerlane.device.products.gemm_all_gather import GemmAllGather
-from peerlane.device.products.owner_sum import OwnerSum
-from peerlane.errors import TrackForbids
 from peerlane.sandbox.hidden_files import PACKAGES
-
-_LIBRARY = (Communicator, AllGatherGemm, GemmAllGather, ExpertLayer, OwnerSum)
 
 
 def _is_answer(name: str) -> bool:
@@ -54,18 +45,3 @@ def refuse_answers(granted: Mapping[str, str]) -> None:
     for name in [name for name in sys.modules if _is_answer(name)]:
         del sys.modules[name]
     sys.meta_path.insert(0, _Refuse(granted))
-
-
-def refuse_library() -> None:
-    """From now on this process makes none of the kit's ready collectives and fused kernels: whoever tries gets TrackForbids."""
-    for kind in _LIBRARY:
-        setattr(kind, "__init__", _forbid)  # noqa: B010
-    for module in [module for name, module in sys.modules.items() if name.startswith("peerlane.device")]:
-        if getattr(module, "communicator", None) is communicator:
-            setattr(module, "communicator", _forbid)  # noqa: B010
-
-
-def _forbid(*_: Any, **__: Any) -> NoReturn:
-    raise TrackForbids(
-        "the kit's ready collectives and fused kernels are a library; in the custom track communication must be the candidate's own"
-    )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane import problems
-from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault, TrackForbids
+from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
@@ -44,9 +44,7 @@ _GPU_WORDS = re.compile(r"\b(cuda|nvidia|gpus?|nvrtc|nvcc)\b|CUDA_HOME|libcuda|l
 
 
 def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") -> wire.ErrorKind:
-    """The kind of failure an exception stands for: track_violation, out_of_memory, cuda_error, build_error, not_run or ``default``."""
-    if isinstance(error, TrackForbids):
-        return "track_violation"
+    """The kind of failure an exception stands for: out_of_memory, cuda_error, build_error, not_run or ``default``."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in text for word in _MEMORY_WORDS):
         return "out_of_memory"
