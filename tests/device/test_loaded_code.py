@@ -143,12 +143,12 @@ def test_what_a_process_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         report = loaded_code(mapped_libraries(), libraries=True)
     finally:
         gc.unfreeze()
-    found = {(item["origin"], item["name"]): item["mechanisms"] for item in report["kernels"]}
+    found = {(item.origin, item.name): item.mechanisms for item in report.kernels}
     assert alive is not None and found["triton", "adds_across_the_system"] == ["sm_load_store"]
     assert found["peerlane.device", "signals"] == ["sm_load_store"]
     assert found["peerlane.device", "void is_a_template<float>(float*)"] == ["sm_load_store"]
-    assert len(report["unknown"]) == 1 and report["unknown"][0].startswith("gone.cubin")
-    assert "gemm_of_this_test (64,): one tiling, model" in report["choices"]
+    assert len(report.unknown) == 1 and report.unknown[0].startswith("gone.cubin")
+    assert "gemm_of_this_test (64,): one tiling, model" in report.choices
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def checkout(root: Path, page: str) -> Path:
     for folder in ("docs", "examples", "results"):
         (root / folder).mkdir(parents=True)
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"):
         (root / name).write_text("text\n")
     (root / "docs" / "page.md").write_text(page)
     return root
