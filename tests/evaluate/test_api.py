@@ -73,6 +73,28 @@ def test_sixty_evaluations_leave_nothing_behind(evaluator: pl.Evaluator) -> None
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 20_000, "kilobytes"
 
 
+WATCHED = """
+import sys
+import time
+
+import torch.distributed as dist
+
+
+def solution(tensor):
+    if getattr(sys._getframe(1).f_locals["request"], "marker", None):
+        time.sleep(60)
+    dist.all_reduce(tensor := tensor.clone())
+    return tensor
+"""
+
+
+def test_a_time_limit_behind_correctness_leaves_correct(evaluator: pl.Evaluator) -> None:
+    got = evaluator.evaluate(1, WATCHED, timeout=3.0)
+    assert got.correct and got.flags == ("time_limit",) and all(item.status != "measured" for item in got.speed)
+    got = evaluator.evaluate(1, WATCHED, timeout=3.0, modes=(), track="custom")
+    assert isinstance(got.verdict, NotRun) and "before the audit ended" in got.verdict.missing
+
+
 def test_a_time_limit_is_for_the_whole_candidate(evaluator: pl.Evaluator) -> None:
     begin = time.monotonic()
     got = evaluator.evaluate(1, SLEEPS, timeout=1.5, modes=())

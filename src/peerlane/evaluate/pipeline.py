@@ -81,6 +81,8 @@ class EvaluationPipeline:
     flags: set[str] = field(default_factory=set)
     evidence: dict[str, Evidence] = field(default_factory=dict)
     """by case"""
+    shown_right: bool = False
+    """the outputs of all cases were right, at rest and under stress"""
     runners: list[CaseRunner] = field(default_factory=list)
     """of the cases that were opened, in their order"""
     speeds: list[Speed] = field(default_factory=list)
@@ -121,9 +123,14 @@ class EvaluationPipeline:
         except OutOfTime as out:
             self.group.healthy = False
             self.flags.add("time_limit")
-            if out.ranks:
+            if self.shown_right and self.job.track != "custom":  # whose audit is a part of being right
+                known = {item.mode: item for item in self.speeds}
+                self.speeds = [known.get(mode, NotMeasured(mode=mode, why=f"time limit: {out}")) for mode in self.job.modes]
+                return Correct()
+            if out.ranks and not self.shown_right:
                 return verdict_of(GroupFailure("hang", out.phase, str(out), ranks=out.ranks, deadline_s=out.seconds), self.case)
-            return NotRun(missing=f"time: {out}, before a verdict was reached; give the evaluation more with --timeout")
+            before = "the audit ended" if self.shown_right else "a verdict was reached"
+            return NotRun(missing=f"time: {out}, before {before}; give the evaluation more with --timeout")
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
@@ -177,6 +184,7 @@ class EvaluationPipeline:
         checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]
         with self._in("stress"):
             self._stress(checked)
+        self.shown_right = True
         self.case, runner = cases[0], checked[0]
         timed = bool(job.modes) and not self.node.place.untimed
         if job.timelines is not None and not (timed and job.candidate.is_reference):
