@@ -104,8 +104,8 @@ def fail(rank: int, world: int, store: Path, step: int, call: str) -> dict[str, 
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("peerlane.device.host").addHandler(handler)
         logging.disable(logging.NOTSET)
-        for name in [name for name in logging.root.manager.loggerDict if name.startswith("peerlane")]:
-            logging.getLogger(name).disabled = False  # as libraries that configure logging may leave them in the process that forks
+        logging.getLogger("peerlane.device.host").setLevel(logging.WARNING)  # other tests of the process that forks may have set another
+        logging.getLogger("peerlane.device.host").disabled = False
         patches.callback(logging.getLogger("peerlane.device.host").removeHandler, handler)
         patches.enter_context(mock.patch.object(descriptors, "PATIENCE_S", 0.5))
         files, leases = opened(), []
