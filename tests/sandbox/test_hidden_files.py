@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from peerlane.sandbox.hidden_files import everything_but, hidden_paths, with_other_paths
+from peerlane.sandbox.hidden_files import everything_but, hidden_paths, holds_program, with_other_paths
+from peerlane.version import PACKAGE
 
 MOUNTS = r"""
 22 1 254:0 / / rw - ext4 /dev/vda rw
@@ -44,3 +46,7 @@ def test_what_is_shown_holds_no_hidden_file(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_listed_hides_all_beside(tmp_path: Path) -> None:
     shown = list(everything_but([str(tmp_path / "gone" / "hidden")]))
     assert shown and str(tmp_path / "gone") not in shown
+
+
+def test_a_folder_that_holds_the_program_stays_readable(tmp_path: Path) -> None:
+    assert holds_program(PACKAGE.parent) and holds_program(Path(sys.prefix)) and not holds_program(tmp_path)

@@ -33,7 +33,7 @@ from peerlane.results.identity import Identity
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
 from peerlane.results.verdict import NotRun
-from peerlane.sandbox.hidden_files import keep_from_candidates
+from peerlane.sandbox.hidden_files import holds_program, keep_from_candidates
 
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1
@@ -107,8 +107,8 @@ class Evaluator:
         self._node = describe_node(plan)
         self.isolation = choose_isolation(plan)
         self._store = ResultsStore(plan.out) if plan.out is not None else None
-        if plan.out is not None:
-            keep_from_candidates(plan.out)
+        if self._store is not None and plan.out is not None:
+            keep_from_candidates(self._store.path if holds_program(plan.out) else plan.out)
         self._turns = _Turns()
         self._session: Session | None = None
         self._kept: RankGroup | None = None  # of the reference, which is ours: one group for all its problems

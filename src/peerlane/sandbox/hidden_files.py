@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
@@ -17,9 +18,8 @@ PACKAGES = ("peerlane.solutions", "peerlane.ops")
 
 
 def answer_folders() -> list[str]:
-    """The folders of those packages, without links in their paths."""
-    home = PACKAGE
-    found = (home / name.rpartition(".")[2] for name in PACKAGES)
+    """Returns the folders of those packages, without links in their paths."""
+    found = (PACKAGE / name.rpartition(".")[2] for name in PACKAGES)
     return [str(folder) for folder in found if folder.is_dir()]
 
 
@@ -31,8 +31,13 @@ def keep_from_candidates(path: Path) -> None:
     _kept_secret.add(str(path.resolve()))
 
 
+def holds_program(folder: Path) -> bool:
+    """Tells whether a folder cannot be hidden, because peerlane or the Python that runs it lies below."""
+    return any(Path(place).resolve().is_relative_to(folder.resolve()) for place in (PACKAGE, sys.prefix, sys.base_prefix))
+
+
 def hidden_paths() -> list[str]:
-    """Every file and folder that candidates may not read now, without links in their paths."""
+    """Returns every file and folder that candidates may not read now, without links in their paths."""
     checkout = PACKAGE.parents[1]
     found = {*answer_folders(), *_kept_secret, *_histories(checkout), *_histories(Path.cwd())}
     if (checkout / "pyproject.toml").is_file() and (checkout / "results").is_dir():
@@ -66,7 +71,7 @@ def _unescape(field: str) -> str:
 
 
 def _histories(folder: Path) -> Iterator[str]:
-    """The ``.git`` of a folder and of those above it; a worktree's is a file that names the folder of the history."""
+    """Yields the ``.git`` of a folder and of those above it; a worktree's is a file that names the folder of the history."""
     for place in (folder, *folder.parents):
         git = place / ".git"
         history = git
@@ -83,16 +88,16 @@ def _histories(folder: Path) -> Iterator[str]:
 
 
 def is_answer_file(path: Path | None) -> bool:
-    """True for a file of those packages: peerlane's own solutions, which are judged like candidates."""
+    """Tells whether a file is of those packages: peerlane's own solutions, which are judged like candidates."""
     return path is not None and any(str(path).startswith(f"{folder}/") for folder in answer_folders())
 
 
 def family_sources(path: Path | None) -> dict[str, str]:
-    """What a solution at ``path`` imports from beside it, by module: ranks cannot read those files. Empty for other candidates."""
+    """Returns what a solution at ``path`` imports from beside it, by module, for ranks cannot read it. Empty for other candidates."""
     if not is_answer_file(path):
         return {}
-    home = PACKAGE / "solutions"
-    modules = {f"peerlane.solutions.families.{file.stem}": file.read_text() for file in sorted((home / "families").glob("[!_]*.py"))}
+    files = sorted((PACKAGE / "solutions" / "families").glob("[!_]*.py"))
+    modules = {f"peerlane.solutions.families.{file.stem}": file.read_text() for file in files}
     return {"peerlane.solutions": "", "peerlane.solutions.families": "", **modules}
 
 

@@ -150,7 +150,7 @@ class Launch:
 
 
 def excuse(kernel: Any) -> None:
-    """Takes a kernel out of ``loaded_sources``: it serves torch.distributed, whose calls are counted apart."""
+    """Take a kernel out of ``loaded_sources``: it serves torch.distributed, whose calls are counted apart."""
     _sources[getattr(kernel, "source_hash", "")] -= 1
 
 
