@@ -50,3 +50,12 @@ def test_a_folder_that_cannot_be_listed_hides_all_beside(tmp_path: Path) -> None
 
 def test_a_folder_that_holds_the_program_stays_readable(tmp_path: Path) -> None:
     assert holds_program(PACKAGE.parent) and holds_program(Path(sys.prefix)) and not holds_program(tmp_path)
+
+
+def test_a_hidden_folder_within_another_shows_nothing_of_it(tmp_path: Path) -> None:
+    """Such as an --out below the checkout's results."""
+    outer, inner = tmp_path / "results", tmp_path / "results" / "mine"
+    inner.mkdir(parents=True)
+    (outer / "secret").write_text("an answer")
+    readable = set(everything_but([str(inner), str(outer)]))
+    assert not [path for path in readable if Path(path).is_relative_to(outer)]

@@ -106,7 +106,9 @@ def everything_but(hidden: Sequence[str]) -> Iterator[str]:
 
     Links are left out, for what they point to has a path of its own. So are files made later beside a folder that holds a hidden one.
     """
-    above = {str(parent) for folder in hidden for parent in Path(folder).parents}
+    # A hidden folder within another one must not have that one listed.
+    outermost = [folder for folder in map(Path, hidden) if not any(str(parent) in hidden for parent in folder.parents)]
+    above = {str(parent) for folder in outermost for parent in folder.parents}
     for folder in sorted(above):
         with contextlib.suppress(OSError), os.scandir(folder) as entries:  # it has gone, or may be passed and not listed
             yield from (entry.path for entry in entries if not (entry.is_symlink() or entry.path in above or entry.path in hidden))
