@@ -55,7 +55,7 @@ class ScriptedGroup:
 
     def admit(self, sha256: str) -> None: ...
 
-    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float) -> list[wire.Done]:
+    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float, **_: Any) -> list[wire.Done]:
         self.stage.step(f"{self.name} {OPERATIONS[type(request)]}")
         return [wire.Done()]
 

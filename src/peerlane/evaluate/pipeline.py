@@ -85,6 +85,8 @@ class EvaluationPipeline:
     """the outputs of all cases were right, at rest and under stress"""
     runners: list[CaseRunner] = field(default_factory=list)
     """of the cases that were opened, in their order"""
+    no_answer: bool = False
+    """ranks did not answer in time, though they ran no code of the candidate"""
     speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
 
@@ -118,7 +120,7 @@ class EvaluationPipeline:
                 missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.problem, self.job.world_size)
             return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
-            self.group.healthy = False
+            self.group.healthy, self.no_answer = False, failure.kind == "no_answer"
             return self._blame(failure)
         except OutOfTime as out:
             self.group.healthy = False

@@ -165,7 +165,7 @@ class CaseRunner:
     ) -> tuple[list[wire.PreparedBlock], list[wire.PreparedBlock]]:
         """Has the trusted and the candidate's ranks build their timed blocks, at the same time; returns the answers of both."""
         with self.trusted.preparing_block(mode, plan) as ours:
-            theirs = self.candidate.prepare_block(mode, side, plan)
+            theirs = self.candidate.prepare_block(mode, side, plan, self.deadline(self.session.deadlines.first_call, plan.calls))
         return ours, theirs
 
     @contextlib.contextmanager
