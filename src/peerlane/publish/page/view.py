@@ -187,6 +187,7 @@ class View:
         rows: list[tuple[str, list[str]]] = [
             ("machine", [str(self.board.key.node)]),
             ("driver", [str(environment.get("driver") or "") for environment in environments]),
+            *((name, [value]) for name, value in self.board.key.node.switches()),
             ("CPU", [_cpu(environment) for environment in environments]),
             ("system", [str(environment.get("os") or "") for environment in environments]),
             ("software", [_software(environment) for environment in environments]),
