@@ -162,9 +162,9 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     path = tmp_path / "1_scripted_pytorch.py"
     path.write_text("")
 
-    def run(candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager")) -> EvaluationPipeline:
+    def run(candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager"), variables: Any = None) -> EvaluationPipeline:
         job = Job(candidate or candidate_file(path), problems.get(1), "small", 2, modes)
-        node = Node("run", "cuda", 2, {}, None, (), 80e9)
+        node = Node("run", "cuda", 2, {"variables": variables}, None, (), 80e9)
         session: Any = ScriptedSession(stage)
         pipeline = EvaluationPipeline(session, job, node, TimingRules(), lambda _: None, None, 5, group)  # type: ignore[arg-type]
         pipeline.result = pipeline.run()  # type: ignore[attr-defined]
@@ -252,6 +252,18 @@ def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: St
     failed = next(speed for speed in result.speed if isinstance(speed, Failed))
     assert (failed.kind, failed.reason) == ("hang", "rank 1 stuck") and "group2 exit" not in stage.log
     assert exit_code([result]) == ExitCode.NOT_CORRECT
+
+
+def test_a_flag_tells_who_needs_multicast(run: Run, stage: Stage, tmp_path: Path) -> None:
+    """The verdict stays, and so does the reward."""
+    path = tmp_path / "1_multicast_pytorch.py"
+    path.write_text("def solution(x):\n    return launch(x, handle.multicast_ptr)\n")
+    for off in ("0", "1"):
+        stage.wrong["group1 first_call"] = GroupFailure("cuda_error", "first_call", "illegal address", rank=0)
+        result = run(candidate_file(path), variables={"TORCH_SYMM_MEM_DISABLE_MULTICAST": off}).result
+        assert result.verdict.kind == "cuda_error" and result.reward("correct") == 0.0
+        assert result.flags == (("needs_multicast",) if off == "1" else ())
+    assert run(candidate_file(path), variables={"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}).result.flags == (), "it does without"
 
 
 def test_a_defect_ends_one_evaluation_and_not_the_run(run: Run, stage: Stage) -> None:

@@ -30,12 +30,12 @@ from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node
+from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_multicast
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
-from peerlane.results.result import Audit, CaseEvidence, Result
+from peerlane.results.result import NEEDS_MULTICAST, Audit, CaseEvidence, Result
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
@@ -415,6 +415,8 @@ class EvaluationPipeline:
         correct = isinstance(verdict, Correct)
         if any(runner.aliased for runner in self.runners):
             self.flags.add("aliased_output")
+        if needs_multicast(verdict, self.source or "", lacking=self.node.node_class.lacks_multicast):
+            self.flags.add(NEEDS_MULTICAST)
         return Result(
             **job.asked(self.node.node_class, self.session.isolation.tier, self.node.rules_hash)._asdict(),
             run_id=self.node.run_id,

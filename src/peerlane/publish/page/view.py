@@ -30,6 +30,10 @@ _VERIFIED = (
     "Verdicts and speeds of verified entries were measured by the keeper of this page. Tokens and cost are what their authors say, and "
     "steps of their agents are not shown."
 )
+_NEED_MULTICAST = (
+    "Some samples failed and need NVLink multicast, which was off here. They count as failed. Behind each pass@k of their authors stands "
+    "the share of the rest: without these samples, and without tasks that have no others. Ranks do not use it."
+)
 _CLAIMED = "Entries that are not verified show what their authors claim."
 
 
@@ -143,6 +147,7 @@ class View:
         standings = {sample.standing for sample in self.board.samples}
         found += [_VERIFIED] if "verified" in standings else []
         found += [_CLAIMED] if standings & {"unverified", "differs"} else []
+        found += [_NEED_MULTICAST] if any(row.needs_multicast for row in self.rows) else []
         if not self.board.samples:
             found.append("Only references were judged here, so there is no leaderboard.")
         return found
