@@ -358,7 +358,7 @@ class Evaluator:
 
     @property
     def gave_up(self) -> str | None:
-        """Why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
+        """Returns why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
         return self._missing
 
     def _session_of(self, world_size: int) -> Session:

@@ -334,7 +334,7 @@ class EvaluationPipeline:
         return None
 
     def _record(self, speed: Benchmark, mode: Mode) -> ModeSpeed:
-        """What is stored of a mode that was measured; flags what is remarkable."""
+        """Returns the record of a mode that was measured; flags what is remarkable."""
         measured = speed.record(mode)
         self.flags |= set(measured.flags)
         return measured

@@ -1,4 +1,4 @@
-"""What makes two evaluations the same: candidate, problem, class of machine, evaluator, rules, and the source of the problem."""
+"""The identity of an evaluation: candidate, problem, class of machine, evaluator, rules, and the source of the problem."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class NodeClass(Record):
 
     @property
     def place(self) -> Place:
-        """Where its ranks run."""
+        """Returns the place of its ranks."""
         return Place.of_kind(self.kind)
 
     @property

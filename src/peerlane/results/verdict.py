@@ -71,7 +71,7 @@ class WrongType(_Verdict):
 
 
 class _InCase(Record):
-    """What may have happened in a case."""
+    """An event that may have happened in a case."""
 
     case: str | None = Field(default=None, description="key of the case that ran; None if none did, and in older records")
     dtype: str | None = Field(default=None, description="the case's dtype")

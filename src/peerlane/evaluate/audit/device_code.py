@@ -1,4 +1,4 @@
-"""Which transfer mechanisms a kernel's machine code has instructions for, from PTX or from SASS as cuobjdump prints it.
+"""Finds the transfer mechanisms that a kernel's code has instructions for, in PTX or in SASS as cuobjdump prints it.
 
 Pure: text in, sets of words out. The words are ``nvls`` (multicast loads and stores), ``tma`` (bulk and tensor copies from or to global
 memory) and ``sm_load_store`` (loads, stores, atomics or fences of system scope, which is what talking to another GPU takes; talking to the

@@ -77,7 +77,7 @@ def verdict_of(failure: GroupFailure, case: Case | None = None) -> Verdict:
 
 @dataclass
 class Evidence:
-    """What has been compared in one case so far."""
+    """The comparisons of one case so far."""
 
     slots: int = 0
     integer_slots: int = 0
@@ -139,7 +139,7 @@ class CaseRunner:
         self.trusted.close_case()
 
     def deadline(self, seconds: float, calls: int = 1) -> float:
-        """How long so many calls of the candidate may take: ``seconds``, or more where the reference is slow or the machine is busy."""
+        """Returns the timeout of so many calls of the candidate: ``seconds``, or more where the reference is slow here."""
         return max(seconds, _PATIENCE * calls * self.reference_s)
 
     def generate_inputs(self, *, mixed: bool = False, slots: int | None = None) -> None:
@@ -170,8 +170,9 @@ class CaseRunner:
 
     @contextlib.contextmanager
     def time_slicing(self, rank: int | None, seconds: float) -> Iterator[None]:
-        """What is asked of the candidate's ranks in here finds the GPU of ``rank`` kept busy by a trusted rank for ``seconds``, and shares
-        it in time slices; with None no GPU.
+        """Has a trusted rank keep the GPU of ``rank`` busy for ``seconds``; with None no GPU is kept busy.
+
+        What is asked of the candidate's ranks in here shares that GPU in time slices.
         """
         if rank is None:
             yield

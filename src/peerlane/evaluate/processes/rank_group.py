@@ -55,7 +55,7 @@ class GroupFailure(Exception):
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory since the machine's start; 0 where it does not say."""
+    """Returns how many processes the kernel has killed for memory since the machine's start; 0 where it does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -73,7 +73,7 @@ def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
 
 
 class BuildTime:
-    """How long the ranks of a group may compile, all their builds together: that time is not taken from what they are asked meanwhile."""
+    """The time in which a group may compile, all its builds together: it is not taken from what the ranks are asked meanwhile."""
 
     def __init__(self, total_s: float) -> None:
         self.total_s = self.left_s = total_s
@@ -177,7 +177,7 @@ class RankGroup:
                 continue  # the exit report says why
 
     def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
-        """What each process is sent. Remembers the requests, which answers have to fit."""
+        """Returns the frame that each process is sent. Remembers the requests, which answers have to fit."""
         if isinstance(requests, wire.Request):
             frames = [encode(messages.request_message(requests))] * self.world_size
             self._asked = [requests] * self.world_size
@@ -273,7 +273,7 @@ class RankGroup:
         return GroupFailure("exit", phase, "the process ended", rank=rank)
 
     def _last_words(self, rank: int, phase: str) -> Any | GroupFailure:
-        """What a rank that has ended sent before, or how it ended. Its answer may have come after the selector's last look."""
+        """Returns what a rank sent before it ended, or how it ended. Its answer may have come after the selector's last look."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._ranks[rank], selectors.EVENT_READ)
             while selector.select(0):

@@ -175,7 +175,7 @@ class Race(Rounds):
 
     @property
     def _block_s(self) -> float:
-        """How long a block of the other side may take."""
+        """Returns the timeout of a block of the other side."""
         return self.runner.deadline(self.runner.session.deadlines.calls, self.calls)
 
     def _compare(self, ended: float) -> None:
