@@ -137,7 +137,7 @@ class CaseRunner:
 
     @property
     def slot_bytes(self) -> float:
-        """What one slot takes on the rank that needs most, with its outputs."""
+        """Returns the bytes of one slot, with its outputs, on the rank that needs most."""
         return max(layout.input_bytes + layout.output_bytes for layout in self.layouts) / max(1, self.slots)
 
     def close(self) -> None:

@@ -201,7 +201,7 @@ class Rank:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """What is done in here is done by one rank of a GPU at a time."""
+        """Lets one rank of a GPU at a time do what is done in here."""
         if not self.place.has_gpus or self.world_size == 1:
             yield
             return
