@@ -99,7 +99,7 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
         def __init__(
             self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int, *, evidence: Evidence
         ) -> None:
-            self.group, self.case = group, case
+            self.group, self.case, self.slots = group, case, slots
             evidence.slots = 4
 
         def open(self) -> None: ...
