@@ -109,7 +109,7 @@ def test_the_page_gives_both_denominators_of_multicast(tmp_path: Path) -> None:
     (row,) = boards(gathered.samples)[0].rows()
     assert row.needs_multicast == 2 and row.pass_at[1].value == 0.25 and row.without_multicast[1].value == 0.5
     text = "".join(Elements(render_page(gathered, "t").html).text)
-    assert "2 need multicast" in text and re.search(r"50.?% of the rest", text) and "Ranks do not use it." in text
+    assert "2 need multicast" in text and re.search(r"50.?% of the rest", text) and "None of them counts as right." in text
     assert "NVLS of NCCLoff" in text and "multicast of symmetric memoryoff" in text
 
 

@@ -105,7 +105,7 @@ def _print(
         if missing := unjudged(scored.attempts):
             out.print(f"{scored.model}: {missing} of {len(scored.attempts)} samples are not judged; counts are lower bounds")
         if needing := needing_multicast(scored.attempts):
-            out.print(f"{scored.model}: {needing} of {len(scored.attempts)} samples failed and need NVLink multicast, which was off")
+            out.print(f"{scored.model}: {needing} of {len(scored.attempts)} samples need NVLink multicast, which was off")
     tables = [summary.category_table(models, ks, ps[0], mode), summary.model_table(models, ks, ps)]
     tables += [summary.verdict_table(models), summary.usage_table(models)]
     if any(attempt.steps for scored in models for attempt in scored.attempts):

@@ -78,7 +78,7 @@ def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: 
 
 
 def needing_multicast(attempts: Sequence[Attempt]) -> int:
-    """Counts the attempts that failed and ask for NVLink multicast, which was off."""
+    """Counts the attempts that need NVLink multicast, which was off; none of them is correct."""
     return sum(attempt.needs_multicast for attempt in attempts)
 
 

@@ -49,7 +49,7 @@ class Row:
     untimed: Mapping[str, int]
     """correct samples without a speed in a mode in which others have one"""
     needs_multicast: int
-    """samples that failed and ask for NVLink multicast, which was off"""
+    """samples that need NVLink multicast, which was off"""
     without_multicast: Mapping[int, metrics.Estimate]
     """pass@k of the other samples, over the tasks that have any; empty if that is ``pass_at``. Nothing is ranked by it"""
     usage: Usage

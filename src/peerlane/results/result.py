@@ -27,7 +27,7 @@ RewardKind = Literal["correct", "log_speedup", "fast_p"]
 MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "gloo"]
 Confidence = Literal["seen", "possible", "loaded"]
 NEEDS_MULTICAST: Final = "needs_multicast"
-"""The flag of a failed candidate that asks for NVLink multicast, where there was none."""
+"""The flag of a candidate that failed or was not run, and asks for NVLink multicast, which was off."""
 SCHEMA_VERSION: Final = 2
 """of the lines of a ``results.jsonl``"""
 

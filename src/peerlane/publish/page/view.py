@@ -31,8 +31,8 @@ _VERIFIED = (
     "steps of their agents are not shown."
 )
 _NEED_MULTICAST = (
-    "Some samples failed and need NVLink multicast, which was off here. They count as failed. Behind each pass@k of their authors stands "
-    "the share of the rest: without these samples, and without tasks that have no others. Ranks do not use it."
+    "Some samples need NVLink multicast, which was off here. None of them counts as right. Behind each pass@k of their authors stands "
+    "the share of the rest: without these samples, and without tasks that have no others. The order of the table does not depend on it."
 )
 _CLAIMED = "Entries that are not verified show what their authors claim."
 
