@@ -19,6 +19,7 @@ from peerlane.evaluate.correctness.case_runner import Evidence, Rejected
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import Job
+from peerlane.evaluate.processes.limit import OutOfTime
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.timing.benchmark import Unmeasurable
 from peerlane.results.speed_record import Failed, ModeSpeed
@@ -243,6 +244,15 @@ def test_the_reference_keeps_its_group_unless_a_capture_failed(run: Run, stage: 
     stage.broken_baselines = 1
     pipeline = run(reference_candidate(), kept)
     assert pipeline.result.correct and pipeline.group.ranks is not kept and pipeline.group.reusable
+
+
+def test_a_reference_that_does_not_return_is_no_hang(run: Run, stage: Stage) -> None:
+    """It is the evaluator's own code, so nothing is said of a candidate."""
+    stage.wrong["kept first_call"] = GroupFailure("hang", "first_call", "no answer", ranks=(0,), deadline_s=5.0)
+    pipeline = run(reference_candidate(), ScriptedGroup(stage, "kept"))
+    assert pipeline.result.verdict.kind == "harness_error" and "the reference did not return" in pipeline.result.verdict.message
+    stage.wrong["kept first_call"] = OutOfTime("first_call", 1.0, (0, 1))
+    assert run(reference_candidate(), ScriptedGroup(stage, "kept")).result.verdict.kind == "not_run"
 
 
 def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: Stage) -> None:

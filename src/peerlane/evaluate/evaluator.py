@@ -315,14 +315,14 @@ class Evaluator:
         pipeline = start(kept=self._kept)
         try:
             result = pipeline.run()
-            if (result.verdict.kind == "hang" or pipeline.no_answer) and "time_limit" not in result.flags and overloaded():
+            if (result.verdict.kind == "hang" or pipeline.missed_deadline) and "time_limit" not in result.flags and overloaded():
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
                 pipeline.group.end()
                 pipeline = start()
                 with pipeline.session.longer_deadlines(2.0):
                     result = pipeline.run()
-                if (result.verdict.kind == "hang" or pipeline.no_answer) and overloaded():
+                if (result.verdict.kind == "hang" or pipeline.missed_deadline) and overloaded():
                     result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
             if result.verdict.kind == "harness_error" and pipeline.session.shares_faults:
                 # What is left of the fault of an earlier candidate costs this one nothing.
