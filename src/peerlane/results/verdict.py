@@ -133,7 +133,7 @@ class OutOfMemory(_Failure):
 
 
 class Hang(_InCase):
-    """A phase did not end within its deadline; the whole group was killed."""
+    """Code of the candidate did not return in time: its import, a call, or what it left for the exit. The whole group was killed."""
 
     kind: Literal["hang"] = "hang"
     phase: Phase
