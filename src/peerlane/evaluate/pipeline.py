@@ -176,7 +176,8 @@ class EvaluationPipeline:
             return NotRun(missing=missing)
         if job.candidate.compiles:
             with self._in("build"):
-                (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
+                build_s = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
+            self.stage_seconds["build"] = round(build_s, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
                 return NotRun(missing=_GPU_OR_EMULATED if KIT in (self.source or "") else _GPU_ONLY)
         self._spawn()

@@ -205,7 +205,10 @@ class RankGroup:
                 expired = left <= 0
                 ready = selector.select(max(left, 0))
                 if building:
-                    end += self.building.spend(time.monotonic() - now)
+                    spent = self.building.spend(time.monotonic() - now)
+                    end, last_end = end + spent, last_end + spent
+                    if self.limit is not None:
+                        self.limit.end = last_end
                 for key, _ in ready:
                     if key.data is None:
                         failure = self._read_control(phase) or failure

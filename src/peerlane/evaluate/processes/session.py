@@ -36,7 +36,7 @@ class Session:
     """Everything that runs for one world size. Use as a context manager: leaving it ends every process.
 
     ``isolation`` is that of candidates and builders. ``note`` hears what went wrong and was mended. On a virtual ``node`` the session owns
-    the daemon through which ranks share GPUs.
+    the daemon through which ranks share GPUs. ``beside``: a session whose fork server this one uses, too; it must be left later.
     """
 
     def __init__(
@@ -48,7 +48,9 @@ class Session:
         isolation: Isolation = NO_ISOLATION,
         note: Callable[[str], None] = lambda _: None,
         node: VirtualNode | None = None,
+        beside: Session | None = None,
     ) -> None:
+        self._beside = beside
         self.place = Place.of(device, shared=node is not None and node.ranks_per_gpu > 1)
         self.world_size, self.isolation = world_size, isolation
         self.deadlines = deadlines if not self.place.emulated else deadlines.with_calls(_EMULATED_CALLS * deadlines.first_call)
@@ -68,6 +70,9 @@ class Session:
         self._sm_holder = ""  # the kernel that candidates' ranks on GPUs hold SMs with, which trusted ranks compile
 
     def __enter__(self) -> Self:
+        if self._beside is not None:
+            self._fork_server = self._beside.fork_server
+            return self
         environment = fork_server_environment(self.place.device)
         if NOT_DUMPABLE in self.isolation.measures:
             self._kept_open.enter_context(linux.not_dumpable())
@@ -83,7 +88,10 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._fork_server is not None:
+        if self._beside is not None:
+            self.drop_trusted()
+            self._pool.clear()
+        elif self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
         self._daemon = None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from peerlane.errors import CompileError
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
 from peerlane.evaluate.ranks.rank import Rank, classify, wants_gpu
@@ -44,6 +44,7 @@ class Builder(Rank):
         extensions.use_cache(request.cache)
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         out_of_reach.refuse_answers(request.granted)
+        extensions.report_builds(lambda building: self.send(messages.building_message(building)))
         try:
             module = import_candidate(path, source)
         except Exception as error:
