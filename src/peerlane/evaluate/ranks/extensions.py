@@ -5,23 +5,32 @@ Candidates written for the public benchmark import ``utils``; :func:`install_pub
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import hashlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils import cpp_extension  # takes half a second, and the fork server has it before ranks are forked
+from torch.utils._cpp_extension_versioner import ExtensionVersioner
 
+from peerlane.evaluate.ranks.extension_calls import ExtensionCall
 from peerlane.files import one_process
 from peerlane.sandbox.caches import cache_variables
 from peerlane.settings import ARCHITECTURE, cache_dir
 
+_FAILED = "peerlane-failed-"
+_BUILD_FAILED = "Error building extension"
+_MACHINE_WORDS = ("Killed", "No space left", "Cannot allocate memory", "out of memory", "terminated")
+"""in the log of a compiler that may succeed another time"""
 _PATIENCE_S = 5.0  # with whoever holds our lock; torch has one of its own, on which the others wait for the one that compiles
 
 
@@ -101,9 +110,9 @@ def use_own_build_folder(source: bytes) -> Path:
 
 
 def remove_stale_locks(folder: Path) -> None:
-    """Removes the locks of builds that were killed. For the one process that builds."""
-    for lock in folder.glob("*/lock"):
-        lock.unlink(missing_ok=True)
+    """Removes the locks of builds that were killed, and failures of earlier ones. For the one process that builds."""
+    for stale in (*folder.glob("*/lock"), *folder.glob(f"*/{_FAILED}*")):
+        stale.unlink(missing_ok=True)
 
 
 def install_public_helpers() -> None:
@@ -119,11 +128,16 @@ Tell = Callable[[bool], None]
 
 def report_builds(tell: Tell) -> None:
     """Has ``tell`` called with True when torch's extension loader begins to compile in this process, or to wait for another one that
-    does, and with False when it is done."""
+    does, and with False when it is done. What failed in the builder fails here with the same message, and is not compiled again."""
     build = cpp_extension._jit_compile
+    signature = inspect.signature(build)
 
     @functools.wraps(build)
     def reported(*args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(*args, **kwargs).arguments
+        failed = _failure_file(asked)
+        if failed.exists():
+            raise RuntimeError(failed.read_text(errors="replace"))
         tell(True)
         try:
             return build(*args, **kwargs)
@@ -131,3 +145,60 @@ def report_builds(tell: Tell) -> None:
             tell(False)
 
     cpp_extension._jit_compile = reported
+
+
+def _failure_file(asked: Mapping[str, Any]) -> Path:
+    """The file in a build's folder that holds why it failed in the builder."""
+    flags = [f"{name}={value!r}" for name, value in asked.items() if name.startswith(("extra_", "with_"))]
+    parts = [str(asked["name"]), torch.__version__, os.environ.get("TORCH_CUDA_ARCH_LIST", ""), *flags]
+    for source in asked["sources"]:
+        with contextlib.suppress(OSError):
+            parts.append(Path(source).read_text(errors="replace"))
+    digest = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:24]
+    return Path(str(asked["build_directory"])) / f"{_FAILED}{digest}"
+
+
+def compile_ahead(calls: Iterable[ExtensionCall]) -> Exception | None:
+    """Makes these calls as the candidate will, but loads nothing; returns the first failure of the compiler.
+
+    A failure is kept beside the build, so that the ranks need not compile again to learn of it.
+    """
+    build, load = cpp_extension._jit_compile, cpp_extension._import_module_from_library
+    asked: list[Mapping[str, Any]] = []
+
+    def remember(*args: Any, **kwargs: Any) -> Any:
+        asked.append(inspect.signature(build).bind(*args, **kwargs).arguments)
+        return build(*args, **kwargs)
+
+    first: Exception | None = None
+    cpp_extension._jit_compile, cpp_extension._import_module_from_library = remember, lambda *_: None
+    try:
+        for call in calls:
+            if torch.version.cuda is None and _needs_cuda(call):
+                continue
+            cpp_extension.JIT_EXTENSION_VERSIONER = ExtensionVersioner()  # each is the first of its name, as in the ranks
+            try:
+                _FUNCTIONS[call.function](*copy.deepcopy(call.args), **copy.deepcopy(dict(call.kwargs)))
+            except Exception as error:  # of any other than a compiler, the ranks will tell, if they make this call at all
+                if _BUILD_FAILED in str(error) and not any(word in str(error) for word in _MACHINE_WORDS):
+                    first = first or error
+                    if asked:
+                        _failure_file(asked[-1]).write_text(str(error), errors="replace")
+    finally:
+        cpp_extension._jit_compile, cpp_extension._import_module_from_library = build, load
+    return first
+
+
+def _needs_cuda(call: ExtensionCall) -> bool:
+    sources = call.kwargs.get("sources") or (call.args[1] if call.function == "load" and len(call.args) > 1 else ())
+    named = [sources] if isinstance(sources, str) else list(sources or ())
+    if call.function == "compile_cuda_extension" or any(str(source).endswith((".cu", ".cuh")) for source in named):
+        return True
+    return call.function == "load_inline" and bool(call.kwargs.get("cuda_sources") or len(call.args) > 2)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "load_inline": lambda *args, **kwargs: cpp_extension.load_inline(*args, **kwargs),
+    "load": lambda *args, **kwargs: cpp_extension.load(*args, **kwargs),
+    "compile_cuda_extension": compile_cuda_extension,
+}
