@@ -433,6 +433,12 @@ class Evaluator:
             self._missing = f"ranks can share GPUs no more: {error}"
 
     @property
+    def capacity(self) -> int:
+        """How many evaluations it pays to ask for at a time: those that are judged, and those that are compiled meanwhile."""
+        lanes = self._lanes
+        return 1 if lanes is None else lanes.capacity
+
+    @property
     def gave_up(self) -> str | None:
         """Why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
         return self._missing

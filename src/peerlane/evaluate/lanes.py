@@ -63,9 +63,18 @@ class Lanes:
         return cls(first, open_beside, min(usual, room), room)
 
     @property
-    def wanted(self) -> int:
+    def capacity(self) -> int:
         """How many evaluations it pays to have at hand: those that are judged, and those that are compiled meanwhile."""
-        return self.most + (self.builds.at_a_time if self.most == 1 else 0)
+        with self.changed:
+            slow = len(self._busy) - self._at_work() if self.most > 1 else 0
+            return min(self.most, self.usual + slow) + max(1, self.builds.at_a_time)
+
+    def _at_work(self) -> int:
+        """Evaluations that take no longer than most."""
+        if self.most == 1:
+            return len(self._busy)
+        now = time.monotonic()
+        return sum(now - lane.begun < _PATIENCE_S for lane in self._busy)
 
     @property
     def idle(self) -> bool:
@@ -75,15 +84,13 @@ class Lanes:
     def take(self) -> Lane | None:
         """An idle lane, if another evaluation may begin now."""
         with self.changed:
-            now = time.monotonic()
-            at_work = sum(now - lane.begun < _PATIENCE_S for lane in self._busy) if self.most > 1 else len(self._busy)
-            if at_work >= self.usual or len(self._busy) >= self.most:
+            if self._at_work() >= self.usual or len(self._busy) >= self.most:
                 return None
             if not self._idle:
                 self._sessions.append(self._open_beside())
                 self._idle.append(Lane(self._sessions[-1]))
             lane = self._idle.pop()
-            lane.begun = now
+            lane.begun = time.monotonic()
             self._busy.append(lane)
             return lane
 
