@@ -1,0 +1,142 @@
+"""Extensions that candidates compile when they are called are found in their syntax trees, and compiled under the key of that call."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch.utils.cpp_extension as cpp_extension
+from torch.utils._cpp_extension_versioner import ExtensionVersioner
+
+from made_candidates import make_candidates
+from peerlane.evaluate.ranks import extensions
+from peerlane.evaluate.ranks.extension_calls import find_extension_calls
+
+
+def found(source: str, module: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
+    return [(call.function, *call.args, dict(call.kwargs)) for call in find_extension_calls(dedent(source), module)]
+
+
+def test_a_call_in_a_function_with_constants_of_the_module() -> None:
+    source = """
+        from torch.utils.cpp_extension import load_inline
+        SRC = "kernel"
+        FLAGS = ["-O3"] + ["-lineinfo"]
+
+        def solution(x):
+            name = "sum"
+            return load_inline(f"{name}_ext", cpp_sources="", cuda_sources=[SRC.strip()], extra_cuda_cflags=FLAGS)
+        """
+    options = {"cpp_sources": "", "cuda_sources": ["kernel"], "extra_cuda_cflags": ["-O3", "-lineinfo"]}
+    assert found(source) == [("load_inline", "sum_ext", options)]
+
+
+@pytest.mark.parametrize(
+    ("imports", "call"),
+    [
+        ("from torch.utils import cpp_extension", "cpp_extension.load_inline"),
+        ("import torch", "torch.utils.cpp_extension.load_inline"),
+        ("import torch.utils.cpp_extension as cpp", "cpp.load_inline"),
+        ("from torch.utils.cpp_extension import load_inline as build", "build"),
+    ],
+)
+def test_every_way_to_import_it(imports: str, call: str) -> None:
+    assert found(f"def f():\n    {imports}\n    return {call}('a', '')") == [("load_inline", "a", "", {})]
+
+
+def test_the_public_helper_and_load_of_files() -> None:
+    source = """
+        from utils.cuda_helpers import compile_cuda_extension
+        from torch.utils.cpp_extension import load
+        a = lambda: compile_cuda_extension("a", "source")
+        b = lambda: load(name="b", sources=["b.cu"])
+        """
+    assert [call[0] for call in found(source)] == ["compile_cuda_extension", "load"]
+
+
+def test_other_functions_of_these_names_are_left_alone() -> None:
+    assert found("import json, torch\ndef f():\n    torch.load('x')\n    json.load('y')\n    load('z')\n    load_inline('w')") == []
+
+
+def test_arguments_that_are_no_constants_are_not_guessed() -> None:
+    source = """
+        from torch.utils.cpp_extension import load_inline
+        NAME = "outside"
+
+        def a(NAME): load_inline(NAME, "")
+        def b():
+            NAME = make()
+            load_inline(NAME, "")
+        def c():
+            source = "a"
+            source += "b"
+            load_inline("c", source)
+        def d(x):
+            source = "a" if x else "b"
+            load_inline("d", source)
+        def e():
+            load_inline(open("/tmp/x").read(), "")
+        """
+    assert found(source) == []
+
+
+def test_names_of_an_imported_module_count() -> None:
+    source = "from torch.utils.cpp_extension import load_inline\nSRC = make()\ndef f(): load_inline('a', SRC)"
+    assert found(source) == [] and found(source, {"SRC": "made"}) == [("load_inline", "a", "made", {})]
+
+
+def test_all_extensions_of_the_generator_are_found() -> None:
+    for candidate in make_candidates(12, ["load_inline"], 7):
+        assert len(find_extension_calls(candidate.source)) == 1, "two equal calls are one"
+
+
+SOURCE = '''
+from torch.utils.cpp_extension import load_inline
+
+def solution(x):
+    code = """extern "C" int answer() { return ANSWER; }"""
+    load_inline("made_ahead", cpp_sources=code, no_implicit_headers=True, is_python_module=False)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "_jit_compile", cpp_extension._jit_compile)
+    monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", cpp_extension.JIT_EXTENSION_VERSIONER)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")  # ninja
+    return tmp_path
+
+
+def call(source: str) -> None:
+    names: dict[str, Any] = {}
+    exec(source, names)
+    names["solution"](None)
+
+
+def test_what_is_compiled_ahead_is_not_compiled_again(folder: Path) -> None:
+    source = SOURCE.replace("ANSWER", "42")
+    assert extensions.compile_ahead(find_extension_calls(source)) is None
+    (library,) = folder.glob("*/made_ahead.so")
+    before = library.stat().st_mtime_ns
+    call(source)
+    assert library.stat().st_mtime_ns == before
+
+
+def test_what_failed_ahead_fails_at_once_with_the_same_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, told = SOURCE.replace("ANSWER", "undeclared"), list[bool]()
+    extensions.report_builds(told.append)
+    failure = extensions.compile_ahead(find_extension_calls(source))
+    assert failure is not None and "undeclared" in str(failure) and told == [True, False]
+    with pytest.raises(RuntimeError, match="undeclared") as raised:
+        call(source)
+    assert str(raised.value) == str(failure) and told == [True, False], "nothing was compiled"
+    extensions.remove_stale_locks(folder)
+    monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())  # as in a new process
+    with pytest.raises(RuntimeError):
+        call(source)
+    assert told == [True, False, True, False], "the next builder tries again"
