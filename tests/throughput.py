@@ -9,10 +9,12 @@ Not a test: it takes minutes. Builds count; the sources of every seed are new, s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -26,8 +28,11 @@ from typing import Any
 
 import peerlane as pl
 from made_candidates import KINDS, MadeCandidate, make_candidates
+from peerlane.evaluate.candidates import CandidateFile, candidate_text
+from peerlane.evaluate.evaluator import Silent
 from peerlane.settings import PoolSettings
 
+Verdicts = list[tuple[str, str] | None]
 _WARM = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
 
 
@@ -57,19 +62,51 @@ class GpuBusy:
         self.share = statistics.mean(self._seen) / 100 if self._seen else None
 
 
-def by_evaluator(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy) -> tuple[list[tuple[str, str]], float]:
-    """Judges in this process; the ranks are up before the clock starts."""
+class TimeIsUp(BaseException):
+    """The slice is cut off; what is judged by then counts."""
+
+
+class Finished(Silent):
+    """Keeps the results as they come."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, pl.Result] = {}
+
+    def finished(self, result: pl.Result) -> None:
+        self.results[result.candidate.name] = result
+
+
+def by_evaluator(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy) -> tuple[Verdicts, float]:
+    """Judges in this process; the ranks are up before the clock starts. After ``--cut-off`` seconds those that are judged count."""
     options = {"presets": (asked.preset,), "modes": tuple(asked.modes), "cases": asked.cases, "timeout": asked.timeout}
-    with pl.Evaluator(asked.world_size, asked.device, **asked.options) as evaluator:
+    heard = Finished()
+
+    def cut_off(*_: object) -> None:
+        raise TimeIsUp
+
+    with pl.Evaluator(asked.world_size, asked.device, progress=heard, **asked.options) as evaluator:
         evaluator.evaluate(1, _WARM, **{**options, "timeout": None})
+        signal.signal(signal.SIGALRM, cut_off)
         begin = time.monotonic()
-        with busy:
-            files = [pl.evaluate.candidates.candidate_text(item.source, 1, f"{n}_{item.fate}") for n, item in enumerate(work)]
-            results = evaluator.evaluate_all(files, problems="1", **options)
-        return [(result.verdict.kind, result.verdict.reason) for result in results], time.monotonic() - begin
+        with busy, contextlib.suppress(TimeIsUp):
+            signal.alarm(asked.cut_off)
+            evaluator.evaluate_all([_file(number, item) for number, item in enumerate(work)], problems="1", **options)
+        signal.alarm(0)
+        seconds = time.monotonic() - begin
+    stages = [result.stage_seconds for name, result in heard.results.items() if name != "candidate"]
+    asked.stages = {
+        name: round(statistics.mean(item.get(name, 0.0) for item in stages), 2)
+        for name in dict.fromkeys(name for item in stages for name in item)
+    }
+    found = [heard.results.get(_file(number, item).name) for number, item in enumerate(work)]
+    return [None if result is None else (result.verdict.kind, result.verdict.reason) for result in found], seconds
 
 
-def by_eval(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy) -> tuple[list[tuple[str, str]], float]:
+def _file(number: int, item: MadeCandidate) -> CandidateFile:
+    return candidate_text(item.source, 1, f"{number}_{item.fate}")
+
+
+def by_eval(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy) -> tuple[Verdicts, float]:
     """Judges a folder with the command; its start counts."""
     with tempfile.TemporaryDirectory() as folder:
         for number, item in enumerate(work):
@@ -97,7 +134,7 @@ def by_eval(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy)
     return [(item["kind"], str(item)[:300]) for item in ordered], seconds
 
 
-def by_service(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy) -> tuple[list[tuple[str, str]], float]:
+def by_service(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy) -> tuple[Verdicts, float]:
     """Sends all to a service of this machine at once; the service is up before the clock starts."""
     token = secrets.token_hex(16)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -113,8 +150,7 @@ def by_service(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBu
                 client.evaluate(1, _WARM)
                 begin = time.monotonic()
                 with busy:
-                    files = [pl.evaluate.candidates.candidate_text(item.source, 1, f"{n}_{item.fate}") for n, item in enumerate(work)]
-                    results = client.evaluate_all(files)
+                    results = client.evaluate_all([_file(number, item) for number, item in enumerate(work)])
                 return [(result.verdict.kind, result.verdict.reason) for result in results], time.monotonic() - begin
         finally:
             service.terminate()
@@ -129,7 +165,8 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     work = make_candidates(asked.slice, asked.kinds, asked.seed, asked.hangs)
     busy = GpuBusy()
     verdicts, seconds = WAYS[asked.way](asked, work, busy)
-    wrong = [(item.kind, item.fate, *found) for item, found in zip(work, verdicts, strict=True) if not item.judged_rightly(found[0])]
+    judged = [(item, found) for item, found in zip(work, verdicts, strict=True) if found is not None]
+    wrong = [(item.kind, item.fate, *found) for item, found in judged if not item.judged_rightly(found[0])]
     return {
         "way": asked.way,
         "device": asked.device,
@@ -140,9 +177,11 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "modes": asked.modes,
         "timeout": asked.timeout,
         "seconds": round(seconds, 2),
-        "an_hour": round(3600 * len(work) / seconds),
+        "judged": len(judged),
+        "an_hour": round(3600 * len(judged) / seconds),
+        "stage_seconds": asked.stages,
         "gpu_busy": None if busy.share is None else round(busy.share, 3),
-        "judged_rightly": len(work) - len(wrong),
+        "judged_rightly": len(judged) - len(wrong),
         "wrong": wrong,
         "load_average": os.getloadavg(),
     }
@@ -161,11 +200,12 @@ def main() -> None:
     parser.add_argument("--cases", default="timed", choices=("timed", "all"))
     parser.add_argument("--modes", nargs="*", default=[], help="launch modes to time; none: correctness alone")
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--cut-off", type=int, default=0, help="seconds after which the slice ends, with what is judged (evaluator only)")
     parser.add_argument("--judged-at-a-time", type=int, help="candidates side by side, where nothing is timed (evaluator only)")
     parser.add_argument("--out", type=Path, help="file that gets a line of JSON more")
     asked = parser.parse_args()
     asked.seed = int(time.time()) if asked.seed is None else asked.seed
-    asked.options = {}
+    asked.options, asked.stages = {}, {}
     if asked.judged_at_a_time is not None:
         asked.options["pool_settings"] = PoolSettings(judged_at_a_time=asked.judged_at_a_time)
     found = measure(asked)
