@@ -6,8 +6,10 @@ An evaluation that takes long gives its place to another one, so that a hang hol
 from __future__ import annotations
 
 import os
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -20,7 +22,10 @@ from peerlane.evaluate.ranks.builds import Builds, builds_at_a_time
 from peerlane.results.result import Result
 from peerlane.sandbox.holdings import available_memory
 
-_PATIENCE_S = 3.0  # an evaluation where nothing is timed that takes longer may well hang
+_PATIENCE_S = 3.0  # an evaluation that takes longer may well hang, as long as none has ended
+_TIMES, _LEAST_S, _MOST_S = 3.0, 1.0, 30.0  # later: that takes so many times as long as those that ended last, within these
+_REMEMBERED = 16
+_BUSY_CORES = 0.67  # of a rank, of which an evaluation waits a third
 _LANE_BYTES = 1 << 30  # that the processes of a session need
 _MOST = 16  # sessions
 _LOOK_S = 0.1
@@ -51,14 +56,15 @@ class Lanes:
         self._open_beside = open_beside
         self._idle, self._busy = [Lane(first)], list[Lane]()
         self._sessions = [first]
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)  # of the evaluations that ended last
 
     @classmethod
     def of(cls, first: Session, open_beside: Callable[[], Session]) -> Lanes:
         """The lanes that a machine has room for."""
-        if first.place.has_gpus:
-            return cls(first, open_beside, 1, 1)
-        if (usual := first.pool_settings.judged_at_a_time) is None:
-            usual = max(1, len(os.sched_getaffinity(0)) // first.world_size)
+        most = 1 if first.place.has_gpus else first.pool_settings.judged_at_a_time
+        if most is not None:
+            return cls(first, open_beside, most, most)
+        usual = max(1, round(len(os.sched_getaffinity(0)) / (_BUSY_CORES * first.world_size)))
         room = max(1, min(_MOST, available_memory() // _LANE_BYTES))
         return cls(first, open_beside, min(usual, room), room)
 
@@ -73,8 +79,10 @@ class Lanes:
         """Evaluations that take no longer than most."""
         if self.most == 1:
             return len(self._busy)
-        now = time.monotonic()
-        return sum(now - lane.begun < _PATIENCE_S for lane in self._busy)
+        now, patience_s = time.monotonic(), _PATIENCE_S
+        if self._seconds:
+            patience_s = min(_MOST_S, max(_LEAST_S, _TIMES * statistics.median(self._seconds)))
+        return sum(now - lane.begun < patience_s for lane in self._busy)
 
     @property
     def idle(self) -> bool:
@@ -97,6 +105,7 @@ class Lanes:
     def give(self, lane: Lane) -> None:
         """The evaluation in this lane has ended."""
         with self.changed:
+            self._seconds.append(time.monotonic() - lane.begun)
             self._busy.remove(lane)
             self._idle.append(lane)
             self.changed.notify_all()
