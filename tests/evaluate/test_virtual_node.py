@@ -13,6 +13,7 @@ from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import EvaluationPlan, Evaluator
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.correctness.ranks import Trusted
+from peerlane.evaluate.lanes import Lane
 from peerlane.evaluate.node import Node, TooFewGpus, place_ranks
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import make_jobs
@@ -104,7 +105,7 @@ def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_rank
 
     evaluator = Evaluator(plan=EvaluationPlan((), device="cpu"))
     evaluator._progress = cast(Any, SimpleNamespace(note=notes.append))
-    result = evaluator._run(cast(Callable[..., EvaluationPipeline], start))
+    result = evaluator._run(Lane(session), cast(Callable[..., EvaluationPipeline], start))
     assert result.verdict.kind == again and not verdicts and "judged once more" in notes[0]
     assert session.recovered == 2, "before it is judged again, and for those that come next"
 

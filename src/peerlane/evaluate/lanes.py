@@ -5,6 +5,7 @@ An evaluation that takes long gives its place to another one, so that a hang hol
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import threading
@@ -41,6 +42,8 @@ class Lane:
     """of the reference, which is ours: one group for all its problems"""
     begun: float = 0.0
     """when the evaluation at work began"""
+    slow: bool = False
+    """it takes longer than most"""
 
 
 class Lanes:
@@ -64,7 +67,7 @@ class Lanes:
         most = 1 if first.place.has_gpus else first.pool_settings.judged_at_a_time
         if most is not None:
             return cls(first, open_beside, most, most)
-        usual = max(1, round(len(os.sched_getaffinity(0)) / (_BUSY_CORES * first.world_size)))
+        usual = max(1, math.ceil(len(os.sched_getaffinity(0)) / (_BUSY_CORES * first.world_size)))
         room = max(1, min(_MOST, available_memory() // _LANE_BYTES))
         return cls(first, open_beside, min(usual, room), room)
 
@@ -76,13 +79,17 @@ class Lanes:
             return min(self.most, self.usual + slow) + max(1, self.builds.at_a_time)
 
     def _at_work(self) -> int:
-        """Evaluations that take no longer than most."""
+        """Evaluations that take no longer than most. The others leave the cores to them."""
         if self.most == 1:
             return len(self._busy)
         now, patience_s = time.monotonic(), _PATIENCE_S
         if self._seconds:
             patience_s = min(_MOST_S, max(_LEAST_S, _TIMES * statistics.median(self._seconds)))
-        return sum(now - lane.begun < patience_s for lane in self._busy)
+        for lane in self._busy:
+            if not lane.slow and now - lane.begun >= patience_s:
+                lane.slow = True
+                lane.session.let_others_go_first()
+        return sum(not lane.slow for lane in self._busy)
 
     @property
     def idle(self) -> bool:
@@ -98,7 +105,7 @@ class Lanes:
                 self._sessions.append(self._open_beside())
                 self._idle.append(Lane(self._sessions[-1]))
             lane = self._idle.pop()
-            lane.begun = time.monotonic()
+            lane.begun, lane.slow = time.monotonic(), False
             self._busy.append(lane)
             return lane
 

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
@@ -228,3 +229,12 @@ def landlock(writable: Sequence[str] | None, *, readable: Sequence[str] | None =
         syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, ctypes.c_uint32(0))
     finally:
         os.close(ruleset)
+
+
+def lower_priority(pid: int, niceness: int) -> None:
+    """Lowers the priority of a process's threads, and of its session where the kernel shares cores by sessions."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))

@@ -27,6 +27,7 @@ from peerlane.settings import Deadlines, PoolSettings
 A = TypeVar("A", bound=wire.Answer)
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
 _USE_S = 5.0
+_LONG_NICENESS = 5  # a third of the usual share
 EMULATED_SCHEDULES = 8
 """Schedules under which the emulator runs the launches of a candidate that is evaluated."""
 _EMULATED_CALLS = 10  # a call whose kernels run in the emulator may take so many times as long
@@ -63,6 +64,7 @@ class Session:
         self._daemon: MpsDaemon | None = None
         self._fork_server: ForkServer | None = None
         self._trusted: RankGroup | None = None
+        self._at_work: RankGroup | None = None
         self._suspected = False
         self._trusted_source = WarmPool("trusted", self._spawn_trusted, self.pool_settings, note)
         self._pool = WarmPool("candidate", self._spawn_candidate, self.pool_settings, note)
@@ -214,7 +216,15 @@ class Session:
         if self.place.has_gpus:
             self.trusted  # noqa: B018  (compiles the kernel)
             self._prepare(group, wire.LoadSmHolder(self._sm_holder))
+        self._at_work = group
         return group
+
+    def let_others_go_first(self) -> None:
+        """Gives the candidate at work a smaller share of the cores: it takes long, and may well spin for ever."""
+        group = self._at_work
+        if group is not None and group.alive and self.isolation.tier != "L2":  # where processes have other numbers
+            for pid in group.pids:
+                linux.lower_priority(pid, _LONG_NICENESS)
 
     def end(self, group: RankGroup) -> None:
         """Kills a candidate's group. Processes that survive are a note; what the candidate did is known all the same."""
