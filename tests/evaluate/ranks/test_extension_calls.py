@@ -118,25 +118,64 @@ def call(source: str) -> None:
     names["solution"](None)
 
 
-def test_what_is_compiled_ahead_is_not_compiled_again(folder: Path) -> None:
-    source = SOURCE.replace("ANSWER", "42")
+def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, original: Any) -> None:
+    monkeypatch.setattr(cpp_extension, "_jit_compile", original)
+    monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
+
+
+def test_what_is_compiled_ahead_is_not_compiled_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, original = SOURCE.replace("ANSWER", "42"), cpp_extension._jit_compile
+    extensions.compile_cheaply(lambda _: None)
     assert extensions.compile_ahead(find_extension_calls(source)) is None
     (library,) = folder.glob("*/made_ahead.so")
     before = library.stat().st_mtime_ns
+    as_in_a_new_process(monkeypatch, original)
+    extensions.report_builds(lambda _: None)
+    call(source)
+    assert library.stat().st_mtime_ns == before
+    assert "light_headers" in (library.parent / "build.ninja").read_text()
+
+
+def test_what_needs_all_of_torchs_headers_gets_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that only the light ones refuse stands for what they lack."""
+    light = folder / "light"
+    light.mkdir()
+    (light / "lacks.h").write_text("#error is missing here")
+    (folder / "lacks.h").write_text("constexpr int all = 42;")
+    monkeypatch.setattr(extensions, "_LIGHT_HEADERS", light)
+    source = SOURCE.replace("ANSWER", "all").replace('code = """', 'code = """#include <lacks.h>\n')
+    source = source.replace("no_implicit", f"extra_include_paths=[{str(folder)!r}], no_implicit")
+    original = cpp_extension._jit_compile
+    extensions.compile_cheaply(lambda _: None)
+    assert extensions.compile_ahead(find_extension_calls(source)) is None
+    (library,) = folder.glob("*/made_ahead.so")
+    before = library.stat().st_mtime_ns
+    as_in_a_new_process(monkeypatch, original)
+    extensions.report_builds(lambda _: None)
     call(source)
     assert library.stat().st_mtime_ns == before
 
 
 def test_what_failed_ahead_fails_at_once_with_the_same_message(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, told = SOURCE.replace("ANSWER", "undeclared"), list[bool]()
-    extensions.report_builds(told.append)
+    source, told, original = SOURCE.replace("ANSWER", "undeclared"), list[bool](), cpp_extension._jit_compile
+    extensions.compile_cheaply(lambda _: None)
     failure = extensions.compile_ahead(find_extension_calls(source))
-    assert failure is not None and "undeclared" in str(failure) and told == [True, False]
+    assert failure is not None and "undeclared" in str(failure)
+    as_in_a_new_process(monkeypatch, original)
+    extensions.report_builds(told.append)
     with pytest.raises(RuntimeError, match="undeclared") as raised:
         call(source)
-    assert str(raised.value) == str(failure) and told == [True, False], "nothing was compiled"
+    assert str(raised.value) == str(failure) and told == [], "nothing was compiled"
     extensions.remove_stale_locks(folder)
-    monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())  # as in a new process
     with pytest.raises(RuntimeError):
         call(source)
-    assert told == [True, False, True, False], "the next builder tries again"
+    assert told == [True, False], "without a builder before it, it is tried again"
+
+
+def test_a_main_that_holds_nothing_is_not_compiled(folder: Path) -> None:
+    main, code = folder / "main.cpp", folder / "cuda.cu"
+    asked: dict[str, Any] = {"sources": [str(main), str(code)], "extra_include_paths": None}
+    main.write_text("#include <torch/extension.h>\n")
+    assert extensions._cheaper(asked)["sources"] == [str(code)]
+    main.write_text("#include <torch/extension.h>\nvoid f();")
+    assert extensions._cheaper(asked)["sources"] == [str(main), str(code)]

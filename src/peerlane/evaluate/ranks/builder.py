@@ -46,7 +46,7 @@ class Builder(Rank):
         extensions.use_cache(request.cache)
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         out_of_reach.refuse_answers(request.granted)
-        extensions.report_builds(lambda building: self.send(messages.building_message(building)))
+        extensions.compile_cheaply(lambda building: self.send(messages.building_message(building)))
         module = None
         try:
             module = import_candidate(path, source)

@@ -14,9 +14,10 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.utils import cpp_extension  # takes half a second, and the fork server has it before ranks are forked
@@ -27,7 +28,9 @@ from peerlane.files import one_process
 from peerlane.sandbox.caches import cache_variables
 from peerlane.settings import ARCHITECTURE, cache_dir
 
-_FAILED = "peerlane-failed-"
+_EMPTY_MAIN = "#include <torch/extension.h>"
+_OUTCOME = "peerlane-outcome-"
+_LIGHT_HEADERS = Path(__file__).parent / "light_headers"
 _BUILD_FAILED = "Error building extension"
 _MACHINE_WORDS = ("Killed", "No space left", "Cannot allocate memory", "out of memory", "terminated")
 """in the log of a compiler that may succeed another time"""
@@ -110,8 +113,8 @@ def use_own_build_folder(source: bytes) -> Path:
 
 
 def remove_stale_locks(folder: Path) -> None:
-    """Removes the locks of builds that were killed, and failures of earlier ones. For the one process that builds."""
-    for stale in (*folder.glob("*/lock"), *folder.glob(f"*/{_FAILED}*")):
+    """Removes the locks of builds that were killed, and what is kept of earlier failures. For the one process that builds."""
+    for stale in (*folder.glob("*/lock"), *folder.glob(f"*/{_OUTCOME}*.failed")):
         stale.unlink(missing_ok=True)
 
 
@@ -128,50 +131,119 @@ Tell = Callable[[bool], None]
 
 def report_builds(tell: Tell) -> None:
     """Has ``tell`` called with True when torch's extension loader begins to compile in this process, or to wait for another one that
-    does, and with False when it is done. What failed in the builder fails here with the same message, and is not compiled again."""
+    does, and with False when it is done.
+
+    What a builder has compiled is taken as that has compiled it. What failed there fails with the same message, at once.
+    """
+
+    def repeat(build: Build, asked: Asked) -> Any:
+        done = _Outcome.of(asked)
+        if (failure := done.failure()) is not None:
+            raise RuntimeError(failure)
+        if done.cheap:
+            asked = _cheaper(asked)
+        tell(True)
+        try:
+            return build(asked)
+        finally:
+            tell(False)
+
+    _replace_build(repeat)
+
+
+def compile_cheaply(tell: Tell) -> None:
+    """Has torch's extension loader compile with fewer headers where that succeeds, and keep how it went for the ranks; ``tell`` as for
+    :func:`report_builds`. For the one process that builds."""
+
+    def attempt(build: Build, asked: Asked) -> Any:
+        done, name = _Outcome.of(asked), str(asked["name"])
+        tell(True)
+        try:
+            with contextlib.suppress(Exception):
+                found = build(_cheaper(asked))
+                done.set_cheap()
+                return found
+            cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # or the second attempt would have another name
+            return build(asked)
+        except Exception as error:
+            if _BUILD_FAILED in str(error) and not any(word in str(error) for word in _MACHINE_WORDS):
+                done.set_failure(str(error))
+            raise
+        finally:
+            tell(False)
+
+    _replace_build(attempt)
+
+
+Asked: TypeAlias = dict[str, Any]
+"""the arguments of torch's function that compiles"""
+Build: TypeAlias = Callable[[Asked], Any]
+
+
+def _replace_build(replacement: Callable[[Build, Asked], Any]) -> None:
     build = cpp_extension._jit_compile
     signature = inspect.signature(build)
 
     @functools.wraps(build)
-    def reported(*args: Any, **kwargs: Any) -> Any:
-        asked = signature.bind(*args, **kwargs).arguments
-        failed = _failure_file(asked)
-        if failed.exists():
-            raise RuntimeError(failed.read_text(errors="replace"))
-        tell(True)
-        try:
-            return build(*args, **kwargs)
-        finally:
-            tell(False)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return replacement(lambda asked: build(**asked), dict(bound.arguments))
 
-    cpp_extension._jit_compile = reported
+    cpp_extension._jit_compile = replaced
 
 
-def _failure_file(asked: Mapping[str, Any]) -> Path:
-    """The file in a build's folder that holds why it failed in the builder."""
-    flags = [f"{name}={value!r}" for name, value in asked.items() if name.startswith(("extra_", "with_"))]
-    parts = [str(asked["name"]), torch.__version__, os.environ.get("TORCH_CUDA_ARCH_LIST", ""), *flags]
-    for source in asked["sources"]:
-        with contextlib.suppress(OSError):
-            parts.append(Path(source).read_text(errors="replace"))
-    digest = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:24]
-    return Path(str(asked["build_directory"])) / f"{_FAILED}{digest}"
+def _cheaper(asked: Asked) -> Asked:
+    """The same build without a main.cpp that holds nothing, and with a part of torch's headers in the place of all."""
+    sources = list(asked["sources"])
+    if len(sources) > 1:
+        sources = [
+            source for source in sources if Path(source).name != "main.cpp" or _text(source).strip() != "#include <torch/extension.h>"
+        ]
+    return {**asked, "sources": sources, "extra_include_paths": [str(_LIGHT_HEADERS), *(asked["extra_include_paths"] or [])]}
+
+
+def _text(source: str) -> str:
+    return Path(source).read_text(encoding="utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a build went, in files beside it whose names stand for all that it was made of."""
+
+    stem: Path
+
+    @classmethod
+    def of(cls, asked: Asked) -> Self:
+        flags = [f"{name}={value!r}" for name, value in asked.items() if name.startswith(("extra_", "with_"))]
+        parts = [str(asked["name"]), torch.__version__, os.environ.get("TORCH_CUDA_ARCH_LIST", ""), *flags]
+        for source in asked["sources"]:
+            with contextlib.suppress(OSError):
+                parts.append(_text(source))
+        digest = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:24]
+        return cls(Path(str(asked["build_directory"])) / f"{_OUTCOME}{digest}")
+
+    @property
+    def cheap(self) -> bool:
+        return self.stem.with_suffix(".cheap").exists()
+
+    def set_cheap(self) -> None:
+        self.stem.with_suffix(".cheap").touch()
+
+    def failure(self) -> str | None:
+        with contextlib.suppress(FileNotFoundError):
+            return _text(str(self.stem.with_suffix(".failed")))
+        return None
+
+    def set_failure(self, message: str) -> None:
+        self.stem.with_suffix(".failed").write_text(message, encoding="utf-8", errors="replace")
 
 
 def compile_ahead(calls: Iterable[ExtensionCall]) -> Exception | None:
-    """Makes these calls as the candidate will, but loads nothing; returns the first failure of the compiler.
-
-    A failure is kept beside the build, so that the ranks need not compile again to learn of it.
-    """
-    build, load = cpp_extension._jit_compile, cpp_extension._import_module_from_library
-    asked: list[Mapping[str, Any]] = []
-
-    def remember(*args: Any, **kwargs: Any) -> Any:
-        asked.append(inspect.signature(build).bind(*args, **kwargs).arguments)
-        return build(*args, **kwargs)
-
+    """Makes these calls as the candidate will, but loads nothing; returns the first failure of the compiler."""
+    load = cpp_extension._import_module_from_library
     first: Exception | None = None
-    cpp_extension._jit_compile, cpp_extension._import_module_from_library = remember, lambda *_: None
+    cpp_extension._import_module_from_library = lambda *_: None
     try:
         for call in calls:
             if torch.version.cuda is None and _needs_cuda(call):
@@ -180,12 +252,10 @@ def compile_ahead(calls: Iterable[ExtensionCall]) -> Exception | None:
             try:
                 _FUNCTIONS[call.function](*copy.deepcopy(call.args), **copy.deepcopy(dict(call.kwargs)))
             except Exception as error:  # of any other than a compiler, the ranks will tell, if they make this call at all
-                if _BUILD_FAILED in str(error) and not any(word in str(error) for word in _MACHINE_WORDS):
+                if _BUILD_FAILED in str(error):
                     first = first or error
-                    if asked:
-                        _failure_file(asked[-1]).write_text(str(error), errors="replace")
     finally:
-        cpp_extension._jit_compile, cpp_extension._import_module_from_library = build, load
+        cpp_extension._import_module_from_library = load
     return first
 
 
