@@ -71,9 +71,13 @@ class Finished(Silent):
 
     def __init__(self) -> None:
         self.results: dict[str, pl.Result] = {}
+        self.last_verdict = 0.0
+        """when the last one was judged that did not hang"""
 
     def finished(self, result: pl.Result) -> None:
         self.results[result.candidate.name] = result
+        if result.verdict.kind != "hang":
+            self.last_verdict = time.monotonic()
 
 
 def by_evaluator(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy) -> tuple[Verdicts, float]:
@@ -93,6 +97,7 @@ def by_evaluator(asked: argparse.Namespace, work: list[MadeCandidate], busy: Gpu
             evaluator.evaluate_all([_file(number, item) for number, item in enumerate(work)], problems="1", **options)
         signal.alarm(0)
         seconds = time.monotonic() - begin
+        asked.but_hangs = round(heard.last_verdict - begin, 2)
     stages = [result.stage_seconds for name, result in heard.results.items() if name != "candidate"]
     asked.stages = {
         name: round(statistics.mean(item.get(name, 0.0) for item in stages), 2)
@@ -177,6 +182,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "modes": asked.modes,
         "timeout": asked.timeout,
         "seconds": round(seconds, 2),
+        "seconds_of_all_but_hangs": asked.but_hangs,
         "judged": len(judged),
         "an_hour": round(3600 * len(judged) / seconds),
         "stage_seconds": asked.stages,
@@ -205,7 +211,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file that gets a line of JSON more")
     asked = parser.parse_args()
     asked.seed = int(time.time()) if asked.seed is None else asked.seed
-    asked.options, asked.stages = {}, {}
+    asked.options, asked.stages, asked.but_hangs = {}, {}, None
     if asked.judged_at_a_time is not None:
         asked.options["pool_settings"] = PoolSettings(judged_at_a_time=asked.judged_at_a_time)
     found = measure(asked)

@@ -264,7 +264,7 @@ SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, baseline_s=0.2)
 """Enough to tell a forged time from a true one."""
 SELFTEST_POOL_SETTINGS: Mapping[str, PoolSettings] = {
     "cuda": PoolSettings(warm_groups=8, timed_alone=False),
-    "cpu": PoolSettings(warm_groups=4),
+    "cpu": PoolSettings(warm_groups=4, judged_at_a_time=1),
 }
 """By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact
 speeds."""

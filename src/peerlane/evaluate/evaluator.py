@@ -227,6 +227,7 @@ class Evaluator:
         jobs = make_jobs(plan, self._progress.note)
         with contextlib.ExitStack() as inside:
             granted = inside.enter_context(contextlib.closing(limit or Limit()))
+            inside.enter_context(self._turns.caller(granted))
             inside.enter_context(self._compiled(jobs, plan, granted))
             let_next_begin = inside.enter_context(self._turns.turn(granted))
             inside.enter_context(self._alone(granted))
@@ -544,8 +545,20 @@ class _Turns:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self._callers: list[Limit] = []
         self._queue: deque[Limit] = deque()
-        self._begun: list[Limit] = []
+
+    @contextlib.contextmanager
+    def caller(self, limit: Limit) -> Iterator[None]:
+        """Knows of a caller while it is in here, so that it can be cancelled."""
+        with self._changed:
+            self._callers.append(limit)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._callers.remove(limit)
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def turn(self, limit: Limit) -> Iterator[Callable[[], None]]:
@@ -559,30 +572,25 @@ class _Turns:
                     self._changed.wait(_LOOK_S)
             limit.start()
             limit.check("spawn")
-            yield partial(self._pass_on, limit)
+            yield partial(self._leave, limit)
         finally:
-            with self._changed:
-                for callers in (self._queue, self._begun):
-                    if limit in callers:
-                        callers.remove(limit)
-                self._changed.notify_all()
+            self._leave(limit)
 
-    def _pass_on(self, limit: Limit) -> None:
-        with self._changed:
+    def _leave(self, limit: Limit) -> None:
+        with self._changed, contextlib.suppress(ValueError):  # it has left
             self._queue.remove(limit)
-            self._begun.append(limit)
             self._changed.notify_all()
 
     def cancel_all(self) -> None:
         """Ends the evaluations at work and empties the queue."""
         with self._changed:
-            for limit in (*self._queue, *self._begun):
+            for limit in self._callers:
                 limit.cancel()
 
     def wait_for_all(self) -> None:
         """Waits until no caller is left."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue and not self._begun)
+            self._changed.wait_for(lambda: not self._callers)
 
 
 def _changed(plan: EvaluationPlan, changes: dict[str, Any]) -> EvaluationPlan:
