@@ -181,6 +181,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         "hangs": asked.hangs,
         "modes": asked.modes,
         "timeout": asked.timeout,
+        "options": {name: vars(value) for name, value in asked.options.items()},
         "seconds": round(seconds, 2),
         "seconds_of_all_but_hangs": asked.but_hangs,
         "judged": len(judged),
@@ -207,13 +208,15 @@ def main() -> None:
     parser.add_argument("--modes", nargs="*", default=[], help="launch modes to time; none: correctness alone")
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--cut-off", type=int, default=0, help="seconds after which the slice ends, with what is judged (evaluator only)")
-    parser.add_argument("--judged-at-a-time", type=int, help="candidates side by side, where nothing is timed (evaluator only)")
+    for name in ("judged-at-a-time", "warm-groups", "builds"):
+        parser.add_argument(f"--{name}", type=int, help="see PoolSettings (evaluator only)")
     parser.add_argument("--out", type=Path, help="file that gets a line of JSON more")
     asked = parser.parse_args()
     asked.seed = int(time.time()) if asked.seed is None else asked.seed
     asked.options, asked.stages, asked.but_hangs = {}, {}, None
-    if asked.judged_at_a_time is not None:
-        asked.options["pool_settings"] = PoolSettings(judged_at_a_time=asked.judged_at_a_time)
+    chosen = {name: getattr(asked, name) for name in ("judged_at_a_time", "warm_groups", "builds") if getattr(asked, name) is not None}
+    if chosen:
+        asked.options["pool_settings"] = PoolSettings(**chosen)
     found = measure(asked)
     for item in found["wrong"]:
         print("judged otherwise:", *item, file=sys.stderr)
