@@ -268,7 +268,7 @@ def _needs_cuda(call: ExtensionCall) -> bool:
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "load_inline": lambda *args, **kwargs: cpp_extension.load_inline(*args, **kwargs),
+    "load_inline": lambda *args, **kwargs: cpp_extension.load_inline(*args, **kwargs),  # type: ignore[no-untyped-call]
     "load": lambda *args, **kwargs: cpp_extension.load(*args, **kwargs),
     "compile_cuda_extension": compile_cuda_extension,
 }
