@@ -36,7 +36,6 @@ _TROUBLE = {
     "sleep": "    time.sleep(100_000)\n",
     "memory_hog": "    held = []\n    while True:\n        held.append(torch.ones(1 << 28, dtype=torch.uint8, device=tensor.device))\n",
 }
-_SUM = """    out[i] = __float2bfloat16(sum{wrong});"""
 _KERNEL = """
 {helpers}
 {extern}__global__ void sum_ranks_{mark}(const __nv_bfloat16* parts, __nv_bfloat16* out, long long n, int world) {{
@@ -104,6 +103,8 @@ def solution(tensor):
 {gather}{race}    return ext.sum_ranks(parts)
 '''
 _NVRTC = '''
+import ctypes
+
 from cuda.core import Device, LaunchConfig, Program, ProgramOptions, Stream, launch
 
 SOURCE = r"""
@@ -124,18 +125,14 @@ def _get_kernel():
     return _kernel
 
 
-class _Current:
-    def __cuda_stream__(self):
-        return 0, torch.cuda.current_stream().cuda_stream
-
-
 def solution(tensor):
 {trouble}    kernel = _get_kernel()
 {gather}{race}    out = torch.empty_like(tensor)
     n = out.numel()
     if n:
-        stream = Device(torch.cuda.current_device()).create_stream(_Current())
-        launch(stream, LaunchConfig(grid=132, block=256), kernel, parts.data_ptr(), out.data_ptr(), n, world)
+        stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
+        count, ranks = ctypes.c_longlong(n), ctypes.c_int(world)
+        launch(stream, LaunchConfig(grid=132, block=256), kernel, parts.data_ptr(), out.data_ptr(), count, ranks)
     return out
 '''
 _TRITON = """
