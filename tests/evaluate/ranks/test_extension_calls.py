@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch.utils.cpp_extension as cpp_extension
 from torch.utils._cpp_extension_versioner import ExtensionVersioner
 
+import peerlane as pl
 from made_candidates import make_candidates
+from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.ranks import extensions
 from peerlane.evaluate.ranks.extension_calls import find_extension_calls
 
@@ -179,3 +182,31 @@ def test_a_main_that_holds_nothing_is_not_compiled(folder: Path) -> None:
     assert extensions._cheaper(asked)["sources"] == [str(code)]
     main.write_text("#include <torch/extension.h>\nvoid f();")
     assert extensions._cheaper(asked)["sources"] == [str(main), str(code)]
+
+
+CANDIDATE = '''
+import os
+
+import torch.distributed as dist
+from torch.utils.cpp_extension import load_inline
+
+CODE = """extern "C" int answer() { return ANSWER; }"""
+
+
+def solution(tensor):
+    if not os.path.exists(os.path.join(os.environ["TORCH_EXTENSIONS_DIR"], "made_ahead")):
+        raise RuntimeError("nobody has compiled it")
+    load_inline("made_ahead", cpp_sources=CODE, no_implicit_headers=True, is_python_module=False)
+    dist.all_reduce(out := tensor.clone())
+    return out
+'''
+
+
+def test_an_evaluation_finds_what_its_builder_compiled() -> None:
+    right, broken = (candidate_text(CANDIDATE.replace("ANSWER", answer), 1, answer) for answer in ("42", "undeclared"))
+    assert right.compiles
+    right, broken = replace(right, backend="pytorch"), replace(broken, backend="pytorch")  # C++ alone: no rank needs a GPU
+    with pl.Evaluator(2, "cpu", presets=("small",), modes=(), cases="timed") as evaluator:
+        first, second = evaluator.evaluate_all([right, broken])
+    assert first.correct and first.stage_seconds["build"] > 0
+    assert second.verdict.kind == "build_error" and "undeclared" in second.verdict.reason
