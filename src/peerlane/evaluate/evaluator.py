@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -28,7 +27,11 @@ from peerlane.evaluate.processes.limit import Cancelled, Limit
 from peerlane.evaluate.processes.machine_faults import OVERLOADED, lost_gpus, overloaded
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.progress import OneAtATime
+from peerlane.evaluate.progress import Progress as Progress
+from peerlane.evaluate.progress import Silent as Silent
 from peerlane.evaluate.ranks.builds import Builds
+from peerlane.evaluate.turns import SharedContext, Turns
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.results.identity import Identity
 from peerlane.results.result import Result
@@ -45,34 +48,6 @@ _LOOK_S = 0.1
 def _silent(job: Job, phase: str) -> None: ...
 
 
-class Progress(Protocol):
-    """Hears what happens, in one call at a time; evaluations side by side call from threads of their own."""
-
-    def started(self, total: int, skipped: int) -> None:
-        """``total`` evaluations are to be done; ``skipped`` more were done before."""
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        """An evaluation entered a phase."""
-
-    def finished(self, result: Result) -> None:
-        """An evaluation ended."""
-
-    def note(self, text: str) -> None:
-        """Something went wrong, and the run goes on."""
-
-
-class Silent:
-    """Progress that goes nowhere."""
-
-    def started(self, total: int, skipped: int) -> None: ...
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None: ...
-
-    def finished(self, result: Result) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-
 def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Result]:
     """Judges every candidate on every problem, preset and world size of the plan: one result each, in the order of the plan.
 
@@ -85,7 +60,8 @@ def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Res
 
 
 class Evaluator:
-    """Judges candidates one after the other in rank processes that it keeps warm. Use as a context manager: leaving it ends every process.
+    """Judges candidates in rank processes that it keeps warm: on GPUs one at a time, elsewhere side by side; see lanes.py. Use as a context
+    manager: leaving it ends every process.
 
     Args:
         world_size: number of ranks.
@@ -93,7 +69,7 @@ class Evaluator:
         plan: in place of all other options, which are fields of :class:`EvaluationPlan`: what every evaluation has in common.
         progress: hears what happens.
 
-    Calls may come from several threads; they queue, in the order of their arrival. Raises :class:`UsageError` for options that cannot be.
+    Calls may come from several threads; they begin in the order of their arrival. Raises :class:`UsageError` for options that cannot be.
     """
 
     def __init__(
@@ -109,17 +85,17 @@ class Evaluator:
         if plan is None:
             chosen = device if device != "auto" else "cuda" if torch.cuda.device_count() else "cpu"
             plan = _changed(EvaluationPlan(()), {"world_sizes": (world_size,), "device": chosen, **options})
-        self._plan, self._progress = plan, _OneAtATime(progress or Silent())
+        self._plan, self._progress = plan, OneAtATime(progress or Silent())
         self._node = describe_node(plan)
         self.isolation = choose_isolation(plan)
         self._store = ResultsStore(plan.out) if plan.out is not None else None
         if self._store is not None and plan.out is not None:
             keep_from_candidates(self._store.path if holds_program(plan.out) else plan.out)
-        self._turns = _Turns()
+        self._turns = Turns()
         self._lanes: Lanes | None = None
         self._opening = threading.RLock()
         self._storing = threading.Lock()
-        self._alone_with = _Shared()
+        self._alone_with = SharedContext()
         self._without_ranks: list[str] = []  # why the last evaluations had no ranks
         self._missing: str | None = None  # why there is no evaluating any more
         self._threads: ThreadPoolExecutor | None = None
@@ -494,103 +470,6 @@ _OF_ALL_CALLS = {
     *("world_sizes", "device", "ranks_per_gpu", "baseline", "isolation", "out", "candidates"),
     *("deadlines", "pool_settings", "rules", "stress"),
 }
-
-
-class _OneAtATime:
-    """Passes progress on, one call at a time: evaluations side by side are in threads of their own."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._lock = progress, threading.RLock()
-
-    def started(self, total: int, skipped: int) -> None:
-        with self._lock:
-            self._progress.started(total, skipped)
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        with self._lock:
-            self._progress.phase(candidate, problem, preset, world_size, phase)
-
-    def finished(self, result: Result) -> None:
-        with self._lock:
-            self._progress.finished(result)
-
-    def note(self, text: str) -> None:
-        with self._lock:
-            self._progress.note(text)
-
-
-class _Shared:
-    """A context that several threads are in at a time: the first enters it, the last leaves it."""
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._stack = threading.Lock(), 0, contextlib.ExitStack()
-
-    @contextlib.contextmanager
-    def enter(self, context: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-        with self._lock:
-            if self._inside == 0:
-                self._stack.enter_context(context())
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if self._inside == 0:
-                    self._stack.close()
-
-
-class _Turns:
-    """Lets one caller after the other begin its evaluations, in the order of their arrival."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._callers: list[Limit] = []
-        self._queue: deque[Limit] = deque()
-
-    @contextlib.contextmanager
-    def caller(self, limit: Limit) -> Iterator[None]:
-        """Knows of a caller while it is in here, so that it can be cancelled."""
-        with self._changed:
-            self._callers.append(limit)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._callers.remove(limit)
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def turn(self, limit: Limit) -> Iterator[Callable[[], None]]:
-        """Waits for the caller's turn, at whose begin the limit starts; raises :class:`Cancelled`. Yields what ends the turn early: the
-        next caller may then begin, while this one waits for its results."""
-        with self._changed:
-            self._queue.append(limit)
-        try:
-            with self._changed:
-                while self._queue[0] is not limit and not limit.cancelled:
-                    self._changed.wait(_LOOK_S)
-            limit.start()
-            limit.check("spawn")
-            yield partial(self._leave, limit)
-        finally:
-            self._leave(limit)
-
-    def _leave(self, limit: Limit) -> None:
-        with self._changed, contextlib.suppress(ValueError):  # it has left
-            self._queue.remove(limit)
-            self._changed.notify_all()
-
-    def cancel_all(self) -> None:
-        """Ends the evaluations at work and empties the queue."""
-        with self._changed:
-            for limit in self._callers:
-                limit.cancel()
-
-    def wait_for_all(self) -> None:
-        """Waits until no caller is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._callers)
 
 
 def _changed(plan: EvaluationPlan, changes: dict[str, Any]) -> EvaluationPlan:
