@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -115,10 +117,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def call(source: str) -> None:
+def call(source: str) -> Any:
     names: dict[str, Any] = {}
     exec(source, names)
-    names["solution"](None)
+    return names["solution"](None)
 
 
 def as_in_a_new_process(monkeypatch: pytest.MonkeyPatch, original: Any) -> None:
@@ -137,6 +139,22 @@ def test_what_is_compiled_ahead_is_not_compiled_again(folder: Path, monkeypatch:
     call(source)
     assert library.stat().st_mtime_ns == before
     assert "light_headers" in (library.parent / "build.ninja").read_text()
+    call(source)
+    call(source.replace("42", "43"))
+    versions = {path.name for path in folder.glob("*/*.so")}
+    assert versions == {"made_ahead.so", "made_ahead_v1.so"}, "another extension of the same name is another library"
+
+
+def test_of_two_extensions_of_one_name_none_is_taken_for_the_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, original = SOURCE.replace("ANSWER", "1"), SOURCE.replace("ANSWER", "2"), cpp_extension._jit_compile
+    extensions.compile_cheaply(lambda _: None)
+    extensions.compile_ahead([*find_extension_calls(one), *find_extension_calls(two)])
+    for source, answer in ((one, 1), (two, 2)):
+        as_in_a_new_process(monkeypatch, original)
+        extensions.report_builds(lambda _: None)
+        copy = str(folder / f"{answer}.so")  # of equal paths, the second would be the first
+        monkeypatch.setattr(cpp_extension, "_import_module_from_library", lambda name, path, _: shutil.copy(f"{path}/{name}.so", copy))  # noqa: B023
+        assert call(source.replace("    load_inline", "    return load_inline")) == copy and ctypes.CDLL(copy).answer() == answer
 
 
 def test_what_needs_all_of_torchs_headers_gets_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,14 @@ from typing import Any, Self, TypeAlias
 
 import torch
 from torch.utils import cpp_extension  # takes half a second, and the fork server has it before ranks are forked
-from torch.utils._cpp_extension_versioner import ExtensionVersioner
+from torch.utils._cpp_extension_versioner import Entry, ExtensionVersioner
 
 from peerlane.evaluate.ranks.extension_calls import ExtensionCall
 from peerlane.files import one_process
 from peerlane.sandbox.caches import cache_variables
 from peerlane.settings import ARCHITECTURE, cache_dir
 
-_EMPTY_MAIN = "#include <torch/extension.h>"
+_NO_HASH = -1  # that no sources have
 _OUTCOME = "peerlane-outcome-"
 _LIGHT_HEADERS = Path(__file__).parent / "light_headers"
 _BUILD_FAILED = "Error building extension"
@@ -113,8 +113,8 @@ def use_own_build_folder(source: bytes) -> Path:
 
 
 def remove_stale_locks(folder: Path) -> None:
-    """Removes the locks of builds that were killed, and what is kept of earlier failures. For the one process that builds."""
-    for stale in (*folder.glob("*/lock"), *folder.glob(f"*/{_OUTCOME}*.failed")):
+    """Removes the locks of builds that were killed, and what is kept of earlier builds. For the one process that builds."""
+    for stale in (*folder.glob("*/lock"), *folder.glob(f"*/{_OUTCOME}*")):
         stale.unlink(missing_ok=True)
 
 
@@ -133,15 +133,20 @@ def report_builds(tell: Tell) -> None:
     """Has ``tell`` called with True when torch's extension loader begins to compile in this process, or to wait for another one that
     does, and with False when it is done.
 
-    What a builder has compiled is taken as that has compiled it. What failed there fails with the same message, at once.
+    What a builder has compiled is loaded, without a look at its sources. What failed there fails with the same message, at once.
     """
+    loaded = set[str]()
 
     def repeat(build: Build, asked: Asked) -> Any:
-        done = _Outcome.of(asked)
+        done, name, versions = _Outcome.of(asked), str(asked["name"]), cpp_extension.JIT_EXTENSION_VERSIONER
         if (failure := done.failure()) is not None:
             raise RuntimeError(failure)
-        if done.cheap:
-            asked = _cheaper(asked)
+        if done.built and (name in loaded or versions.get_version(name) is None):
+            loaded.add(name)
+            versions.entries[name] = Entry(0, _NO_HASH)  # another extension of this name gets another version
+            return cpp_extension._import_module_from_library(name, asked["build_directory"], asked["is_python_module"])
+        if versions.get_version(name) is None:
+            done.forget_built()  # what comes now takes its place
         tell(True)
         try:
             return build(asked)
@@ -159,12 +164,14 @@ def compile_cheaply(tell: Tell) -> None:
         done, name = _Outcome.of(asked), str(asked["name"])
         tell(True)
         try:
-            with contextlib.suppress(Exception):
+            try:
                 found = build(_cheaper(asked))
-                done.set_cheap()
-                return found
-            cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # or the second attempt would have another name
-            return build(asked)
+            except Exception:
+                cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # or the second attempt would have another name
+                found = build(asked)
+            if cpp_extension.JIT_EXTENSION_VERSIONER.get_version(name) == 0:
+                done.set_built()
+            return found
         except Exception as error:
             if _BUILD_FAILED in str(error) and not any(word in str(error) for word in _MACHINE_WORDS):
                 done.set_failure(str(error))
@@ -209,34 +216,51 @@ def _text(source: str) -> str:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a build went, in files beside it whose names stand for all that it was made of."""
+    """How the builder's build went, in files beside it. ``digest`` stands for all that it was made of."""
 
-    stem: Path
+    folder: Path
+    name: str
+    digest: str
 
     @classmethod
     def of(cls, asked: Asked) -> Self:
-        flags = [f"{name}={value!r}" for name, value in asked.items() if name.startswith(("extra_", "with_"))]
+        flags = [f"{name}={value!r}" for name, value in asked.items() if name.startswith(("extra_", "with_", "is_"))]
         parts = [str(asked["name"]), torch.__version__, os.environ.get("TORCH_CUDA_ARCH_LIST", ""), *flags]
         for source in asked["sources"]:
             with contextlib.suppress(OSError):
                 parts.append(_text(source))
         digest = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:24]
-        return cls(Path(str(asked["build_directory"])) / f"{_OUTCOME}{digest}")
+        return cls(Path(str(asked["build_directory"])), str(asked["name"]), digest)
 
     @property
-    def cheap(self) -> bool:
-        return self.stem.with_suffix(".cheap").exists()
+    def built(self) -> bool:
+        """The library of this name is the one that was asked for: of two, the later one lies there."""
+        with contextlib.suppress(OSError):
+            library = self.folder / f"{self.name}{cpp_extension.LIB_EXT}"
+            return library.exists() and _text(str(self._built)) == self.digest
+        return False
 
-    def set_cheap(self) -> None:
-        self.stem.with_suffix(".cheap").touch()
+    def set_built(self) -> None:
+        self._built.write_text(self.digest)
+
+    def forget_built(self) -> None:
+        self._built.unlink(missing_ok=True)
 
     def failure(self) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
-            return _text(str(self.stem.with_suffix(".failed")))
+        with contextlib.suppress(OSError):
+            return _text(str(self._failed))
         return None
 
     def set_failure(self, message: str) -> None:
-        self.stem.with_suffix(".failed").write_text(message, encoding="utf-8", errors="replace")
+        self._failed.write_text(message, encoding="utf-8", errors="replace")
+
+    @property
+    def _built(self) -> Path:
+        return self.folder / f"{_OUTCOME}{self.name}.built"
+
+    @property
+    def _failed(self) -> Path:
+        return self.folder / f"{_OUTCOME}{self.digest}.failed"
 
 
 def compile_ahead(calls: Iterable[ExtensionCall]) -> Exception | None:
