@@ -128,7 +128,16 @@ def by_eval(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBusy)
             "--world-size",
             str(asked.world_size),
         ]
-        command += ["--device", asked.device, "--mode", ",".join(asked.modes), "--cases", asked.cases, "--out", f"{folder}/out"]
+        command += [
+            "--device",
+            asked.device,
+            "--mode",
+            ",".join(asked.modes or ("eager",)),
+            "--cases",
+            asked.cases,
+            "--out",
+            f"{folder}/out",
+        ]
         command += [] if asked.timeout is None else ["--timeout", str(asked.timeout)]
         begin = time.monotonic()
         with busy:
@@ -212,6 +221,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, help="see PoolSettings (evaluator only)")
     parser.add_argument("--out", type=Path, help="file that gets a line of JSON more")
     asked = parser.parse_args()
+    if asked.way == "eval" and asked.device == "cuda" and not asked.modes:
+        parser.error("--way eval times on GPUs: name --modes")
     asked.seed = int(time.time()) if asked.seed is None else asked.seed
     asked.options, asked.stages, asked.but_hangs = {}, {}, None
     chosen = {name: getattr(asked, name) for name in ("judged_at_a_time", "warm_groups", "builds") if getattr(asked, name) is not None}
