@@ -335,6 +335,8 @@ class Evaluator:
                     if not left:
                         all_begun()
                     run.begin(job, lane, partial(self._judge_in, lane, lanes.builds, job, list(left), tell))
+                    if not run.any_ended:
+                        continue  # another lane may be free
                 for ended, outcome in run.ended():
                     if isinstance(outcome, BaseException):
                         raise outcome

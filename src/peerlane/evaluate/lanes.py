@@ -144,6 +144,11 @@ class OneByOne:
         """Something was begun, and has not been told to have ended."""
         return bool(self._ended)
 
+    @property
+    def any_ended(self) -> bool:
+        """Something has ended that was not told."""
+        return bool(self._ended)
+
     def begin(self, job: Job, lane: Lane, judge: Judge) -> None:
         """Judges a job; raises what that raises."""
         try:
@@ -176,6 +181,11 @@ class SideBySide:
         """Something was begun, and has not been told to have ended."""
         with self._lanes.changed:
             return bool(self._limits or self._ended)
+
+    @property
+    def any_ended(self) -> bool:
+        """Something has ended that was not told."""
+        return bool(self._ended)
 
     def begin(self, job: Job, lane: Lane, judge: Judge) -> None:
         """Begins to judge a job."""
