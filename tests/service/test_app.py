@@ -202,7 +202,7 @@ def test_a_job_that_another_call_still_wants_is_judged(running: Running) -> None
     with client(running) as judge, ThreadPoolExecutor(1) as threads:
         wanted = threads.submit(judge.evaluate, 1, source)
         wait_for(lambda: running.judged[source] > 0 and bool(judge._wanted), 10, "a running job")
-        judge._take_back(next(iter(judge._wanted)))
+        judge._take_back(*next(iter(judge._wanted)))
         assert wanted.result(20).correct
 
 
@@ -254,9 +254,9 @@ def test_a_job_goes_on_at_another_service_if_one_is_gone(running: Running, monke
 
 
 def test_a_reward_has_a_time_limit_unless_it_says_another() -> None:
-    service = {"url": "http://127.0.0.1:9,http://127.0.0.1:10"}
-    assert RewardSettings(**service).client()._options["timeout"] == 60.0
-    assert RewardSettings(options={"timeout": 5.0}, **service).client()._options["timeout"] == 5.0
+    services = "http://127.0.0.1:9,http://127.0.0.1:10"
+    assert RewardSettings(url=services).client()._options["timeout"] == 60.0
+    assert RewardSettings(url=services, options={"timeout": 5.0}).client()._options["timeout"] == 5.0
 
 
 def test_a_node_that_fails_its_check_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,13 +138,14 @@ def report_builds(tell: Tell) -> None:
     loaded = set[str]()
 
     def repeat(build: Build, asked: Asked) -> Any:
-        done, name, versions = _Outcome.of(asked), str(asked["name"]), cpp_extension.JIT_EXTENSION_VERSIONER
+        done, name, versions = _Outcome.of(asked), str(asked["name"]), _versions()
         if (failure := done.failure()) is not None:
             raise RuntimeError(failure)
         if done.built and (name in loaded or versions.get_version(name) is None):
             loaded.add(name)
             versions.entries[name] = Entry(0, _NO_HASH)  # another extension of this name gets another version
-            return cpp_extension._import_module_from_library(name, asked["build_directory"], asked["is_python_module"])
+            load: Any = cpp_extension._import_module_from_library
+            return load(name, asked["build_directory"], asked["is_python_module"])
         if versions.get_version(name) is None:
             done.forget_built()  # what comes now takes its place
         tell(True)
@@ -167,9 +168,9 @@ def compile_cheaply(tell: Tell) -> None:
             try:
                 found = build(_cheaper(asked))
             except Exception:
-                cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)  # or the second attempt would have another name
+                _versions().entries.pop(name, None)  # or the second attempt would have another name
                 found = build(asked)
-            if cpp_extension.JIT_EXTENSION_VERSIONER.get_version(name) == 0:
+            if _versions().get_version(name) == 0:
                 done.set_built()
             return found
         except Exception as error:
@@ -185,6 +186,11 @@ def compile_cheaply(tell: Tell) -> None:
 Asked: TypeAlias = dict[str, Any]
 """the arguments of torch's function that compiles"""
 Build: TypeAlias = Callable[[Asked], Any]
+
+
+def _versions() -> Any:
+    """What torch's loader knows of the names that this process has used."""
+    return cpp_extension.JIT_EXTENSION_VERSIONER
 
 
 def _replace_build(replacement: Callable[[Build, Asked], Any]) -> None:
