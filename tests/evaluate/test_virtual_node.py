@@ -110,6 +110,27 @@ def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_rank
     assert session.recovered == 2, "before it is judged again, and for those that come next"
 
 
+@pytest.mark.parametrize("after_failure", [True, False])
+def test_memory_that_the_last_candidate_held_costs_the_next_one_nothing(after_failure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.evaluate.evaluator._MEMORY_S", 0.0)
+    (job,) = make_jobs(EvaluationPlan([candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")], presets=("small",)))
+    session, tries = Session("cpu", 4, Deadlines()), list[bool]()
+
+    class Scripted(EvaluationPipeline):
+        def run(self) -> Any:
+            tries.append(True)
+            self.short_of_memory, self.group.healthy = len(tries) == 1, False
+            verdict = NotRun(missing="memory") if self.short_of_memory else HarnessFailure(phase="correctness", message="another end")
+            return self._result(verdict, "")
+
+    def start(**_: Any) -> EvaluationPipeline:
+        return Scripted(session, job, replace(MACHINE, device="cpu"), cast(Any, None), lambda _: None)
+
+    evaluator = Evaluator(plan=EvaluationPlan((), device="cpu"))
+    result = evaluator._run(Lane(session, after_failure=after_failure), cast(Callable[..., EvaluationPipeline], start))
+    assert result.verdict.kind == ("harness_error" if after_failure else "not_run") and len(tries) == 1 + after_failure
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_fault_that_the_trusted_ranks_share_is_the_candidates(shared: bool) -> None:
     session = Shared("cpu", 2, Deadlines()) if shared else Session("cpu", 2, Deadlines())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -43,6 +44,7 @@ Tell: TypeAlias = Callable[[Job, str], None]
 """hears that a job has entered a phase"""
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1
+_MEMORY_S = 3.0  # after which the driver has taken back the memory of processes that were killed
 
 
 def _silent(job: Job, phase: str) -> None: ...
@@ -380,10 +382,13 @@ class Evaluator:
                     result = pipeline.run()
                 if result.verdict.kind == "hang" and overloaded():
                     result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
-            if result.verdict.kind == "harness_error" and pipeline.session.shares_faults:
-                # What is left of the fault of an earlier candidate costs this one nothing.
+            shared = result.verdict.kind == "harness_error" and pipeline.session.shares_faults
+            if shared or (pipeline.short_of_memory and lane.after_failure):
+                # What is left of the fault of an earlier candidate, or of its memory, costs this one nothing.
                 self._progress.note(f"{pipeline.job.candidate.name} is judged once more: {result.verdict.reason.splitlines()[0]}")
                 pipeline.group.end()
+                if not shared:
+                    time.sleep(_MEMORY_S)
                 self._recover(pipeline.session)
                 if self._missing is None:
                     pipeline = start()
@@ -394,7 +399,8 @@ class Evaluator:
             self._end_session()
             raise
         lane.kept = _keep_or_end(pipeline, result)
-        if not (result.correct and pipeline.group.healthy):
+        lane.after_failure = not (result.correct and pipeline.group.healthy)
+        if lane.after_failure:
             self._recover(pipeline.session)
         self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.group.no_ranks else []
         if len(self._without_ranks) == _RUNS_WITHOUT_RANKS:

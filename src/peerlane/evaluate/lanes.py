@@ -24,7 +24,7 @@ from peerlane.results.result import Result
 from peerlane.sandbox.holdings import available_memory
 
 _PATIENCE_S = 3.0  # an evaluation that takes longer may well hang, as long as none has ended
-_TIMES, _LEAST_S, _MOST_S = 3.0, 1.0, 30.0  # later: that takes so many times as long as those that ended last, within these
+_TIMES, _LEAST_S, _MOST_S = 2.0, 1.0, 30.0  # later: that takes so many times as long as those that ended last, within these
 _REMEMBERED = 16
 _BUSY_CORES = 0.67  # of a rank, of which an evaluation waits a third
 _LANE_BYTES = 1 << 30  # that the processes of a session need
@@ -40,6 +40,8 @@ class Lane:
     session: Session
     kept: RankGroup | None = None
     """of the reference, which is ours: one group for all its problems"""
+    after_failure: bool = False
+    """the last evaluation here left ranks that had to be killed"""
     begun: float = 0.0
     """when the evaluation at work began"""
     slow: bool = False

@@ -85,6 +85,8 @@ class EvaluationPipeline:
     """by case"""
     shown_right: bool = False
     """the outputs of all cases were right, at rest and under stress"""
+    short_of_memory: bool = False
+    """the evaluator's own ranks had too little memory on the GPU"""
     runners: list[CaseRunner] = field(default_factory=list)
     """of the cases that were opened, in their order"""
     speeds: list[Speed] = field(default_factory=list)
@@ -136,7 +138,7 @@ class EvaluationPipeline:
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
-            self.group.healthy = False
+            self.group.healthy, self.short_of_memory = False, True
             return NotRun(missing=str(error))
         except HarnessError as error:
             self.group.healthy, self.group.no_ranks = False, isinstance(error, NoRanks)
