@@ -383,7 +383,7 @@ class Evaluator:
                 if result.verdict.kind == "hang" and overloaded():
                     result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
             shared = result.verdict.kind == "harness_error" and pipeline.session.shares_faults
-            if shared or (pipeline.short_of_memory and lane.after_failure):
+            if shared or (lane.after_failure and pipeline.short_of_memory):
                 # What is left of the fault of an earlier candidate, or of its memory, costs this one nothing.
                 self._progress.note(f"{pipeline.job.candidate.name} is judged once more: {result.verdict.reason.splitlines()[0]}")
                 pipeline.group.end()
