@@ -12,6 +12,7 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.doubles import BROKEN, broken_reply, expert_source
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.reply import extract_code
+from peerlane.generate.run_folder import RunFolder
 from peerlane.problems.reference_source import reference_source
 
 require_models_extra()  # says what to install
@@ -68,6 +69,23 @@ def test_candidates_from_elsewhere_become_a_run(tmp_path: Path, peerlane: Peerla
     (tmp_path / "empty").mkdir()
     assert peerlane("eval", tmp_path / "empty", "--model", "somebody") == ExitCode.USAGE
     assert "013/0/candidate.py" in capsys.readouterr().err and not list((tmp_path / "empty").iterdir())
+
+
+def test_numbered_files_become_samples_of_a_run(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, right = tmp_path / "theirs", extract_code(broken_reply(1)) or ""
+    folder.mkdir()
+    (folder / "1_allreduce_cuda.py").write_text(right)
+    (folder / "1_allreduce_cuda_2.py").write_text("def solution(tensor):\n    return tensor.clone()\n")
+    for _ in range(2):  # the second time nothing is judged again
+        assert peerlane("eval", folder, "--model", "them", "--track", "open", *JUDGE) == ExitCode.NOT_CORRECT
+        run = RunFolder.open(folder)
+        assert [key.folder for key in run.sample_keys()] == ["001/0", "001/1"]
+    capsys.readouterr()
+    assert peerlane("metrics", folder, "--json") == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["models"][0]["verdicts"] == {"correct": 1, "wrong_result": 1}
+    (folder / "002").symlink_to(tmp_path)
+    (folder / "2_allgather_cuda.py").write_text(right)
+    assert peerlane("eval", folder, "--model", "them", *JUDGE) == ExitCode.USAGE and "behind a link" in capsys.readouterr().err
 
 
 def test_the_doubles_answer_with_solution_and_reference() -> None:

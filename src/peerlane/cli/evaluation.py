@@ -64,7 +64,9 @@ def evaluate_candidates(
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
-    model: Annotated[str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py; makes it a run.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py, or of numbered files; makes it a run.")
+    ] = None,
     cases: Annotated[str, typer.Option(help="all, or timed: the timed case alone, for candidates that know one shape.")] = "all",
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="Limit for one evaluation as a whole; by default none.")] = None,
     rerun: Annotated[bool, typer.Option("--rerun", help="Judge again what the folder already holds.")] = False,
@@ -99,6 +101,7 @@ def evaluate_candidates(
     run = run_to_judge(candidates, model, asked)
     candidate_files = discover(candidates, notes.append, refused.append) if run is None else run.candidates
     refused += [] if run is None else run.refused
+    notes += [] if run is None else run.notes
     for note in notes:
         console(stderr=True).print(note, highlight=False)
     print_refused(refused)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 CORRECT = "correct"
 NO_CODE = "no_code"
 """The reply held no complete candidate."""
+TRUNCATED = "truncated"
+"""The reply was cut, by the limit of tokens or of the model, before it held a complete candidate."""
 NO_REPLY = "no_reply"
 """The provider gave no reply, or a limit ended the sample before one."""
 NOT_JUDGED = "not_judged"

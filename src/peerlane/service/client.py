@@ -156,9 +156,7 @@ class Client:
 
     def _body(self, candidate: CandidateFile, changes: Mapping[str, Any]) -> tuple[dict[str, Any], CandidateFile]:
         options = {**self._options, **_known(changes)}
-        presets = options.pop("presets", ("pkb",))
-        if isinstance(presets, str) or len(presets) != 1:
-            raise UsageError(f"presets={presets!r}: expected one preset, such as ('small',); use evaluate_all for several")
+        preset = _one_preset(options.pop("presets", ("pkb",)))
         if candidate.is_reference:
             raise UsageError("the reference is no text that can be sent: evaluate it on the node itself")
         if candidate.problem is None:
@@ -173,7 +171,7 @@ class Client:
             options["track"] = candidate.track
         chosen = {name: value for name, value in options.items() if value is not None}
         name = candidate.name.rsplit("/", 1)[-1][:200]
-        return {"problem": candidate.problem, "source": text, "name": name, "preset": presets[0], **chosen}, candidate
+        return {"problem": candidate.problem, "source": text, "name": name, "preset": preset, **chosen}, candidate
 
     def _judge(self, body: dict[str, Any], candidate: CandidateFile, call: _Call) -> Result:
         """Submits the job and waits for its end. Submitting again is safe, for equal requests are one job."""
@@ -304,6 +302,19 @@ class Client:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_ASYNC_CALLS, thread_name_prefix="peerlane-client")
             return self._threads
+
+
+def checked_options(options: Mapping[str, Any]) -> None:
+    """Raises UsageError for options of a request that do not exist, and for several presets."""
+    presets = _known(options).get("presets")
+    if presets is not None:
+        _one_preset(presets)
+
+
+def _one_preset(presets: Any) -> str:
+    if isinstance(presets, str) or len(presets) != 1:
+        raise UsageError(f"presets={presets!r}: expected one preset, such as ('small',); use evaluate_all for several")
+    return str(presets[0])
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
