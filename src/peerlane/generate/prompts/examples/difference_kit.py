@@ -1,4 +1,4 @@
-"""Every rank returns its tensor minus its left neighbour's: one kernel written with peerlane's device kit. Runs on GPUs and emulated ranks."""
+"""Every rank returns its tensor minus its left neighbour's: one kernel of peerlane's device kit, for GPUs and emulated ranks."""
 
 import torch
 
@@ -19,7 +19,8 @@ extern "C" __global__ void difference(const __grid_constant__ Arena arena, const
 
     // Every block handles a part of its own, in whole vectors of 16 bytes, and talks to the blocks of the same number only.
     const Part vectors = part_of((args.bytes + 15) / 16, blockIdx.x, gridDim.x);
-    const u64 end = vectors.end * 16 < args.bytes ? vectors.end * 16 : args.bytes, first = vectors.first * 16 < end ? vectors.first * 16 : end;
+    const u64 end = vectors.end * 16 < args.bytes ? vectors.end * 16 : args.bytes;
+    const u64 first = vectors.first * 16 < end ? vectors.first * 16 : end;
 
     copy_bytes(block, arena.peer(right, args.inbox + first), args.x + first, end - first);
     peers.signal(right, data, epoch);  // its data is there
