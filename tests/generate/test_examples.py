@@ -67,7 +67,7 @@ def kit_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_kit_s_example_is_clean_in_race(kit_example: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("race", kit_example, "--schedules", 5, "--world-size", "3") == ExitCode.OK
+    assert peerlane("race", kit_example, "--schedules", 5, "--world-size", "4") == ExitCode.OK
     assert capsys.readouterr().out.count("correct, nothing found") == 3, "one for each dtype"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 import typer
 
 from peerlane.cli.exit_codes import exit_code
-from peerlane.cli.options import ProblemFolders, one_of, positive_integers, words
+from peerlane.cli.options import Disguise, ProblemFolders, one_of, positive_integers, words
 from peerlane.cli.output import console, print_json, print_refused, table_room
 from peerlane.cli.progress import progress
 from peerlane.cli.runs import run_to_judge
@@ -50,6 +50,7 @@ def evaluate_candidates(
     candidates: Annotated[list[str], typer.Argument(metavar="CANDIDATE", help=CANDIDATES_HELP)],
     problem: Annotated[str | None, typer.Option(help="Problems, such as 1-8,13; by default those that the file names say.")] = None,
     problems_folders: ProblemFolders = None,
+    disguise: Disguise = None,
     preset: Annotated[
         str,
         typer.Option(

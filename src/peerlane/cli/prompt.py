@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli.options import ProblemFolders
+from peerlane.cli.options import Disguise, ProblemFolders
 from peerlane.cli.output import print_json
 
 HARDWARE_HELP = "auto (the GPUs of this machine, or h200x4 without any), a node such as h200x8, or a JSON file."
@@ -17,6 +17,7 @@ TRACK_HELP = "custom: communication must be the candidate's own; open: anything 
 def prompt(
     problem_name: Annotated[str, typer.Argument(metavar="PROBLEM", help="The problem's number or name, such as 13 or gemm_allreduce.")],
     problems_folders: ProblemFolders = None,
+    disguise: Disguise = None,
     backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda",
     track: Annotated[str, typer.Option(help=TRACK_HELP)] = "custom",
     hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "auto",

@@ -75,6 +75,7 @@ class Attempt:
         verdict: the evaluator's, or one of the words above.
         speedups: by launch mode, of a correct attempt that was timed.
         mechanisms: those that the evaluator saw in a call.
+        seconds: of wall time that the model's reply or the agent's episode took.
         steps: of an agent: what it had judged on the way, in order; the attempt itself is the best of them.
     """
 
@@ -84,6 +85,7 @@ class Attempt:
     speedups: Mapping[str, Speedup] = field(default_factory=dict)
     mechanisms: tuple[str, ...] = ()
     usage: Usage = Usage()
+    seconds: float = 0.0
     steps: tuple[Attempt, ...] = ()
 
     @property

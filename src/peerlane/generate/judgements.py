@@ -53,4 +53,4 @@ def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str
         attempt = Attempt(key.problem, key.sample, NOT_JUDGED)
     else:
         attempt = Attempt(key.problem, key.sample, record.status if record.error is None else NO_REPLY)
-    return replace(attempt, usage=record.usage, steps=tuple(step.attempt(key) for step in run.steps(key))), judged
+    return replace(attempt, usage=record.usage, seconds=record.seconds, steps=tuple(step.attempt(key) for step in run.steps(key))), judged

@@ -141,7 +141,7 @@ class Board:
         return metrics.solved(self._attempts[author], range(len(self.tasks)), test, k)
 
     def _share(self, author: str, test: metrics.Test, k: int) -> metrics.Estimate:
-        return metrics.bootstrap_mean(list(self._solved(author, test, k).values()))
+        return metrics.share(list(self._solved(author, test, k).values()))
 
     def heat(self) -> dict[str, tuple[int, dict[str, Cell]]]:
         """By category: its number of tasks, and a cell for each author."""
