@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
@@ -161,3 +162,11 @@ def test_pages_show_the_prompts_of_today(page: Path) -> None:
 
 def test_there_are_three_such_pages() -> None:
     assert len(list((ROOT / "docs" / "prompts").glob("*.txt"))) == 3
+
+
+def test_several_prompts_are_a_table(capsys: pytest.CaptureFixture[str], peerlane: Callable[..., int]) -> None:
+    assert peerlane("prompt", "1,13", "--hardware", "h200x4", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["prompts"]
+    assert [(row["problem"], row["tier"]) for row in rows] == [(1, "hard"), (13, "hard")]
+    assert all(set(row["tokens"]) == set(BACKENDS) and 0 < row["bound_us"] < 20 for row in rows)
+    assert peerlane("prompt", "1-2", "--hardware", "h200x4") == 0 and "kit tokens" in capsys.readouterr().out
