@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peerlane.report.comparison import NONE, comparison_report, comparison_table, summary
-from peerlane.results.record import CandidateInfo, ProblemInfo
+from peerlane.results.result import CandidateInfo, ProblemInfo
 from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import NotRun
 from sample_results import measured, result
