@@ -21,6 +21,6 @@ def test_tiers_are_those_of_the_committed_results() -> None:
 
 
 @pytest.mark.parametrize(("preset", "latency"), [("pkb", True), ("bandwidth", False)])
-def test_small_shapes_are_bound_by_latency_and_large_ones_by_bandwidth(preset: str, latency: bool) -> None:
+def test_small_shapes_are_bound_by_latency(preset: str, latency: bool) -> None:
     problem = problems.get(1)
     assert (regime(bound_us(problem, problem.family(preset)[0].name if problem.family(preset) else preset, 4)) == "latency") == latency
