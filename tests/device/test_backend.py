@@ -206,11 +206,10 @@ def test_groups_that_the_kit_does_not_serve(ranks: int, hosts: list[str], reason
     assert kit.refused_group(ranks, hosts) == reason
 
 
-def test_sums_that_the_kit_does_not_serve() -> None:
-    provider = kit.KitProvider()
-    assert kit.refused_sum(dist.ReduceOp.SUM, torch.bfloat16, provider.sum_dtypes) == ""
-    assert kit.refused_sum(dist.ReduceOp.AVG, torch.bfloat16, provider.sum_dtypes).startswith("ReduceOp.AVG; ")
-    assert "float8_e4m3fn" in kit.refused_sum(dist.ReduceOp.SUM, torch.int64, provider.sum_dtypes)
+def test_reductions_that_the_kit_does_not_serve() -> None:
+    assert kit.refused_reduction(dist.ReduceOp.AVG, torch.bfloat16) == ""
+    assert kit.refused_reduction(dist.ReduceOp.PRODUCT, torch.bfloat16).startswith("the reduction product; ")
+    assert "float8_e4m3fn" in kit.refused_reduction(dist.ReduceOp.SUM, torch.float64)
 
 
 def test_calls_are_counted_and_reasons_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
 from peerlane.device.backend.ordering import CudaLane, Lane
 from peerlane.device.collectives.communicator import Communicator
-from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.collectives.reductions import SUM, Reduction, refusal
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.errors import UsageError
 
@@ -18,11 +18,11 @@ from peerlane.errors import UsageError
 class Collectives(Protocol):
     """The calls of the backend; ``Communicator`` says what each method does."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> None: ...
+    def all_reduce(self, tensor: torch.Tensor, *, reduction: Reduction = SUM) -> None: ...
 
-    def reduce(self, tensor: torch.Tensor, dst: int) -> None: ...
+    def reduce(self, tensor: torch.Tensor, dst: int, *, reduction: Reduction = SUM) -> None: ...
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, *, reduction: Reduction = SUM) -> None: ...
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
 
@@ -48,7 +48,6 @@ class Provider(Protocol):
 
     device_type: str
     """Tensors of this type of device are offered to the kit."""
-    sum_dtypes: Collection[torch.dtype]
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
@@ -63,7 +62,6 @@ class KitProvider:
     """The provider of communicators on CUDA devices."""
 
     device_type = "cuda"
-    sum_dtypes: Collection[torch.dtype] = frozenset(ELEMENT_TYPES)
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, CudaLane] = {}
@@ -87,14 +85,24 @@ def refused_group(world_size: int, hosts: Collection[str]) -> str:
     return ""
 
 
-def refused_sum(op: Any, dtype: torch.dtype, sum_dtypes: Collection[torch.dtype]) -> str:
-    """Returns the reason why the kit does not reduce with ``op`` in ``dtype``; empty if it does."""
-    if op != ReduceOp.SUM:
-        name = next((name for name, kind in ReduceOp.RedOpType.__members__.items() if op == kind), str(op))
-        return f"ReduceOp.{name}; the kit reduces with ReduceOp.SUM"
-    if dtype not in sum_dtypes:
-        return f"a sum of {dtype}; the kit sums {', '.join(sorted(str(known).removeprefix('torch.') for known in sum_dtypes))}"
-    return ""
+def reduction_of(op: Any) -> Reduction:
+    """Returns the kit's name of a ``ReduceOp``, which the kit may not have, and its factor. Raises UsageError for a factor that is a
+    tensor."""
+    name = next((name for name, kind in ReduceOp.RedOpType.__members__.items() if op == kind), str(op)).lower()
+    if name != "premul_sum":
+        return Reduction(name)
+    _, factor = op.__getstate__()
+    if isinstance(factor, torch.Tensor):
+        raise UsageError("ReduceOp.PREMUL_SUM with a tensor as its factor; the kit takes a number")
+    return Reduction(name, float(factor))
+
+
+def refused_reduction(op: Any, dtype: torch.dtype) -> str:
+    """Returns the reason why the kit does not reduce with the ``ReduceOp`` in ``dtype``; empty if it does."""
+    try:
+        return refusal(reduction_of(op).name, dtype)
+    except UsageError as error:
+        return str(error)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
