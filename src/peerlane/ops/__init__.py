@@ -13,7 +13,8 @@ emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a proce
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,16 @@ from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_c
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
 from peerlane.errors import UsageError
+from peerlane.ops import replicated
 from peerlane.ops.attention import ring_attention, ulysses_attention
+from peerlane.ops.check import same_call
 from peerlane.ops.experts import gated_experts
 from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import process_group as _process_group
 from peerlane.ops.groups import world_size as _world_size
+from peerlane.ops.shapes import product as _product
+from peerlane.ops.shapes import require_axis, rows
 
 __all__ = [
     "all_gather",
@@ -42,15 +47,20 @@ __all__ = [
     "gemm_all_reduce",
     "gemm_reduce_scatter",
     "reduce_scatter",
+    "replicate",
     "ring_attention",
     "ulysses_attention",
 ]
 
 
-def _rows(x: torch.Tensor, world_size: int, what: str) -> int:
-    if not x.dim() or x.shape[0] % world_size:
-        raise UsageError(f"{what} got shape {tuple(x.shape)}: expected rows that {world_size} ranks share equally; pad axis 0")
-    return x.shape[0] // world_size
+Gradient = Literal["summed", "replicated"]
+"""Whose loss gradients are of: the sum of all ranks' losses, or one loss that all ranks compute alike from a result that all have."""
+
+
+def _replicates(gradient: Gradient) -> bool:
+    if gradient not in ("summed", "replicated"):
+        raise UsageError(f"gradient={gradient!r}: expected 'summed' or 'replicated'")
+    return gradient == "replicated"
 
 
 # --- collectives; each operator takes and gives contiguous tensors, and never its own input ---
@@ -58,6 +68,7 @@ def _rows(x: torch.Tensor, world_size: int, what: str) -> int:
 
 @torch.library.custom_op("peerlane::all_reduce", mutates_args=())
 def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("all_reduce", group, x)
     x, kit = x.contiguous(), _kit(x, group)
     if kit is None:
         total = x.clone()
@@ -70,6 +81,7 @@ def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("peerlane::all_gather", mutates_args=())
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("all_gather", group, x)
     x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
     whole = x.new_empty((world_size * x.shape[0], *x.shape[1:]))
     if kit is None:
@@ -81,8 +93,9 @@ def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("peerlane::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("reduce_scatter", group, x)
     x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
-    part = x.new_empty((_rows(x, world_size, "reduce_scatter"), *x.shape[1:]))
+    part = x.new_empty((rows(x, world_size, "reduce_scatter"), *x.shape[1:]))
     if kit is None:
         dist.reduce_scatter_tensor(part, x, group=_process_group(group))
     else:
@@ -92,8 +105,9 @@ def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("peerlane::all_to_all", mutates_args=())
 def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("all_to_all", group, x)
     x, kit = x.contiguous(), _kit(x, group)
-    _rows(x, _world_size(group), "all_to_all")
+    rows(x, _world_size(group), "all_to_all")
     received = torch.empty_like(x)
     if kit is None:
         dist.all_to_all_single(received, x, group=_process_group(group))
@@ -120,6 +134,7 @@ def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
 
 @torch.library.custom_op("peerlane::all_gather_gemm", mutates_args=())
 def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("all_gather_gemm", group, a, b)
     kit = _kit(a, group)
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         gathered: torch.Tensor = _gather_columns(a, group) @ b
@@ -131,11 +146,11 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 
 @torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
 def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("gemm_reduce_scatter", group, a, b)
     kit = _kit(a, group)
-    _rows(a, _world_size(group), "gemm_reduce_scatter")
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        rows: torch.Tensor = _reduce_scatter(a @ b, group)
-        return rows
+        own: torch.Tensor = _reduce_scatter(a @ b, group)
+        return own
     multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype)
     product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
     return product
@@ -143,6 +158,7 @@ def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.
 
 @torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
 def _gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("gemm_all_reduce", group, a, b)
     kit = _kit(a, group)
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         total: torch.Tensor = _all_reduce(a @ b, group)
@@ -153,6 +169,7 @@ def _gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 
 @torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
 def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("gemm_all_gather", group, a, b)
     kit = _kit(a, group)
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         return _gather_columns(a @ b, group)
@@ -166,10 +183,10 @@ def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 for _same_shape in (_all_reduce, _all_to_all):
     _same_shape.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
 _all_gather.register_fake(lambda x, group: x.new_empty((_world_size(group) * x.shape[0], *x.shape[1:])))
-_reduce_scatter.register_fake(lambda x, group: x.new_empty((x.shape[0] // _world_size(group), *x.shape[1:])))
+_reduce_scatter.register_fake(lambda x, group: x.new_empty((rows(x, _world_size(group), "reduce_scatter"), *x.shape[1:])))
 for _whole in (_all_gather_gemm, _gemm_all_reduce):
     _whole.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
-_gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((a.shape[0] // _world_size(group), b.shape[1])))
+_gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((rows(a, _world_size(group), "gemm_reduce_scatter"), b.shape[1])))
 _gemm_all_gather.register_fake(lambda a, b, group: a.new_empty((a.shape[0], _world_size(group) * b.shape[1])))
 
 
@@ -216,49 +233,77 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 # --- what users call ---
 
 
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the sum of all ranks' ``x``."""
-    total: torch.Tensor = _all_reduce(x, _name(group))
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed") -> torch.Tensor:
+    """Returns the sum of all ranks' ``x``. ``gradient="replicated"``: the backward pass is the identity, as Megatron's."""
+    call = replicated.AllReduce.apply if _replicates(gradient) else _all_reduce
+    total: torch.Tensor = call(x, _name(group))
     return total
 
 
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns all ranks' ``x`` along axis 0, in rank order."""
-    gathered: torch.Tensor = _all_gather(x, _name(group))
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed") -> torch.Tensor:
+    """Returns all ranks' ``x`` along axis 0, in rank order. ``gradient="replicated"``: the backward pass takes this rank's part."""
+    require_axis(x, "all_gather")
+    call = replicated.AllGather.apply if _replicates(gradient) else _all_gather
+    gathered: torch.Tensor = call(x, _name(group))
     return gathered
+
+
+def replicate(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Returns ``x``, whose gradient is the sum of all ranks' gradients: put it before a column-parallel layer."""
+    same: torch.Tensor = replicated.Replicate.apply(x, _name(group))
+    return same
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns this rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
-    part: torch.Tensor = _reduce_scatter(x, _name(group))
+    name = _name(group)
+    rows(x, _world_size(name), "reduce_scatter")
+    part: torch.Tensor = _reduce_scatter(x, name)
     return part
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
-    received: torch.Tensor = _all_to_all(x, _name(group))
+    name = _name(group)
+    rows(x, _world_size(name), "all_to_all")
+    received: torch.Tensor = _all_to_all(x, name)
     return received
 
 
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns ``cat(all ranks' a, dim=1) @ b``: (m, k/W) and (k, n) give (m, n). bfloat16 and float16 run as one kernel."""
-    product: torch.Tensor = _all_gather_gemm(a, b, _name(group))
-    return product
+    """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
+    name = _name(group)
+    return _product(partial(_all_gather_gemm, group=name), "all_gather_gemm", a, b, depth=_world_size(name))
 
 
 def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns this rank's rows of the summed ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
-    product: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
-    return product
+    """Returns this rank's part, along axis 0, of the summed ``a @ b``: (m, ..., k) and (k, n) give (m/W, ..., n). bfloat16 and float16 run
+    as one kernel."""
+    name = _name(group)
+    return _product(partial(_gemm_reduce_scatter, group=name), "gemm_reduce_scatter", a, b, parts=_world_size(name))
 
 
-def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n)."""
-    product: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
-    return product
+def gemm_all_reduce(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed"
+) -> torch.Tensor:
+    """Returns the sum of all ranks' ``a @ b``. a (..., k), b (k, n); (..., n). ``gradient="replicated"``: the backward pass is local."""
+    name, replicates = _name(group), _replicates(gradient)
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = replicated.GemmAllReduce.apply(a, b, name) if replicates else _gemm_all_reduce(a, b, name)
+        return total
+
+    return _product(call, "gemm_all_reduce", a, b)
 
 
-def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns all ranks' ``a @ b`` side by side. a (m, k), b (k, n); (m, W n)."""
-    product: torch.Tensor = _gemm_all_gather(a, b, _name(group))
-    return product
+def gemm_all_gather(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed"
+) -> torch.Tensor:
+    """Returns all ranks' ``a @ b`` side by side. a (..., k), b (k, n); (..., W n). ``gradient``: as :func:`gemm_all_reduce`."""
+    name, replicates = _name(group), _replicates(gradient)
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        whole: torch.Tensor = replicated.GemmAllGather.apply(a, b, name) if replicates else _gemm_all_gather(a, b, name)
+        return whole
+
+    return _product(call, "gemm_all_gather", a, b)

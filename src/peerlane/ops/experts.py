@@ -13,7 +13,9 @@ from peerlane.device.moe.exchange import room_for
 from peerlane.device.moe.layer import MAX_GROUPS, ExpertSizes, expert_layer
 from peerlane.device.products import gemm
 from peerlane.errors import UsageError
+from peerlane.ops.check import same_call
 from peerlane.ops.groups import group_name, kit_group, process_group, world_size
+from peerlane.ops.shapes import cast
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -71,6 +73,7 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: 
 def _experts(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: str
 ) -> torch.Tensor:
+    same_call("gated_experts", group, x[:0], experts[:0], weights[:0], gate, up, down)  # ranks may have different numbers of tokens
     kit, (own, inner, h), ranks = kit_group(x, group), gate.shape, world_size(group)
     fits = x.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8 and own * ranks <= MAX_GROUPS
     if kit is not None and fits and ranks > 1:
@@ -147,20 +150,26 @@ def gated_experts(
 ) -> torch.Tensor:
     """Returns for every token the weighted sum of ``silu(x @ gate.T) * (x @ up.T) @ down.T`` of its experts: (T, H).
 
-    x (T, H), experts (T, k) int64, different ones for a token, weights (T, k). Rank r holds experts r E to r E + E - 1: gate and up
-    (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype."""
+    x (T, H), experts (T, k) int64, different ones for a token, weights (T, k); T may be several axes. Rank r holds experts r E to
+    r E + E - 1: gate and up (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype."""
+    x, weights, gate, up, down = cast(x, weights, gate, up, down)
     shapes = [tuple(value.shape) for value in (x, experts, weights, gate, up, down)]
     (own, inner, h) = gate.shape if gate.dim() == 3 else (0, 0, 0)
-    slots = (x.shape[0], experts.shape[-1])
-    if shapes != [(x.shape[0], h), slots, slots, (own, inner, h), (own, inner, h), (own, h, inner)] or experts.dtype != torch.int64:
+    slots = (*x.shape[:-1], experts.shape[-1] if experts.dim() else 0)
+    if (
+        x.dim() < 2
+        or shapes != [(*x.shape[:-1], h), slots, slots, (own, inner, h), (own, inner, h), (own, h, inner)]
+        or experts.dtype != torch.int64
+    ):
         raise UsageError(
             f"gated_experts got x, experts, weights, gate, up, down of {shapes}, experts in {experts.dtype}: expected "
-            "(T, H), (T, k), (T, k), (E, inner, H), (E, inner, H), (E, H, inner), experts in torch.int64"
+            "(T, H), (T, k), (T, k), (E, inner, H), (E, inner, H), (E, H, inner), experts in torch.int64; T may be several axes"
         )
     if len({value.dtype for value in (x, weights, gate, up, down)}) > 1:
         raise UsageError(
             f"gated_experts got x in {x.dtype}, weights in {weights.dtype}, experts' layers in {gate.dtype}, {up.dtype}, {down.dtype}: "
             "expected one dtype; call .to(x.dtype) on the others"
         )
-    result: torch.Tensor = _experts(x, experts, weights, gate, up, down, group_name(group))
-    return result
+    rows = [value.flatten(0, -2) for value in (x, experts, weights)]
+    result: torch.Tensor = _experts(*rows, gate, up, down, group_name(group))
+    return result.view(x.shape)

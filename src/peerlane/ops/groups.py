@@ -26,6 +26,13 @@ def kit_group(x: torch.Tensor, name: str) -> Group | None:
     return group_of(process_group(name)) if x.is_cuda or current_group() is not None else None
 
 
+@torch.compiler.assume_constant_result
 def world_size(name: str) -> int:
     emulated = current_group()
     return emulated.world_size if emulated is not None else dist.get_world_size(process_group(name))
+
+
+@torch.compiler.assume_constant_result
+def rank(name: str) -> int:
+    emulated = current_group()
+    return emulated.rank if emulated is not None else dist.get_rank(process_group(name))
