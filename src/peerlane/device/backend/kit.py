@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+from torch._C._distributed_c10d import ProcessGroup
 
 from peerlane.device.backend.ordering import CudaLane, Lane
-from peerlane.device.collectives.communicator import Communicator
-from peerlane.device.collectives.reductions import SUM, Reduction, refusal
+from peerlane.device.collectives.alone import Alone
+from peerlane.device.collectives.communicator import communicator
+from peerlane.device.collectives.reductions import SUM, Reduction, reduction_of, refusal
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.errors import UsageError
 
@@ -40,6 +41,9 @@ class Collectives(Protocol):
         input_split_sizes: Sequence[int] | None = None,
     ) -> None: ...
 
+    @property
+    def closed(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -68,7 +72,7 @@ class KitProvider:
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         with torch.cuda.device(device):
-            return Communicator(group, serves_backend=True)
+            return Alone() if group.size() == 1 else communicator(group).serving_backend()
 
     def lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
@@ -78,23 +82,11 @@ class KitProvider:
 
 def refused_group(world_size: int, hosts: Collection[str]) -> str:
     """Returns the reason why the kit does not serve a group at all; empty if it does."""
-    if not 2 <= world_size <= MAX_RANKS:
-        return f"the group has {world_size} ranks; the kit serves 2 to {MAX_RANKS}"
+    if world_size > MAX_RANKS:
+        return f"the group has {world_size} ranks; the kit serves up to {MAX_RANKS}"
     if len(set(hosts)) > 1:
         return f"the group spans {len(set(hosts))} hosts; the kit serves groups of one host"
     return ""
-
-
-def reduction_of(op: Any) -> Reduction:
-    """Returns the kit's name of a ``ReduceOp``, which the kit may not have, and its factor. Raises UsageError for a factor that is a
-    tensor."""
-    name = next((name for name, kind in ReduceOp.RedOpType.__members__.items() if op == kind), str(op)).lower()
-    if name != "premul_sum":
-        return Reduction(name)
-    _, factor = op.__getstate__()
-    if isinstance(factor, torch.Tensor):
-        raise UsageError("ReduceOp.PREMUL_SUM with a tensor as its factor; the kit takes a number")
-    return Reduction(name, float(factor))
 
 
 def refused_reduction(op: Any, dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ kernels in ``kernels.py``.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -46,13 +47,11 @@ class Communicator:
     moves take any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape
     compiles and loads; do that before a graph is captured. A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited
     for whom.
-    ``rings`` is for tuning, the same on all ranks. ``serves_backend``: its calls are those of torch.distributed, which are counted there.
+    ``rings`` is for tuning, the same on all ranks.
     """
 
-    def __init__(
-        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS, serves_backend: bool = False
-    ) -> None:
-        self._serves_backend = serves_backend
+    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
+        self._serves_backend = False
         self.group = group_of(group)
         sm_count = self.group.waiting_blocks
         rings = replace(rings, blocks=min(rings.blocks, sm_count))  # no grid is larger
@@ -64,10 +63,21 @@ class Communicator:
         self._launches: dict[Hashable, DeviceLaunch] = {}
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
 
+    def serving_backend(self) -> Communicator:
+        """Returns this communicator, with the same memory, for the backend. Closing that closes all that the group keeps."""
+        other = copy.copy(self)
+        other._serves_backend, other._launches, other._kernels = True, {}, {}
+        return other
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+        return self.arena.closed
+
     def close(self) -> None:
         """Gives the memory back, once all ranks have finished all calls."""
         self._launches.clear()
-        self.arena.close()
+        self.group.close() if self._serves_backend else self.arena.close()
 
     # ---- sums ------------------------------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,10 @@ The device side is ``collectives/reductions.cuh``."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.errors import UsageError
@@ -38,6 +40,20 @@ class Reduction:
 
 
 SUM = Reduction()
+
+
+def reduction_of(op: Any) -> Reduction:
+    """Returns the reduction of a name or of a ``ReduceOp``, which the kit may not have. Raises UsageError for a factor that is a tensor."""
+    if isinstance(op, str):
+        return Reduction(op)
+    kinds = dist.ReduceOp.RedOpType.__members__
+    name = next((name for name, kind in kinds.items() if op == kind), str(op)).lower()
+    if name != "premul_sum":
+        return Reduction(name)
+    _, factor = op.__getstate__()
+    if isinstance(factor, torch.Tensor):
+        raise UsageError("ReduceOp.PREMUL_SUM with a tensor as its factor; the kit takes a number")
+    return Reduction(name, float(factor))
 
 
 def refusal(name: str, dtype: torch.dtype) -> str:
