@@ -8,7 +8,7 @@ of memory every rank runs three parts:
     growth     a captured all-reduce and a captured product are replayed right behind each growth of the pool
     reuse      arenas that were full of ones, written by peers until they were closed, are zero when they come again, and kernels run there
     sizes      GEMM + reduce-scatter and all-gather + GEMM of random m, each result compared in every word with torch's
-    mixed      behind ``ops.prepare``, operators of all kinds with random numbers of tokens, 0 to 8,192, each word compared; then ``ops.close``
+    mixed      behind ``ops.prepare``, operators of all kinds with 0 to 8,192 tokens at random, each word compared; then ``ops.close``
 
 Contents are -1, 0 and 1, so that every result is exact. The table has a line for each kind; FILE has all figures. Exits with 1 if a result
 was wrong, or if memory was asked for behind the largest m, with 3 at the time limit, which ends all ranks.
@@ -230,6 +230,7 @@ def check_mixed(group: Group, products: Products, count: int, deadline: float) -
     for call, _ in calls:
         call(LARGEST_M)
     torch.cuda.synchronize(group.device)
+    group.agree(0)  # whose first call makes the board
     begin, before, done = time.monotonic(), state(), 0
     for _ in range(count):
         call, answer = calls[draw.randrange(len(calls))]
