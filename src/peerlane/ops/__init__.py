@@ -36,6 +36,7 @@ from peerlane.ops.groups import process_group as _process_group
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.shapes import require_axis, rows
+from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
     "all_gather",
@@ -233,6 +234,7 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 # --- what users call ---
 
 
+@takes_dtensors
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns the sum of all ranks' ``x``. ``gradient="replicated"``: the backward pass is the identity, as Megatron's."""
     call = replicated.AllReduce.apply if _replicates(gradient) else _all_reduce
@@ -240,6 +242,7 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradi
     return total
 
 
+@takes_dtensors
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns all ranks' ``x`` along axis 0, in rank order. ``gradient="replicated"``: the backward pass takes this rank's part."""
     require_axis(x, "all_gather")
@@ -254,6 +257,7 @@ def replicate(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.
     return same
 
 
+@takes_dtensors
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns this rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
     name = _name(group)
@@ -262,6 +266,7 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
     return part
 
 
+@takes_dtensors
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
     name = _name(group)
@@ -270,12 +275,14 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch
     return received
 
 
+@takes_dtensors
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
     name = _name(group)
     return _product(partial(_all_gather_gemm, group=name), "all_gather_gemm", a, b, depth=_world_size(name))
 
 
+@takes_dtensors
 def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns this rank's part, along axis 0, of the summed ``a @ b``: (m, ..., k) and (k, n) give (m/W, ..., n). bfloat16 and float16 run
     as one kernel."""
@@ -283,6 +290,7 @@ def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGro
     return _product(partial(_gemm_reduce_scatter, group=name), "gemm_reduce_scatter", a, b, parts=_world_size(name))
 
 
+@takes_dtensors
 def gemm_all_reduce(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed"
 ) -> torch.Tensor:
@@ -296,6 +304,7 @@ def gemm_all_reduce(
     return _product(call, "gemm_all_reduce", a, b)
 
 
+@takes_dtensors
 def gemm_all_gather(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed"
 ) -> torch.Tensor:

@@ -16,6 +16,7 @@ from peerlane.ops import dense_attention
 from peerlane.ops.check import same_call
 from peerlane.ops.groups import group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, without_autocast
+from peerlane.ops.sharding import takes_dtensors
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -130,6 +131,7 @@ def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) 
         raise UsageError(f"{given} in {sorted(map(str, dtypes))}: expected one floating-point dtype; convert the tensors")
 
 
+@takes_dtensors
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -148,6 +150,7 @@ def ring_attention(
     return out
 
 
+@takes_dtensors
 def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
