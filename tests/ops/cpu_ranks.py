@@ -1,4 +1,4 @@
-"""Checks of ``peerlane.ops`` on CPU ranks: forks three ranks, runs every check on groups of 1, 2 and 3 of them.
+"""Checks of ``peerlane.ops`` on CPU ranks: forks four ranks, runs every check on groups of 1 to 3 of them, or on all.
 
     python tests/ops/cpu_ranks.py [CHECK ...]       prints a JSON object: check -> null, or what failed on which rank
 
@@ -7,6 +7,7 @@ Every rank draws all ranks' inputs, so results are compared with the whole compu
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -16,21 +17,36 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from ops.whole import CASES, Case
+from peerlane import ops
+from peerlane.errors import UsageError
+from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
+from peerlane.ops.sharding import SHARDINGS, _of
 
-RANKS = 3
+RANKS = 4
 Check = Callable[[dist.ProcessGroup], None]
-CHECKS: dict[str, Check] = {}
+CHECKS: dict[str, tuple[Check, tuple[int, ...]]] = {}
 
 
-def check(function: Check) -> Check:
-    CHECKS[function.__name__] = function
-    return function
+def check(*sizes: int) -> Callable[[Check], Check]:
+    """Registers a check of groups of these sizes."""
+
+    def register(function: Check) -> Check:
+        CHECKS[function.__name__] = function, sizes
+        return function
+
+    return register
 
 
 def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -59,20 +75,20 @@ def compared(case: Case, group: dist.ProcessGroup, call: Callable[..., torch.Ten
         assert error < limit, f"{case.name} on {world_size} ranks: error {error}"
 
 
-@check
+@check(1, 2, 3)
 def results_and_gradients(group: dist.ProcessGroup) -> None:
     for case in CASES:
         compared(case, group, case.call(group), 1e-5)
 
 
-@check
+@check(1, 2, 3)
 def compiled(group: dist.ProcessGroup) -> None:
     for case in CASES:
         torch._dynamo.reset()
         compared(case, group, torch.compile(case.call(group), fullgraph=True, backend="aot_eager"), 1e-5)
 
 
-@check
+@check(1, 2, 3)
 def autocast(group: dist.ProcessGroup) -> None:
     for case in CASES:
         plain = case.call(group)
@@ -90,7 +106,7 @@ def autocast(group: dist.ProcessGroup) -> None:
             compared(case, group, function, 3e-2)
 
 
-@check
+@check(1, 2, 3)
 def opcheck(group: dist.ProcessGroup) -> None:
     seen = set()
     for case in CASES:
@@ -102,6 +118,155 @@ def opcheck(group: dist.ProcessGroup) -> None:
             for value in drawn(case, group.size(), torch.float32)[group.rank()]
         ]
         torch.library.opcheck(getattr(torch.ops.peerlane, case.operator).default, (*own, *case.settings, group.group_name))
+
+
+def sharded_loss(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a loss of a DTensor, and the gradient of this rank's part of it."""
+    assert isinstance(y, DTensor)
+    whole = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    seed = distribute_tensor(whole, y.device_mesh, y.placements, src_data_rank=None)
+    return (y * seed).sum(), seed.to_local()
+
+
+@check(1, 2, 3)
+def dtensors(group: dist.ProcessGroup) -> None:
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), group.rank()
+    for case in CASES:
+        sharding = SHARDINGS[case.operator]
+        values = drawn(case, group.size(), torch.float64)
+        for number, placement in enumerate(sharding.inputs):
+            if isinstance(placement, Replicate):
+                for other in values[1:]:
+                    other[number] = values[0][number]
+        results = case.whole(values)
+        own = [value.detach().requires_grad_() if value.is_floating_point() else value for value in values[rank]]
+        placed = [
+            DTensor.from_local(value, mesh, [_of(placement, value.ndim)]) for value, placement in zip(own, sharding.inputs, strict=True)
+        ]
+        call = partial(getattr(ops, case.operator), **dict(case.options))
+        y = call(*placed)
+        assert isinstance(y, DTensor) and y.placements == (_of(sharding.result, y.ndim),), (case.name, y.placements)
+        torch.testing.assert_close(y.to_local(), results[rank])
+        loss, seed = sharded_loss(y)
+        loss.backward()
+        seeds = [torch.empty_like(seed) for _ in results]
+        dist.all_gather(seeds, seed.contiguous(), group=group)
+        if isinstance(sharding.result, Replicate):  # one loss
+            seeds = [seeds[0], *(torch.zeros_like(other) for other in seeds[1:])]
+        expected = gradients(results, values[rank], seeds)
+        for got, want in zip([value.grad for value in own if value.requires_grad], expected, strict=True):
+            torch.testing.assert_close(got, want, msg=lambda text, name=case.name: f"{name}: {text}")
+        if isinstance(sharding.inputs[0], Shard):  # an input that lies otherwise is redistributed
+            other = call(placed[0].redistribute(placements=[Replicate()]), *placed[1:])
+            torch.testing.assert_close(other.to_local(), results[rank])
+
+
+@check(4)
+def two_dimensional_mesh(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((8, 3, 4), (4, 6)))
+    for name in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        for rows in (Shard(0), Shard(1), Replicate()):
+            if name == "gemm_reduce_scatter" and rows == Shard(1):
+                continue
+            left, right = (value.detach().requires_grad_() for value in (a.transpose(0, 1)[:2] if rows == Shard(1) else a, b))
+            placed = (
+                distribute_tensor(left, mesh, [rows, Shard(2)]).requires_grad_(),
+                distribute_tensor(right, mesh, [Replicate(), Shard(0)]).requires_grad_(),
+            )
+            y, plain = getattr(ops, name)(*placed, mesh["tp"]), torch.matmul(left, right)
+            assert isinstance(y, DTensor) and y.placements[0] == rows
+            torch.testing.assert_close(y.full_tensor(), plain)
+            loss, _ = sharded_loss(y)
+            seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+            expected = torch.autograd.grad(plain, (left, right), seed)
+            for got, want in zip(torch.autograd.grad(loss, placed), expected, strict=True):
+                torch.testing.assert_close(got.full_tensor(), want)
+
+
+@check(1, 2, 3)
+def styles(group: dist.ProcessGroup) -> None:
+    mesh, width = DeviceMesh.from_group(group, "cpu"), 6
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(width, 12), torch.nn.GELU(), torch.nn.Linear(12, width)).double()
+    x = torch.randn(2, 6, width, dtype=torch.float64)
+    seed = torch.randn(2, 6, width, dtype=torch.float64)
+    for layout in (Replicate(), Shard(0) if group.size() < 3 else Shard(1), Shard(1)):
+        for compiles in (False, True):
+            model = parallelize_module(
+                copy.deepcopy(plain), mesh, {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel(output_layouts=layout)}
+            )
+            torch._dynamo.reset()
+            call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+            own, part = (distribute_tensor(value, mesh, [layout], src_data_rank=None).to_local() for value in (x, seed))
+            own = own.clone().requires_grad_()
+            y = call(own)
+            (y * part).sum().backward()
+            whole = x.clone().requires_grad_()
+            plain.zero_grad()
+            (plain(whole) * seed).sum().backward()
+            expected = distribute_tensor(whole.grad, mesh, [layout], src_data_rank=None).to_local()
+            torch.testing.assert_close(own.grad, expected)
+            for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=lambda text, name=name: f"{name}: {text}")
+    gathered = parallelize_module(copy.deepcopy(plain), mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    torch.testing.assert_close(gathered(x), plain(x))
+
+
+@check(1, 2, 3)
+def replicated_losses(group: dist.ProcessGroup) -> None:
+    """Of one loss that all ranks compute, gradients are those of one place."""
+    for case in CASES:
+        if case.operator not in ("all_reduce", "all_gather", "gemm_all_reduce", "gemm_all_gather"):
+            continue
+        values = drawn(case, group.size(), torch.float64)
+        results = case.whole(values)
+        own = [value.detach().requires_grad_() for value in values[group.rank()]]
+        y = case.call(group)(*own, gradient="replicated")
+        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        expected = torch.autograd.grad(results[0], values[group.rank()], seed)
+        for got, want in zip(torch.autograd.grad(y, own, seed), expected, strict=True):
+            torch.testing.assert_close(got, want, msg=lambda text, name=case.name: f"{name}: {text}")
+    x = torch.full((2,), 3.0, requires_grad=True)
+    (ops.replicate(x, group) * (group.rank() + 1)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [sum(range(1, group.size() + 1))] * 2
+
+
+@check(2)
+def different_calls_are_told(group: dist.ProcessGroup) -> None:
+    os.environ["PEERLANE_CHECK"] = "1"
+    try:
+        ops.all_reduce(torch.ones(3), group)
+        with pytest.raises(UsageError, match=r"rank 0: all_reduce\(\(4,\) float32\) at .*cpu_ranks.py:\d+\n  rank 1: all_reduce\(\(5,\)"):
+            ops.all_reduce(torch.ones(4 + group.rank()), group)
+        with pytest.raises(UsageError, match=r"rank 0: all_gather.*\n  rank 1: all_reduce"):
+            (ops.all_reduce if group.rank() else ops.all_gather)(torch.ones(4), group)
+    finally:
+        del os.environ["PEERLANE_CHECK"]
+
+
+@check(2)
+def wrong_shapes_are_told_alike(group: dist.ProcessGroup) -> None:
+    """Before anything is exchanged, and by the compiler too."""
+    x = torch.ones(3, 4)
+    for message, call in {
+        "tensor without axes": lambda: ops.all_gather(torch.tensor(1.0), group),
+        "expected rows that 2 ranks share equally": lambda: ops.reduce_scatter(x, group),
+        "all_to_all got shape": lambda: ops.all_to_all(torch.tensor(1.0), group),
+        "share equally; pad it": lambda: ops.gemm_reduce_scatter(x, torch.ones(4, 2), group),
+        "k / 2": lambda: ops.all_gather_gemm(x, torch.ones(4, 2), group),
+        "two or more axes": lambda: ops.gemm_all_reduce(torch.ones(4), torch.ones(4, 2), group),
+        "one floating-point dtype": lambda: ops.gemm_all_reduce(x, torch.ones(4, 2).double(), group),
+        "'summed' or 'replicated'": lambda: ops.all_reduce(x, group, gradient="other"),  # type: ignore[arg-type]
+        "gated_experts got x": lambda: ops.gated_experts(*[torch.ones(2)] * 6, group),
+        "axes of": lambda: ops.ring_attention(*[x] * 3, group=group),
+    }.items():
+        pattern = "batch, tokens" if message == "axes of" else message
+        with pytest.raises(UsageError, match=pattern):
+            call()
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UsageError, match=pattern):
+            call()
 
 
 def main(names: Sequence[str]) -> None:
@@ -129,15 +294,16 @@ def run_rank(rank: int, folder: str, names: Sequence[str]) -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of torch.distributed, about names of its next version
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
-    groups = [dist.new_group(list(range(size))) for size in range(1, RANKS + 1)]
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
     found: dict[str, str | None] = {}
     file = Path(folder, f"{rank}.json")
     for name in names:
         start = time.monotonic()
         try:
-            for size, group in enumerate(groups, 1):
+            checked, sizes = CHECKS[name]
+            for size in sizes:
                 if rank < size:
-                    CHECKS[name](group)
+                    checked(groups[size])
         except BaseException:
             found[name] = traceback.format_exc()
             file.write_text(json.dumps(found))

@@ -46,6 +46,7 @@ from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report, prepare
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.shapes import rows
+from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
     "all_gather",
@@ -171,12 +172,14 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 # --- what users call ---
 
 
+@takes_dtensors
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
     name = _name(group)
     return _product(partial(_all_gather_gemm, group=name), "all_gather_gemm", a, b, depth=_world_size(name))
 
 
+@takes_dtensors
 def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns this rank's part, along axis 0, of the summed ``a @ b``: (m, ..., k) and (k, n) give (m/W, ..., n). bfloat16 and float16 run
     as one kernel."""
@@ -184,6 +187,7 @@ def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: GroupLike = Non
     return _product(partial(_gemm_reduce_scatter, group=name), "gemm_reduce_scatter", a, b, parts=_world_size(name))
 
 
+@takes_dtensors
 def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns the sum of all ranks' ``a @ b``. a (..., k), b (k, n); (..., n). ``gradient="replicated"``: the backward pass is local."""
     name, replicates = _name(group), _replicates(gradient)
@@ -195,6 +199,7 @@ def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *
     return _product(call, "gemm_all_reduce", a, b)
 
 
+@takes_dtensors
 def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns all ranks' ``a @ b`` side by side. a (..., k), b (k, n); (..., W n). ``gradient``: as :func:`gemm_all_reduce`."""
     name, replicates = _name(group), _replicates(gradient)

@@ -15,6 +15,7 @@ from peerlane.ops import dense_attention
 from peerlane.ops.check import same_call
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, without_autocast
+from peerlane.ops.sharding import takes_dtensors
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -129,6 +130,7 @@ def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) 
         raise UsageError(f"{given} in {sorted(map(str, dtypes))}: expected one floating-point dtype; convert the tensors")
 
 
+@takes_dtensors
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -147,6 +149,7 @@ def ring_attention(
     return out
 
 
+@takes_dtensors
 def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,

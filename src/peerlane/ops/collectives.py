@@ -16,6 +16,7 @@ from peerlane.ops import replicated
 from peerlane.ops.check import same_call
 from peerlane.ops.groups import GroupLike, group_name, world_size
 from peerlane.ops.shapes import require_axis, rows
+from peerlane.ops.sharding import takes_dtensors
 from peerlane.ops.transport import transport
 
 Gradient = Literal["summed", "replicated"]
@@ -130,6 +131,7 @@ _all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), N
 # --- what users call ---
 
 
+@takes_dtensors
 def all_reduce(
     x: torch.Tensor,
     group: GroupLike = None,
@@ -152,6 +154,7 @@ def all_reduce(
     return total
 
 
+@takes_dtensors
 def all_gather(
     x: torch.Tensor, group: GroupLike = None, *, axis: int = 0, out: torch.Tensor | None = None, gradient: Gradient = "summed"
 ) -> torch.Tensor:
@@ -173,6 +176,7 @@ def all_gather(
     return gathered if out is None else out.copy_(gathered)
 
 
+@takes_dtensors
 def reduce_scatter(
     x: torch.Tensor, group: GroupLike = None, *, reduce_op: ReduceOp = "sum", axis: int = 0, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -193,6 +197,7 @@ def reduce_scatter(
     return part
 
 
+@takes_dtensors
 def all_to_all(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
     name = group_name(group)

@@ -14,6 +14,7 @@ from peerlane.errors import UsageError
 from peerlane.ops.check import same_call
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast
+from peerlane.ops.sharding import takes_dtensors
 from peerlane.ops.transport import transport
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -135,6 +136,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 _experts.register_autograd(_gradients, setup_context=_remember)
 
 
+@takes_dtensors
 def gated_experts(
     x: torch.Tensor,
     experts: torch.Tensor,

@@ -13,8 +13,6 @@ import torch
 from peerlane.errors import UsageError
 from peerlane.ops.groups import rank, world_size
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-
 
 class AllReduce(torch.autograd.Function):
     """The reduction over ranks; its gradient is that of the result, of a mean or a scaled sum its part."""
@@ -75,6 +73,21 @@ class GemmAllGather(torch.autograd.Function):
         a, b = ctx.saved_tensors
         own = grad.narrow(1, rank(ctx.group) * b.shape[1], b.shape[1])
         return own @ b.T, a.T @ own, None
+
+
+class ColumnProduct(torch.autograd.Function):
+    """``a @ b`` where all ranks have ``a`` and each has some columns of the whole ``b``; the gradient of ``a`` is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        a, b = ctx.saved_tensors
+        return torch.ops.peerlane.gemm_all_reduce(grad, b.T, ctx.group), a.T @ grad, None
 
 
 class Replicate(torch.autograd.Function):
