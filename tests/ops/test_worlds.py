@@ -89,7 +89,7 @@ def test_fused_products_are_right_in_every_world(ranks: int, tmp_path: Path) -> 
     products = [left.float() @ right.float() for left, right in zip(a, b, strict=True)]
     total = torch.stack(products).sum(0)
     gathered = torch.cat(a, 1).float() @ wide.float()
-    for rank, found in enumerate(outputs(tmp_path, PRODUCTS, [(a[rank], b[rank], wide) for rank in range(ranks)])):
+    for rank, found in enumerate(outputs(tmp_path, PRODUCTS, [(a[rank], b[rank], wide.clone()) for rank in range(ranks)])):
         for got, want in zip(found, (total, total[rank : rank + 1], torch.cat(products, 1), gathered), strict=True):
             assert torch.equal(got, want.to(BF16))
 
@@ -155,20 +155,21 @@ HIDDEN, MOST = 32, 8192
 def mixed_calls(sizes: list[int]) -> None:
     """A layer of every kind of each number of tokens, 0 among them."""
     weight, wide = torch.zeros(HIDDEN, HIDDEN, dtype=BF16), torch.zeros(HIDDEN, 2 * HIDDEN, dtype=BF16)
-    x, part = torch.zeros(MOST, HIDDEN, dtype=BF16), torch.zeros(MOST, HIDDEN // 2, dtype=BF16)
+    share = HIDDEN // group_of().world_size
+    x, part = torch.zeros(MOST, HIDDEN, dtype=BF16), torch.zeros(MOST, share, dtype=BF16)
     for tokens in sizes:
         ops.all_reduce(x[:tokens])
         ops.all_gather(x[:tokens])
         ops.gemm_all_reduce(x[:tokens], weight)
         ops.gemm_reduce_scatter(x[:tokens], weight)
-        ops.gemm_all_gather(x[:tokens], weight[:, : HIDDEN // 2].contiguous())
+        ops.gemm_all_gather(x[:tokens], weight[:, :share].contiguous())
         ops.all_gather_gemm(part[:tokens], wide)
 
 
 def test_sizes_behind_the_largest_take_no_memory_and_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     counter, draw = Counter(monkeypatch), random.Random(3)
     first = [2 * draw.randrange(MOST // 2 + 1) for _ in range(20)]
-    rest = [0, 2, *(2 * draw.randrange(MOST // 2 + 1) for _ in range(100))]
+    rest = [0, 2, *(2 * draw.randrange(MOST // 2 + 1) for _ in range(300))]
 
     def solution() -> list[dict[str, int]]:
         mixed_calls([*first, MOST])
@@ -205,14 +206,13 @@ def test_prepared_sizes_take_memory_once_and_close_gives_it_back(monkeypatch: py
 
 
 def test_a_world_of_one_rank_takes_no_memory() -> None:
-    def solution() -> int:
+    def solution() -> tuple[float, int]:
         mixed_calls([2])
+        told = ops.prepare(max_tokens=8, hidden=8)
         group = current_group()
         assert group is not None
-        return group.memory_report().allocations
+        return float(ops.all_reduce(torch.ones(3)).sum()), told.allocations + group.memory_report().allocations
 
     made = EmulatedRanks(1, schedules=1)
-    made.load(lambda rank: lambda: ops.all_reduce(torch.ones(3)).sum())
-    assert made.call([()], lambda rank, result: float(result)) == [3.0]
-    made.load(lambda rank: lambda: ops.prepare(max_tokens=8, hidden=8).allocations + ops.memory_report().allocations)
-    assert made.call([()], lambda rank, result: result) == [0]
+    made.load(lambda rank: solution)
+    assert made.call([()], lambda rank, result: result) == [(3.0, 0)] and not made.launches
