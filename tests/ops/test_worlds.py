@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from peerlane import ops
-from peerlane.device import group_of
+from peerlane.device import communicator, group_of
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks, run
 from peerlane.device.host.group import current_group
 
@@ -216,3 +216,21 @@ def test_a_world_of_one_rank_takes_no_memory() -> None:
     made = EmulatedRanks(1, schedules=1)
     made.load(lambda rank: solution)
     assert made.call([()], lambda rank, result: result) == [(3.0, 0)] and not made.launches
+
+
+def test_backend_and_operators_share_one_communicator() -> None:
+    def solution() -> list[Any]:
+        group = group_of()
+        of_backend = communicator(group).serving_backend()
+        x, y = torch.ones(3), torch.ones(3)
+        of_backend.all_reduce(x)
+        first = ops.all_reduce(y)
+        told = group.memory_report()
+        of_backend.close()
+        left, closed = group.memory_report().leased_bytes, communicator(group).closed
+        return [x.tolist(), first.tolist(), told.allocations, left, of_backend.closed, closed, ops.all_reduce(y).tolist()]
+
+    made = EmulatedRanks(2, schedules=1)
+    made.load(lambda rank: solution)
+    summed = [2.0, 2.0, 2.0]
+    assert made.call([()] * 2, lambda rank, result: result) == [[summed, summed, 1, 0, True, False, summed]] * 2
