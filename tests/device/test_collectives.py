@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_all_ranks_plan_alike(world_size: int) -> None:
             self.planned: list[plans.Plan] = []
             self.longest: list[int] = []
 
-        def _run(self, key: object, source: object, target: object, make: Callable[[], tuple[plans.Plan, Messages, int]]) -> None:
+        def _run(self, key: object, source: object, target: object, make: Callable[[], Any], reduction: object = None) -> None:
             plan, table, _ = make()
             self.planned.append(plan)
             longest = max(*table.send_bytes, *table.receive_bytes)

@@ -7,35 +7,45 @@
     y.square().sum().backward()
 
 Gradients are those of the sum of all ranks' losses, as in ``torch.distributed.nn.functional``. The device kit does the work on GPUs and
-emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a process group; None means all ranks.
+emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a process group, its name or a DeviceMesh; None means all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from peerlane.device import communicator
 from peerlane.device.products import gemm
 from peerlane.device.products.all_gather_gemm import all_gather_gemm as _fused_gather
 from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_columns
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
-from peerlane.errors import UsageError
 from peerlane.ops import replicated
 from peerlane.ops.attention import ring_attention, ulysses_attention
 from peerlane.ops.check import same_call
+from peerlane.ops.collectives import (
+    Gradient,
+    _all_gather,
+    _all_reduce,
+    _reduce_scatter,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    replicate,
+)
+from peerlane.ops.collectives import replicates as _replicates
 from peerlane.ops.experts import gated_experts
+from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
-from peerlane.ops.groups import process_group as _process_group
 from peerlane.ops.groups import world_size as _world_size
+from peerlane.ops.memory import close, memory_report, prepare
 from peerlane.ops.shapes import product as _product
-from peerlane.ops.shapes import require_axis, rows
+from peerlane.ops.shapes import rows
 from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
@@ -43,78 +53,18 @@ __all__ = [
     "all_gather_gemm",
     "all_reduce",
     "all_to_all",
+    "close",
     "gated_experts",
     "gemm_all_gather",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "memory_report",
+    "prepare",
     "reduce_scatter",
     "replicate",
     "ring_attention",
     "ulysses_attention",
 ]
-
-
-Gradient = Literal["summed", "replicated"]
-"""Whose loss gradients are of: the sum of all ranks' losses, or one loss that all ranks compute alike from a result that all have."""
-
-
-def _replicates(gradient: Gradient) -> bool:
-    if gradient not in ("summed", "replicated"):
-        raise UsageError(f"gradient={gradient!r}: expected 'summed' or 'replicated'")
-    return gradient == "replicated"
-
-
-# --- collectives; each operator takes and gives contiguous tensors, and never its own input ---
-
-
-@torch.library.custom_op("peerlane::all_reduce", mutates_args=())
-def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("all_reduce", group, x)
-    x, kit = x.contiguous(), _kit(x, group)
-    if kit is None:
-        total = x.clone()
-        dist.all_reduce(total, group=_process_group(group))
-        return total
-    total = torch.empty_like(x)
-    communicator(kit).all_reduce(x, total)
-    return total
-
-
-@torch.library.custom_op("peerlane::all_gather", mutates_args=())
-def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("all_gather", group, x)
-    x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
-    whole = x.new_empty((world_size * x.shape[0], *x.shape[1:]))
-    if kit is None:
-        dist.all_gather_into_tensor(whole, x, group=_process_group(group))
-    else:
-        communicator(kit).all_gather_into_tensor(whole, x)
-    return whole
-
-
-@torch.library.custom_op("peerlane::reduce_scatter", mutates_args=())
-def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("reduce_scatter", group, x)
-    x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
-    part = x.new_empty((rows(x, world_size, "reduce_scatter"), *x.shape[1:]))
-    if kit is None:
-        dist.reduce_scatter_tensor(part, x, group=_process_group(group))
-    else:
-        communicator(kit).reduce_scatter_tensor(part, x)
-    return part
-
-
-@torch.library.custom_op("peerlane::all_to_all", mutates_args=())
-def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("all_to_all", group, x)
-    x, kit = x.contiguous(), _kit(x, group)
-    rows(x, _world_size(group), "all_to_all")
-    received = torch.empty_like(x)
-    if kit is None:
-        dist.all_to_all_single(received, x, group=_process_group(group))
-    else:
-        communicator(kit).all_to_all_single(received, x)
-    return received
 
 
 # --- fused products ---
@@ -181,10 +131,6 @@ def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 # --- shapes ---
 
 
-for _same_shape in (_all_reduce, _all_to_all):
-    _same_shape.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-_all_gather.register_fake(lambda x, group: x.new_empty((_world_size(group) * x.shape[0], *x.shape[1:])))
-_reduce_scatter.register_fake(lambda x, group: x.new_empty((rows(x, _world_size(group), "reduce_scatter"), *x.shape[1:])))
 for _whole in (_all_gather_gemm, _gemm_all_reduce):
     _whole.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
 _gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((rows(a, _world_size(group), "gemm_reduce_scatter"), b.shape[1])))
@@ -192,10 +138,6 @@ _gemm_all_gather.register_fake(lambda a, b, group: a.new_empty((a.shape[0], _wor
 
 
 # --- gradients ---
-
-
-def _remember_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.group = inputs[-1]
 
 
 def _remember_product(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -221,10 +163,6 @@ def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Call
 _of_rows = _product_gradients(lambda ctx, grad: _all_gather(grad, ctx.group))
 _of_sum = _product_gradients(lambda ctx, grad: _all_reduce(grad, ctx.group))
 _of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
-_all_reduce.register_autograd(lambda ctx, grad: (_all_reduce(grad, ctx.group), None), setup_context=_remember_group)
-_all_gather.register_autograd(lambda ctx, grad: (_reduce_scatter(grad, ctx.group), None), setup_context=_remember_group)
-_reduce_scatter.register_autograd(lambda ctx, grad: (_all_gather(grad, ctx.group), None), setup_context=_remember_group)
-_all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
 _gemm_reduce_scatter.register_autograd(_of_rows, setup_context=_remember_product)
 _gemm_all_reduce.register_autograd(_of_sum, setup_context=_remember_product)
@@ -235,55 +173,14 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 
 @takes_dtensors
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed") -> torch.Tensor:
-    """Returns the sum of all ranks' ``x``. ``gradient="replicated"``: the backward pass is the identity, as Megatron's."""
-    call = replicated.AllReduce.apply if _replicates(gradient) else _all_reduce
-    total: torch.Tensor = call(x, _name(group))
-    return total
-
-
-@takes_dtensors
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed") -> torch.Tensor:
-    """Returns all ranks' ``x`` along axis 0, in rank order. ``gradient="replicated"``: the backward pass takes this rank's part."""
-    require_axis(x, "all_gather")
-    call = replicated.AllGather.apply if _replicates(gradient) else _all_gather
-    gathered: torch.Tensor = call(x, _name(group))
-    return gathered
-
-
-def replicate(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns ``x``, whose gradient is the sum of all ranks' gradients: put it before a column-parallel layer."""
-    same: torch.Tensor = replicated.Replicate.apply(x, _name(group))
-    return same
-
-
-@takes_dtensors
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns this rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
-    name = _name(group)
-    rows(x, _world_size(name), "reduce_scatter")
-    part: torch.Tensor = _reduce_scatter(x, name)
-    return part
-
-
-@takes_dtensors
-def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
-    name = _name(group)
-    rows(x, _world_size(name), "all_to_all")
-    received: torch.Tensor = _all_to_all(x, name)
-    return received
-
-
-@takes_dtensors
-def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
     name = _name(group)
     return _product(partial(_all_gather_gemm, group=name), "all_gather_gemm", a, b, depth=_world_size(name))
 
 
 @takes_dtensors
-def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns this rank's part, along axis 0, of the summed ``a @ b``: (m, ..., k) and (k, n) give (m/W, ..., n). bfloat16 and float16 run
     as one kernel."""
     name = _name(group)
@@ -291,9 +188,7 @@ def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGro
 
 
 @takes_dtensors
-def gemm_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed"
-) -> torch.Tensor:
+def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns the sum of all ranks' ``a @ b``. a (..., k), b (k, n); (..., n). ``gradient="replicated"``: the backward pass is local."""
     name, replicates = _name(group), _replicates(gradient)
 
@@ -305,9 +200,7 @@ def gemm_all_reduce(
 
 
 @takes_dtensors
-def gemm_all_gather(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, gradient: Gradient = "summed"
-) -> torch.Tensor:
+def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns all ranks' ``a @ b`` side by side. a (..., k), b (k, n); (..., W n). ``gradient``: as :func:`gemm_all_reduce`."""
     name, replicates = _name(group), _replicates(gradient)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from peerlane.device.attention.ring import attend_over_ranks
 from peerlane.device.attention.ring_backward import attend_over_ranks_backward
@@ -14,7 +13,7 @@ from peerlane.device.attention.ulysses import attend_by_heads, attend_by_heads_b
 from peerlane.errors import UsageError
 from peerlane.ops import dense_attention
 from peerlane.ops.check import same_call
-from peerlane.ops.groups import group_name, kit_group, world_size
+from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, without_autocast
 from peerlane.ops.sharding import takes_dtensors
 
@@ -139,7 +138,7 @@ def ring_attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     """Returns attention of this rank's queries to all ranks' keys, of shards q (B, S, h, D), k (B, S, h_kv, D), v (B, S, h_kv, D_v) in rank
     order: (B, S, h, D_v). ``causal`` counts in the whole sequence."""
@@ -158,7 +157,7 @@ def ulysses_attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     """Returns the result of :func:`ring_attention`, where each rank computes its part of the heads for the whole sequence. q, k and v have
     one shape, and the ranks divide h."""

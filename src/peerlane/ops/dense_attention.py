@@ -6,28 +6,26 @@ Keys and values are gathered; scores are computed at once, in float32 at least. 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from peerlane.ops.groups import process_group
+from peerlane.ops.groups import rank, world_size
+from peerlane.ops.transport import transport
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _gather_sequence(x: torch.Tensor, name: str) -> torch.Tensor:
     """Returns the shards (B, S, h, D) of all ranks as one tensor (B, h, W S, D)."""
-    group = process_group(name)
     rows = x.transpose(0, 1).contiguous()
-    whole = rows.new_empty((dist.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
-    dist.all_gather_into_tensor(whole, rows, group=group)
+    whole = rows.new_empty((world_size(name) * rows.shape[0], *rows.shape[1:]))
+    transport(rows, name).all_gather_into_tensor(whole, rows)
     return whole.permute(1, 2, 0, 3)
 
 
 def _scatter_sequence(x: torch.Tensor, name: str) -> torch.Tensor:
     """Returns this rank's shard (B, S, h, D) of the sum of all ranks' (B, h, W S, D)."""
-    group = process_group(name)
     rows = x.permute(2, 0, 1, 3).contiguous()
-    own = rows.new_empty((rows.shape[0] // dist.get_world_size(group), *rows.shape[1:]))
-    dist.reduce_scatter_tensor(own, rows, group=group)
+    own = rows.new_empty((rows.shape[0] // world_size(name), *rows.shape[1:]))
+    transport(rows, name).reduce_scatter_tensor(own, rows)
     return own.transpose(0, 1)
 
 
@@ -46,7 +44,7 @@ def _weights(queries: torch.Tensor, keys: torch.Tensor, scale: float, causal: bo
     """Returns softmax weights (B, h_kv, G, S, W S) and logarithms of sums of exponentials (B, h_kv, G, S)."""
     scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
     if causal:
-        first = dist.get_rank(process_group(name)) * queries.shape[-2]
+        first = rank(name) * queries.shape[-2]
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(first + 1)
         scores = scores.masked_fill(hidden, float("-inf"))
     logarithms = scores.logsumexp(-1)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import silu
 
-from peerlane.device import communicator
 from peerlane.device.moe.exchange import room_for
 from peerlane.device.moe.layer import MAX_GROUPS, ExpertSizes, expert_layer
 from peerlane.device.products import gemm
 from peerlane.errors import UsageError
 from peerlane.ops.check import same_call
-from peerlane.ops.groups import group_name, kit_group, process_group, world_size
+from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast
 from peerlane.ops.sharding import takes_dtensors
+from peerlane.ops.transport import transport
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -62,11 +61,8 @@ class _Routes(NamedTuple):
 
 
 def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
-    rows, result, kit = rows.contiguous(), rows.new_empty((sum(received), *rows.shape[1:])), kit_group(rows, group)
-    if kit is None:
-        dist.all_to_all_single(result, rows, received, sent, group=process_group(group))
-    else:
-        communicator(kit).all_to_all_single(result, rows, received, sent)
+    rows, result = rows.contiguous(), rows.new_empty((sum(received), *rows.shape[1:]))
+    transport(rows, group).all_to_all_single(result, rows, received, sent)
     return result
 
 
@@ -77,7 +73,7 @@ def _experts(
     same_call("gated_experts", group, x[:0], experts[:0], weights[:0], gate, up, down)  # ranks may have different numbers of tokens
     kit, (own, inner, h), ranks = kit_group(x, group), gate.shape, world_size(group)
     fits = x.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8 and own * ranks <= MAX_GROUPS
-    if kit is not None and fits and ranks > 1:
+    if kit is not None and fits:
         layer = expert_layer(kit, ExpertSizes(room_for(kit, x.shape[0]), experts.shape[1], h, inner, own, 1, x.dtype))
         return layer(x, experts, weights, (gate.flatten(0, 1), up.flatten(0, 1), down.flatten(0, 1)))
     routes = _Routes.of(experts, own, group)
@@ -148,7 +144,7 @@ def gated_experts(
     gate: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     """Returns for every token the weighted sum of ``silu(x @ gate.T) * (x @ up.T) @ down.T`` of its experts: (T, H).
 

@@ -10,20 +10,22 @@ from typing import Any
 
 import torch
 
+from peerlane.errors import UsageError
 from peerlane.ops.groups import rank, world_size
 
 
 class AllReduce(torch.autograd.Function):
-    """The sum over ranks; its gradient is that of the result."""
+    """The reduction over ranks; its gradient is that of the result, of a mean or a scaled sum its part."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        total: torch.Tensor = torch.ops.peerlane.all_reduce(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: str, op: str, factor: float) -> torch.Tensor:
+        ctx.reduction = op, factor, group
+        total: torch.Tensor = torch.ops.peerlane.all_reduce(x, group, op, factor)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return scaled(grad, *ctx.reduction), None, None, None
 
 
 class AllGather(torch.autograd.Function):
@@ -100,3 +102,17 @@ class Replicate(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         total: torch.Tensor = torch.ops.peerlane.all_reduce(grad, ctx.group)
         return total, None
+
+
+def scaled(grad: torch.Tensor, op: str, factor: float, group: str) -> torch.Tensor:
+    """Returns the gradient of one rank's term, from that of the reduction. Raises UsageError where there is none."""
+    require_gradient(op)
+    if op == "sum":
+        return grad
+    return grad * (1 / world_size(group) if op == "avg" else factor)
+
+
+def require_gradient(op: str) -> None:
+    """Raises UsageError for a reduction that has no gradient."""
+    if op in ("max", "min"):
+        raise UsageError(f"a reduction with {op} has no gradient here; call it on x.detach()")

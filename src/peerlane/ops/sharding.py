@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name
+from peerlane.ops.groups import GroupLike, group_name
 
 Arguments = ParamSpec("Arguments")
 LAST = Shard(-1)
+_OF_TENSORS: Mapping[str, Any] = {"reduce_op": "sum", "axis": 0, "out": None}
+"""Options that DTensors do not take."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,10 @@ def _on_shards(function: Callable[..., torch.Tensor], sharding: Sharding, names:
     tensors = [given[name] for name in names[: len(sharding.inputs)]]
     if not all(isinstance(value, DTensor) for value in tensors) or len({value.device_mesh for value in tensors}) > 1:
         raise UsageError(f"{function.__name__} got tensors and DTensors, or DTensors of several meshes: expected DTensors of one mesh")
+    if changed := [name for name, usual in _OF_TENSORS.items() if given.get(name, usual) != usual]:
+        raise UsageError(
+            f"{function.__name__} got DTensors and {', '.join(f'{name}=' for name in changed)}: expected neither; use to_local()"
+        )
     mesh: DeviceMesh = tensors[0].device_mesh
     dim, group = _dimension(mesh, given.get("group"), function.__name__)
     outer = [_kept(tensors[0], d, dim, sharding) for d in range(mesh.ndim)]
@@ -123,13 +129,13 @@ def _redistributed(x: DTensor, placements: tuple[Placement, ...], name: str) -> 
     return x if x.placements == placements else x.redistribute(placements=placements)
 
 
-def _dimension(mesh: DeviceMesh, group: dist.ProcessGroup | DeviceMesh | None, name: str) -> tuple[int, dist.ProcessGroup]:
+def _dimension(mesh: DeviceMesh, group: GroupLike, name: str) -> tuple[int, dist.ProcessGroup]:
     """Returns the mesh dimension that the operator exchanges over, and its group."""
     if group is None:
         if mesh.ndim > 1:
             raise UsageError(f"{name} got DTensors of a mesh of {mesh.ndim} dimensions and no group: pass the dimension's group")
         return 0, mesh.get_group(0)
-    wanted = group_name(group.get_group() if isinstance(group, DeviceMesh) else group)
+    wanted = group_name(group)
     for dim in range(mesh.ndim):
         if mesh.get_group(dim).group_name == wanted:
             return dim, mesh.get_group(dim)

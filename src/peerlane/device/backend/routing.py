@@ -81,8 +81,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if device.type != self._provider.device_type:
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
-        refusal = refusal or self._refusal or ("" if op is None else kit.refused_sum(op, tensor.dtype, self._provider.sum_dtypes))
-        if not refusal and self._kit is None:
+        refusal = refusal or self._refusal or ("" if op is None else kit.refused_reduction(op, tensor.dtype))
+        if not refusal and (self._kit is None or self._kit.closed):
             self._open_kit(device)
             refusal = self._refusal
         if not refusal and device != self._kit_device:

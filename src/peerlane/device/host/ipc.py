@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -15,10 +17,10 @@ import torch.distributed as dist
 
 from peerlane import settings
 from peerlane.device.host.cuda_group import CudaGroup
-from peerlane.device.host.group import Small
+from peerlane.device.host.group import Group, Small
 from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.process_memory import ProcessMemory
-from peerlane.errors import DeviceTimeout, UsageError
+from peerlane.errors import DeviceTimeout, PeerlaneError, UsageError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PATIENCE = timedelta(seconds=300)
@@ -29,14 +31,20 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictio
 def process_group(group: dist.ProcessGroup | None) -> ProcessGroupRanks:
     """The ranks of ``group`` (default: all). The first call for a process group is collective.
 
-    Close its arenas and communicators before the process group is destroyed: their device memory is not freed with it.
+    When the process group is no more, the memory of what ``per_group`` keeps goes back. Close arenas and communicators of your own before.
     """
     chosen = group if group is not None else dist.group.WORLD
     if chosen is None:
         raise UsageError("there is no process group; call torch.distributed.init_process_group first")
     if chosen not in _groups:
         _groups[chosen] = ProcessGroupRanks(chosen)
+        weakref.finalize(chosen, _give_back, _groups[chosen]).atexit = False  # the end of the process frees it
     return _groups[chosen]
+
+
+def _give_back(ranks: Group) -> None:
+    with contextlib.suppress(RuntimeError, PeerlaneError):  # a lost device: its memory is gone with it
+        ranks.close()
 
 
 class ProcessGroupRanks(CudaGroup):
