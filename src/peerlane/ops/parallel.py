@@ -21,6 +21,7 @@ from peerlane import ops
 from peerlane.errors import UsageError
 from peerlane.ops.replicated import ColumnProduct
 from peerlane.ops.shapes import product
+from peerlane.ops.sharding import placed
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,13 @@ class _Layout:
         """Returns this rank's part of a layer's input."""
         if not isinstance(x, DTensor):
             return x
-        inputs = Shard(self.inputs.dim % x.ndim) if isinstance(self.inputs, Shard) else self.inputs
-        return x.redistribute(placements=[inputs]).to_local()
+        return x.redistribute(placements=[placed(self.inputs, x.ndim)]).to_local()
 
     def given(self, y: torch.Tensor) -> torch.Tensor:
         """Returns a layer's output as the caller wants it."""
         if self.local_output:
             return y
-        outputs = Shard(self.outputs.dim % y.ndim) if isinstance(self.outputs, Shard) else self.outputs
-        return DTensor.from_local(y, self.mesh, [outputs], run_check=False)
+        return DTensor.from_local(y, self.mesh, [placed(self.outputs, y.ndim)], run_check=False)
 
 
 def _local(parameter: torch.Tensor, gradient: Placement) -> torch.Tensor:

@@ -86,7 +86,7 @@ def _on_shards(function: Callable[..., torch.Tensor], sharding: Sharding, names:
     for number, (name, value) in enumerate(zip(names, tensors, strict=False)):
         own = sharding.inputs[number]
         rows = outer if number < sharding.row_inputs else [Replicate()] * mesh.ndim
-        placements = tuple(_of(own, value.ndim) if d == dim else rows[d] for d in range(mesh.ndim))
+        placements = tuple(placed(own, value.ndim) if d == dim else rows[d] for d in range(mesh.ndim))
         # What all ranks have, and only some of their rows meet, has partial gradients.
         grads = tuple(_gradient(placement, d == dim or isinstance(outer[d], Shard)) for d, placement in enumerate(placements))
         local[name] = _redistributed(value, placements, function.__name__).to_local(grad_placements=grads)
@@ -94,11 +94,12 @@ def _on_shards(function: Callable[..., torch.Tensor], sharding: Sharding, names:
     if "gradient" in names:
         options["gradient"] = "replicated" if isinstance(sharding.result, Replicate) else "summed"
     result = function(**options)
-    placed = tuple(_of(sharding.result, result.ndim) if d == dim else outer[d] for d in range(mesh.ndim))
-    return DTensor.from_local(result, mesh, placed, run_check=False)
+    lies = tuple(placed(sharding.result, result.ndim) if d == dim else outer[d] for d in range(mesh.ndim))
+    return DTensor.from_local(result, mesh, lies, run_check=False)
 
 
-def _of(placement: Placement, axes: int) -> Placement:
+def placed(placement: Placement, axes: int) -> Placement:
+    """Returns the placement of a tensor of so many axes, counted from the first one."""
     return Shard(placement.dim % axes) if isinstance(placement, Shard) else placement
 
 
@@ -115,7 +116,7 @@ def _kept(x: DTensor, d: int, dim: int, sharding: Sharding) -> Placement:
     axes = range(x.ndim)[slice(*sharding.row_axes)]
     if d == dim or not isinstance(placement, Shard) or placement.dim not in axes:
         return Replicate()
-    exchanged = {_of(own, x.ndim) for own in (sharding.inputs[0], sharding.result)}
+    exchanged = {placed(own, x.ndim) for own in (sharding.inputs[0], sharding.result)}
     # Of two dimensions that share an axis, the first one has the larger parts; an exchange may only cut or join the smaller ones.
     return Replicate() if d > dim and placement in exchanged else placement
 
