@@ -94,7 +94,7 @@ def test_fused_products_are_right_in_every_world(ranks: int, tmp_path: Path) -> 
             assert torch.equal(got, want.to(BF16))
 
 
-def held_calls(name: str, rank: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def held_calls(name: str, rank: int, ranks: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Three calls of an operator, with other contents each."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     for number in range(3):
@@ -103,10 +103,10 @@ def held_calls(name: str, rank: int) -> list[tuple[tuple[Any, ...], dict[str, An
         if "attention" in name:
             arguments = tuple(integers(1, 4, 2, 16, seed=seed + part, dtype=BF16) for part in range(3))
         elif name == "gated_experts":
-            tokens = integers(4, 16, seed=seed, dtype=BF16), torch.arange(4).view(4, 1) % 2, torch.ones(4, 1, dtype=BF16)
+            tokens = integers(4, 16, seed=seed, dtype=BF16), torch.arange(4).view(4, 1) % ranks, torch.ones(4, 1, dtype=BF16)
             arguments = *tokens, *(integers(1, *shape, seed=seed, dtype=BF16) for shape in ((8, 16), (8, 16), (16, 8)))
         elif name == "all_gather_gemm":
-            arguments = integers(4, 8, seed=seed, dtype=BF16), integers(16, 8, seed=7, dtype=BF16)
+            arguments = integers(4, 8, seed=seed, dtype=BF16), integers(8 * ranks, 8, seed=7, dtype=BF16)
         elif "gemm" in name:
             arguments = integers(4, 8, seed=seed, dtype=BF16), integers(8, 8, seed=7, dtype=BF16)
         else:
@@ -121,9 +121,11 @@ OPERATORS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_no_output_is_overwritten_by_later_calls(name: str, tmp_path: Path) -> None:
-    assert outputs(tmp_path, HELD, [(name, held_calls(name, rank)) for rank in range(2)]) == [[True] * 4] * 2
+def test_no_output_is_overwritten_by_later_calls(name: str, ranks: int, tmp_path: Path) -> None:
+    calls = [(name, held_calls(name, rank, ranks)) for rank in range(ranks)]
+    assert outputs(tmp_path, HELD, calls) == [[True] * 4] * ranks
 
 
 class Counter:
