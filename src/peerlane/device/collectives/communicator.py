@@ -42,12 +42,13 @@ class Communicator:
 
     Tensors are contiguous, on that device and of any shape. Sums take bfloat16, float16, float32, int32 and both float8 types; moves take
     any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape compiles and
-    loads; do that before a graph is captured. A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom.
+    loads; do that before a graph is captured. A wait of more than ``timeout_s``
+    (default: the group's limit) ends in DeviceTimeout, which says who waited for whom.
     ``rings`` is for tuning, the same on all ranks. ``serves_backend``: its calls are those of torch.distributed, which are counted there.
     """
 
     def __init__(
-        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS, serves_backend: bool = False
+        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS, serves_backend: bool = False
     ) -> None:
         self._serves_backend = serves_backend
         self.group = group_of(group)
