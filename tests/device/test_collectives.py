@@ -16,8 +16,8 @@ from peerlane.device.collectives.kernels import KERNELS, ROUNDS
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine
 from peerlane.device.collectives.workspace import RINGS, Messages, Workspace
-from peerlane.device.host.arena import describe_fault
 from peerlane.device.host.layout import Layout, check_layouts
+from peerlane.device.host.waits import describe_fault
 from peerlane.errors import UsageError
 
 SIZES = (1, 2, 12, 4096, 65536, 1 << 20, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 12 << 20, 1 << 28, (1 << 33) + 2)

@@ -14,10 +14,9 @@ import torch
 
 from peerlane.device import ArenaView, compile_cubin
 from peerlane.device.collectives import workspace
-from peerlane.device.host.arena import ROLES
 from peerlane.device.host.element_types import ELEMENT_TYPES
-from peerlane.device.host.waits import RECORD_WORDS, WaitRecord
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.host.waits import RECORD_WORDS, ROLES, WaitRecord
 from peerlane.device.products import gemm
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +78,12 @@ def initialised(structure: ctypes.Structure, first: int = 0xA0) -> str:
 
 def test_host_structures_have_the_device_s_layout() -> None:
     """An initialised device variable lies in the cubin as the bytes of the host's structure."""
-    structures = {"Arena": ArenaView(), "FaultRecord": WaitRecord(), "CollectiveWorkspace": workspace.Workspace(), "Messages": workspace.Messages()}
+    structures = {
+        "Arena": ArenaView(),
+        "FaultRecord": WaitRecord(),
+        "CollectiveWorkspace": workspace.Workspace(),
+        "Messages": workspace.Messages(),
+    }
     constants = {
         "max_epoch_blocks": workspace.MAX_EPOCH_BLOCKS,
         "packet_data_bytes": workspace.PACKET_DATA_BYTES,

@@ -48,7 +48,12 @@ class Communicator:
     """
 
     def __init__(
-        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS, serves_backend: bool = False
+        self,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float | None = None,
+        rings: Rings = RINGS,
+        serves_backend: bool = False,
     ) -> None:
         self._serves_backend = serves_backend
         self.group = group_of(group)
@@ -200,9 +205,10 @@ class Communicator:
         self._uneven(output, input, message_tables.parts(sends, receives))
 
     def _uneven(self, output: torch.Tensor, input: torch.Tensor, table: Messages) -> None:
-        launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
-        ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
-        self._start(launch, input, output)
+        with self.group.lock:
+            launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
+            ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
+            self._start(launch, input, output)
 
     # ---- launches --------------------------------------------------------------------------------------------------------------------
 
@@ -217,7 +223,8 @@ class Communicator:
         shape = source if source is not None else target
         if shape is None or shape.nbytes == 0:
             return
-        self._start(self._launch(key, shape, make), source, target)
+        with self.group.lock:
+            self._start(self._launch(key, shape, make), source, target)
 
     def _launch(self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]]) -> DeviceLaunch:
         launch = self._launches.get(key)

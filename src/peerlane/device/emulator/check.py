@@ -13,7 +13,7 @@ from typing import Any
 from peerlane.device.emulator import build
 from peerlane.device.emulator.job import Answer, Job, Launch, run_job
 from peerlane.device.emulator.scenario import Scenario
-from peerlane.device.host.arena import describe_fault
+from peerlane.device.host.waits import describe_fault
 from peerlane.errors import UsageError
 
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))

@@ -20,10 +20,8 @@ from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.layout import LINE_BYTES, LayoutRecord, check_layouts
 from peerlane.device.host.timeline import Timeline
-from peerlane.device.host.waits import ENDED_AT, ROLES, WaitRecord, describe_fault
+from peerlane.device.host.waits import WaitRecord, describe_fault
 from peerlane.errors import DeviceTimeout, UsageError
-
-__all__ = ["ENDED_AT", "ROLES", "Arena", "ArenaView", "describe_fault", "faults"]
 
 
 class ArenaView(ctypes.Structure):

@@ -392,10 +392,11 @@ class BoundKernel:
         return bound
 
     def __call__(self, **values: Any) -> None:
-        if values:
-            self._set(values)
         try:
-            self._launch()
+            with self.group.lock:
+                if values:
+                    self._set(values)
+                self._launch()
         except EmulatedFault as fault:
             null = [name for name, field in self._fields.items() if isinstance(field, Pointer) and not getattr(self._arguments, name)]
             if null and "\ncrash in" in str(fault):

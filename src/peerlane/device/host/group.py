@@ -22,6 +22,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from peerlane.device.host.group_cache import GroupCache
+from peerlane.device.host.lane import Lane
 from peerlane.device.host.layout import Layout
 from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
@@ -115,6 +116,8 @@ class Group(ABC):
         """whether every rank is a process of its own, so that host code of one may wait for all ranks' kernels"""
         self.waits = Waits()
         """how long its kernels wait for other ranks"""
+        self.lane: Lane | None = None
+        """the order of its kernels and other groups' on this rank's device; None where streams alone order them"""
         self.lock = threading.RLock()
         """held while arguments of a launch are set and it is launched, and while memory is taken"""
         self.cache = GroupCache()
@@ -204,7 +207,9 @@ def per_group(
         key = (make, args, tuple(kwargs.items())) if kwargs else (make, args)
         cache = group.cache
         with group.lock:
-            entry = cache.entries.get(key) or cache.make(key, functools.partial(make, group, *args, **kwargs), stays=not args and not kwargs)
+            entry = cache.entries.get(key)
+            if entry is None:
+                entry = cache.make(key, functools.partial(make, group, *args, **kwargs), stays=not args and not kwargs)
             found: Made = cache.use(entry)
         return found
 

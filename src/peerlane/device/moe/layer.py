@@ -9,11 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from peerlane.device.collectives.communicator import communicator
-from peerlane.device.host.arena import ENDED_AT
-from peerlane.device.host.declare import U32, Address, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map, Pointer, compile_ahead
+from peerlane.device.host.declare import (
+    U32,
+    Address,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Field,
+    Flags,
+    Map,
+    Pointer,
+    compile_ahead,
+)
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.waits import ENDED_AT
 from peerlane.device.moe.exchange import room_for
 from peerlane.device.moe.router import MOST_EXPERTS, route
 from peerlane.device.products import gemm
@@ -45,8 +57,8 @@ MOE_UP = DeclaredKernel(
 )  # fmt: skip
 MOE_DOWN = DeclaredKernel(
     "moe_down", DOWN_SOURCE, act=Map(), down=Map(), back=Map(MAX_RANKS), counts=Pointer("const u32*"), places=Pointer("const u32*"),
-    sums=Pointer("const float*"), ended=Address("const u32*"), experts=Pointer("const long long*"), down_bias=Pointer("const char*"), y=Pointer(),
-    home=Buffer(align=1024), flags=Flags(), epochs=Epochs(), **_SIZES,
+    sums=Pointer("const float*"), ended=Address("const u32*"), experts=Pointer("const long long*"), down_bias=Pointer("const char*"),
+    y=Pointer(), home=Buffer(align=1024), flags=Flags(), epochs=Epochs(), **_SIZES,
 )  # fmt: skip
 
 
