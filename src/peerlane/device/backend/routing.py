@@ -77,6 +77,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             self._children["cuda"] = _nccl(PrefixStore("nccl", store), rank, world_size, timeout, name, ranks)
             self._register_backend(torch.device("cuda"), kind.NCCL, self._children["cuda"])
             self._set_default_backend(kind.NCCL)
+        self._child_timeouts = dict.fromkeys(self._children, timeout)
         self._name = name
         serve_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
 
@@ -212,9 +213,18 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+        self._child_timeouts = dict.fromkeys(self._children, timeout)
         self.waits.set_limit(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         for child in self._children.values():
             child.set_timeout(timeout)
+
+    def current_timeout(self) -> timedelta:
+        """Returns the timeout that was set last, be it on a child alone, as ``torch.distributed``'s own function does."""
+        for name, child in self._children.items():
+            there = child.options._timeout
+            if there != self._child_timeouts.setdefault(name, self._timeout):
+                self._timeout = self._child_timeouts[name] = there
+        return self._timeout
 
     def shutdown(self) -> None:
         self._close_kit(waits=True)

@@ -190,10 +190,10 @@ def _waits_of(group: dist.ProcessGroup) -> Waits:
 
 def _limit_of(group: Any) -> float | None:
     """The timeout of a process group in seconds, as it is now; None if it does not say. At most the longest that kernels know."""
-    timeout = getattr(group, "_timeout", None)
-    if timeout is None and group is not None:
-        with contextlib.suppress(Exception):
-            timeout = group._get_backend(torch.device("cuda")).options._timeout
+    timeout = None
+    with contextlib.suppress(Exception):  # a group of a kind that says nothing, or one that is about to end
+        own = getattr(group, "current_timeout", None)
+        timeout = own() if own is not None else group._get_backend(torch.device("cuda")).options._timeout
     return min(timeout.total_seconds(), LONGEST_LIMIT_S) if isinstance(timeout, timedelta) and timeout > timedelta(0) else None
 
 
