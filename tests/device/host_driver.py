@@ -141,7 +141,7 @@ def host_driver(limit: int = 1 << 28) -> Iterator[HostDriver]:
             (cuda_bindings, "driver", lambda: driver),
             (torch.cuda, "synchronize", lambda device=None: None),
             (torch.cuda, "mem_get_info", lambda device=None: (limit, limit)),
-            (process_memory, "pinned_fault", lambda: torch.zeros(device_memory.FAULT_WORDS, dtype=torch.int32)),
+            (process_memory, "pinned_fault", lambda: torch.zeros(device_memory.RECORD_WORDS, dtype=torch.int32)),
             (ipc_memory, "bytes_at", bytes_at),
             (virtual_memory, "bytes_at", bytes_at),
         ):

@@ -25,17 +25,18 @@ import torch
 
 from peerlane.device.emulator.check import Finding, Report
 from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import PAGE_BYTES, Launch
+from peerlane.device.emulator.job import PAGE_BYTES, TIMEOUT_NS, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.turns import Meeting, Turns
-from peerlane.device.host.group import FAULT_WORDS, Group, Small, entered
+from peerlane.device.host.group import Group, Small, entered
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.pool import check_sizes
 from peerlane.device.host.roles import BlockNeeds
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
+from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_in
 from peerlane.errors import UsageError
 
 Arguments = tuple[Any, ...]
@@ -115,8 +116,8 @@ class Team:
         bases = [self.world.space.reserve(length) for _ in self.members]
         faults = []
         for rank in self.members:
-            memory = torch.zeros(4 * FAULT_WORDS, dtype=torch.uint8)
-            faults.append(Part("fault record", rank, self.world.space.reserve(memory.nbytes), memory))
+            memory = torch.zeros(4 * RECORD_WORDS, dtype=torch.uint8)
+            faults.append(Part("wait record", rank, self.world.space.reserve(memory.nbytes), memory))
             self.world.space.place(faults[-1])
         self.faults += faults
         self.parts += faults
@@ -149,6 +150,7 @@ class EmulatedGroup(Group):
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
         self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
+        self.waits = Waits(TIMEOUT_NS / 1e9, traps=True)  # a trap is what the emulator reports
         self._arenas: list[tuple[str, EmulatedMemory]] = []
 
     def exchange(self, value: Small) -> list[Small]:
@@ -204,8 +206,9 @@ class EmulatedMemory:
         self._parts[start].show()
         return self._parts[start].memory[offset - start : offset - start + nbytes]
 
-    def fault_words(self) -> list[int]:
-        return self._fault.memory.view(torch.int32).tolist()
+    @property
+    def record(self) -> WaitRecord:
+        return record_in(self._fault.memory)
 
     def close(self) -> None:
         """Memory of emulated ranks is given back at the end of the run."""
