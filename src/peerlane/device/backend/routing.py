@@ -242,18 +242,19 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         Nobody waits long for ranks of a group that has stopped, and an aborted group stops here."""
         forget_symmetric_memory(self._name)
         opened, self._kit = self._kit, None
+        device = self._provider.device_of(self)  # also where operators alone have used the group
         if not waits and opened is not None:
             self.waits.stop("this rank has aborted the group")
         leave(self)
-        if opened is None or not waits or self._kit_device is None:
+        if device is None or not waits or self._refusal:  # what opened on some of the ranks only is closed there
             return
         limit = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
         opts = c10d.BarrierOptions()
         opts.timeout = limit
         with contextlib.suppress(RuntimeError):
-            self._provider.lane(self._kit_device).synchronize()
+            self._provider.lane(device).synchronize()
             self._children["cpu"].barrier(opts).wait(limit)
-            opened.close()
+            self._provider.close(self)
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Any:

@@ -152,6 +152,10 @@ class Group(ABC):
         that were captured are not to be replayed. The group can be used again; what it needs is made anew, collectively."""
         self.cache.clear()
 
+    def free_closed(self) -> None:
+        """Collective: free memory of closed arenas that has to be unmapped on all ranks first. Otherwise the next arena does."""
+        return
+
     @abstractmethod
     def memory_report(self) -> MemoryReport:
         """What this rank's arenas take at present, and which kernels use them."""

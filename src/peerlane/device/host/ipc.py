@@ -58,6 +58,11 @@ def _give_back(ranks: Group) -> None:
         ranks.close()
 
 
+def known_group(group: dist.ProcessGroup) -> ProcessGroupRanks | None:
+    """The ranks of a process group, if there was a call of ``process_group`` for it."""
+    return _groups.get(group)
+
+
 def leave(group: dist.ProcessGroup) -> None:
     """The process group ends on this rank: the other ranks need not miss it."""
     ranks = _groups.get(group)
@@ -75,7 +80,7 @@ class ProcessGroupRanks(CudaGroup):
         rank, device = group.rank(), torch.device("cuda", torch.cuda.current_device())
         waits = _waits_of(group)
         self._exchange = StoreExchange(store, rank, group.size(), waits)
-        memory = ProcessMemory(self._exchange, rank, group.size(), device)
+        self._memory = memory = ProcessMemory(self._exchange, rank, group.size(), device)
         super().__init__(rank, group.size(), device, memory)
         self.waits, self.lane = waits, lane_of(device)
         self.watch = None if waits.traps else self._begin_watch(group, store)
@@ -92,6 +97,9 @@ class ProcessGroupRanks(CudaGroup):
     def exchange(self, value: Small) -> list[Small]:
         self.cache.exchanged()
         return self._exchange(value)
+
+    def free_closed(self) -> None:
+        self._memory.free_released()
 
     def agree(self, number: int) -> list[int]:
         if self._board is None:
