@@ -249,7 +249,9 @@ def different_calls_are_told(group: dist.ProcessGroup) -> None:
     os.environ["PEERLANE_CHECK"] = "1"
     try:
         ops.all_reduce(torch.ones(3), group)
-        with pytest.raises(UsageError, match=r"rank 0: all_reduce sum\(\(4,\) float32\) at .*cpu_ranks.py:\d+\n  rank 1: all_reduce sum\(\(5,\)"):
+        with pytest.raises(
+            UsageError, match=r"rank 0: all_reduce sum\(\(4,\) float32\) at .*cpu_ranks.py:\d+\n  rank 1: all_reduce sum\(\(5,\)"
+        ):
             ops.all_reduce(torch.ones(4 + group.rank()), group)
         with pytest.raises(UsageError, match=r"rank 0: all_gather.*\n  rank 1: all_reduce"):
             (ops.all_reduce if group.rank() else ops.all_gather)(torch.ones(4), group)
