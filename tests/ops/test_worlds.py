@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from peerlane import ops
-from peerlane.device import group_of
+from peerlane.device import communicator, group_of
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks, run
 from peerlane.device.host.group import current_group
 
@@ -89,12 +89,12 @@ def test_fused_products_are_right_in_every_world(ranks: int, tmp_path: Path) -> 
     products = [left.float() @ right.float() for left, right in zip(a, b, strict=True)]
     total = torch.stack(products).sum(0)
     gathered = torch.cat(a, 1).float() @ wide.float()
-    for rank, found in enumerate(outputs(tmp_path, PRODUCTS, [(a[rank], b[rank], wide) for rank in range(ranks)])):
+    for rank, found in enumerate(outputs(tmp_path, PRODUCTS, [(a[rank], b[rank], wide.clone()) for rank in range(ranks)])):
         for got, want in zip(found, (total, total[rank : rank + 1], torch.cat(products, 1), gathered), strict=True):
             assert torch.equal(got, want.to(BF16))
 
 
-def held_calls(name: str, rank: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def held_calls(name: str, rank: int, ranks: int) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Three calls of an operator, with other contents each."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     for number in range(3):
@@ -103,10 +103,10 @@ def held_calls(name: str, rank: int) -> list[tuple[tuple[Any, ...], dict[str, An
         if "attention" in name:
             arguments = tuple(integers(1, 4, 2, 16, seed=seed + part, dtype=BF16) for part in range(3))
         elif name == "gated_experts":
-            tokens = integers(4, 16, seed=seed, dtype=BF16), torch.arange(4).view(4, 1) % 2, torch.ones(4, 1, dtype=BF16)
+            tokens = integers(4, 16, seed=seed, dtype=BF16), torch.arange(4).view(4, 1) % ranks, torch.ones(4, 1, dtype=BF16)
             arguments = *tokens, *(integers(1, *shape, seed=seed, dtype=BF16) for shape in ((8, 16), (8, 16), (16, 8)))
         elif name == "all_gather_gemm":
-            arguments = integers(4, 8, seed=seed, dtype=BF16), integers(16, 8, seed=7, dtype=BF16)
+            arguments = integers(4, 8, seed=seed, dtype=BF16), integers(8 * ranks, 8, seed=7, dtype=BF16)
         elif "gemm" in name:
             arguments = integers(4, 8, seed=seed, dtype=BF16), integers(8, 8, seed=7, dtype=BF16)
         else:
@@ -121,9 +121,11 @@ OPERATORS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_no_output_is_overwritten_by_later_calls(name: str, tmp_path: Path) -> None:
-    assert outputs(tmp_path, HELD, [(name, held_calls(name, rank)) for rank in range(2)]) == [[True] * 4] * 2
+def test_no_output_is_overwritten_by_later_calls(name: str, ranks: int, tmp_path: Path) -> None:
+    calls = [(name, held_calls(name, rank, ranks)) for rank in range(ranks)]
+    assert outputs(tmp_path, HELD, calls) == [[True] * 4] * ranks
 
 
 class Counter:
@@ -155,20 +157,21 @@ HIDDEN, MOST = 32, 8192
 def mixed_calls(sizes: list[int]) -> None:
     """A layer of every kind of each number of tokens, 0 among them."""
     weight, wide = torch.zeros(HIDDEN, HIDDEN, dtype=BF16), torch.zeros(HIDDEN, 2 * HIDDEN, dtype=BF16)
-    x, part = torch.zeros(MOST, HIDDEN, dtype=BF16), torch.zeros(MOST, HIDDEN // 2, dtype=BF16)
+    share = HIDDEN // group_of().world_size
+    x, part = torch.zeros(MOST, HIDDEN, dtype=BF16), torch.zeros(MOST, share, dtype=BF16)
     for tokens in sizes:
         ops.all_reduce(x[:tokens])
         ops.all_gather(x[:tokens])
         ops.gemm_all_reduce(x[:tokens], weight)
         ops.gemm_reduce_scatter(x[:tokens], weight)
-        ops.gemm_all_gather(x[:tokens], weight[:, : HIDDEN // 2].contiguous())
+        ops.gemm_all_gather(x[:tokens], weight[:, :share].contiguous())
         ops.all_gather_gemm(part[:tokens], wide)
 
 
 def test_sizes_behind_the_largest_take_no_memory_and_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     counter, draw = Counter(monkeypatch), random.Random(3)
     first = [2 * draw.randrange(MOST // 2 + 1) for _ in range(20)]
-    rest = [0, 2, *(2 * draw.randrange(MOST // 2 + 1) for _ in range(100))]
+    rest = [0, 2, *(2 * draw.randrange(MOST // 2 + 1) for _ in range(300))]
 
     def solution() -> list[dict[str, int]]:
         mixed_calls([*first, MOST])
@@ -205,14 +208,31 @@ def test_prepared_sizes_take_memory_once_and_close_gives_it_back(monkeypatch: py
 
 
 def test_a_world_of_one_rank_takes_no_memory() -> None:
-    def solution() -> int:
+    def solution() -> tuple[float, int]:
         mixed_calls([2])
+        told = ops.prepare(max_tokens=8, hidden=8)
         group = current_group()
         assert group is not None
-        return group.memory_report().allocations
+        return float(ops.all_reduce(torch.ones(3)).sum()), told.allocations + group.memory_report().allocations
 
     made = EmulatedRanks(1, schedules=1)
-    made.load(lambda rank: lambda: ops.all_reduce(torch.ones(3)).sum())
-    assert made.call([()], lambda rank, result: float(result)) == [3.0]
-    made.load(lambda rank: lambda: ops.prepare(max_tokens=8, hidden=8).allocations + ops.memory_report().allocations)
-    assert made.call([()], lambda rank, result: result) == [0]
+    made.load(lambda rank: solution)
+    assert made.call([()], lambda rank, result: result) == [(3.0, 0)] and not made.launches
+
+
+def test_backend_and_operators_share_one_communicator() -> None:
+    def solution() -> list[Any]:
+        group = group_of()
+        of_backend = communicator(group).serving_backend()
+        x, y = torch.ones(3), torch.ones(3)
+        of_backend.all_reduce(x)
+        first = ops.all_reduce(y)
+        told = group.memory_report()
+        of_backend.close()
+        left, closed = group.memory_report().leased_bytes, communicator(group).closed
+        return [x.tolist(), first.tolist(), told.allocations, left, of_backend.closed, closed, ops.all_reduce(y).tolist()]
+
+    made = EmulatedRanks(2, schedules=1)
+    made.load(lambda rank: solution)
+    summed = [2.0, 2.0, 2.0]
+    assert made.call([()] * 2, lambda rank, result: result) == [[summed, summed, 1, 0, True, False, summed]] * 2

@@ -371,6 +371,10 @@ def reductions(rank: int, world: int) -> None:
         check("reduce_scatter_tensor", part, want.view(world, 2)[rank])
         dist.reduce_scatter(part, list(numbers(rank, 2 * world, dtype).chunk(world)), op)
         check("reduce_scatter", part, want.view(world, 2)[rank])
+    with _coalescing_manager():
+        for tensor in (tensors := [numbers(rank), numbers(rank, 3)]):
+            dist.all_reduce(tensor, premul_sum(0.25))
+    check("coalesced", tensors, [total(world) / 4, total(world, 3) / 4])
     for op, dtype in itertools.product((kind.SUM, kind.MAX, kind.MIN), (torch.uint8, torch.int8, torch.int32, torch.int64)):
         dist.all_reduce(tensor := numbers(rank, 2 * world, dtype), op)
         check("all_reduce of integers", tensor, wanted[op].to(dtype))

@@ -72,15 +72,15 @@ __all__ = [
 
 def _scatter_columns(columns: torch.Tensor, width: int, group: str) -> torch.Tensor:
     """Returns this rank's columns of the sum."""
-    parts = columns.reshape(columns.shape[0], -1, width).transpose(0, 1)
-    own: torch.Tensor = _reduce_scatter(parts.reshape(-1, width), group)
+    parts = columns.reshape(columns.shape[0], _world_size(group), width).transpose(0, 1)
+    own: torch.Tensor = _reduce_scatter(parts.flatten(0, 1), group)
     return own
 
 
 def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
     """Returns every rank's columns side by side."""
     shards: torch.Tensor = _all_gather(a, group).view(_world_size(group), *a.shape)
-    return shards.transpose(0, 1).reshape(a.shape[0], -1)
+    return shards.transpose(0, 1).flatten(1, 2)
 
 
 @torch.library.custom_op("peerlane::all_gather_gemm", mutates_args=())

@@ -149,7 +149,7 @@ def all_reduce(
         _require_out(out, x, tuple(x.shape))
         _all_reduce_out(out, None if out is x else x, name, op, factor)
         return out
-    call = replicated.AllReduce.apply if replicates(gradient) else _all_reduce
+    call: Any = replicated.AllReduce.apply if replicates(gradient) else _all_reduce
     total: torch.Tensor = call(x, name, op, factor)
     return total
 
@@ -169,10 +169,10 @@ def all_gather(
         if axis == 0:
             _all_gather_out(out, x, name)
             return out
-    call = replicated.AllGather.apply if replicates(gradient) else _all_gather
+    call: Any = replicated.AllGather.apply if replicates(gradient) else _all_gather
     gathered: torch.Tensor = call(x, name)
     if axis:
-        gathered = gathered.unflatten(0, (ranks, x.shape[0])).movedim(0, axis).flatten(axis, axis + 1)
+        gathered = gathered.view(ranks, *x.shape).movedim(0, axis).flatten(axis, axis + 1)
     return gathered if out is None else out.copy_(gathered)
 
 
@@ -188,7 +188,7 @@ def reduce_scatter(
     ranks = world_size(name)
     length = rows(x if axis == 0 else x.movedim(axis, 0), ranks, "reduce_scatter")
     if axis:
-        x = x.unflatten(axis, (ranks, length)).movedim(axis, 0).flatten(0, 1)
+        x = x.reshape(*x.shape[:axis], ranks, length, *x.shape[axis + 1 :]).movedim(axis, 0).flatten(0, 1)
     if out is not None:
         _require_out(out, x, (x.shape[0] // ranks, *x.shape[1:]))
         _reduce_scatter_out(out, x, name, op, factor)
@@ -208,7 +208,8 @@ def all_to_all(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
 
 def replicate(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns ``x``, whose gradient is the sum of all ranks' gradients: put it before a column-parallel layer."""
-    same: torch.Tensor = replicated.Replicate.apply(x, group_name(group))
+    call: Any = replicated.Replicate.apply
+    same: torch.Tensor = call(x, group_name(group))
     return same
 
 

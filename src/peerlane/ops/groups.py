@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from peerlane.device import Group, communicator, group_of
@@ -106,7 +107,7 @@ def _join(group: dist.ProcessGroup) -> tuple[Group | None, str]:
         return None, f"the group has {size} ranks; the kit serves up to {MAX_RANKS}"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UsageError("the group's first operator came while a graph was captured; call it once before, on every rank")
-    exchange = StoreExchange(dist.PrefixStore("peerlane.ops", group.get_group_store()), group.rank(), size)
+    exchange = StoreExchange(PrefixStore("peerlane.ops", group.get_group_store()), group.rank(), size)
     if len(hosts := set(exchange(host_name()))) > 1:
         return None, f"the group spans {len(hosts)} hosts; the kit serves groups of one host"
     opened, problem = None, ""

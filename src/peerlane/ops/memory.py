@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -71,22 +71,22 @@ def _kit(group: GroupLike) -> Group | None:
 
 def _prepare(kit: Group, product: str, rows: int, width: int, dtype: torch.dtype) -> None:
     """Collective: memory and tilings of a product for up to so many rows."""
-    ranks = kit.world_size
+    shard = -(-width // kit.world_size)
+    tiling_of: Callable[[int], object]
     if product == "all_gather_gemm":
-        with_room(all_gather_gemm.memory_of, kit, rows, -(-width // ranks), False)
+        with_room(all_gather_gemm.memory_of, kit, rows, shard, False)
         return
     if product == "gemm_reduce_scatter":
-        rows = -(-rows // ranks)
+        rows = -(-rows // kit.world_size)
         with_room(gemm_reduce_scatter.memory_of, kit, rows, width, dtype)
-        tiling_of = gemm_reduce_scatter.tiling_of
+        tiling_of = lambda size: gemm_reduce_scatter.tiling_of(kit, size, width, dtype)  # noqa: E731
     elif product == "gemm_all_gather":
-        width = -(-width // ranks)
-        with_room(gemm_all_gather.memory_of, kit, rows, width)
-        tiling_of = gemm_all_gather.tiling_of
+        with_room(gemm_all_gather.memory_of, kit, rows, shard)
+        tiling_of = lambda size: gemm_all_gather.tiling_of(kit, size, shard, dtype)  # noqa: E731
     else:
         with_room(gemm_all_reduce.memory_of, kit, rows, width, dtype)
-        tiling_of = gemm_all_reduce.tiling_of
+        tiling_of = lambda size: gemm_all_reduce.tiling_of(kit, size, width, dtype)  # noqa: E731
     size = LEAST_ROWS
     while size <= capacity(rows):
-        tiling_of(kit, size, width, dtype)
+        tiling_of(size)
         size *= 2

@@ -78,8 +78,8 @@ class Library:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        splits = [None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes)]
-        dist.all_to_all_single(output, input, *splits, group=self._group)
+        received, sent = (None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes))
+        dist.all_to_all_single(output, input, received, sent, group=self._group)
 
     def _finish(self, output: torch.Tensor, reduction: Reduction) -> None:
         if reduction.name == "avg":
