@@ -249,7 +249,7 @@ def solution():
     with FakeTensorMode():
         a, b = torch.empty(8, 4, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
         found = [ops.all_reduce(a), ops.all_gather(a), ops.reduce_scatter(a), ops.all_to_all(a)]
-        found += [ops.all_gather_gemm(a, torch.empty(8, 6)), ops.gemm_reduce_scatter(a, b)]
+        found += [ops.all_gather_gemm(a, torch.empty(8, 6, dtype=torch.bfloat16)), ops.gemm_reduce_scatter(a, b)]
         found += [ops.gemm_all_reduce(a, b), ops.gemm_all_gather(a, b)]
     return [list(value.shape) for value in found]
 """
