@@ -51,7 +51,7 @@ def _local(parameter: torch.Tensor, gradient: Placement) -> torch.Tensor:
     return parameter.to_local(grad_placements=[gradient]) if isinstance(parameter, DTensor) else parameter
 
 
-class ColumnParallelLinear(nn.Linear):
+class _ColwiseLinear(nn.Linear):
     """A linear layer of which each rank computes some outputs. ``parallelize_module`` makes it of an ``nn.Linear``."""
 
     layout: _Layout
@@ -77,7 +77,7 @@ def _column_product(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tenso
     return y
 
 
-class RowParallelLinear(nn.Linear):
+class _RowwiseLinear(nn.Linear):
     """A linear layer of which each rank multiplies some inputs. ``parallelize_module`` makes it of an ``nn.Linear``."""
 
     layout: _Layout
@@ -135,7 +135,7 @@ class ColwiseParallel(_Style):
         inputs, outputs = input_layouts or Replicate(), output_layouts or Shard(-1)
         if isinstance(inputs, Partial) or outputs not in (Shard(-1), Replicate()):
             raise UsageError(f"ColwiseParallel from {inputs} to {outputs}: expected Replicate() or Shard(axis) to Shard(-1) or Replicate()")
-        super().__init__(ColumnParallelLinear, {"weight": Shard(0), "bias": Shard(0)}, inputs, outputs, use_local_output)
+        super().__init__(_ColwiseLinear, {"weight": Shard(0), "bias": Shard(0)}, inputs, outputs, use_local_output)
 
 
 class RowwiseParallel(_Style):
@@ -150,4 +150,4 @@ class RowwiseParallel(_Style):
         inputs, outputs = input_layouts or Shard(-1), output_layouts or Replicate()
         if inputs != Shard(-1) or outputs == Shard(-1) or isinstance(outputs, Partial):
             raise UsageError(f"RowwiseParallel from {inputs} to {outputs}: expected Shard(-1) to Replicate() or Shard(axis)")
-        super().__init__(RowParallelLinear, {"weight": Shard(1), "bias": Replicate()}, inputs, outputs, use_local_output)
+        super().__init__(_RowwiseLinear, {"weight": Shard(1), "bias": Replicate()}, inputs, outputs, use_local_output)

@@ -1,12 +1,14 @@
-"""Checks of ``peerlane.ops`` on CPU ranks: forks four ranks, runs every check on groups of 1 to 3 of them, or on all.
+"""Checks of ``peerlane.ops``: forks four ranks, on CPUs or on GPUs that they may share, and runs every check on groups of 1 to 3 of them,
+or on all.
 
-    python tests/ops/cpu_ranks.py [--thorough] [CHECK ...]       prints a JSON object: check -> null, or what failed on which rank
+    python tests/ops/on_ranks.py [--thorough] [--cuda] [CHECK ...]       prints a JSON object: check -> null, or what failed on which rank
 
 Every rank draws all ranks' inputs, so results are compared with the whole computation in one place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -32,10 +34,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ops.whole import CASES, Case
 from peerlane import ops
 from peerlane.errors import UsageError
+from peerlane.hardware.virtual_node import share_gpus
 from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
 from peerlane.ops.sharding import SHARDINGS, placed
 
 RANKS = 4
+DEVICE = torch.device("cuda" if "--cuda" in sys.argv else "cpu")
 Check = Callable[[dist.ProcessGroup], None]
 CHECKS: dict[str, tuple[Check, Sequence[int], Sequence[int]]] = {}
 """By name: the check, the sizes of groups, and those that only a thorough run has."""
@@ -58,16 +62,26 @@ def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], s
 
 def drawn(case: Case, world_size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    return [case.draw(generator, rank, world_size, dtype) for rank in range(world_size)]
+    return [
+        [value.detach().to(DEVICE).requires_grad_(value.requires_grad) for value in case.draw(generator, rank, world_size, dtype)]
+        for rank in range(world_size)
+    ]
 
 
-def compared(case: Case, group: dist.ProcessGroup, call: Callable[..., torch.Tensor], limit: float) -> None:
+def seed_like(value: torch.Tensor, number: int) -> torch.Tensor:
+    """Returns numbers of the value's shape, the same on all ranks."""
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(DEVICE)
+
+
+def compared(
+    case: Case, group: dist.ProcessGroup, call: Callable[..., torch.Tensor], limit: float, dtype: torch.dtype = torch.float32
+) -> None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     wide = drawn(case, world_size, torch.float64)
     results = case.whole(wide)
-    seeds = [torch.randn(result.shape, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r, result in enumerate(results)]
+    seeds = [seed_like(result, number) for number, result in enumerate(results)]
     expected = gradients(results, wide[rank], seeds)
-    own = [value.detach().to(torch.float32).requires_grad_() if value.is_floating_point() else value for value in wide[rank]]
+    own = [value.detach().to(dtype).requires_grad_() if value.is_floating_point() else value for value in wide[rank]]
     y = call(*own)
     assert y.shape == results[rank].shape, f"{case.name}: got {tuple(y.shape)}, expected {tuple(results[rank].shape)}"
     found = gradients([y], own, [seeds[rank].to(y.dtype)])
@@ -77,10 +91,41 @@ def compared(case: Case, group: dist.ProcessGroup, call: Callable[..., torch.Ten
         assert error < limit, f"{case.name} on {world_size} ranks: error {error}"
 
 
-@check(1, 2, 3)
+@check(1, 2, 3, thorough=(1, 2, 3, 4))
 def results_and_gradients(group: dist.ProcessGroup) -> None:
     for case in CASES:
         compared(case, group, case.call(group), 1e-5)
+
+
+@check(2, thorough=(1, 3, 4))
+def in_bfloat16(group: dist.ProcessGroup) -> None:
+    for case in CASES:
+        compared(case, group, case.call(group), 3e-2, torch.bfloat16)
+
+
+@check(2, thorough=(1, 3, 4))
+def in_graphs(group: dist.ProcessGroup) -> None:
+    """On GPUs: a replay of a captured call gives the bits of the call, of other inputs too."""
+    for case in CASES:
+        call = case.call(group)
+        first, second = (
+            [value.detach() for value in drawn(case, group.size(), torch.bfloat16)[rank % group.size()]]
+            for rank in (group.rank(), group.rank() + 1)
+        )
+        with torch.no_grad():
+            wanted = [call(*first).clone(), call(*second).clone()]
+            held = [value.clone() for value in first]
+            call(*held)
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = call(*held)
+            for inputs, want in zip((first, second, first), (*wanted, wanted[0]), strict=True):
+                for value, given in zip(held, inputs, strict=True):
+                    value.copy_(given)
+                graph.replay()
+                assert torch.equal(y, want), f"{case.name} on {group.size()} ranks"
 
 
 @check(2, thorough=(1, 3))
@@ -90,7 +135,7 @@ def compiled(group: dist.ProcessGroup) -> None:
         compared(case, group, torch.compile(case.call(group), fullgraph=True, backend="aot_eager"), 1e-5)
 
 
-@check(1, 2, 3)
+@check(1, 2, 3, thorough=(2, 4))
 def autocast(group: dist.ProcessGroup) -> None:
     for case in CASES:
         call = under_autocast(case.call(group))
@@ -101,7 +146,7 @@ def autocast(group: dist.ProcessGroup) -> None:
 
 def under_autocast(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def called(*values: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             return call(*values)
 
     return called
@@ -225,7 +270,7 @@ def styles(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(gathered(x), plain(x))
 
 
-@check(1, 2, 3)
+@check(1, 2, 3, thorough=(2, 4))
 def replicated_losses(group: dist.ProcessGroup) -> None:
     """Of one loss that all ranks compute, gradients are those of one place."""
     for case in CASES:
@@ -235,11 +280,11 @@ def replicated_losses(group: dist.ProcessGroup) -> None:
         results = case.whole(values)
         own = [value.detach().requires_grad_() for value in values[group.rank()]]
         y = case.call(group)(*own, gradient="replicated")
-        seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        seed = seed_like(y, 3)
         expected = torch.autograd.grad(results[0], values[group.rank()], seed)
         for got, want in zip(torch.autograd.grad(y, own, seed), expected, strict=True):
             torch.testing.assert_close(got, want, msg=lambda text, name=case.name: f"{name}: {text}")
-    x = torch.full((2,), 3.0, requires_grad=True)
+    x = torch.full((2,), 3.0, requires_grad=True, device=DEVICE)
     (ops.replicate(x, group) * (group.rank() + 1)).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [sum(range(1, group.size() + 1))] * 2
 
@@ -250,7 +295,7 @@ def different_calls_are_told(group: dist.ProcessGroup) -> None:
     try:
         ops.all_reduce(torch.ones(3), group)
         with pytest.raises(
-            UsageError, match=r"rank 0: all_reduce sum\(\(4,\) float32\) at .*cpu_ranks.py:\d+\n  rank 1: all_reduce sum\(\(5,\)"
+            UsageError, match=r"rank 0: all_reduce sum\(\(4,\) float32\) at .*on_ranks.py:\d+\n  rank 1: all_reduce sum\(\(5,\)"
         ):
             ops.all_reduce(torch.ones(4 + group.rank()), group)
         with pytest.raises(UsageError, match=r"rank 0: all_gather.*\n  rank 1: all_reduce"):
@@ -283,23 +328,19 @@ def wrong_shapes_are_told_alike(group: dist.ProcessGroup) -> None:
 
 
 def main(names: Sequence[str], thorough: bool) -> None:
-    folder = tempfile.mkdtemp()
-    children = []
-    for rank in range(RANKS):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                code = run_rank(rank, folder, names, thorough)
-            finally:
-                os._exit(code)
-        children.append(child)
-    while children:
-        child, status = os.wait()
-        children.remove(child)
-        if status:  # the others would wait for it
-            time.sleep(1)
-            for other in children:
-                os.kill(other, signal.SIGKILL)
+    folder, children = tempfile.mkdtemp(), []
+    node = share_gpus(RANKS, torch.cuda.device_count()) if DEVICE.type == "cuda" else None
+    with contextlib.nullcontext() if node is None else node.daemon() as daemon:
+        for rank in range(RANKS):
+            if (child := os.fork()) == 0:
+                code = 1
+                try:
+                    os.environ |= {} if node is None else node.rank_environment(rank, daemon)
+                    code = run_rank(rank, folder, names, thorough)
+                finally:
+                    os._exit(code)
+            children.append(child)
+        wait_for(children)
     found: dict[str, str | None] = dict.fromkeys(names, "did not run")
     for rank in range(RANKS):
         file = Path(folder, f"{rank}.json")
@@ -309,8 +350,23 @@ def main(names: Sequence[str], thorough: bool) -> None:
     print(json.dumps(found))
 
 
+def wait_for(children: list[int]) -> None:
+    """Waits for all ranks; ends the others soon after one has failed, for they would wait for it."""
+    while children:
+        child, status = os.wait()
+        if child not in children:  # the daemon's
+            continue
+        children.remove(child)
+        if status:
+            time.sleep(1)
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+
+
 def run_rank(rank: int, folder: str, names: Sequence[str], thorough: bool) -> int:
     torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(rank * torch.cuda.device_count() // RANKS)
     warnings.simplefilter("ignore", FutureWarning)  # of torch.distributed, about names of its next version
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
@@ -335,5 +391,5 @@ def run_rank(rank: int, folder: str, names: Sequence[str], thorough: bool) -> in
 
 
 if __name__ == "__main__":
-    asked = [name for name in sys.argv[1:] if name != "--thorough"]
-    main(asked or list(CHECKS), "--thorough" in sys.argv)
+    asked = [name for name in sys.argv[1:] if not name.startswith("--")]
+    main(asked or [name for name in CHECKS if name != "in_graphs" or DEVICE.type == "cuda"], "--thorough" in sys.argv)
