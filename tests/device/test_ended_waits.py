@@ -28,7 +28,7 @@ def solution(seed, last):
     if last:
         group.waits.stop("the test ends all waits")
     own = []
-    for count in (50, 3000, 40_000):
+    for count in (50, 3000):
         x = torch.full((count,), 1.0, dtype=torch.bfloat16)
         whole = x.new_empty(count * group.world_size)
         kit.all_reduce(x)
