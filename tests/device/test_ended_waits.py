@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedRanks, RankFailure, load
-from peerlane.device.host.waits import DeviceTimeout, WaitRecord, Waits, describe_fault, describe_wait
-from peerlane.errors import UsageError
 
 HARMLESS = {"race", "lost_update", "proxy_fence", "wrong_result"}
 """What the emulator says of data that nobody waited for. Anything else is a crash, a foreign address or a kernel without an end."""
 
 HEAD = """
-import torch
 from peerlane import ops
 from peerlane.device import communicator, group_of
 """
