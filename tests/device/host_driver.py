@@ -58,6 +58,12 @@ class HostDriver:
         os.ftruncate(file, size)
         return file
 
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[int]:
+        return (0,)
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:
+        return 0, address
+
     # ---- legacy IPC ------------------------------------------------------------------------------------------------------------------
 
     def cuMemAlloc(self, size: int) -> tuple[Any, int]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedRanks, RankFailure, load
-from peerlane.device.host.waits import DeviceTimeout, WaitRecord, Waits, describe_fault, describe_wait
-from peerlane.errors import UsageError
 
 HARMLESS = {"race", "lost_update", "proxy_fence", "wrong_result"}
 """What the emulator says of data that nobody waited for. Anything else is a crash, a foreign address or a kernel without an end."""
 
 HEAD = """
-import torch
 from peerlane import ops
 from peerlane.device import communicator, group_of
 """
@@ -28,7 +22,7 @@ def solution(seed, last):
     if last:
         group.waits.stop("the test ends all waits")
     own = []
-    for count in (50, 3000, 40_000):
+    for count in (50, 3000):
         x = torch.full((count,), 1.0, dtype=torch.bfloat16)
         whole = x.new_empty(count * group.world_size)
         kit.all_reduce(x)

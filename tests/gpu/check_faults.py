@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -154,25 +155,20 @@ def said(options: argparse.Namespace, scene: str, rank: int, what: str) -> dict[
     return next((line for line in lines if line["what"] == what), None)
 
 
+def asked(query: str) -> list[str]:
+    """What nvidia-smi says of the GPU, line by line."""
+    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+
+
 def memory_mib(options: argparse.Namespace) -> float:
     """What all processes take of the GPU."""
-    if options.cpu:
-        return 0.0
-    import pynvml
-
-    pynvml.nvmlInit()
-    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used) / 2**20
+    return 0.0 if options.cpu else float(asked("gpu=memory.used")[0])
 
 
 def processes_left(options: argparse.Namespace, pids: list[int]) -> list[int]:
     """Those of ``pids`` that still have a context on the GPU."""
-    if options.cpu:
-        return []
-    import pynvml
-
-    pynvml.nvmlInit()
-    running = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
-    return sorted({process.pid for process in running} & set(pids))
+    return [] if options.cpu else sorted({int(pid) for pid in asked("compute-apps=pid")} & set(pids))
 
 
 def play(scene: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -228,7 +224,9 @@ def good(scene: str, found: dict[str, Any], ranks: list[int], options: argparse.
 
 
 def summary(found: dict[str, Any]) -> str:
-    lines = [f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, {found['seconds']:.0f} s, {found['mib_left']:.0f} MiB left"]
+    lines = [
+        f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, {found['seconds']:.0f} s, {found['mib_left']:.0f} MiB left"
+    ]
     lines[0] += f", stuck {found['stuck']}, codes {found['codes']}"
     if found.get("raised_after_s"):
         lines.append(f"  raised after s: { {rank: round(value, 1) for rank, value in found['raised_after_s'].items()} }")

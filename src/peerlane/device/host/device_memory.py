@@ -41,6 +41,11 @@ def pinned_fault() -> torch.Tensor:
     return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
 
 
+def pinned_word() -> torch.Tensor:
+    """A word that kernels and the host can read and write."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+
 def checked(result: tuple[Any, ...], what: str) -> Any:
     """The value of a driver call; raises DeviceError that says what failed."""
     status, *values = result

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from peerlane import settings
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.cuda_group import CudaGroup
-from peerlane.device.host.device_memory import checked
+from peerlane.device.host.device_memory import checked, pinned_word
 from peerlane.device.host.group import Group, Small
 from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.lane import lane_of
@@ -137,7 +137,7 @@ def stop_word(page: mmap.mmap | None) -> tuple[Any, int]:
         else:
             _kept.append(page)
             return word, address
-    pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    pinned = pinned_word()
     _kept.append(pinned)
     return (ctypes.c_uint32 * 1).from_address(pinned.data_ptr()), pinned.data_ptr()
 
@@ -207,8 +207,13 @@ def _limit_of(group: Any) -> float | None:
     timeout = None
     with contextlib.suppress(Exception):  # a group of a kind that says nothing, or one that is about to end
         own = getattr(group, "current_timeout", None)
-        timeout = own() if own is not None else group._get_backend(torch.device("cuda")).options._timeout
+        timeout = own() if own is not None else _backend_of(group).options._timeout
     return min(timeout.total_seconds(), LONGEST_LIMIT_S) if isinstance(timeout, timedelta) and timeout > timedelta(0) else None
+
+
+def _backend_of(group: Any) -> Any:
+    devices = [device for device in group._device_types if device.type == "cuda"] or group._device_types
+    return group._get_backend(devices[0])
 
 
 def grows_in_place(members: Sequence[tuple[str, str | None]]) -> bool:

@@ -12,9 +12,9 @@ from peerlane.device.host.group import Small
 FOLDER = "/dev/shm"
 
 
-def share_page(exchange: Callable[[Small], list[Small]], rank: int, folder: str = FOLDER) -> mmap.mmap | None:
+def share_page(exchange: Callable[[Small], list[Small]], rank: int, folder: str | None = None) -> mmap.mmap | None:
     """Collective: a page of zeroes that all ranks share; None on all of them if some can not map it."""
-    name = exchange(_make_page(folder) if rank == 0 else None)[0]
+    name = exchange(_make_page(folder or FOLDER) if rank == 0 else None)[0]
     page = _map_page(name)
     shared = all(exchange(page is not None))
     if rank == 0 and name is not None:

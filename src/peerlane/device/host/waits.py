@@ -66,7 +66,9 @@ class Waits:
         self.reason = ""
         """why the group has stopped, once somebody has found out"""
         self.told: Callable[[], str] = str
-        """what other ranks have said about it; may take a second"""
+        """what other ranks have said about it; may take two seconds"""
+        self.tell: Callable[[str], object] = str
+        """lets the other ranks know"""
         self.failure: type[Exception] = DeviceTimeout
         """what :meth:`check` raises"""
         self._word = (ctypes.c_uint32 * 1)()
@@ -114,7 +116,13 @@ class Waits:
 
     def why(self) -> str:
         """Why the group has stopped."""
-        return self.reason or "; ".join(self.faults()) or self.told() or "a rank of the group has ended its waits"
+        if known := self.known():
+            self.tell(known)
+        return known or self.told() or "a rank of the group has ended its waits"
+
+    def known(self) -> str:
+        """What this rank knows of it by itself."""
+        return self.reason or "; ".join(self.faults())
 
     def check(self) -> None:
         """Raise DeviceTimeout if the group has stopped."""

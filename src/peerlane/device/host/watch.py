@@ -26,6 +26,8 @@ SILENCE_S = 60.0
 GRACE_S = 2.0
 """between a death and the end of the waits: what the rank had sent may still be on its way to somebody's kernel, or it may be the end of
 the program everywhere"""
+TOLD_S = 2.0
+"""for which a rank waits for another one's words, once it has heard that waits have ended"""
 _ENDED = "watch/ended"
 
 
@@ -86,7 +88,7 @@ class Watch:
         self._beats: dict[int, tuple[bytes, float]] = {}
         self._count = 0
         self._silent: dict[int, float] = {}
-        waits.told = self._told
+        waits.told, waits.tell = self._told, self._tell
         self._beat()
         self._thread = threading.Thread(target=self._run, name=f"peerlane watch of rank {rank}", daemon=True)
         self._thread.start()
@@ -125,8 +127,8 @@ class Watch:
         try:
             self._beat()
             if self._waits.stopped and not self._stopped:
-                self._stopped = True
-                self._store.compare_set(_ENDED, "", self._waits.reason or "; ".join(self._waits.faults()) or "a rank has ended its waits")
+                if known := self._waits.known():
+                    self._tell(known)
             elif not self._waits.stopped and self._store.check([_ENDED]):
                 self._waits.stop(self._told())
             keys = [f"watch/beat/{rank}" for rank in range(len(self._lives)) if rank != self._rank]
@@ -168,9 +170,16 @@ class Watch:
         except Exception:
             return False
 
+    def _tell(self, reason: str) -> None:
+        """The first to tell is heard."""
+        if not self._stopped:
+            self._stopped = True
+            with contextlib.suppress(Exception):
+                self._store.compare_set(_ENDED, "", reason)
+
     def _told(self) -> str:
         with contextlib.suppress(Exception):
-            end = time.monotonic() + 2 * PERIOD_S
+            end = time.monotonic() + TOLD_S
             while not self._store.check([_ENDED]) and time.monotonic() < end:
                 time.sleep(0.1)
             if self._store.check([_ENDED]):

@@ -97,6 +97,7 @@ __device__ inline void give_up(const Arena& arena, const Awaited& awaited, u32 s
         ptx::store_relaxed_system(&record->seen, seen);
         ptx::fence_system();
         ptx::store_relaxed_system(&record->set, static_cast<u32>(end));
+        ptx::fence_system();
     }
 #pragma unroll 1
     for (u32 q = 0; q < arena.world_size; ++q) ptx::store_relaxed_system(reinterpret_cast<u32*>(arena.peer(q, ended_at)), 1u);
