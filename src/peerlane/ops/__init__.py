@@ -43,7 +43,8 @@ from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import world_size as _world_size
-from peerlane.ops.memory import close, memory_report, prepare
+from peerlane.ops.memory import close, memory_report
+from peerlane.ops.preparation import prepare
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.shapes import rows
 from peerlane.ops.sharding import takes_dtensors

@@ -62,6 +62,15 @@ class Communicator:
         self._launches: dict[Hashable, DeviceLaunch] = {}
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
 
+    def load(self, dtype: torch.dtype, most_bytes: int) -> None:
+        """Compiles and loads the kernels by which all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes go."""
+        fits = fills_packets(dtype)
+        octaves = [1 << power for power in range(2, most_bytes.bit_length() + 1)]
+        for nbytes in {size for octave in octaves for size in (octave, octave + 12, octave * 3 // 2)}:
+            sums = (plan(nbytes, self.machine, packets_fit=fits) for plan in (plans.all_reduce, plans.reduce_scatter))
+            for plan in (*sums, plans.exchange(nbytes, self.machine)):
+                self._kernel(plan.kernel, dtype, SUM.name)
+
     def serving_backend(self) -> Communicator:
         """Returns this communicator, with the same memory, for the backend. Closing that closes all that the group keeps."""
         other = copy.copy(self)
