@@ -30,9 +30,9 @@ def prepare(
 
     ``hidden``: the widths, for each of which each of ``products`` gets memory: columns of the whole result of ``gemm_all_reduce``,
     ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm``, whose right operand has as
-    many columns, or a rank's share of them. Later calls of these sizes take no memory, compile nothing and exchange nothing; nor do the
-    collectives, whose memory does not depend on sizes. Raises UsageError for other names and sizes. On CPU ranks and in groups that the kit
-    does not serve it does nothing."""
+    many columns, or a rank's share of them. Later calls of these sizes take no memory, compile nothing and exchange nothing; nor do
+    collectives that sum or move, whose memory does not depend on sizes. Raises UsageError for other names and sizes. On CPU ranks and in
+    groups that the kit does not serve it does nothing."""
     if unknown := set(products) - set(PRODUCTS):
         raise UsageError(f"prepare got products={sorted(unknown)}: expected some of {', '.join(PRODUCTS)}")
     if max_tokens < 1 or dtype not in gemm.ELEMENT_TYPES:
