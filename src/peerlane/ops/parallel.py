@@ -73,7 +73,7 @@ class _ColwiseLinear(nn.Linear):
 
 
 def _column_product(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    y: torch.Tensor = ColumnProduct.apply(a, b, group)
+    y: torch.Tensor = ColumnProduct.apply(a, b, group)  # type: ignore[no-untyped-call]
     return y
 
 
