@@ -26,7 +26,7 @@ from peerlane.ops.sharding import placed
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the input and the output of a layer lie on the ranks of a mesh."""
+    """The placements of a layer's input and output on the ranks of a mesh."""
 
     mesh: DeviceMesh
     group: str
