@@ -196,6 +196,12 @@ class StandInProvider:
         self.opened[group.group_name] = kit
         return kit
 
+    def close(self, group: dist.ProcessGroup) -> None:
+        self.opened[group.group_name].close()
+
+    def device_of(self, group: dist.ProcessGroup) -> torch.device | None:
+        return torch.device("cpu") if group.group_name in self.opened else None
+
     def lane(self, device: torch.device) -> ThreadLane:
         self._lane = self._lane or ThreadLane()  # not before the fork
         return self._lane

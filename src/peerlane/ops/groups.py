@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from peerlane.device import Group, communicator, group_of
+from peerlane.device import Arena, Group, group_of, per_group
 from peerlane.device.host.group import MAX_RANKS, current_group
 from peerlane.device.host.ipc import StoreExchange, host_name
 from peerlane.errors import PeerlaneError, UsageError
@@ -98,6 +98,12 @@ def _existing(name: str) -> dist.ProcessGroup:
     return group
 
 
+@per_group
+def _probe(group: Group) -> Arena:
+    """Collective: a little memory, which shows that the ranks can address each other's."""
+    return Arena(1, group, name="probe")
+
+
 def _join(group: dist.ProcessGroup) -> tuple[Group | None, str]:
     """Collective: returns the kit's group, or None and the reason why not; alike on all ranks."""
     size = group.size()
@@ -113,7 +119,7 @@ def _join(group: dist.ProcessGroup) -> tuple[Group | None, str]:
     opened, problem = None, ""
     try:
         opened = group_of(group)
-        communicator(opened)
+        _probe(opened)
     except (PeerlaneError, ImportError, RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         problem = f"{type(error).__name__}: {error}"
     if failed := [f"rank {rank}: {answer}" for rank, answer in enumerate(exchange(problem)) if answer]:

@@ -62,6 +62,7 @@ def close(group: GroupLike = None) -> None:
         torch.cuda.synchronize(kit.device)
     kit.exchange(None)
     kit.close()
+    kit.free_closed()
 
 
 def _kit(group: GroupLike) -> Group | None:

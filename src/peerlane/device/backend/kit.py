@@ -13,6 +13,7 @@ from peerlane.device.collectives.alone import Alone
 from peerlane.device.collectives.communicator import communicator
 from peerlane.device.collectives.reductions import SUM, Reduction, reduction_of, refusal
 from peerlane.device.host.group import MAX_RANKS
+from peerlane.device.host.ipc import known_group
 from peerlane.errors import UsageError
 
 
@@ -57,6 +58,14 @@ class Provider(Protocol):
         """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
         ...
 
+    def close(self, group: ProcessGroup) -> None:
+        """Collective: gives back all memory of the group's collectives and operators, which no rank uses any more."""
+        ...
+
+    def device_of(self, group: ProcessGroup) -> torch.device | None:
+        """Returns the device where the group has such memory; None if it has none."""
+        ...
+
     def lane(self, device: torch.device) -> Lane:
         """Returns the one lane of ``device`` in this process."""
         ...
@@ -73,6 +82,15 @@ class KitProvider:
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         with torch.cuda.device(device):
             return Alone() if group.size() == 1 else communicator(group).serving_backend()
+
+    def close(self, group: ProcessGroup) -> None:
+        if (ranks := known_group(group)) is not None:
+            ranks.close()
+            ranks.free_closed()
+
+    def device_of(self, group: ProcessGroup) -> torch.device | None:
+        ranks = known_group(group)
+        return None if ranks is None else ranks.device
 
     def lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:

@@ -45,12 +45,11 @@ class Communicator:
 
     Tensors are contiguous, on that device and of any shape. Reductions take bfloat16, float16, float32, both float8 types and integers;
     moves take any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape
-    compiles and loads; do that before a graph is captured. A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited
-    for whom.
-    ``rings`` is for tuning, the same on all ranks.
+    compiles and loads; do that before a graph is captured. A wait of more than ``timeout_s`` (default: the group's limit) ends in
+    DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks.
     """
 
-    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
+    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS) -> None:
         self._serves_backend = False
         self.group = group_of(group)
         sm_count = self.group.waiting_blocks
@@ -224,9 +223,10 @@ class Communicator:
         self._uneven(output, input, message_tables.parts(sends, receives))
 
     def _uneven(self, output: torch.Tensor, input: torch.Tensor, table: Messages) -> None:
-        launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
-        ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
-        self._start(launch, input, output)
+        with self.group.lock:
+            launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
+            ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
+            self._start(launch, input, output)
 
     # ---- launches --------------------------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,8 @@ class Communicator:
         shape = source if source is not None else target
         if shape is None or shape.nbytes == 0:
             return
-        self._start(self._launch(key, shape, make, reduction), source, target)
+        with self.group.lock:
+            self._start(self._launch(key, shape, make, reduction), source, target)
 
     def _launch(
         self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]], reduction: Reduction = SUM

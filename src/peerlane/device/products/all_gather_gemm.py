@@ -164,8 +164,8 @@ class AllGatherGemm:
 def all_gather_gemm(
     group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN, n: int = 0
 ) -> AllGatherGemm:
-    """The group's one :class:`AllGatherGemm` of this kind and size; the first call of a capacity is collective. It is tuned for ``n``
-    columns, the same on all ranks; 0: it follows the model."""
+    """The group's one :class:`AllGatherGemm` of this kind and size; the first call of more rows than all before is collective. It is
+    tuned for ``n`` columns, the same on all ranks; 0: it follows the model."""
     blocks, tiling = _fastest(group, capacity(m), local_k, dtype, scatters, n) if n else (0, None)
     memory = with_room(memory_of, group, m, local_k, scatters)
     return AllGatherGemm(

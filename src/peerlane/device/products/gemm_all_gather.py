@@ -117,8 +117,8 @@ class GemmAllGather:
 
 @per_group
 def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
-    """The group's one :class:`GemmAllGather` of this size; the first call of a capacity is collective. k is no part of it: ranks may
-    differ. A result is valid until the next call of any size of its capacity."""
+    """The group's one :class:`GemmAllGather` of this size; the first call of more rows than all before is collective. k is no part of
+    it: ranks may differ. A result is valid until the next call with as many columns."""
     memory, tiling = with_room(memory_of, group, m, n), tiling_of(group, capacity(m), n, dtype)
     return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
 

@@ -82,8 +82,8 @@ class GemmReduceScatter(OwnerSum):
 
 @per_group
 def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmReduceScatter:
-    """The group's one :class:`GemmReduceScatter` of this size; the first call of a capacity is collective. k is no part of it: ranks may
-    differ."""
+    """The group's one :class:`GemmReduceScatter` of this size; the first call of more rows than all before is collective. k is no part
+    of it: ranks may differ."""
     rows = m // group.world_size
     memory, tiling = with_room(memory_of, group, rows, n, dtype), tiling_of(group, capacity(rows), n, dtype)
     return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
