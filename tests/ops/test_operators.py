@@ -41,7 +41,7 @@ def found() -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_operators_on_on_ranks(name: str, found: dict[str, str | None]) -> None:
+def test_operators_on_cpu_ranks(name: str, found: dict[str, str | None]) -> None:
     assert found[name] is None, found[name]
 
 

@@ -110,7 +110,7 @@ def _shards(heads: int, key_heads: int) -> Shapes:
 
 
 def _mixture(tokens: tuple[int, ...]) -> Shapes:
-    return lambda world_size: [(*tokens, 6), (*tokens, 2), (*tokens, 2), (2, 4, 6), (2, 4, 6), (2, 6, 4)]
+    return lambda world_size: [(*tokens, 8), (*tokens, 2), (*tokens, 2), (2, 16, 8), (2, 16, 8), (2, 8, 16)]
 
 
 CAUSAL = (("causal", True),)

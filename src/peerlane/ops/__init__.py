@@ -191,10 +191,11 @@ def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: GroupLike = Non
 @takes_dtensors
 def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns the sum of all ranks' ``a @ b``. a (..., k), b (k, n); (..., n). ``gradient="replicated"``: the backward pass is local."""
-    name, replicates = _name(group), _replicates(gradient)
+    name = _name(group)
+    multiply: Any = replicated.GemmAllReduce.apply if _replicates(gradient) else _gemm_all_reduce
 
     def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = replicated.GemmAllReduce.apply(a, b, name) if replicates else _gemm_all_reduce(a, b, name)
+        total: torch.Tensor = multiply(a, b, name)
         return total
 
     return _product(call, "gemm_all_reduce", a, b)
@@ -203,10 +204,11 @@ def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *
 @takes_dtensors
 def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
     """Returns all ranks' ``a @ b`` side by side. a (..., k), b (k, n); (..., W n). ``gradient``: as :func:`gemm_all_reduce`."""
-    name, replicates = _name(group), _replicates(gradient)
+    name = _name(group)
+    multiply: Any = replicated.GemmAllGather.apply if _replicates(gradient) else _gemm_all_gather
 
     def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        whole: torch.Tensor = replicated.GemmAllGather.apply(a, b, name) if replicates else _gemm_all_gather(a, b, name)
+        whole: torch.Tensor = multiply(a, b, name)
         return whole
 
     return _product(call, "gemm_all_gather", a, b)

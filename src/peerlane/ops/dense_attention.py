@@ -33,9 +33,15 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _by_key_heads(x: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """Returns (B, S, h, D) as (B, h_kv, G, S, D)."""
+    batch, length, heads, depth = x.shape
+    return _wide(x.transpose(1, 2)).view(batch, key_heads, heads // key_heads, length, depth)
+
+
 def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> Tensors:
     """Returns own queries (B, h_kv, G, S, D), and all keys and values (B, h_kv, 1, W S, D), in float32 at least."""
-    queries = _wide(q.transpose(1, 2)).unflatten(1, (k.shape[2], -1))
+    queries = _by_key_heads(q, k.shape[2])
     keys, values = (_wide(_gather_sequence(tensor, name)).unsqueeze(2) for tensor in (k, v))
     return queries, keys, values
 
@@ -65,7 +71,7 @@ def attend_backward(
     """Collective: returns the gradients of :func:`attend` with respect to this rank's q, k and v."""
     queries, keys, values = _operands(q, k, v, name)
     weights, _ = _weights(queries, keys, scale, causal, name)
-    grad = _wide(dout.transpose(1, 2)).unflatten(1, (k.shape[2], -1))
+    grad = _by_key_heads(dout, k.shape[2])
     towards = torch.matmul(grad, values.transpose(-1, -2))
     scores = weights * (towards - (towards * weights).sum(-1, keepdim=True)) * scale
     dq = torch.matmul(scores, keys).flatten(1, 2).transpose(1, 2)

@@ -74,13 +74,13 @@ def joined(group: dist.ProcessGroup) -> Group | None:
     return _joined[group]
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def world_size(name: str) -> int:
     emulated = current_group()
     return emulated.world_size if emulated is not None else dist.get_world_size(process_group(name))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def rank(name: str) -> int:
     emulated = current_group()
     return emulated.rank if emulated is not None else dist.get_rank(process_group(name))

@@ -26,7 +26,7 @@ from peerlane.ops.sharding import placed
 
 @dataclass(frozen=True)
 class _Layout:
-    """How the input and the output of a layer lie on the ranks of a mesh."""
+    """The placements of a layer's input and output on the ranks of a mesh."""
 
     mesh: DeviceMesh
     group: str
@@ -73,7 +73,7 @@ class _ColwiseLinear(nn.Linear):
 
 
 def _column_product(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    y: torch.Tensor = ColumnProduct.apply(a, b, group)
+    y: torch.Tensor = ColumnProduct.apply(a, b, group)  # type: ignore[no-untyped-call]
     return y
 
 

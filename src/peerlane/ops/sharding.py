@@ -31,14 +31,14 @@ _OF_TENSORS: Mapping[str, Any] = {"reduce_op": "sum", "axis": 0, "out": None}
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an operator's tensors lie along the mesh dimension of its group."""
+    """The placements of an operator's tensors along the mesh dimension of its group."""
 
     inputs: tuple[Placement, ...]
     result: Placement
     row_inputs: int = 1
-    """the first so many inputs and the result may be sharded along other mesh dimensions too"""
+    """of the first so many inputs, and of the result, rows may be sharded along other mesh dimensions too"""
     row_axes: tuple[int, int | None] = (0, None)
-    """the slice of axes along which they may"""
+    """the slice of axes that are rows"""
 
 
 _OF_SEQUENCE = Sharding((Shard(1), Shard(1), Shard(1)), Shard(1), 3, (0, 1))
