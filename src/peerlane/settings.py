@@ -43,6 +43,11 @@ def tunes() -> bool:
     return os.environ.get("PEERLANE_TUNE") == "1"
 
 
+def checks_calls() -> bool:
+    """Tells whether ranks compare what they call before each call (PEERLANE_CHECK=1), which costs an exchange through the CPU."""
+    return os.environ.get("PEERLANE_CHECK") == "1"
+
+
 WAIT_LIMIT = "PEERLANE_WAIT_LIMIT_S"
 
 
