@@ -12,11 +12,13 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 from torch.distributed import distributed_c10d
 
+from peerlane import settings
 from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives, KitProvider, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
+from peerlane.device.host.call_order import call_order
 from peerlane.device.host.ipc import StoreExchange, leave
 from peerlane.device.host.tally import count
 from peerlane.device.host.waits import LONGEST_LIMIT_S, Waits
@@ -58,6 +60,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, world_size)
         self._provider, self._timeout = _provider, timeout
+        self._ranks = list(ranks) or list(range(world_size))
         self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         """of the kit's kernels for this group"""
         self._kit: Collectives | None = None
@@ -85,6 +88,9 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         """Returns the kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
         device = tensor.device
         if device.type != self._provider.device_type:
+            if settings.checks_calls():
+                what = f"{operation} of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                call_order().enter(self._name, self._ranks, what, self._timeout.total_seconds())
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
         refusal = refusal or self._refusal or ("" if op is None else kit.refused_reduction(op, tensor.dtype))
