@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from device import emulated
-from device.twins import twin
 from peerlane.device import group_of
 from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.device.emulator.sequence import findings
-from peerlane.device.host.jit import compiler_report
-from peerlane.device.products import gemm, row_gather_gemm
+from peerlane.device.products import gemm
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.row_gather_gemm import RowGatherGemm
 
@@ -21,7 +19,9 @@ SMALL, PAIR = Tiling(groups=1, columns=64, slots=2), Tiling(groups=1, columns=12
 EVERYTHING = Epilogue("relu", bias=True, residual=True, scale=True)
 
 
-def operands(m: int, k: int, widths: Sequence[int], world_size: int, major: str, call: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+def operands(
+    m: int, k: int, widths: Sequence[int], world_size: int, major: str, call: int
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     """Of every rank: its rows, and its right operands with k or n contiguous."""
 
     def right(n: int, seed: int) -> torch.Tensor:

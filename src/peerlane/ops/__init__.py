@@ -22,8 +22,6 @@ from peerlane.device import communicator
 from peerlane.device.products import gemm
 from peerlane.device.products.all_gather_gemm import all_gather_gemm as _fused_gather
 from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_columns
-from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
-from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
 from peerlane.errors import UsageError
 from peerlane.ops.attention import ring_attention, ulysses_attention
 from peerlane.ops.experts import gated_experts
@@ -31,6 +29,10 @@ from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import process_group as _process_group
 from peerlane.ops.groups import world_size as _world_size
+from peerlane.ops.products import Behind as _Behind
+from peerlane.ops.products import gemm_all_reduce as _all_reduced_product
+from peerlane.ops.products import gemm_reduce_scatter as _scattered_product
+from peerlane.ops.products import row_gather_gemm
 
 __all__ = [
     "all_gather",
@@ -43,6 +45,7 @@ __all__ = [
     "gemm_reduce_scatter",
     "reduce_scatter",
     "ring_attention",
+    "row_gather_gemm",
     "ulysses_attention",
 ]
 
@@ -125,30 +128,8 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
         gathered: torch.Tensor = _gather_columns(a, group) @ b
         return gathered
     multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, n=b.shape[1])
-    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
+    product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
     return product
-
-
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
-def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    kit = _kit(a, group)
-    _rows(a, _world_size(group), "gemm_reduce_scatter")
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        rows: torch.Tensor = _reduce_scatter(a @ b, group)
-        return rows
-    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype)
-    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
-    return product
-
-
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
-def _gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        total: torch.Tensor = _all_reduce(a @ b, group)
-        return total
-    multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype)
-    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
@@ -157,7 +138,7 @@ def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         return _gather_columns(a @ b, group)
     multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype)
-    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
+    return multiply(gemm.aligned(a), b).clone(memory_format=torch.contiguous_format)
 
 
 # --- shapes ---
@@ -167,9 +148,7 @@ for _same_shape in (_all_reduce, _all_to_all):
     _same_shape.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
 _all_gather.register_fake(lambda x, group: x.new_empty((_world_size(group) * x.shape[0], *x.shape[1:])))
 _reduce_scatter.register_fake(lambda x, group: x.new_empty((x.shape[0] // _world_size(group), *x.shape[1:])))
-for _whole in (_all_gather_gemm, _gemm_all_reduce):
-    _whole.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
-_gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((a.shape[0] // _world_size(group), b.shape[1])))
+_all_gather_gemm.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
 _gemm_all_gather.register_fake(lambda a, b, group: a.new_empty((a.shape[0], _world_size(group) * b.shape[1])))
 
 
@@ -200,16 +179,12 @@ def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Call
     return gradients
 
 
-_of_rows = _product_gradients(lambda ctx, grad: _all_gather(grad, ctx.group))
-_of_sum = _product_gradients(lambda ctx, grad: _all_reduce(grad, ctx.group))
 _of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
 _all_reduce.register_autograd(lambda ctx, grad: (_all_reduce(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather.register_autograd(lambda ctx, grad: (_reduce_scatter(grad, ctx.group), None), setup_context=_remember_group)
 _reduce_scatter.register_autograd(lambda ctx, grad: (_all_gather(grad, ctx.group), None), setup_context=_remember_group)
 _all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
-_gemm_reduce_scatter.register_autograd(_of_rows, setup_context=_remember_product)
-_gemm_all_reduce.register_autograd(_of_sum, setup_context=_remember_product)
 _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 
@@ -246,16 +221,36 @@ def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup |
     return product
 
 
-def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns this rank's rows of the summed ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
-    product: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
-    return product
+def gemm_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: gemm.Activation = "none",
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Returns this rank's rows of the summed ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel.
+
+    The kernel finishes a sum as ``activation(scale * sum + bias) + residual``: bias (n), residual of the result's shape."""
+    return _scattered_product(a, b, _Behind(bias, activation, residual, scale), group)
 
 
-def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n)."""
-    product: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
-    return product
+def gemm_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: gemm.Activation = "none",
+    residual: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Returns the sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n).
+
+    The kernel finishes a sum as ``activation(scale * sum + bias) + residual``: bias (n), residual of the result's shape."""
+    return _all_reduced_product(a, b, _Behind(bias, activation, residual, scale), group)
 
 
 def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -359,9 +359,7 @@ class Product:
     ) -> None:
         self.shape, self.epilogue, self.maps = shape, epilogue, tensor_maps(group)
         self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group))
-        self._bind: Callable[[Major], BoundKernel] = functools.cache(
-            functools.partial(_bound, group, shape, dtype, epilogue, self.tiling)
-        )
+        self._bind: Callable[[Major], BoundKernel] = functools.cache(functools.partial(_bound, group, shape, dtype, epilogue, self.tiling))
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:
         check_operands(a, b)

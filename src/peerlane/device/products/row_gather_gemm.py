@@ -197,9 +197,7 @@ class RowGatherGemm:
         )
         return launch, tiling
 
-    def _check(
-        self, a: torch.Tensor, bs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], residual: torch.Tensor | None
-    ) -> None:
+    def _check(self, a: torch.Tensor, bs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], residual: torch.Tensor | None) -> None:
         space, epilogue, world = self.space, self.epilogue, self.group.world_size
         shapes = [tuple(b.shape) for b in bs]
         if (
@@ -232,7 +230,9 @@ def replace_rows(chosen: Plan, group_rows: int) -> Plan:
 
 
 @per_group
-def row_gather_gemm(group: Group, m: int, k: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, keeps: bool = False) -> RowGatherGemm:
+def row_gather_gemm(
+    group: Group, m: int, k: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, keeps: bool = False
+) -> RowGatherGemm:
     """The group's one :class:`RowGatherGemm` of this kind and size; the first call of a capacity is collective."""
     return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=_of_capacity(group, capacity(m), k, dtype))
 
