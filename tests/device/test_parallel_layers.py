@@ -157,6 +157,9 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     c = c.detach().t().requires_grad_()  # as the transpose of a weight
     for keeps in (False, True):
         torch.library.opcheck(gather, (a, [b, c], [bias, other], "none", 0.5, keeps, ""))
+    norm, weight = torch.ops.peerlane.all_reduce_rms_norm.default, draw(6)
+    torch.library.opcheck(norm, (a, weight, None, None, 1e-6, "none", ""))
+    torch.library.opcheck(norm, (a.detach(), weight.detach(), a.detach(), None, 1e-6, "token", ""))
     for operator in (scatter, total):
         torch.library.opcheck(operator, (a, b, bias, residual, "none", 0.5, ""))
     assert torch.autograd.gradcheck(
@@ -168,6 +171,11 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
             lambda a, b, bias, residual, product=product: product(a, b, bias=bias, activation="silu", residual=residual, scale=0.5),
             (a, b, bias, residual),
         )
+    added = draw(4, 6)
+    assert torch.autograd.gradcheck(ops.all_reduce_rms_norm, (a, weight, added))
+    y, sums, scales = ops.all_reduce_rms_norm_fp8(a.detach(), weight.detach(), added.detach())
+    assert torch.allclose(y.double() * scales.unsqueeze(1), ops.all_reduce_rms_norm(a, weight, added)[0], rtol=0.07, atol=1e-3)
+    assert torch.equal(sums, (a + added).detach())
     with pytest.raises(UsageError, match="got 0 right operands"):
         ops.row_gather_gemm(a, [])
     with pytest.raises(UsageError, match="expected a layer of the same shape"):

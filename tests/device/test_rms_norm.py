@@ -1,4 +1,5 @@
-"""All-reduce and RMSNorm in one kernel: exact sums, right norms and scales in one shot and in two, nothing unordered, broken twins refused."""
+"""All-reduce and RMSNorm in one kernel: exact sums, right norms and scales in one shot and in two, nothing unordered, broken twins
+refused."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def test_sums_norms_and_scales_are_right_in_one_and_two_shots(world_size: int, o
 
 
 TWINS = {
-    "one buffer for tokens": (2, "args.tokens + (u64((epoch & 1) * WORLD_SIZE + source)", "args.tokens + (u64(source)"),
+    "one buffer for tokens": (2, "args.tokens + ((u64((epoch & 1) * WORLD_SIZE + source)", "args.tokens + ((u64(source)"),
     "one buffer for sums": (0, "args.sums + (u64((epoch & 1) * args.most_rows + row)", "args.sums + (u64(row)"),
     "epoch of the last call": (2, "i, epoch, terms);", "i, epoch & ~1u, terms);"),
     "parts of another rank": (0, "sum_of(part_at(0, row, i), stride, row, rank * part + i)", "sum_of(part_at(0, row, i), stride, row, i)"),
@@ -110,7 +111,14 @@ def test_a_broken_twin_of_the_norm_is_refused(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("two_shot", "world_size"), [(0, 8), (1, 8), pytest.param(0, 2, marks=pytest.mark.slow)])
 def test_the_norm_fits_its_registers(two_shot: int, world_size: int) -> None:
-    defines = {"X_TYPE": "BFloat16", "THREADS": rms_norm.MAX_THREADS, "PACKETS": 4, "TWO_SHOT": two_shot, "QUANTISATION": 2, "WORLD_SIZE": world_size}
+    defines = {
+        "X_TYPE": "BFloat16",
+        "THREADS": rms_norm.MAX_THREADS,
+        "PACKETS": 4,
+        "TWO_SHOT": two_shot,
+        "QUANTISATION": 2,
+        "WORLD_SIZE": world_size,
+    }
     report = compiler_report(rms_norm.ALL_REDUCE_RMS_NORM.source, defines=defines)
     assert "0 bytes spill stores, 0 bytes spill loads" in report
 
@@ -124,7 +132,7 @@ def test_what_the_norm_has_no_kernel_for_is_refused() -> None:
     made = EmulatedRanks(2, schedules=1)
 
     def load(rank: int) -> Any:
-        with pytest.raises(UsageError, match="100 columns in torch.bfloat16 on 2 ranks: expected bfloat16 or float16, a multiple of 8"):
+        with pytest.raises(UsageError, match=r"100 columns in torch\.bfloat16 on 2 ranks: expected bfloat16 or float16, a multiple of 8"):
             AllReduceRmsNorm(group_of(), 100, torch.bfloat16)
         norm, weight = AllReduceRmsNorm(group_of(), 64, torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
         with pytest.raises(UsageError, match="at most 512 tokens"):

@@ -3,11 +3,10 @@
     up = ColumnParallelLinear(hidden, 4 * hidden, sequence_parallel=True)      (s/W, b, hidden) gives (s, b, 4 hidden / W)
     down = RowParallelLinear(4 * hidden, hidden, sequence_parallel=True)       and back to (s/W, b, hidden)
 
-With ``sequence_parallel`` tokens between layers are sharded along axis 0, in rank order: gathering them is part of the first product, adding
-and scattering them part of the second, forward and backward. Every rank's loss is that of its tokens, and gradients are those of the sum of
-these losses. Without it tokens are the same on all ranks, and so is the loss: gradients are those of this one loss.
-Gradients of weights are always this rank's own, those of shared biases are summed over ranks; nothing is left to reduce within the group.
-"""
+With ``sequence_parallel`` tokens between layers are sharded along axis 0, in rank order: gathering them is part of the first product,
+adding and scattering them part of the second, forward and backward. Every rank's loss is that of its tokens, and gradients are those of the
+sum of these losses. Without it tokens are the same on all ranks, and so is the loss: gradients are those of this one loss. Gradients of
+weights are always this rank's own, those of shared biases are summed over ranks; nothing is left to reduce within the group. """
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ class _Sharded(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws this rank's part as ``torch.nn.Linear`` draws the whole. Seed ranks differently, or load parts of one layer (``load_whole``)."""
+        """Draws this rank's part as ``torch.nn.Linear`` draws the whole. Seed ranks differently, or load parts of one layer
+        (``load_whole``)."""
         bound = 1 / math.sqrt(self._whole[1])
         for value in self.parameters():
             torch.nn.init.uniform_(value, -bound, bound)
@@ -71,9 +71,9 @@ class _Sharded(torch.nn.Module):
 class ColumnParallelLinear(_Sharded):
     """A linear layer whose output features are sharded: ``activation(x @ weight.T + bias)``, weight (out_features / W, in_features).
 
-    With ``sequence_parallel`` x (s/W, ..., in_features) gives (s, ..., out_features / W), and all ranks' rows of x are gathered again for the
-    weight's gradient, or kept from the forward pass with ``keeps_rows``. Without it x (..., in_features) is the same on all ranks, and its
-    gradient is summed over them. Raises UsageError if out_features is not a multiple of the number of ranks."""
+    With ``sequence_parallel`` x (s/W, ..., in_features) gives (s, ..., out_features / W), and all ranks' rows of x are gathered again for
+    the weight's gradient, or kept from the forward pass with ``keeps_rows``. Without it x (..., in_features) is the same on all ranks, and
+    its gradient is summed over them. Raises UsageError if out_features is not a multiple of the number of ranks."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class RowParallelLinear(_Sharded):
     """A linear layer whose input features are sharded: the sum over ranks of ``x @ weight.T``, plus bias and residual, weight
     (out_features, in_features / W).
 
-    x (s, ..., in_features / W) gives (s/W, ..., out_features) with ``sequence_parallel``, and without it (s, ..., out_features), the same on
-    all ranks. The bias (out_features) is the same on all ranks, and its gradient is that of all tokens. Raises UsageError if in_features is
-    not a multiple of the number of ranks."""
+    x (s, ..., in_features / W) gives (s/W, ..., out_features) with ``sequence_parallel``, and without it (s, ..., out_features), the same
+    on all ranks. The bias (out_features) is the same on all ranks, and its gradient is that of all tokens. Raises UsageError if in_features
+    is not a multiple of the number of ranks."""
 
     def __init__(
         self,
@@ -139,7 +139,8 @@ class RowParallelLinear(_Sharded):
 
 
 class _Replicated(torch.autograd.Function):
-    """``x @ weight.T + bias`` of an x that all ranks share: its gradient is the sum of what the ranks' parts of the layer give, in one kernel."""
+    """``x @ weight.T + bias`` of an x that all ranks share: its gradient is the sum of what the ranks' parts of the layer give, in one
+    kernel."""
 
     @staticmethod
     def forward(
@@ -157,7 +158,8 @@ class _Replicated(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over ranks of ``x @ weight.T``, plus bias and residual, where all ranks go on with the same loss: nothing is summed backward."""
+    """The sum over ranks of ``x @ weight.T``, plus bias and residual, where all ranks go on with the same loss: nothing is summed
+    backward."""
 
     @staticmethod
     def forward(

@@ -29,6 +29,7 @@ from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import process_group as _process_group
 from peerlane.ops.groups import world_size as _world_size
+from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
 from peerlane.ops.products import Behind as _Behind
 from peerlane.ops.products import gemm_all_reduce as _all_reduced_product
 from peerlane.ops.products import gemm_reduce_scatter as _scattered_product
@@ -38,6 +39,8 @@ __all__ = [
     "all_gather",
     "all_gather_gemm",
     "all_reduce",
+    "all_reduce_rms_norm",
+    "all_reduce_rms_norm_fp8",
     "all_to_all",
     "gated_experts",
     "gemm_all_gather",

@@ -293,8 +293,8 @@ def row_gather_gemm(
     products. Raises UsageError for other numbers of b's or biases."""
     if not 1 <= len(bs) <= MAX_PRODUCTS or len(biases) not in (0, len(bs)):
         raise UsageError(
-            f"row_gather_gemm got {len(bs)} right operands and {len(biases)} biases: expected 1 to {MAX_PRODUCTS} operands, and no bias or one "
-            "for each; join matrices side by side"
+            f"row_gather_gemm got {len(bs)} right operands and {len(biases)} biases: expected 1 to {MAX_PRODUCTS} operands, and no bias or "
+            "one for each; join matrices side by side"
         )
     with_gradient = _differentiated(a, *bs, *biases)
     inside: Activation = "none" if with_gradient else activation

@@ -3,18 +3,19 @@
     norm = all_reduce_rms_norm(group_of(), columns, torch.bfloat16)        the first call is collective; one arena for all numbers of tokens
     y, total = norm(x, weight, residual, epsilon=1e-6)
 
-A block takes a token. Everything travels in packets, twelve bytes and their epoch in one store: no fence, no barrier, no flag. In one shot every
-rank pushes its tokens to all others, and adds all of them itself: one trip, (W - 1) times the bytes. In two shots a rank adds its part of every
-token, and pushes the sum: two trips, 2 (W - 1) / W times the bytes. The host chooses by size (``one_shot_rows``). Sums are taken in rank order in
-fp32, the residual behind them, and are rounded once: all ranks get the same bits. Every rank computes the norm of that sum itself.
+A block takes a token. Everything travels in packets, twelve bytes and their epoch in one store: no fence, no barrier, no flag. In one shot
+every rank pushes its tokens to all others, and adds all of them itself: one trip, (W - 1) times the bytes. In two shots a rank adds its
+part of every token, and pushes the sum: two trips, 2 (W - 1) / W times the bytes. The host chooses by size (``one_shot_rows``). Sums are
+taken in rank order in fp32, the residual behind them, and are rounded once: all ranks get the same bits. Every rank computes the norm of
+that sum itself.
 
-Packets are double-buffered by the launch's epoch. Each packet that is pushed is waited for, and a place has one writer for ever. To finish a
-launch, a rank needs packets that depend on every other rank's part of it. So whoever begins launch e + 2 knows that all others have finished
-launch e, whichever shots and numbers of tokens these launches had.
+Packets are double-buffered by the launch's epoch. Each packet that is pushed is waited for, and a place has one writer for ever. To finish
+a launch, a rank needs packets that depend on every other rank's part of it. So whoever begins launch e + 2 knows that all others have
+finished launch e, whichever shots and numbers of tokens these launches had.
 
-Bound: bytes over the port's rate, a third more than the data for the epochs, and a trip of a packet, about 2 us each. Up to some ten tokens of
-8,192 columns the trips and the launch limit it, and above that the port. Device lines: 89. Registers: at most 80 a thread, in blocks of up to
-768. Arena: 2 (W r + 2 T) H 8/3 bytes for T = 512 tokens of H columns, of which r go in one shot; 49 MB for 8,192 columns on 4 ranks.
+Bound: bytes over the port's rate, a third more than the data for the epochs, and a trip of a packet, about 2 us each. Up to some ten tokens
+of 8,192 columns the trips and the launch limit it, and above that the port. Device lines: 89. Registers: at most 88 a thread, in blocks of
+up to 704. Arena: 2 (W r + 2 T) H 8/3 bytes for T = 512 tokens of H columns, of which r go in one shot; 49 MB for 8,192 columns on 4 ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from peerlane.errors import UsageError
 
 MAX_ROWS = 512
 """Tokens of a call; for more a two-shot all-reduce and a norm are as fast."""
-MAX_THREADS = 768  # of a block: 80 registers for each
+MAX_THREADS = 704  # of a block: 88 registers for each
 PACKET_ELEMENTS = 6
 DTYPES = torch.bfloat16, torch.float16
 _SECOND_TRIP_BYTES = 3 * 343_000 * 3 // 4
@@ -66,9 +67,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const auto each_row_of_block = [&](const auto& use) {
         for (u32 row = blockIdx.x; row < args.rows; row += gridDim.x) use(row);
     };
-    // Where in every arena packet i of a row lies that rank `source` pushes: of a token; of the part of one, from `i` of that part on; of a sum.
+    // Where in every arena packet i of a row lies that rank `source` pushes: of its token; of a rank's part of that; of a sum.
     const auto token_at = [&](u32 source, u32 row, u32 i) {
-        return args.tokens + (u64((epoch & 1) * WORLD_SIZE + source) * args.one_shot_rows + row) * packets * sizeof(Vec16) + i * sizeof(Vec16);
+        return args.tokens + ((u64((epoch & 1) * WORLD_SIZE + source) * args.one_shot_rows + row) * packets + i) * sizeof(Vec16);
     };
     const auto part_at = [&](u32 source, u32 row, u32 i) {
         return args.parts + ((u64((epoch & 1) * WORLD_SIZE + source) * args.most_rows + row) * part + i) * sizeof(Vec16);
@@ -205,15 +206,15 @@ def one_shot_rows(columns: int, world_size: int) -> int:
 class AllReduceRmsNorm:
     """``call(x, weight, residual)`` for tokens of ``columns``: ``total``, the sum over ranks of x, plus residual, and its RMSNorm y.
 
-    x and residual (tokens, columns), 1 to 512 tokens, the same number on all ranks; weight (columns); columns a multiple of 8; all contiguous, in
-    bfloat16 or float16; residual and weight the same on all ranks. y is of x's dtype, or e4m3. Creating one is collective. Calls of any numbers
-    of tokens, in one stream, need no barrier between them and can be captured in a graph."""
+    x and residual (tokens, columns), 1 to 512 tokens, the same number on all ranks; weight (columns); columns a multiple of 8; all
+    contiguous, in bfloat16 or float16; residual and weight the same on all ranks. y is of x's dtype, or e4m3. Creating one is collective.
+    Calls of any numbers of tokens, in one stream, need no barrier between them and can be captured in a graph."""
 
     def __init__(self, group: Group, columns: int, dtype: torch.dtype) -> None:
         if dtype not in DTYPES or columns % 8 or columns < 8 * group.world_size or group.world_size < 2:
             raise UsageError(
-                f"all-reduce and RMSNorm of {columns} columns in {dtype} on {group.world_size} ranks: expected bfloat16 or float16, a multiple "
-                f"of 8, at least 8 for each of at least 2 ranks; use all_reduce and torch.nn.functional.rms_norm otherwise"
+                f"all-reduce and RMSNorm of {columns} columns in {dtype} on {group.world_size} ranks: expected bfloat16 or float16, a "
+                f"multiple of 8, at least 8 for each of at least 2 ranks; use all_reduce and torch.nn.functional.rms_norm otherwise"
             )
         self.group, self.columns, self.dtype = group, columns, dtype
         world, packets = group.world_size, -(-columns // PACKET_ELEMENTS)
@@ -240,8 +241,8 @@ class AllReduceRmsNorm:
         quantisation: Quantisation = "none",
         scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns y, total and the scales (tokens) that it found, of quantisation by token; y times its scale is the norm. ``scale`` is that of
-        quantisation by tensor: one float32."""
+        """Returns y, total and the scales (tokens) that it found, of quantisation by token; y times its scale is the norm. ``scale`` is
+        that of quantisation by tensor: one float32."""
         self._check(x, weight, residual, quantisation, scale)
         rows = x.shape[0]
         y = torch.empty_like(x, dtype=x.dtype if quantisation == "none" else torch.float8_e4m3fn)
@@ -281,12 +282,12 @@ class AllReduceRmsNorm:
         given = [x, weight, *([] if residual is None else [residual])]
         wanted = [shape, (self.columns,), shape]
         if not 0 <= shape[0] <= MAX_ROWS or any(
-            tuple(value.shape) != size or value.dtype != self.dtype for value, size in zip(given, wanted)
+            tuple(value.shape) != size or value.dtype != self.dtype for value, size in zip(given, wanted, strict=False)
         ):
             raise UsageError(
                 f"all-reduce and RMSNorm got x, weight and residual of {[tuple(value.shape) for value in given]} in "
-                f"{[value.dtype for value in given]}: expected (tokens, {self.columns}), ({self.columns},), (tokens, {self.columns}), at most "
-                f"{MAX_ROWS} tokens, in {self.dtype}; use all_reduce and torch.nn.functional.rms_norm for more"
+                f"{[value.dtype for value in given]}: expected (tokens, {self.columns}), ({self.columns},), (tokens, {self.columns}), at "
+                f"most {MAX_ROWS} tokens, in {self.dtype}; use all_reduce and torch.nn.functional.rms_norm for more"
             )
         if (quantisation == "tensor") != (scale is not None) or (
             scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32)

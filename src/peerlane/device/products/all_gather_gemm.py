@@ -82,10 +82,10 @@ class AllGatherGemm:
     """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b. With ``scatters`` every rank
     has W m rows, and rank r gets rows [r m, (r + 1) m) of that product.
 
-    a (m, local_k), as ``gemm.aligned`` gives it, and b (W local_k, n), as it lies: bfloat16 or float16; m, local_k and the dtype the same
-    on all ranks. The result is laid out as ``gemm.aligned`` does. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier
-    between them and can be captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every
-    block does. The epilogue's bias (n), residual (m, n) and scale are this rank's."""
+    a (m, local_k), as ``gemm.aligned`` gives it, and b (W local_k, n), as it lies (``gemm.stored``): bfloat16 or float16; m, local_k and
+    the dtype the same on all ranks. The result is laid out as ``gemm.aligned`` does. Creating one is collective, unless its ``memory`` is
+    given. Calls in one stream need no barrier between them and can be captured in a graph. ``communicator_blocks`` of the blocks only send;
+    with 0, the default, a spare warp of every block does. The epilogue's bias (n), residual (m, n) and scale are this rank's."""
 
     def __init__(
         self,

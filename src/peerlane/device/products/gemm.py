@@ -351,8 +351,8 @@ def _bound(
 
 
 class Product:
-    """``call(a, b)`` for one shape: ``a @ b`` with an epilogue, on a rank of ``group`` alone. a (m, k) ``aligned``, b (k, n) as it lies, see
-    ``stored``."""
+    """``call(a, b)`` for one shape: ``a @ b`` with an epilogue, on a rank of ``group`` alone. a (m, k) ``aligned``, b (k, n) as it lies,
+    see ``stored``."""
 
     def __init__(
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None

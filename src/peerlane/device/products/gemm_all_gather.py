@@ -54,10 +54,10 @@ def _memory(group: Group, m: int, n: int, tilings: Sequence[Tiling]) -> Memory:
 class GemmAllGather:
     """``call(a, b)`` for one shape: every rank gets ``[a_0 @ b_0 | a_1 @ b_1 | ...]`` (m, W n), the same bits on all.
 
-    a (m, k), as ``gemm.aligned`` gives it, and b (k, n), as it lies: bfloat16 or float16; m, n and the dtype the same on all ranks, k as it comes, but
-    not 0. The epilogue's bias (n) and residual (m, n) are of this rank's columns. The result lies in the arena and is valid until the next
-    call with the same memory; if n is no multiple of 8, it is a copy. Creating one is collective, unless its ``memory`` is given. Calls in
-    one stream need no barrier between them and can be captured in a graph."""
+    a (m, k), as ``gemm.aligned`` gives it, and b (k, n), as it lies: bfloat16 or float16; m, n and the dtype the same on all ranks, k as it
+    comes, but not 0. The epilogue's bias (n) and residual (m, n) are of this rank's columns. The result lies in the arena and is valid
+    until the next call with the same memory; if n is no multiple of 8, it is a copy. Creating one is collective, unless its ``memory`` is
+    given. Calls in one stream need no barrier between them and can be captured in a graph."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Host side of ``peerlane/row_gather_gemm.cuh``: products whose left operand lies in rows on all ranks, in one launch.
 
-With GEMM + reduce-scatter it is the pair of kernels of a tensor-parallel layer whose activations are sharded along the sequence: this one in
-front of a column-parallel product, that one behind a row-parallel one, and the other way round for their gradients.
+With GEMM + reduce-scatter it is the pair of kernels of a tensor-parallel layer whose activations are sharded along the sequence: this one
+in front of a column-parallel product, that one behind a row-parallel one, and the other way round for their gradients.
 
 Bound: the larger of 2 W m n k FLOPs on the tensor cores and (W - 1) m k elements into a rank's port. Own rows, a W-th of the tiles, need
 nothing from a port. So a rank is bound by its tensor cores where 2 W n / (2 (W - 1)) FLOPs a byte are more than their rate over the port's,
