@@ -147,6 +147,7 @@ def one_rank() -> Any:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)  # noqa: E731

@@ -13,7 +13,8 @@ from device.twins import twin
 from peerlane.device import group_of
 from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.device.emulator.sequence import findings
-from peerlane.device.products import gemm
+from peerlane.device.host.jit import compiler_report
+from peerlane.device.products import gemm, row_gather_gemm
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.row_gather_gemm import RowGatherGemm
 

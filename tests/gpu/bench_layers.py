@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode [--ranks 4]   replayed graphs, the slowest rank's median of five stretches
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce [--ranks 4]   replayed graphs, the slowest rank's median of five stretches
 
 Ranks share GPUs where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is
 a JSON object; ``--out FILE`` appends them to a file.
@@ -26,7 +26,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from peerlane.device import communicator, group_of
+from peerlane.device import Communicator, communicator, group_of
+from peerlane.device.collectives import plans
 from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
@@ -157,7 +158,22 @@ def check_norm(rank: int, world: int) -> Iterator[Row]:
                 yield {"check": "all_reduce_rms_norm", "columns": columns, "tokens": tokens, "quantisation": quantisation, "wrong": wrong}
 
 
+def check_all_reduce(rank: int, world: int) -> Iterator[Row]:
+    kit = communicator()
+    for nbytes in ((4 << 20) + 6, 5_000_002, 16 << 20, 64 << 20):
+        wrong = 0
+        for call in range(4):
+            terms = [small(nbytes // 2, seed=100 * call + q, largest=3) for q in range(world)]
+            out = terms[rank].clone()
+            if call % 2:
+                torch.cuda._sleep(200_000 * ((rank + call) % world))
+            kit.all_reduce(out)
+            wrong += int((out.float() != sum(term.float() for term in terms)).sum())
+        yield {"check": "all_reduce", "bytes": nbytes, "wrong": wrong}
+
+
 def check(rank: int, world: int) -> Iterator[Row]:
+    yield from check_all_reduce(rank, world)
     yield from check_products(rank, world)
     yield from check_norm(rank, world)
 
@@ -304,7 +320,38 @@ def decode(rank: int, world: int) -> Iterator[Row]:
         yield {"bench": "decode", "tokens": tokens, "hidden": hidden, "ranks": world, **microseconds(calls, 200 if tokens < 512 else 50)}
 
 
-BENCHES = {"check": check, "product": product, "mlp": mlp, "decode": decode}
+def all_reduce(rank: int, world: int) -> Iterator[Row]:
+    """The kernels of all-reduce beside each other and beside torch's two shots."""
+    name, machine, chosen = dist.group.WORLD.group_name, communicator().machine, plans.all_reduce
+    kits: dict[str, Communicator] = {}
+    forced = {
+        "packets_us": lambda nbytes: plans._by_packets(
+            "all_reduce_two_shot", -(-plans._packets(nbytes) // world), plans._room(machine) // 2, machine
+        ),
+        "staged_us": lambda nbytes: plans.Plan(plans.STAGED, machine.sm_count, 512),
+        "rings_us": lambda nbytes: plans._ring("all_reduce_relay", machine),
+    }
+    for size in (2, 4, 8, 16, 32, 64):
+        nbytes = size << 20
+        x, out = torch.randn(nbytes // 2, device="cuda").to(BF16), torch.empty(nbytes // 2, device="cuda", dtype=BF16)
+        calls: dict[str, Call] = {}
+        for kind, plan in forced.items():
+            kit = kits.setdefault(kind, Communicator())
+            plans.all_reduce = lambda nbytes, machine, plan=plan: plan(nbytes)
+            kit.all_reduce(x, out)  # keeps the launch of this size
+            calls[kind] = lambda kit=kit: kit.all_reduce(x, out)  # noqa: B023
+        plans.all_reduce = chosen
+        try:
+            shared = symmetric_memory.empty(nbytes // 2, device="cuda", dtype=BF16)
+            symmetric_memory.rendezvous(shared, dist.group.WORLD)
+            calls["torch_two_shot_us"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)  # noqa: B023
+        except Exception as error:
+            print(json.dumps({"failed": "symm_mem", "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+        times = microseconds(calls, max(4, 200 // size))
+        yield {"bench": "all_reduce", "bytes": nbytes, "ranks": world, "chosen": chosen(nbytes, machine).kernel, **times}
+
+
+BENCHES = {"check": check, "product": product, "mlp": mlp, "decode": decode, "all_reduce": all_reduce}
 
 
 def run(rank: int, ranks: int, what: str, environments: list[dict[str, str]], store: str, out: Path | None) -> None:

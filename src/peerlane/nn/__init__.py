@@ -6,7 +6,7 @@
 With ``sequence_parallel`` tokens between layers are sharded along axis 0, in rank order: gathering them is part of the first product,
 adding and scattering them part of the second, forward and backward. Every rank's loss is that of its tokens, and gradients are those of the
 sum of these losses. Without it tokens are the same on all ranks, and so is the loss: gradients are those of this one loss. Gradients of
-weights are always this rank's own, those of shared biases are summed over ranks; nothing is left to reduce within the group. """
+weights are always this rank's own, those of shared biases are summed over ranks; nothing is left to reduce within the group."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from peerlane.device.collectives import plans
 from peerlane.device.collectives.kernels import kernel_source
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine, Plan
-from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, workspace_bytes
+from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, staged_bytes, workspace_bytes
 from peerlane.device.host.arena import Arena
 from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
 from peerlane.device.host.group_of import group_of
@@ -60,10 +60,16 @@ class Communicator:
         self.machine = Machine(self.arena.world_size, sm_count, rings)
         self._launches: dict[Hashable, DeviceLaunch] = {}
         self._kernels: dict[tuple[str, torch.dtype], DeviceKernel] = {}
+        self._timeout_s = timeout_s
+        self._stages: dict[int, tuple[Arena, Workspace]] = {}
+        """of staged all-reduces, by the largest tensor that they hold"""
 
     def close(self) -> None:
         """Gives the memory back, once all ranks have finished all calls."""
         self._launches.clear()
+        for arena, _ in self._stages.values():
+            arena.close()
+        self._stages.clear()
         self.arena.close()
 
     # ---- sums ------------------------------------------------------------------------------------------------------------------------
@@ -223,7 +229,8 @@ class Communicator:
         if launch is None:
             plan, messages, root = make()
             pointers = (ctypes.c_void_p(), ctypes.c_void_p())
-            args = (self.arena.view, self.workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
+            arena, workspace = self._stage(tensor.nbytes) if plan.kernel == plans.STAGED else (self.arena, self.workspace)
+            args = (arena.view, workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
             launch = self._kernel(plan.kernel, tensor.dtype).bind(plan.grid, plan.block, args, shared_bytes=plan.shared_bytes)
             if len(self._launches) == _MOST_LAUNCHES:
                 self._launches.clear()
@@ -238,6 +245,16 @@ class Communicator:
             if self._serves_backend:
                 excuse(kernel)
         return self._kernels[name, dtype]
+
+    def _stage(self, nbytes: int) -> tuple[Arena, Workspace]:
+        """Collective, once for each power of two of bytes: the arena of staged all-reduces of a tensor."""
+        most = 1 << (nbytes - 1).bit_length()
+        if most not in self._stages:
+            world_size, blocks = self.machine.world_size, self.machine.sm_count
+            arena = Arena(staged_bytes(world_size, most, blocks), self.group, timeout_s=self._timeout_s, name="collectives")
+            self._stages[most] = arena, Workspace.take_staged(arena, world_size, most, blocks)
+            arena.seal()
+        return self._stages[most]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         for place, tensor in ((_IN, source), (_OUT, target)):

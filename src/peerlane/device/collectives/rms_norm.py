@@ -32,7 +32,6 @@ from peerlane.errors import UsageError
 
 MAX_ROWS = 512
 """Tokens of a call; for more a two-shot all-reduce and a norm are as fast."""
-MAX_THREADS = 704  # of a block: 88 registers for each
 PACKET_ELEMENTS = 6
 DTYPES = torch.bfloat16, torch.float16
 _SECOND_TRIP_BYTES = 3 * 343_000 * 3 // 4
@@ -203,6 +202,12 @@ def one_shot_rows(columns: int, world_size: int) -> int:
     return max(1, min(MAX_ROWS, int(_SECOND_TRIP_BYTES / saved / (2 * columns))))
 
 
+def threads_of(packets: int) -> int:
+    """Returns the threads of a block: with two packets of a token each, as long as that leaves them enough registers."""
+    threads = -(-packets // 64) * 32
+    return threads if threads <= 704 else 512
+
+
 class AllReduceRmsNorm:
     """``call(x, weight, residual)`` for tokens of ``columns``: ``total``, the sum over ranks of x, plus residual, and its RMSNorm y.
 
@@ -227,7 +232,7 @@ class AllReduceRmsNorm:
         }
         self._most_rows = two_shot_rows
         self.reserved = ALL_REDUCE_RMS_NORM.reserve(group, sizes={name: 2 * 16 * count for name, count in rows.items()})
-        self.threads = min(group.max_threads, MAX_THREADS, -(-packets // 64) * 32)
+        self.threads = min(group.max_threads, threads_of(packets))
         self._packets = -(-packets // self.threads)
         self._bound = functools.cache(self._bind)
 
