@@ -126,6 +126,6 @@ def test_a_broken_twin_of_the_row_gather_is_refused(name: str, monkeypatch: pyte
 def test_the_row_gather_keeps_to_its_registers_and_its_shared_memory(tiling: Tiling) -> None:
     kernel = "RowGatherGemmRoles<Shape, WORLD_SIZE, KEEPS, RowGatherGemm>"
     layout = f"using namespace peerlane;\nstatic_assert(sizeof(RoleMemory<{kernel}>) == {tiling.shared_bytes});\n"
-    defines = {**tiling.defines(torch.bfloat16, "k", "k"), "WORLD_SIZE": 4, "KEEPS": 1}
+    defines = {**tiling.defines(torch.bfloat16, "k", "k", Epilogue("silu", bias=True)), "WORLD_SIZE": 4, "KEEPS": 1}
     report = compiler_report(row_gather_gemm.ROW_GATHER_GEMM.source + layout, defines=defines)
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report

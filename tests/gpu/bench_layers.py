@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce [--ranks 4]   replayed graphs, the slowest rank's median of five stretches
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce [--ranks 4]
 
-Ranks share GPUs where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is
+Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is
 a JSON object; ``--out FILE`` appends them to a file.
 """
 
