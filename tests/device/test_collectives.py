@@ -98,7 +98,7 @@ def packets_per_source(kernel: str, nbytes: int, world_size: int) -> int:
         "all_reduce_two_shot": 2 * -(-packets // world_size),
         "reduce_two_shot": -(-packets // (world_size - 1)),
         "broadcast_two_shot": -(-packets // (world_size - 1)),
-    }.get(kernel.removesuffix(ROUNDS), 0 if kernel.endswith(("_ring", "_relay")) else packets)
+    }.get(kernel.removesuffix(ROUNDS), 0 if kernel.endswith(("_ring", "_relay", "_staged")) else packets)
 
 
 PLANS = (plans.all_reduce, plans.broadcast, plans.reduce, plans.exchange, plans.rooted_exchange, plans.reduce_scatter)
@@ -149,8 +149,12 @@ def test_packets_carry_more_than_the_buffers_hold_in_rounds(world_size: int) -> 
     for plan, name, most_at_once in in_two_trips:
         # A packet buffer holds whole packets of every share: a few more than the tensor that it is made for.
         assert plan(most_at_once, machine).kernel == ("all_reduce_one_shot" if world_size == 2 else f"{name}_two_shot")
+        if name == "all_reduce":
+            assert [plan(size, machine).kernel for size in (most_at_once + 1, 64 << 20)] == [plans.STAGED] * 2
+            assert plan((64 << 20) + 1, machine).kernel == "all_reduce_relay"
+            continue
         assert plan(most_at_once + 12 * world_size, machine).kernel == f"{name}_two_shot_rounds"
-        most = plans.TWO_SHOT_LIMIT_BYTES if world_size > 2 else plans.TWO_SHOT_LIMIT_BYTES_OF_TWO
+        most = plans.TWO_SHOT_LIMIT_BYTES
         assert [plan(size, machine).kernel for size in (most, most + 1)] == [f"{name}_two_shot_rounds", f"{name}_relay"]
 
 
@@ -193,9 +197,10 @@ def test_all_ranks_plan_alike(world_size: int) -> None:
 
 def test_small_tensors_take_packets_and_large_ones_rings() -> None:
     machine = Machine(4, 132)
-    assert [plans.all_reduce(size, machine).kernel for size in (4 << 10, 2 << 20, 64 << 20)] == [
+    assert [plans.all_reduce(size, machine).kernel for size in (4 << 10, 2 << 20, 64 << 20, 65 << 20)] == [
         "all_reduce_one_shot",
         "all_reduce_two_shot",
+        "all_reduce_staged",
         "all_reduce_relay",
     ]
     assert plans.all_reduce(2 << 20, Machine(2, 132)).kernel == "all_reduce_one_shot"
@@ -224,7 +229,7 @@ def test_rings_stay_within_bounds_and_four_ranks_reach_every_sm() -> None:
     for world_size in range(2, 9):
         assert RINGS.exchange_blocks(world_size) >= 57
         assert workspace.workspace_bytes(world_size) <= 424 << 20
-    assert [plans.all_reduce(64 << 20, Machine(world_size, 132)).grid for world_size in (2, 4, 8)] == [132, 132, 57]
+    assert [plans.all_reduce(65 << 20, Machine(world_size, 132)).grid for world_size in (2, 4, 8)] == [132, 132, 57]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a proce
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +20,12 @@ import torch
 from peerlane.device.products import gemm
 from peerlane.device.products.all_gather_gemm import all_gather_gemm as _fused_gather
 from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_columns
-from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
-from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
 from peerlane.ops import replicated
 from peerlane.ops.attention import ring_attention, ulysses_attention
 from peerlane.ops.check import same_call
 from peerlane.ops.collectives import (
     Gradient,
     _all_gather,
-    _all_reduce,
     _reduce_scatter,
     all_gather,
     all_reduce,
@@ -44,15 +40,18 @@ from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report
+from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
 from peerlane.ops.preparation import prepare
+from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.shapes import product as _product
-from peerlane.ops.shapes import rows
 from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
     "all_gather",
     "all_gather_gemm",
     "all_reduce",
+    "all_reduce_rms_norm",
+    "all_reduce_rms_norm_fp8",
     "all_to_all",
     "close",
     "gated_experts",
@@ -64,6 +63,7 @@ __all__ = [
     "reduce_scatter",
     "replicate",
     "ring_attention",
+    "row_gather_gemm",
     "ulysses_attention",
 ]
 
@@ -92,31 +92,8 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
         gathered: torch.Tensor = _gather_columns(a, group) @ b
         return gathered
     multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, n=b.shape[1])
-    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
+    product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
     return product
-
-
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
-def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("gemm_reduce_scatter", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        own: torch.Tensor = _reduce_scatter(a @ b, group)
-        return own
-    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype)
-    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
-    return product
-
-
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
-def _gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("gemm_all_reduce", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        total: torch.Tensor = _all_reduce(a @ b, group)
-        return total
-    multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype)
-    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
@@ -126,15 +103,13 @@ def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         return _gather_columns(a @ b, group)
     multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype)
-    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
+    return multiply(gemm.aligned(a), b).clone(memory_format=torch.contiguous_format)
 
 
 # --- shapes ---
 
 
-for _whole in (_all_gather_gemm, _gemm_all_reduce):
-    _whole.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
-_gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((rows(a, _world_size(group), "gemm_reduce_scatter"), b.shape[1])))
+_all_gather_gemm.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
 _gemm_all_gather.register_fake(lambda a, b, group: a.new_empty((a.shape[0], _world_size(group) * b.shape[1])))
 
 
@@ -161,12 +136,8 @@ def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Call
     return gradients
 
 
-_of_rows = _product_gradients(lambda ctx, grad: _all_gather(grad, ctx.group))
-_of_sum = _product_gradients(lambda ctx, grad: _all_reduce(grad, ctx.group))
 _of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
-_gemm_reduce_scatter.register_autograd(_of_rows, setup_context=_remember_product)
-_gemm_all_reduce.register_autograd(_of_sum, setup_context=_remember_product)
 _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 
@@ -177,28 +148,12 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
     name = _name(group)
-    return _product(partial(_all_gather_gemm, group=name), "all_gather_gemm", a, b, depth=_world_size(name))
 
+    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+        product: torch.Tensor = _all_gather_gemm(a, b, name)
+        return product
 
-@takes_dtensors
-def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
-    """Returns this rank's part, along axis 0, of the summed ``a @ b``: (m, ..., k) and (k, n) give (m/W, ..., n). bfloat16 and float16 run
-    as one kernel."""
-    name = _name(group)
-    return _product(partial(_gemm_reduce_scatter, group=name), "gemm_reduce_scatter", a, b, parts=_world_size(name))
-
-
-@takes_dtensors
-def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
-    """Returns the sum of all ranks' ``a @ b``. a (..., k), b (k, n); (..., n). ``gradient="replicated"``: the backward pass is local."""
-    name = _name(group)
-    multiply: Any = replicated.GemmAllReduce.apply if _replicates(gradient) else _gemm_all_reduce
-
-    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = multiply(a, b, name)
-        return total
-
-    return _product(call, "gemm_all_reduce", a, b)
+    return _product(call, "all_gather_gemm", (a, b), depth=_world_size(name))
 
 
 @takes_dtensors
@@ -207,8 +162,8 @@ def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *
     name = _name(group)
     multiply: Any = replicated.GemmAllGather.apply if _replicates(gradient) else _gemm_all_gather
 
-    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
         whole: torch.Tensor = multiply(a, b, name)
         return whole
 
-    return _product(call, "gemm_all_gather", a, b)
+    return _product(call, "gemm_all_gather", (a, b))

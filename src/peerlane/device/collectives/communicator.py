@@ -27,7 +27,7 @@ from peerlane.device.collectives.kernels import kernel_source
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine, Plan
 from peerlane.device.collectives.reductions import SUM, Reduction, fills_packets
-from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, workspace_bytes
+from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, staged_bytes, workspace_bytes
 from peerlane.device.host.arena import Arena
 from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
 from peerlane.device.host.group_of import group_of
@@ -61,6 +61,9 @@ class Communicator:
         self.machine = Machine(self.arena.world_size, sm_count, rings)
         self._launches: dict[Hashable, DeviceLaunch] = {}
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
+        self._timeout_s = timeout_s
+        self._stages: dict[int, tuple[Arena, Workspace]] = {}
+        """of staged all-reduces, by the largest tensor that they hold"""
 
     def load(self, dtype: torch.dtype, most_bytes: int) -> None:
         """Compiles and loads the kernels by which all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes go."""
@@ -79,13 +82,19 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was given back."""
+        """Tells whether the memory was given back."""
         return self.arena.closed
 
     def close(self) -> None:
         """Gives the memory back, once all ranks have finished all calls."""
         self._launches.clear()
-        self.group.close() if self._serves_backend else self.arena.close()
+        if self._serves_backend:
+            self.group.close()
+            return
+        for arena, _ in self._stages.values():
+            arena.close()
+        self._stages.clear()
+        self.arena.close()
 
     # ---- sums ------------------------------------------------------------------------------------------------------------------------
 
@@ -261,9 +270,10 @@ class Communicator:
         if launch is None:
             plan, messages, root = make()
             pointers = (ctypes.c_void_p(), ctypes.c_void_p())
-            workspace = Workspace.from_buffer_copy(self.workspace)
+            arena, workspace = self._stage(tensor.nbytes) if plan.kernel == plans.STAGED else (self.arena, self.workspace)
+            workspace = Workspace.from_buffer_copy(workspace)
             workspace.factor = reduction.factor
-            args = (self.arena.view, workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
+            args = (arena.view, workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
             launch = self._kernel(plan.kernel, tensor.dtype, reduction.name).bind(
                 plan.grid, plan.block, args, shared_bytes=plan.shared_bytes
             )
@@ -282,6 +292,16 @@ class Communicator:
             if self._serves_backend:
                 excuse(kernel)
         return self._kernels[name, dtype, reduction]
+
+    def _stage(self, nbytes: int) -> tuple[Arena, Workspace]:
+        """Collective, once for each power of two of bytes: the arena of staged all-reduces of a tensor."""
+        most = 1 << (nbytes - 1).bit_length()
+        if most not in self._stages:
+            world_size, blocks = self.machine.world_size, self.machine.sm_count
+            arena = Arena(staged_bytes(world_size, most, blocks), self.group, timeout_s=self._timeout_s, name="collectives")
+            self._stages[most] = arena, Workspace.take_staged(arena, world_size, most, blocks)
+            arena.seal()
+        return self._stages[most]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         for place, tensor in ((_IN, source), (_OUT, target)):

@@ -61,6 +61,7 @@ KERNELS = {
         sums=True,
         threads="relay_threads",
     ),
+    "all_reduce_staged": Source("staged", "all_reduce_staged<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
     "reduce_relay": Source(
         "relay",
         "relay<ELEMENT, WORLD_SIZE>(arena, space, ReduceRoute<WORLD_SIZE>{root}, in, out, bytes)",

@@ -47,10 +47,10 @@ def _memory(group: Group, m: int, n: int, dtype: torch.dtype, tilings: Sequence[
 class GemmAllReduce(OwnerSum):
     """``call(a, b)`` for one shape of result: every rank gets the sum over ranks of ``a @ b``, the same bits on all.
 
-    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, n and the dtype the same on all ranks, k as it comes, but
-    not 0. The epilogue's bias, residual (m, n) and scale are the same on all ranks. The result lies in the arena and is valid until the
-    next call with the same memory. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between
-    them and can be captured in a graph."""
+    a (m, k), as ``gemm.aligned`` gives it, and b (k, n), as it lies: bfloat16 or float16; m, n and the dtype the same on all ranks, k as it
+    comes, but not 0. The epilogue's bias, residual (m, n) and scale are the same on all ranks. The result lies in the arena and is valid
+    until the next call with the same memory. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no
+    barrier between them and can be captured in a graph."""
 
     def __init__(
         self,

@@ -45,10 +45,10 @@ def _memory(group: Group, rows: int, n: int, dtype: torch.dtype, tilings: Sequen
 class GemmReduceScatter(OwnerSum):
     """``call(a, b)`` for one shape of result: rank r gets rows [r m / W, (r + 1) m / W) of the sum over ranks of ``a @ b``.
 
-    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m divisible by the world size; m, n and the dtype the same on
-    all ranks, k as it comes, but not 0. The result is laid out in the same way; bias and residual (m / W, n) of the epilogue are this
-    rank's. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between them and can be captured
-    in a graph."""
+    a (m, k), as ``gemm.aligned`` gives it, and b (k, n), as it lies: bfloat16 or float16; m divisible by the world size; m, n and the dtype
+    the same on all ranks, k as it comes, but not 0. The result is laid out in the same way; bias and residual (m / W, n) of the epilogue
+    are this rank's. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between them and can be
+    captured in a graph."""
 
     def __init__(
         self,
