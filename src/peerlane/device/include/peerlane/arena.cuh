@@ -118,15 +118,22 @@ __device__ inline void give_up(const Arena& arena, const Awaited& awaited, u32 s
 // The budget of one wait. Clock and host are asked rarely, so that a short wait costs neither.
 class Deadline {
   public:
-    __device__ WaitEnd end(const Arena& arena) {
-        if ((++tries_ & (PEERLANE_POLLS - 1u)) != 0) return goes_on;
+    // Behind a poll that saw `seen`, which was not enough: whether the wait ends all the same. Then it has been reported, and the caller goes on.
+    __device__ bool ends(const Arena& arena, const Awaited& awaited, u32 seen) {
+        if ((++tries_ & (PEERLANE_POLLS - 1u)) != 0) return false;
+        const WaitEnd end = look(arena);
+        if (end != goes_on) give_up(arena, awaited, seen, end);
+        return end != goes_on;
+    }
+
+  private:
+    __device__ WaitEnd look(const Arena& arena) {
         const u64 now = ptx::globaltimer();
         if (begin_ == 0) begin_ = now;
         if (ptx::load_relaxed_system(arena.stop) != 0) return told_to_stop;
         return now - begin_ > ptx::load_relaxed_system(&arena.fault->limit_ns) ? out_of_time : goes_on;
     }
 
-  private:
     u64 begin_ = 0;
     u32 tries_ = 0;
 };
