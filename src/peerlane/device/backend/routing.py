@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 from torch.distributed import distributed_c10d
 
@@ -123,10 +124,11 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         assert self._kit_device is not None
+        self._check()
         try:
             work = self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp)
         except DeviceTimeout as error:
-            raise c10d.DistBackendError(str(error)) from error
+            raise dist.DistBackendError(str(error)) from error
         if isinstance(work, FinishedWork):
             work.check = self._check
         return self._noted(work)
@@ -136,7 +138,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         try:
             self.waits.check()
         except DeviceTimeout as error:
-            raise c10d.DistBackendError(str(error)) from error
+            raise dist.DistBackendError(str(error)) from error
 
     def _on_child(self, tensor: torch.Tensor, issue: Callable[[Any], Work | None]) -> Work:
         child = self._child(tensor.device)
