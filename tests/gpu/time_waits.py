@@ -2,8 +2,9 @@
 
     PYTHONPATH=src python tests/gpu/time_waits.py [--rounds 2000] [--repeats 15] [--out FILE]
 
-Three kinds: polls that never end, polls that end by the clock, and the kit's, which the host can end. Two ranks of one process, each on its half of the SMs, go through ROUNDS barriers in one launch, `blocks` blocks each. The kinds alternate.
-The table gives nanoseconds of a barrier: median and quartiles over the repeats.
+Three kinds: polls that never end, polls that end by the clock, and the kit's, which the host can end. Two ranks of one process, each on its
+half of the SMs, go through ROUNDS barriers in one launch, `blocks` blocks each. The kinds alternate. The table gives nanoseconds of a
+barrier: median and quartiles over the repeats.
 """
 
 from __future__ import annotations
