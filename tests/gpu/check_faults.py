@@ -226,8 +226,8 @@ def good(scene: str, found: dict[str, Any], ranks: list[int], options: argparse.
 
 def summary(found: dict[str, Any]) -> str:
     lines = [
-        f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, {found['seconds']:.0f} s, stuck {found['stuck']}, "
-        f"codes {found['codes']}, on the GPU still {found['on_gpu']}, {found['mib_left']:.0f} MiB more than before"
+        f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, {found['seconds']:.0f} s, stuck {found['stuck']}",
+        f"  codes {found['codes']}, on the GPU still {found['on_gpu']}, {found['mib_left']:.0f} MiB more than before",
     ]
     if found.get("raised_after_s"):
         lines.append(f"  raised after s: { {rank: round(value, 1) for rank, value in found['raised_after_s'].items()} }")
