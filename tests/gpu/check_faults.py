@@ -226,7 +226,7 @@ def good(scene: str, found: dict[str, Any], ranks: list[int], options: argparse.
 
 def summary(found: dict[str, Any]) -> str:
     lines = [
-        f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, {found['seconds']:.0f} s, stuck {found['stuck']}",
+        f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, stuck {found['stuck']}",
         f"  codes {found['codes']}, on the GPU still {found['on_gpu']}, {found['mib_left']:.0f} MiB more than before",
     ]
     if found.get("raised_after_s"):
