@@ -145,12 +145,13 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if tensor.device.type != self._provider.device_type:
             return self._noted(issue(child))
         lane = self._provider.lane(tensor.device)
-        lane.before_child()
-        work = issue(child)
-        if self._coalescing is None:
-            lane.after_child(child, work)
-        else:
-            self._coalescing.collectives = True
+        with lane.lock:
+            lane.before_child()
+            work = issue(child)
+            if self._coalescing is None:
+                lane.after_child(child, work)
+            else:
+                self._coalescing.collectives = True
         return self._noted(work)
 
     def _noted(self, work: Work | None) -> Work:
@@ -252,15 +253,17 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         opened, self._kit = self._kit, None
         if not waits and opened is not None:
             self.waits.stop("this rank has aborted the group")
-        leave(self)
         if opened is None or not waits or self._kit_device is None:
+            leave(self)
             return
-        limit = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
-        opts = c10d.BarrierOptions()
-        opts.timeout = limit
         with contextlib.suppress(RuntimeError):
-            self._provider.lane(self._kit_device).synchronize()
-            self._children["cpu"].barrier(opts).wait(limit)
+            try:
+                self._provider.lane(self._kit_device).synchronize()
+            finally:
+                leave(self)  # not before: a rank may die while this one's kernels wait for it
+            opts = c10d.BarrierOptions()
+            opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
+            self._children["cpu"].barrier(opts).wait(opts.timeout)
             opened.close()
 
 
