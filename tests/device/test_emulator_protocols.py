@@ -188,7 +188,7 @@ using namespace peerlane;
 extern "C" __global__ void wait_for_nobody(Arena arena, u32* flag) {
     Deadline deadline;
     while (!__any_sync(0xffffffffu, ptx::load_relaxed_gpu(flag) != 0)) {
-        if (deadline.ends(arena, Awaited{consumer, arena.rank, 3, 1}, 0)) break;
+        if (deadline.expired(arena)) fail(arena, Awaited{consumer, arena.rank, 3, 1}, 0);
     }
 }
 """

@@ -30,7 +30,7 @@ __device__ void wait(const Arena& arena, u64 flags, u32 number) {
         Deadline deadline;
         u32 seen;
         while (!reached(seen = ptx::load_relaxed_system(place), number)) {
-            if (deadline.ends(arena, {whole_block, threadIdx.x, 0, number}, seen)) break;
+            if (deadline.expired(arena)) fail(arena, {whole_block, threadIdx.x, 0, number}, seen);
         }
         ptx::fence_system();
     }

@@ -35,7 +35,7 @@ extern "C" __global__ void counter(const __grid_constant__ Arena arena, const __
         Deadline deadline;
         u32 seen;
         while ((seen = ptx::load_relaxed_system(count)) != target) {
-            if (deadline.ends(arena, Awaited{whole_block, 0, blockIdx.x, target}, seen)) break;
+            if (deadline.expired(arena)) fail(arena, Awaited{whole_block, 0, blockIdx.x, target}, seen);
         }
     } else {
         wait_for(arena, count, 0, target);

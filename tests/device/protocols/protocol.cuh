@@ -22,6 +22,6 @@ __device__ inline void wait_for(const Arena& arena, const u32* place, u32 source
     Deadline deadline;
     u32 seen;
     while (static_cast<int>((seen = ptx::load_relaxed_system(place)) - number) < 0) {
-        if (deadline.ends(arena, Awaited{whole_block, source, blockIdx.x, number}, seen)) break;
+        if (deadline.expired(arena)) fail(arena, Awaited{whole_block, source, blockIdx.x, number}, seen);
     }
 }
