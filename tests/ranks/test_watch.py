@@ -122,7 +122,7 @@ def test_a_dead_rank_stops_the_others(namespace: str, tmp_path: Path) -> None:
             return seconds, broken(group), str(error)
         return seconds, broken(group), ""
 
-    with mock.patch.object(watch.Life, "ended", lambda self, space: None) if namespace == "others" else ExitStack():
+    with mock.patch.object(watch.Life, "ended", return_value=None) if namespace == "others" else ExitStack():
         found = play(act, tmp_path, killed=1)
     assert sorted(found) == [0, 2]
     for seconds, said, exchanged in found.values():

@@ -92,7 +92,7 @@ def signal_all(table, flags, slot, number, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def wait(table, flags, source, slot, number, WORLD_SIZE: tl.constexpr):
-    """Waits until rank ``source`` has signalled ``number`` or later here. Acquire, system scope; ends at the time limit of its arena, with a
+    """Waits until rank ``source`` has signalled ``number`` or later here. Acquire, system scope; ends at the arena's time limit, with a
     record, or when the group stops. Then nothing may have come: take no address from it."""
     tl.inline_asm_elementwise(
         """{

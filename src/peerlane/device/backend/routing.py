@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 from torch.distributed import distributed_c10d
 
@@ -123,10 +124,11 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         assert self._kit_device is not None
+        self._check()
         try:
             work = self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp)
         except DeviceTimeout as error:
-            raise c10d.DistBackendError(str(error)) from error
+            raise dist.DistBackendError(str(error)) from error
         if isinstance(work, FinishedWork):
             work.check = self._check
         return self._noted(work)
@@ -136,19 +138,20 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         try:
             self.waits.check()
         except DeviceTimeout as error:
-            raise c10d.DistBackendError(str(error)) from error
+            raise dist.DistBackendError(str(error)) from error
 
     def _on_child(self, tensor: torch.Tensor, issue: Callable[[Any], Work | None]) -> Work:
         child = self._child(tensor.device)
         if tensor.device.type != self._provider.device_type:
             return self._noted(issue(child))
         lane = self._provider.lane(tensor.device)
-        lane.before_child()
-        work = issue(child)
-        if self._coalescing is None:
-            lane.after_child(child, work)
-        else:
-            self._coalescing.collectives = True
+        with lane.lock:
+            lane.before_child()
+            work = issue(child)
+            if self._coalescing is None:
+                lane.after_child(child, work)
+            else:
+                self._coalescing.collectives = True
         return self._noted(work)
 
     def _noted(self, work: Work | None) -> Work:
@@ -251,15 +254,17 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         device = self._provider.device_of(self)  # also where operators alone have used the group
         if not waits and opened is not None:
             self.waits.stop("this rank has aborted the group")
-        leave(self)
         if device is None or not waits or self._refusal:  # what opened on some of the ranks only is closed there
+            leave(self)
             return
-        limit = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
-        opts = c10d.BarrierOptions()
-        opts.timeout = limit
         with contextlib.suppress(RuntimeError):
-            self._provider.lane(device).synchronize()
-            self._children["cpu"].barrier(opts).wait(limit)
+            try:
+                self._provider.lane(device).synchronize()
+            finally:
+                leave(self)  # not before: a rank may die while this one's kernels wait for it
+            opts = c10d.BarrierOptions()
+            opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
+            self._children["cpu"].barrier(opts).wait(opts.timeout)
             self._provider.close(self)
 
 

@@ -52,6 +52,8 @@ class Lane:
         self.follow_others(capture, stream)
         if capture:
             known, last = self._captured
+            if known != capture and self._last is not None and capture_of(self._last) == capture:
+                known, last = capture, self._last  # captured on the stream of the kernels before it, which took the short way
             if known == capture and last != stream:
                 self._wait(stream, self._record(_event(), last))
         elif self._last is not None and self._last != stream:
@@ -78,8 +80,9 @@ class Lane:
         """Make ``stream``, or the current one, wait for what other libraries have started."""
         if not self._others:
             return
-        waits = [wait for wait, known in self._others.values() if known == capture]
-        self._others.clear()
+        with self.lock:
+            waits = [wait for wait, known in self._others.values() if known == capture]
+            self._others.clear()
         if stream is None or stream == torch.cuda.current_stream().cuda_stream:
             for wait in waits:
                 wait()
