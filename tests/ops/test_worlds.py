@@ -231,6 +231,23 @@ def test_a_world_of_one_rank_takes_no_memory() -> None:
     assert made.call([()], lambda rank, result: result) == [(3.0, 0)] and not made.launches
 
 
+def test_large_all_reduces_share_memory_that_close_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter(monkeypatch)
+
+    def solution() -> list[Any]:
+        ops.prepare(max_tokens=MOST, hidden=512, products=())
+        group_of().exchange(None)
+        before = dict(counter.counts)
+        for tokens in (MOST, 6000, 5000, 8000):  # 5 to 8 MiB
+            ops.all_reduce(torch.zeros(tokens, 512, dtype=BF16))
+        after = dict(counter.counts)
+        ops.close()
+        return [before, after, ops.memory_report().leased_bytes]
+
+    for before, after, left in on_two_ranks(solution):
+        assert before == after and before["allocate"] > 2 and left == 0
+
+
 def test_backend_and_operators_share_one_communicator() -> None:
     def solution() -> list[Any]:
         group = group_of()
