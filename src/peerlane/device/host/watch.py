@@ -184,7 +184,10 @@ class Watch:
                 time.sleep(0.1)
             if self._store.check([_ENDED]):
                 return str(self._store.get(_ENDED).decode())
-        return ""
+        # The store has gone, or nobody has come to tell: what is there to be seen from here?
+        space = self._lives[self._rank].space
+        dead = [f"rank {rank} (process {life.pid}) has died" for rank, life in enumerate(self._lives) if life.ended(space)]
+        return "; ".join(dead)
 
 
 def _own_connection(store: Any) -> Any:
