@@ -23,6 +23,8 @@ DEFAULT_LIMIT_S = 600.0
 """As NCCL's."""
 LONGEST_LIMIT_S = 12 * 3600.0
 """Waits inside a block, which know no limit, trap after twice as long."""
+_HOST_PATIENCE_S = 300.0
+"""where the limit is not the job's"""
 ENDED_AT = 4
 """Where in an arena the word lies that says so; of arena.cuh."""
 ROLES = ("block", "loader", "consumer", "storer", "communicator")
@@ -93,6 +95,11 @@ class Waits:
         for arena in self._all():
             if arena.follows:
                 arena.record.limit_ns = int(seconds * 1e9)
+
+    @property
+    def host_limit_s(self) -> float:
+        """How long host code waits for other ranks' host code, which may have something to compile: as long as the job allows."""
+        return max(self.limit_s, _HOST_PATIENCE_S) if self.traps else self.limit_s
 
     @property
     def stopped(self) -> bool:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +192,6 @@ class Watch:
 def _own_connection(store: Any) -> Any:
     """The same store by a connection of its own, where there are such: a wait of one thread does not hold up the others."""
     try:
-        own = store.clone()
-        own.set_timeout(timedelta(seconds=5))
-        return own
+        return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):
         return store
