@@ -183,7 +183,7 @@ class StoreExchange:
                 return
             except RuntimeError as error:
                 self._waits.check()
-                if time.monotonic() - begin < self._waits.limit_s and not isinstance(error, dist.DistNetworkError):
+                if time.monotonic() - begin < self._waits.host_limit_s and not isinstance(error, dist.DistNetworkError):
                     continue
                 raise DeviceTimeout(
                     f"{self._missing(keys)} did not come to exchange number {number} within {time.monotonic() - begin:.0f} s; "
