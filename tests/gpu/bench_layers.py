@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce [--ranks 4]
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce|gather [--ranks 4]
 
 Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is
 a JSON object; ``--out FILE`` appends them to a file.
@@ -32,7 +32,9 @@ from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
+from peerlane.device.tools.trace import forget_observed, observed_spans
 from peerlane.hardware.virtual_node import share_gpus
+from peerlane.settings import records_roles
 
 BF16 = torch.bfloat16
 STRETCHES = 5
@@ -283,6 +285,53 @@ def mlp(rank: int, world: int) -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
+def gather(rank: int, world: int) -> Iterator[Row]:
+    """Row all-gather and product of some sizes. With PEERLANE_ROLES=1 also how long each role's spans took, on one rank, in microseconds."""
+    group, kit, name = group_of(), communicator(), dist.group.WORLD.group_name
+    for m, k, n in ((1024, 8192, 8192), (256, 8192, 8192), (1024, 8192, 2048), (1024, 2048, 8192), (64, 4096, 4096)):
+        draw = torch.Generator(device="cuda").manual_seed(rank)
+        a, weight = (torch.randn(shape, device="cuda", generator=draw).to(BF16) for shape in ((m, k), (n, k)))
+        whole = a.new_empty(world * m, k)
+        plain, keeping = (row_gather_gemm(group, m, k, BF16, keeps=keeps) for keeps in (False, True))
+
+        def unfused() -> torch.Tensor:
+            kit.all_gather_into_tensor(whole, a)  # noqa: B023
+            return whole @ weight.t()  # noqa: B023
+
+        calls: dict[str, Call] = {
+            "ours_us": lambda: plain(a, [weight.t()]),  # noqa: B023
+            "keeping_us": lambda: keeping(a, [weight.t()]),  # noqa: B023
+            "unfused_us": unfused,
+            "product_us": lambda: whole @ weight.t(),  # noqa: B023
+            "torch_us": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [weight.t()], 0, name, return_A=False),  # noqa: B023
+        }
+        row: Row = {"bench": "gather", "m": m, "k": k, "n": n, "ranks": world}
+        if not records_roles():
+            yield row | microseconds(calls, 8)
+            continue
+        for _ in range(3):
+            plain(a, [weight.t()])
+        meet()
+        forget_observed()
+        plain(a, [weight.t()])
+        meet()
+        yield row | {"spans": summary(observed_spans(1 << 20))}
+
+
+def summary(spans: list[list[Any]]) -> dict[str, list[float]]:
+    """Of each role and kind: how many, the median and the longest time, when the first began and the last ended."""
+    start = min((span[3] for span in spans), default=0)
+    found: dict[str, list[list[Any]]] = {}
+    for span in spans:
+        found.setdefault(f"{span[1]} {span[0]}", []).append(span)
+    said = {}
+    for name, of in sorted(found.items()):
+        times = sorted((end - begin) / 1e3 for *_, begin, end in of)
+        said[name] = [len(of), *(round(us, 1) for us in (times[len(times) // 2], times[-1]))]
+        said[name] += [round((min(span[3] for span in of) - start) / 1e3, 1), round((max(span[4] for span in of) - start) / 1e3, 1)]
+    return said
+
+
 def decode(rank: int, world: int) -> Iterator[Row]:
     """All-reduce, residual and RMSNorm of a few tokens, beside torch's symmetric memory and a norm."""
     hidden, name, kit = 8192, dist.group.WORLD.group_name, communicator()
@@ -351,7 +400,7 @@ def all_reduce(rank: int, world: int) -> Iterator[Row]:
         yield {"bench": "all_reduce", "bytes": nbytes, "ranks": world, "chosen": chosen(nbytes, machine).kernel, **times}
 
 
-BENCHES = {"check": check, "product": product, "mlp": mlp, "decode": decode, "all_reduce": all_reduce}
+BENCHES = {"gather": gather, "check": check, "product": product, "mlp": mlp, "decode": decode, "all_reduce": all_reduce}
 
 
 def run(rank: int, ranks: int, what: str, environments: list[dict[str, str]], store: str, out: Path | None) -> None:
