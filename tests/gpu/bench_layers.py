@@ -1,11 +1,11 @@
-"""Layers of sharded models on GPUs: right against float64, and how fast beside torch's fused operators and beside unfused kernels.
+"""Layers of sharded models on GPUs: right against exact answers, and how fast beside torch's fused operators and unfused kernels.
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
     PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce|gather [--ranks 4]
 
-Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is
-a JSON object; ``--out FILE`` appends them to a file.
+Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs where there are fewer GPUs than ranks: then times
+are a virtual node's, whose links are its memory. Every line of output is a JSON object; ``--out FILE`` appends them to a file.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ def mlp(rank: int, world: int) -> Iterator[Row]:
 
 
 def gather(rank: int, world: int) -> Iterator[Row]:
-    """Row all-gather and product of some sizes. With PEERLANE_ROLES=1 also how long each role's spans took, on one rank, in microseconds."""
+    """Row all-gather and product of some sizes. With PEERLANE_ROLES=1 how long each role's spans took, on one rank, in microseconds."""
     group, kit, name = group_of(), communicator(), dist.group.WORLD.group_name
     for m, k, n in ((1024, 8192, 8192), (256, 8192, 8192), (1024, 8192, 2048), (1024, 2048, 8192), (64, 4096, 4096)):
         draw = torch.Generator(device="cuda").manual_seed(rank)
