@@ -4,8 +4,8 @@
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
     PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce|gather [--ranks 4]
 
-Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs where there are fewer GPUs than ranks: then times
-are a virtual node's, whose links are its memory. Every line of output is a JSON object; ``--out FILE`` appends them to a file.
+Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs where there are fewer GPUs than ranks: then
+times are a virtual node's, whose links are its memory. Every line of output is a JSON object; ``--out FILE`` appends them to a file.
 """
 
 from __future__ import annotations
