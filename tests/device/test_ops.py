@@ -71,6 +71,20 @@ def solution(x, weight):
     return found
 """
 
+FOLDED = """
+import torch
+from peerlane import ops
+
+def solution(x, w, whole):
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = ops.gemm_all_reduce(x, w).dtype
+    a, b, c = (value.clone().requires_grad_() for value in (x, w, x))
+    total = ops.gemm_all_reduce(a, b, gradient="replicated")
+    (total * whole).sum().backward()
+    part = ops.gemm_reduce_scatter(c, w)
+    return [total.detach(), a.grad, b.grad, part, list(part.shape), str(cast)]
+"""
+
 
 def outputs(tmp_path: Path, text: str, calls: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
     file = tmp_path / "step.py"
@@ -211,6 +225,20 @@ def test_collectives_have_the_gradients_of_the_summed_losses(tmp_path: Path) -> 
             assert torch.equal(got, want) and torch.equal(grad.flatten(), want_grad.flatten())
 
 
+def test_leading_axes_are_rows_and_a_loss_may_be_replicated(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [tuple(torch.randint(-2, 3, shape, generator=generator).float() for shape in ((4, 3, 8), (8, 16))) for _ in range(2)]
+    weight = torch.randint(-2, 3, (4, 3, 16), generator=generator).float()
+    wide = [[value.clone().requires_grad_() for value in part] for part in parts]
+    total = sum(x @ w for x, w in wide)
+    (total * weight).sum().backward()  # type: ignore[union-attr]
+    for rank, found in enumerate(outputs(tmp_path, FOLDED, [(*part, weight) for part in parts])):
+        whole = total.detach()  # type: ignore[union-attr]
+        for got, want in zip(found, (whole, *(value.grad for value in wide[rank]), whole.chunk(2)[rank]), strict=False):
+            assert want is not None and torch.equal(got, want)
+        assert found[4:] == [[2, 3, 16], "torch.bfloat16"]
+
+
 def test_shapes_are_known_without_running(tmp_path: Path) -> None:
     text = """
 import torch
@@ -221,7 +249,7 @@ def solution():
     with FakeTensorMode():
         a, b = torch.empty(8, 4, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
         found = [ops.all_reduce(a), ops.all_gather(a), ops.reduce_scatter(a), ops.all_to_all(a)]
-        found += [ops.all_gather_gemm(a, torch.empty(8, 6)), ops.gemm_reduce_scatter(a, b)]
+        found += [ops.all_gather_gemm(a, torch.empty(8, 6, dtype=torch.bfloat16)), ops.gemm_reduce_scatter(a, b)]
         found += [ops.gemm_all_reduce(a, b), ops.gemm_all_gather(a, b)]
     return [list(value.shape) for value in found]
 """

@@ -14,14 +14,12 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from peerlane import ops
-from peerlane.device.host.group import current_group
 from peerlane.device.products.gemm import Activation
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name, world_size
-from peerlane.ops.products import Behind, activate, gemm_all_reduce, gemm_reduce_scatter, summed
+from peerlane.ops.groups import GroupLike, group_name, rank, world_size
+from peerlane.ops.products import Behind, activate, gemm_all_reduce, gemm_reduce_scatter
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -29,11 +27,10 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 class _Sharded(torch.nn.Module):
     """A layer of which this rank has some rows or columns of the weight; they lie as in ``torch.nn.Linear``."""
 
-    def __init__(
-        self, shape: tuple[int, int], whole: tuple[int, int], axis: int, bias: int, group: dist.ProcessGroup | None, **made: Any
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], whole: tuple[int, int], axis: int, bias: int, group: GroupLike, **made: Any) -> None:
         super().__init__()
-        self.group, self.ranks, self._whole, self._axis = group, world_size(group_name(group)), whole, axis
+        self.name = group_name(group)
+        self.ranks, self._whole, self._axis = world_size(self.name), whole, axis
         if whole[axis] % self.ranks:
             name = ("out_features", "in_features")[axis]
             raise UsageError(f"a layer of {name}={whole[axis]} on {self.ranks} ranks: expected a multiple; pad the layer")
@@ -58,10 +55,10 @@ class _Sharded(torch.nn.Module):
                 f"a weight of {tuple(weight.shape)} {'without' if bias is None else 'with'} a bias for a layer of {self._whole} "
                 f"{'without' if self.bias is None else 'with'} one: expected a layer of the same shape"
             )
-        rank = _rank(self.group)
-        self.weight.copy_(weight.chunk(self.ranks, self._axis)[rank])
+        own = rank(self.name)
+        self.weight.copy_(weight.chunk(self.ranks, self._axis)[own])
         if self.bias is not None and bias is not None:
-            self.bias.copy_(bias.chunk(self.ranks)[rank] if self._axis == 0 else bias)
+            self.bias.copy_(bias.chunk(self.ranks)[own] if self._axis == 0 else bias)
 
     def extra_repr(self) -> str:
         """Returns the sizes of the whole layer and the number of ranks."""
@@ -84,7 +81,7 @@ class ColumnParallelLinear(_Sharded):
         sequence_parallel: bool = False,
         activation: Activation = "none",
         keeps_rows: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: GroupLike = None,
         **made: Any,
     ) -> None:
         own = out_features // world_size(group_name(group))
@@ -97,10 +94,10 @@ class ColumnParallelLinear(_Sharded):
         if self.sequence_parallel:
             biases = [] if bias is None else [bias]
             (y,) = ops.row_gather_gemm(
-                rows, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.group
+                rows, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.name or None
             )
             return y.view(self.ranks * x.shape[0], *x.shape[1:-1], -1)
-        z: torch.Tensor = _Replicated.apply(rows, self.weight, bias, self.group)  # type: ignore[no-untyped-call]
+        z: torch.Tensor = _Replicated.apply(rows, self.weight, bias, self.name)  # type: ignore[no-untyped-call]
         return activate(z, self.activation).view(*x.shape[:-1], -1)
 
 
@@ -119,7 +116,7 @@ class RowParallelLinear(_Sharded):
         bias: bool = True,
         *,
         sequence_parallel: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: GroupLike = None,
         **made: Any,
     ) -> None:
         own = in_features // world_size(group_name(group))
@@ -131,10 +128,10 @@ class RowParallelLinear(_Sharded):
         rows, weight = x.reshape(-1, x.shape[-1]), self.weight
         added = None if residual is None else residual.reshape(-1, residual.shape[-1])
         if self.sequence_parallel:
-            bias = None if self.bias is None else _Shared.apply(self.bias, self.group)  # type: ignore[no-untyped-call]
-            y = gemm_reduce_scatter(rows, weight.t(), Behind(bias, residual=added), self.group)
+            bias = None if self.bias is None else _Shared.apply(self.bias, self.name)  # type: ignore[no-untyped-call]
+            y = gemm_reduce_scatter(rows, weight.t(), Behind(bias, residual=added), self.name)
             return y.view(x.shape[0] // self.ranks, *x.shape[1:-1], -1)
-        z: torch.Tensor = _Summed.apply(rows, weight, self.bias, added, self.group)  # type: ignore[no-untyped-call]
+        z: torch.Tensor = _Summed.apply(rows, weight, self.bias, added, self.name)  # type: ignore[no-untyped-call]
         return z.view(*x.shape[:-1], -1)
 
 
@@ -143,9 +140,7 @@ class _Replicated(torch.autograd.Function):
     kernel."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.has_bias = group, bias is not None
         return torch.nn.functional.linear(x, weight, bias)
@@ -168,7 +163,7 @@ class _Summed(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        group: dist.ProcessGroup | None,
+        group: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has = bias is not None, residual is not None
@@ -185,15 +180,10 @@ class _Shared(torch.autograd.Function):
     """A value that all ranks share and use for tokens of their own: its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return summed(grad, group_name(ctx.group)), None
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    emulated = current_group()
-    return emulated.rank if emulated is not None else dist.get_rank(group)
+        return torch.ops.peerlane.all_reduce(grad, ctx.group), None

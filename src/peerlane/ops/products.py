@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.device import Group, communicator
+from peerlane.device import Group
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm import Activation, Epilogue
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
@@ -23,7 +22,10 @@ from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as 
 from peerlane.device.products.row_gather_gemm import MAX_PRODUCTS
 from peerlane.device.products.row_gather_gemm import row_gather_gemm as _fused_gather
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name, kit_group, process_group, world_size
+from peerlane.ops.check import same_call
+from peerlane.ops.collectives import _all_gather, _all_reduce, _reduce_scatter
+from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
+from peerlane.ops.shapes import cast, rows
 
 Tensors = list[torch.Tensor]
 
@@ -41,48 +43,11 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return _ACTIVATIONS[activation](x)
 
 
-def gathered(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns all ranks' rows."""
-    x, kit, ranks = x.contiguous(), kit_group(x, group), world_size(group)
-    whole = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
-    if ranks == 1:
-        whole.copy_(x)
-    elif kit is None:
-        dist.all_gather_into_tensor(whole, x, group=process_group(group))
-    else:
-        communicator(kit).all_gather_into_tensor(whole, x)
-    return whole
-
-
-def summed(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns the sum of all ranks' x."""
-    x, kit, total = x.contiguous(), kit_group(x, group), torch.empty_like(x, memory_format=torch.contiguous_format)
-    if kit is None or world_size(group) == 1:
-        total.copy_(x)
-        if kit is None:
-            dist.all_reduce(total, group=process_group(group))
-    else:
-        communicator(kit).all_reduce(x, total)
-    return total
-
-
-def scattered(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns this rank's rows of the sum of all ranks' x."""
-    x, kit, ranks = x.contiguous(), kit_group(x, group), world_size(group)
-    part = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-    if ranks == 1:
-        part.copy_(x)
-    elif kit is None:
-        dist.reduce_scatter_tensor(part, x, group=process_group(group))
-    else:
-        communicator(kit).reduce_scatter_tensor(part, x)
-    return part
-
-
 def _fused(group: str, a: torch.Tensor, *bs: torch.Tensor) -> Group | None:
     """Returns the kit's group where there is a kernel for these operands."""
+    kit = kit_group(a, group)
     fits = a.dtype in gemm.ELEMENT_TYPES and all(b.dtype == a.dtype and b.numel() for b in bs) and a.numel() > 0
-    return kit_group(a, group) if fits and world_size(group) > 1 else None
+    return kit if fits else None
 
 
 def _finish(
@@ -108,9 +73,10 @@ def _row_gather_gemm(
     group: str,
 ) -> Tensors:
     """Returns the products, and behind them all ranks' rows, or no rows unless it ``keeps`` them."""
+    same_call("row_gather_gemm", group, a)
     kit = _fused(group, a, *bs)
     if kit is None:
-        whole = gathered(a, group)
+        whole = _all_gather(a, group)
         terms = [*biases, *[None] * (len(bs) - len(biases))]
         products = [_finish(whole @ b, bias, None, activation, scale) for b, bias in zip(bs, terms, strict=True)]  # type: ignore[arg-type]
         return [*products, whole if keeps else a.new_empty((0, a.shape[1]))]
@@ -130,8 +96,8 @@ def _(
     keeps: bool,
     group: str,
 ) -> Tensors:
-    rows = world_size(group) * a.shape[0]
-    return [*(a.new_empty((rows, b.shape[1])) for b in bs), a.new_empty((rows if keeps else 0, a.shape[1]))]
+    m = world_size(group) * a.shape[0]
+    return [*(a.new_empty((m, b.shape[1])) for b in bs), a.new_empty((m if keeps else 0, a.shape[1]))]
 
 
 def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -143,7 +109,7 @@ def _remember_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None
 
 def _gather_gradients(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
     _without_activation(ctx.activation)
-    *bs, rows = ctx.saved_tensors
+    *bs, own = ctx.saved_tensors
     needs_a, needs_b = ctx.needs_input_grad[0], any(_flat(ctx.needs_input_grad[1]))
     given = [(b, grad) for b, grad in zip(bs, grads, strict=False) if grad is not None]
     if not given:
@@ -153,22 +119,17 @@ def _gather_gradients(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, 
         whole_b = given[0][0] if len(given) == 1 else torch.cat([b.T for b, _ in given]).T
         whole_grad = given[0][1] if len(given) == 1 else torch.cat([grad for _, grad in given], 1)
         da = _gemm_reduce_scatter(whole_grad, whole_b.T, None, None, "none", ctx.scale, ctx.group)
-    whole = rows if ctx.keeps or not needs_b else _gathered_again(rows, ctx.group)
-    dbs = [None if grad is None or not needs_b else _right_gradient(whole, grad, b, ctx.scale) for b, grad in zip(bs, grads, strict=False)]
+    whole = own if ctx.keeps or not needs_b else _all_gather(own, ctx.group)
+    dbs = [None if grad is None or not needs_b else right_gradient(whole, grad, b, ctx.scale) for b, grad in zip(bs, grads, strict=False)]
     dbiases = [None if grad is None else grad.sum(0) for grad in grads[: ctx.biases]]
     return (da, dbs, dbiases, None, None, None, None)
-
-
-def _gathered_again(x: torch.Tensor, group: str) -> torch.Tensor:
-    whole: torch.Tensor = torch.ops.peerlane.all_gather(x, group)  # an operator, so that it can be traced
-    return whole
 
 
 def _flat(needed: Any) -> Sequence[bool]:
     return needed if isinstance(needed, list | tuple) else [bool(needed)]
 
 
-def _right_gradient(a: torch.Tensor, grad: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+def right_gradient(a: torch.Tensor, grad: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Returns the gradient of a right operand (k, n), laid out as the operand."""
     product = a.T @ grad if b.stride(1) == 1 else (grad.T @ a).T
     return product * scale if scale != 1 else product
@@ -187,26 +148,26 @@ _row_gather_gemm.register_autograd(_gather_gradients, setup_context=_remember_ga
 # --- products that are summed over ranks ---
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
+@torch.library.custom_op("peerlane::gemm_reduce_scatter_epilogue", mutates_args=())
 def _gemm_reduce_scatter(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
 ) -> torch.Tensor:
-    kit, ranks = _fused(group, a, b), world_size(group)
-    if a.shape[0] % ranks:
-        raise UsageError(f"gemm_reduce_scatter got shape {tuple(a.shape)}: expected rows that {ranks} ranks share equally; pad axis 0")
+    same_call("gemm_reduce_scatter", group, a, b)
+    kit = _fused(group, a, b)
     if kit is None:
-        return _finish(scattered(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
+        return _finish(_reduce_scatter(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
     multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype, _epilogue(bias, residual, activation, scale))
     return multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale).contiguous()
 
 
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
+@torch.library.custom_op("peerlane::gemm_all_reduce_epilogue", mutates_args=())
 def _gemm_all_reduce(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
 ) -> torch.Tensor:
+    same_call("gemm_all_reduce", group, a, b)
     kit = _fused(group, a, b)
     if kit is None:
-        return _finish(summed(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
+        return _finish(_all_reduce(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
     multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype, _epilogue(bias, residual, activation, scale))
     found = multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale)
     return found.clone(memory_format=torch.contiguous_format)
@@ -216,7 +177,7 @@ def _epilogue(bias: torch.Tensor | None, residual: torch.Tensor | None, activati
     return Epilogue(activation, bias=bias is not None, residual=residual is not None, scale=scale != 1)  # type: ignore[arg-type]
 
 
-_gemm_reduce_scatter.register_fake(lambda a, b, *others: a.new_empty((a.shape[0] // world_size(others[-1]), b.shape[1])))
+_gemm_reduce_scatter.register_fake(lambda a, b, *others: a.new_empty((rows(a, world_size(others[-1]), "gemm_reduce_scatter"), b.shape[1])))
 _gemm_all_reduce.register_fake(lambda a, b, *others: a.new_empty((a.shape[0], b.shape[1])))
 
 
@@ -235,18 +196,18 @@ def _scatter_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if needs[0]:
         da, whole = _row_gather_gemm(grad.contiguous(), [b.T], [], "none", ctx.scale, needs[1], ctx.group)
     elif needs[1]:
-        whole = _gathered_again(grad, ctx.group)
+        whole = _all_gather(grad, ctx.group)
     if needs[1]:
         assert whole is not None
-        db = _right_gradient(a, whole, b, ctx.scale)
+        db = right_gradient(a, whole, b, ctx.scale)
     return (da, db, *_epilogue_gradients(ctx, grad), None, None, None)
 
 
 def _sum_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     _without_activation(ctx.activation)
-    (a, b), needs, whole = ctx.saved_tensors, ctx.needs_input_grad, torch.ops.peerlane.all_reduce(grad, ctx.group)
+    (a, b), needs, whole = ctx.saved_tensors, ctx.needs_input_grad, _all_reduce(grad, ctx.group)
     da = (whole @ b.T) * ctx.scale if needs[0] else None
-    db = _right_gradient(a, whole, b, ctx.scale) if needs[1] else None
+    db = right_gradient(a, whole, b, ctx.scale) if needs[1] else None
     return (da, db, *_epilogue_gradients(ctx, grad), None, None, None)
 
 
@@ -271,6 +232,11 @@ class Behind:
     residual: torch.Tensor | None = None
     scale: float = 1.0
 
+    @property
+    def nothing(self) -> bool:
+        """Whether it leaves a sum as it is."""
+        return self.bias is None and self.residual is None and self.activation == "none" and self.scale == 1
+
 
 def _differentiated(*values: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in values)
@@ -284,7 +250,7 @@ def row_gather_gemm(
     activation: Activation = "none",
     scale: float = 1.0,
     keeps_rows: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupLike = None,
 ) -> Tensors:
     """Returns ``activation(scale * cat(all ranks' a) @ b + bias)`` for each b, in one kernel: a (m/W, k) and (k, n) give (m, n).
 
@@ -296,6 +262,8 @@ def row_gather_gemm(
             f"row_gather_gemm got {len(bs)} right operands and {len(biases)} biases: expected 1 to {MAX_PRODUCTS} operands, and no bias or "
             "one for each; join matrices side by side"
         )
+    a, *operands = cast(a, *bs, *biases)
+    bs, biases = operands[: len(bs)], operands[len(bs) :]
     with_gradient = _differentiated(a, *bs, *biases)
     inside: Activation = "none" if with_gradient else activation
     keeps = keeps_rows and with_gradient
@@ -303,19 +271,20 @@ def row_gather_gemm(
     return outs if inside == activation else [activate(out, activation) for out in outs]
 
 
-def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, behind: Behind, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:
     """Returns this rank's rows of the summed ``a @ b``, finished as ``behind`` says."""
-    return _split(_gemm_reduce_scatter, a, b, behind, group_name(group))
+    return _split(_gemm_reduce_scatter, a, b, behind, group)
 
 
-def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, behind: Behind, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:
     """Returns the summed ``a @ b``, finished as ``behind`` says."""
-    return _split(_gemm_all_reduce, a, b, behind, group_name(group))
+    return _split(_gemm_all_reduce, a, b, behind, group)
 
 
 def _split(operator: Any, a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:
     """Calls the operator; with the activation, and what follows it, behind it where a gradient is wanted."""
-    bias, residual = behind.bias, behind.residual
+    bias = behind.bias
+    residual = None if behind.residual is None else behind.residual.flatten(0, -2)
     if behind.activation == "none" or not _differentiated(a, b, bias, residual):
         found: torch.Tensor = operator(a, b, bias, residual, behind.activation, behind.scale, group)
         return found

@@ -17,13 +17,16 @@ from peerlane.device.backend.kit import Collectives, KitProvider, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
-from peerlane.device.host.ipc import StoreExchange
+from peerlane.device.host.ipc import StoreExchange, leave
 from peerlane.device.host.tally import count
-from peerlane.errors import PeerlaneError, UsageError
+from peerlane.device.host.waits import LONGEST_LIMIT_S, Waits
+from peerlane.errors import DeviceTimeout, PeerlaneError, UsageError
 
 c10d: Any = distributed_c10d
 CLOSE_LIMIT = timedelta(seconds=10)
 """How long a rank waits for the others before it frees memory that they can write to."""
+STOPPED_CLOSE_LIMIT = timedelta(seconds=3)
+"""The same where the group has stopped: a rank that is late may never come."""
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
 """The library that serves a device's tensors where the kit does not."""
 
@@ -55,6 +58,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, world_size)
         self._provider, self._timeout = _provider, timeout
+        self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
+        """of the kit's kernels for this group"""
         self._kit: Collectives | None = None
         self._kit_device: torch.device | None = None
         self._coalescing: _Coalescing | None = None
@@ -72,6 +77,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             self._children["cuda"] = _nccl(PrefixStore("nccl", store), rank, world_size, timeout, name, ranks)
             self._register_backend(torch.device("cuda"), kind.NCCL, self._children["cuda"])
             self._set_default_backend(kind.NCCL)
+        self._child_timeouts = dict.fromkeys(self._children, timeout)
         self._name = name
         serve_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
 
@@ -81,8 +87,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if device.type != self._provider.device_type:
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
-        refusal = refusal or self._refusal or ("" if op is None else kit.refused_sum(op, tensor.dtype, self._provider.sum_dtypes))
-        if not refusal and self._kit is None:
+        refusal = refusal or self._refusal or ("" if op is None else kit.refused_reduction(op, tensor.dtype))
+        if not refusal and (self._kit is None or self._kit.closed):
             self._open_kit(device)
             refusal = self._refusal
         if not refusal and device != self._kit_device:
@@ -111,7 +117,20 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         assert self._kit_device is not None
-        return self._noted(self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp))
+        try:
+            work = self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp)
+        except DeviceTimeout as error:
+            raise c10d.DistBackendError(str(error)) from error
+        if isinstance(work, FinishedWork):
+            work.check = self._check
+        return self._noted(work)
+
+    def _check(self) -> None:
+        """Raises DistBackendError if waits of this group have ended early: what its last calls have returned is of no use."""
+        try:
+            self.waits.check()
+        except DeviceTimeout as error:
+            raise c10d.DistBackendError(str(error)) from error
 
     def _on_child(self, tensor: torch.Tensor, issue: Callable[[Any], Work | None]) -> Work:
         child = self._child(tensor.device)
@@ -151,6 +170,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
                 work: Work = self.allreduce([torch.zeros(1, dtype=torch.int32, device=device)])
                 return work
             lane.synchronize()
+            self._check()
         count("barrier", "cpu", "gloo")
         waiting = c10d.BarrierOptions()
         waiting.timeout = opts.timeout
@@ -192,8 +212,19 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         return "peerlane"
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._child_timeouts = dict.fromkeys(self._children, timeout)
+        self.waits.set_limit(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         for child in self._children.values():
             child.set_timeout(timeout)
+
+    def current_timeout(self) -> timedelta:
+        """Returns the timeout that was set last, be it on a child alone, as ``torch.distributed``'s own function does."""
+        for name, child in self._children.items():
+            there = child.options._timeout
+            if there != self._child_timeouts.setdefault(name, self._timeout):
+                self._timeout = self._child_timeouts[name] = there
+        return self._timeout
 
     def shutdown(self) -> None:
         self._close_kit(waits=True)
@@ -206,17 +237,24 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             child.abort()
 
     def _close_kit(self, *, waits: bool) -> None:
-        """Frees the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it."""
+        """Frees the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it.
+
+        Nobody waits long for ranks of a group that has stopped, and an aborted group stops here."""
         forget_symmetric_memory(self._name)
         opened, self._kit = self._kit, None
-        if opened is None or not waits or self._kit_device is None:
+        device = self._provider.device_of(self)  # also where operators alone have used the group
+        if not waits and opened is not None:
+            self.waits.stop("this rank has aborted the group")
+        leave(self)
+        if device is None or not waits or self._refusal:  # what opened on some of the ranks only is closed there
             return
+        limit = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
         opts = c10d.BarrierOptions()
-        opts.timeout = CLOSE_LIMIT
+        opts.timeout = limit
         with contextlib.suppress(RuntimeError):
-            self._provider.lane(self._kit_device).synchronize()
-            self._children["cpu"].barrier(opts).wait(CLOSE_LIMIT)
-            opened.close()
+            self._provider.lane(device).synchronize()
+            self._children["cpu"].barrier(opts).wait(limit)
+            self._provider.close(self)
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Any:

@@ -49,8 +49,10 @@ class Machine:
     rings: Rings = RINGS
 
 
-def all_reduce(nbytes: int, machine: Machine) -> Plan:
-    """Plans a sum of ``nbytes`` > 0 on every rank."""
+def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
+    """Plans a sum of ``nbytes`` > 0 on every rank. ``packets_fit``: no element lies in two packets; else sums take rings."""
+    if not packets_fit:
+        return _ring("all_reduce_relay", machine)
     packets = _packets(nbytes)
     others = machine.world_size - 1
     # Per port, one shot sends (W - 1) S and two shots 2 (W - 1) / W S, each times 4 / 3.
@@ -72,8 +74,10 @@ def broadcast(nbytes: int, machine: Machine) -> Plan:
     return _rooted("exchange_packets", "broadcast_two_shot", "broadcast_relay", nbytes, machine)
 
 
-def reduce(nbytes: int, machine: Machine) -> Plan:
+def reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
     """Plans the sum of every rank's ``nbytes`` > 0 on one."""
+    if not packets_fit:
+        return _ring("reduce_ring" if machine.world_size == 2 else "reduce_relay", machine)
     if machine.world_size == 2:
         return _messages("reduce_packets", "reduce_ring", nbytes, machine, ROOTED_PACKET_LIMIT_BYTES)
     return _rooted("reduce_packets", "reduce_two_shot", "reduce_relay", nbytes, machine)
@@ -89,8 +93,10 @@ def rooted_exchange(message: int, machine: Machine) -> Plan:
     return _messages("exchange_packets", "exchange_ring", message, machine, ROOTED_PACKET_LIMIT_BYTES)
 
 
-def reduce_scatter(shard: int, machine: Machine) -> Plan:
+def reduce_scatter(shard: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
     """Plans sums of ``shard`` > 0 bytes on every rank."""
+    if not packets_fit:
+        return _ring("reduce_ring", machine)
     return _messages("reduce_packets", "reduce_ring", shard, machine)
 
 

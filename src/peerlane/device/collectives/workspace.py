@@ -137,6 +137,7 @@ class Workspace(ctypes.Structure):
         ("packet_buffer_bytes", ctypes.c_uint64),
         ("copies", Channels),
         ("sums", Channels),
+        ("factor", ctypes.c_float),
     )
 
     @classmethod

@@ -28,7 +28,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.capacity import capacity
+from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.gathering import Plan, Workspace, arena_sizes, choose_pieces, most_pieces, plan
 from peerlane.device.products.gemm import Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
@@ -173,19 +173,18 @@ class AllGatherGemm:
 def all_gather_gemm(
     group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN, n: int = 0
 ) -> AllGatherGemm:
-    """The group's one :class:`AllGatherGemm` of this kind and size; the first call of a capacity is collective. It is tuned for ``n``
-    columns, the same on all ranks; 0: it follows the model."""
-    room = capacity(m)
-    blocks, tiling = _fastest(group, room, local_k, dtype, scatters, n) if n else (0, None)
-    memory = _of_capacity(group, room, local_k, dtype, scatters)
+    """The group's one :class:`AllGatherGemm` of this kind and size; the first call of more rows than all before is collective. It is
+    tuned for ``n`` columns, the same on all ranks; 0: it follows the model."""
+    blocks, tiling = _fastest(group, capacity(m), local_k, dtype, scatters, n) if n else (0, None)
+    memory = with_room(memory_of, group, m, local_k, scatters)
     return AllGatherGemm(
         m, local_k, dtype, group, communicator_blocks=blocks, scatters=scatters, epilogue=epilogue, tiling=tiling, memory=memory
     )
 
 
 @per_group
-def _of_capacity(group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool) -> Memory:
-    """Memory for all sizes of up to ``m`` rows."""
+def memory_of(group: Group, m: int, local_k: int, scatters: bool) -> Memory:
+    """Collective: memory for all sizes of up to ``m`` rows."""
     return _memory(group, m, local_k, [0] if scatters else [0, *COMMUNICATOR_BLOCKS])
 
 

@@ -66,7 +66,7 @@ class SumMemory:
     def __init__(self, declared: DeclaredKernel, group: Group, plans: Sequence[SumPlan], buffers: int, **sizes: int) -> None:
         self.slots, self.slot_bytes = buffers * group.world_size, max(plan.slot_bytes for plan in plans)
         sizes |= {"slot_memory": self.slots * self.slot_bytes, "flags": max(plan.flags for plan in plans)}
-        self.reserved = declared.reserve(group, sizes=sizes, timeout_s=10.0)
+        self.reserved = declared.reserve(group, sizes=sizes)
 
     def slot_map(self, address: int, plan: SumPlan, box_rows: int) -> TensorMapSpec:
         """The slots of a plan, on the rank whose slot memory lies at this address."""

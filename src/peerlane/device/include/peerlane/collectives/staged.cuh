@@ -74,7 +74,7 @@ __device__ inline void all_reduce_staged(const Arena& arena, const CollectiveWor
             for (int q = 0; q < W; ++q) {
                 if (q != rank) get(term_at(q, v), others[q]);
             }
-            sum_in_rank_order<E, W>(rank, mine, others, total);
+            sum_in_rank_order<E, W>(rank, mine, others, total, space.factor);
             store_words(out, in_bytes(rank, v), bytes, total);
 #pragma unroll
             for (int k = 1; k < W; ++k) put(arena.peer(rank_after<W>(rank, k), total_at(rank, v)), total);
