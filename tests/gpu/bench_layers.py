@@ -6,7 +6,7 @@
 
 With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs
 where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
-``--out FILE`` appends them to a file. """
+``--out FILE`` appends them to a file."""
 
 from __future__ import annotations
 

@@ -90,14 +90,14 @@ class ColumnParallelLinear(_Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's output features of all tokens."""
-        rows, bias = x.reshape(-1, x.shape[-1]), self.bias
+        bias = self.bias
         if self.sequence_parallel:
             biases = [] if bias is None else [bias]
             (y,) = ops.row_gather_gemm(
-                rows, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.name or None
+                x, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.name or None
             )
-            return y.view(self.ranks * x.shape[0], *x.shape[1:-1], -1)
-        z: torch.Tensor = _Replicated.apply(rows, self.weight, bias, self.name)  # type: ignore[no-untyped-call]
+            return y
+        z: torch.Tensor = _Replicated.apply(x.flatten(0, -2), self.weight, bias, self.name)  # type: ignore[no-untyped-call]
         return activate(z, self.activation).view(*x.shape[:-1], -1)
 
 

@@ -25,7 +25,7 @@ from peerlane.errors import UsageError
 from peerlane.ops.check import same_call
 from peerlane.ops.collectives import _all_gather, _all_reduce, _reduce_scatter
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
-from peerlane.ops.shapes import cast, rows
+from peerlane.ops.shapes import cast, require_product, rows
 
 Tensors = list[torch.Tensor]
 
@@ -252,7 +252,7 @@ def row_gather_gemm(
     keeps_rows: bool = False,
     group: GroupLike = None,
 ) -> Tensors:
-    """Returns ``activation(scale * cat(all ranks' a) @ b + bias)`` for each b, in one kernel: a (m/W, k) and (k, n) give (m, n).
+    """Returns ``activation(scale * cat(all ranks' a) @ b + bias)`` for each b, in one kernel: a (m/W, ..., k) and (k, n) give (m, ..., n).
 
     One to four b's; no biases, or one of (n,) for each. The gradient of the b's needs all ranks' rows: ``keeps_rows`` keeps them from the
     forward pass, m k elements; else they are gathered again. bfloat16 and float16 run as one kernel, other dtypes as a collective and
@@ -264,11 +264,14 @@ def row_gather_gemm(
         )
     a, *operands = cast(a, *bs, *biases)
     bs, biases = operands[: len(bs)], operands[len(bs) :]
+    for b in bs:
+        require_product("row_gather_gemm", a, b)
     with_gradient = _differentiated(a, *bs, *biases)
     inside: Activation = "none" if with_gradient else activation
-    keeps = keeps_rows and with_gradient
-    *outs, _ = _row_gather_gemm(a, list(bs), list(biases), inside, scale, keeps, group_name(group))
-    return outs if inside == activation else [activate(out, activation) for out in outs]
+    name, keeps = group_name(group), keeps_rows and with_gradient
+    *outs, _ = _row_gather_gemm(a.flatten(0, -2), bs, biases, inside, scale, keeps, name)
+    lead = world_size(name) * a.shape[0], *a.shape[1:-1]
+    return [(out if inside == activation else activate(out, activation)).view(*lead, out.shape[1]) for out in outs]
 
 
 def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:

@@ -48,7 +48,6 @@ SUPPORT: Mapping[str, Support] = {
     "reduce_scatter": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
     "all_to_all": Support(ANY, "", False, _COLLECTIVES),
     "all_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
-    "row_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
     "gemm_reduce_scatter": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_reduce": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_gather": _product("with rows and columns; `prepare` sizes it"),

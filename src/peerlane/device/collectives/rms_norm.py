@@ -14,7 +14,7 @@ a launch, a rank needs packets that depend on every other rank's part of it. So 
 finished launch e, whichever shots and numbers of tokens these launches had.
 
 Bound: bytes over the port's rate, a third more than the data for the epochs, and a trip of a packet, about 2 us each. Up to some ten tokens
-of 8,192 columns the trips and the launch limit it, and above that the port. Device lines: 89. Registers: at most 88 a thread, in blocks of
+of 8,192 columns the trips and the launch limit it, and above that the port. Device lines: 160. Registers: at most 88 a thread, in blocks of
 up to 704. Arena: 2 (W r + 2 T) H 8/3 bytes for T = 512 tokens of H columns, of which r go in one shot; 49 MB for 8,192 columns on 4 ranks.
 """
 
