@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import peerlane.device.backend
 from peerlane import ops
 from peerlane.device.host.lane import lane_of
 from peerlane.hardware.virtual_node import VirtualNode, available_sharing
