@@ -146,15 +146,15 @@ def one_rank() -> Any:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)  # noqa: E731
     a, b, c, bias, other, residual = draw(4, 6), draw(6, 5), draw(3, 6), draw(5), draw(3), draw(4, 5)
-    gather, scatter, total = (
-        getattr(torch.ops.peerlane, name).default for name in ("row_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-    )
+    names = ("row_gather_gemm", "gemm_reduce_scatter_epilogue", "gemm_all_reduce_epilogue")
+    gather, scatter, total = (getattr(torch.ops.peerlane, name).default for name in names)
     c = c.detach().t().requires_grad_()  # as the transpose of a weight
     for keeps in (False, True):
         torch.library.opcheck(gather, (a, [b, c], [bias, other], "none", 0.5, keeps, ""))
