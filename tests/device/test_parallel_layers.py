@@ -146,6 +146,25 @@ def one_rank() -> Any:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sharded_layers_follow_autocast(sequence_parallel: bool) -> None:
+    layers = (
+        nn.ColumnParallelLinear(8, 16, activation="relu", sequence_parallel=sequence_parallel),
+        nn.RowParallelLinear(16, 8, sequence_parallel=sequence_parallel),
+    )
+    x = torch.ones(4, 2, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = layers[0](x)
+        y = layers[1](hidden, residual=x)
+    assert hidden.dtype == torch.bfloat16 and y.dtype == torch.float32 and y.shape == x.shape
+    y.float().sum().backward()
+    assert all(value.grad is not None and value.grad.dtype == torch.float32 for layer in layers for value in layer.parameters())
+    with pytest.raises(UsageError, match="expected one dtype"):
+        layers[1](torch.ones(4, 16).double())
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

@@ -20,6 +20,7 @@ from peerlane.device.products.gemm import Activation
 from peerlane.errors import UsageError
 from peerlane.ops.groups import GroupLike, group_name, rank, world_size
 from peerlane.ops.products import Behind, activate, gemm_all_reduce, gemm_reduce_scatter
+from peerlane.ops.shapes import cast
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -97,7 +98,7 @@ class ColumnParallelLinear(_Sharded):
                 x, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.name or None
             )
             return y
-        z: torch.Tensor = _Replicated.apply(x.flatten(0, -2), self.weight, bias, self.name)  # type: ignore[no-untyped-call]
+        z: torch.Tensor = _Replicated.apply(*_cast(x.flatten(0, -2), self.weight, bias), self.name)  # type: ignore[no-untyped-call]
         return activate(z, self.activation).view(*x.shape[:-1], -1)
 
 
@@ -131,8 +132,17 @@ class RowParallelLinear(_Sharded):
             bias = None if self.bias is None else _Shared.apply(self.bias, self.name)  # type: ignore[no-untyped-call]
             y = gemm_reduce_scatter(rows, weight.t(), Behind(bias, residual=added), self.name)
             return y.view(x.shape[0] // self.ranks, *x.shape[1:-1], -1)
-        z: torch.Tensor = _Summed.apply(rows, weight, self.bias, added, self.name)  # type: ignore[no-untyped-call]
+        operands = _cast(rows, weight, self.bias)
+        inside = added if added is not None and added.dtype == operands[0].dtype else None
+        z: torch.Tensor = _Summed.apply(*operands, inside, self.name)  # type: ignore[no-untyped-call]
+        z = z if added is inside else z + added
         return z.view(*x.shape[:-1], -1)
+
+
+def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns them as autocast wants operands."""
+    x, weight, *rest = cast(x, weight, *([] if bias is None else [bias]))
+    return x, weight, rest[0] if rest else None
 
 
 class _Replicated(torch.autograd.Function):

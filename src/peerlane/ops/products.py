@@ -266,6 +266,7 @@ def row_gather_gemm(
     bs, biases = operands[: len(bs)], operands[len(bs) :]
     for b in bs:
         require_product("row_gather_gemm", a, b)
+    _require_dtype(a, *biases)
     with_gradient = _differentiated(a, *bs, *biases)
     inside: Activation = "none" if with_gradient else activation
     name, keeps = group_name(group), keeps_rows and with_gradient
@@ -285,11 +286,19 @@ def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str
 
 
 def _split(operator: Any, a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:
-    """Calls the operator; with the activation, and what follows it, behind it where a gradient is wanted."""
-    bias = behind.bias
+    """Calls the operator; with what follows it behind it where a gradient of the activation is wanted, or the residual is of another
+    dtype."""
     residual = None if behind.residual is None else behind.residual.flatten(0, -2)
-    if behind.activation == "none" or not _differentiated(a, b, bias, residual):
-        found: torch.Tensor = operator(a, b, bias, residual, behind.activation, behind.scale, group)
-        return found
-    found = activate(operator(a, b, bias, None, "none", behind.scale, group), behind.activation)
-    return found if residual is None else found + residual
+    a, b, *biases = cast(a, b, *([] if behind.bias is None else [behind.bias]))
+    _require_dtype(a, b, *biases)
+    bias = biases[0] if biases else None
+    outside = behind.activation != "none" and _differentiated(a, b, bias, residual)
+    later = outside or (residual is not None and residual.dtype != a.dtype)
+    found: torch.Tensor = operator(a, b, bias, None if later else residual, "none" if outside else behind.activation, behind.scale, group)
+    found = activate(found, behind.activation) if outside else found
+    return found + residual if later and residual is not None else found
+
+
+def _require_dtype(*operands: torch.Tensor) -> None:
+    if len({value.dtype for value in operands}) > 1:
+        raise UsageError(f"a product of operands and bias in {[value.dtype for value in operands]}: expected one dtype; call .to()")
