@@ -106,7 +106,7 @@ TWINS = {
     "no wait": ("this->wait_for_rows(tile.row + Shape::first_row(), piece, tile.source);", ""),
     "wait for the next source": ("piece, tile.source);\n            ready", "piece, rank_after<W>(arena.rank, 1));\n            ready"),
     "one piece for all": ("piece, tile.source);", "0, tile.source);"),
-    "rows of another source": ("W - 1 - row % (W - 1))", "1 + (row + 1) % (W - 1))"),
+    "rows stored as another rank's": ("Shape::first_row(group), tile.source});", "Shape::first_row(group), (tile.source + 1) % W});"),
     "rows kept before they come": ("this->peers(communicator).wait_slots(source, flag, 1, this->epoch);", ""),
     "one buffer": ("slot = own ? 0 : this->slot_of(tile.source);", "slot = own ? 0 : tile.source;"),
     "columns of another product": ("{b, tile.column, depth, 0}", "{&parameters.b[0], tile.column, depth, 0}"),
