@@ -37,8 +37,8 @@ PRODUCTS = """
 def solution(seed, last):
     if last:
         group_of().waits.stop("the test ends all waits")
-    x, w = (torch.ones(32, 64, dtype=torch.bfloat16) for _ in range(2))
-    return [ops.all_gather_gemm(x, torch.ones(64 * group_of().world_size, 48, dtype=torch.bfloat16)), ops.gemm_reduce_scatter(x, w.T.contiguous()),
+    x, w = (torch.ones(32, 64, dtype=torch.bfloat16) for _ in range(2)) return [ops.all_gather_gemm(x, torch.ones(64 *
+    group_of().world_size, 48, dtype=torch.bfloat16)), ops.gemm_reduce_scatter(x, w.T.contiguous()),
             ops.gemm_all_reduce(x, w.T.contiguous()), ops.gemm_all_gather(x, w.T.contiguous())]
 """
 ATTENTION = """

@@ -88,7 +88,7 @@ def test_sums_norms_and_scales_are_right_in_one_and_two_shots(world_size: int, o
 
 TWINS = {
     "one buffer for tokens": (2, "args.tokens + ((u64((epoch & 1) * WORLD_SIZE + source)", "args.tokens + ((u64(source)"),
-    "one buffer for sums": (0, "args.sums + (u64((epoch & 1) * args.most_rows + row)", "args.sums + (u64(row)"),
+    "sums of the last call": (0, "i, epoch, sum.word);", "i, epoch & ~1u, sum.word);"),
     "epoch of the last call": (2, "i, epoch, terms);", "i, epoch & ~1u, terms);"),
     "parts of another rank": (0, "sum_of(part_at(0, row, i), stride, row, before + i)", "sum_of(part_at(0, row, i), stride, row, i)"),
     "residual of every rank": (
@@ -96,7 +96,7 @@ TWINS = {
         "if (args.residual != nullptr) total.add(",
         "if (args.residual != nullptr) for (int q = 0; q < WORLD_SIZE; ++q) total.add(",
     ),
-    "scale of a warp": (2, "joined(most, [](float a, float b) { return fmaxf(a, b); })", "warp_max(most)"),
+    "scale of what is positive": (2, "most = fmaxf(most, fabsf(v));", "most = fmaxf(most, v);"),
 }
 
 

@@ -1,4 +1,5 @@
-"""Late and dead ranks: training goes on behind a long pause; a pause beyond the timeout, or a death, ends in exceptions, soon and on all ranks.
+"""Late and dead ranks: training goes on behind a long pause; a pause beyond the timeout, or a death, ends in exceptions, soon and on all
+ranks.
 
     PYTHONPATH=src python tests/gpu/check_faults.py --ranks 4 --nap 60 --out FILE [--scenes nap late kill store] [--no-mps]
     python tests/gpu/check_faults.py --ranks 4 --nap 3 --late 8 --timeout 2 --cpu          try it on gloo
