@@ -160,6 +160,19 @@ def test_attention_over_ranks_equals_attention_in_one_place(name: str, dtype: to
             assert float((got - part).norm() / part.norm()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+def test_ring_attention_in_float32_shares_key_heads(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    heads, depths = (4, 2, 2, 4), (16, 16, 8, 8)
+    whole = [torch.randn(1, 8, h, depth, generator=generator) for h, depth in zip(heads, depths, strict=True)]
+    parts = [(*(value.chunk(2, 1)[rank].contiguous() for value in whole), "ring_attention") for rank in range(2)]
+    wide = [value.double().requires_grad_() for value in whole[:3]]
+    out, _ = expected(wide[0], wide[1], wide[2], None, True)
+    gradients = torch.autograd.grad((out * whole[3]).sum(), wide)
+    for rank, found in enumerate(outputs(tmp_path, ATTENTION, parts)):
+        for got, want in zip(found, (out.detach(), *gradients), strict=True):
+            torch.testing.assert_close(got.double(), want.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_local_experts_match_finite_differences() -> None:
     generator = torch.Generator().manual_seed(1)
     experts = torch.rand(4, 3, generator=generator).topk(2).indices

@@ -20,7 +20,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -173,7 +172,7 @@ def opcheck(group: dist.ProcessGroup) -> None:
             value.requires_grad_() if value.is_floating_point() else value
             for value in drawn(case, group.size(), torch.float32)[group.rank()]
         ]
-        torch.library.opcheck(getattr(torch.ops.peerlane, case.operator).default, (*own, *case.settings, group.group_name))
+        torch.library.opcheck(getattr(torch.ops.peerlane, case.operator).default, (*case.schema(own), *case.settings, group.group_name))
 
 
 def sharded_loss(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,18 +187,22 @@ def sharded_loss(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dtensors(group: dist.ProcessGroup) -> None:
     mesh, rank = DeviceMesh.from_group(group, "cpu"), group.rank()
     for case in CASES:
+        if case.operator not in SHARDINGS:
+            continue
         sharding = SHARDINGS[case.operator]
         values = drawn(case, group.size(), torch.float64)
-        for number, placement in enumerate(sharding.inputs):
+        terms = case.keywords or tuple(sharding.terms)  # those of one case are all that there are
+        placements = [*sharding.inputs, *(sharding.terms[name] for name in terms)][: len(values[0])]
+        for number, placement in enumerate(placements):
             if isinstance(placement, Replicate):
                 for other in values[1:]:
                     other[number] = values[0][number]
         results = case.whole(values)
         own = [value.detach().requires_grad_() if value.is_floating_point() else value for value in values[rank]]
         shards = [
-            DTensor.from_local(value, mesh, [placed(placement, value.ndim)]) for value, placement in zip(own, sharding.inputs, strict=True)
+            DTensor.from_local(value, mesh, [placed(placement, value.ndim)]) for value, placement in zip(own, placements, strict=True)
         ]
-        call = partial(getattr(ops, case.operator), **dict(case.options))
+        call = case.call(None if group.size() == dist.get_world_size() else group)
         y = call(*shards)
         assert isinstance(y, DTensor) and y.placements == (placed(sharding.result, y.ndim),), (case.name, y.placements)
         torch.testing.assert_close(y.to_local(), results[rank])
@@ -274,7 +277,7 @@ def styles(group: dist.ProcessGroup) -> None:
 def replicated_losses(group: dist.ProcessGroup) -> None:
     """Of one loss that all ranks compute, gradients are those of one place."""
     for case in CASES:
-        if case.operator not in ("all_reduce", "all_gather", "gemm_all_reduce", "gemm_all_gather"):
+        if case.operator not in ("all_reduce", "all_gather", "gemm_all_reduce", "gemm_all_gather") or case.keywords:
             continue
         values = drawn(case, group.size(), torch.float64)
         results = case.whole(values)

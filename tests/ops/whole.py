@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,14 @@ class Case:
     """arguments of the custom operator between the tensors and the group"""
     casts: bool = True
     """whether autocast casts its operands"""
+    keywords: tuple[str, ...] = ()
+    """the names of the last inputs, as arguments of the public function"""
+    arguments: Callable[[Values], tuple[object, ...]] = tuple
+    """its other arguments, of the other inputs"""
+    schema: Callable[[Values], tuple[object, ...]] = tuple
+    """the custom operator's arguments before ``settings``, of the inputs"""
+    takes: Callable[[Any], torch.Tensor] = lambda result: result
+    """one tensor of the result"""
 
     def draw(self, generator: torch.Generator, rank: int, world_size: int, dtype: torch.dtype) -> Values:
         values = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in self.shapes(world_size)]
@@ -40,8 +48,15 @@ class Case:
             values[1] = torch.rand((*tokens, 2 * world_size), generator=generator).topk(slots).indices
         return [value.requires_grad_() if value.is_floating_point() else value for value in values]
 
-    def call(self, group: dist.ProcessGroup) -> Callable[..., torch.Tensor]:
-        return partial(getattr(ops, self.operator), group=group, **dict(self.options))
+    def call(self, group: dist.ProcessGroup | None) -> Callable[..., torch.Tensor]:
+        function = getattr(ops, self.operator)
+
+        def call(*values: torch.Tensor, **options: object) -> torch.Tensor:
+            count = len(values) - len(self.keywords)
+            terms = dict(zip(self.keywords, values[count:], strict=True))
+            return self.takes(function(*self.arguments(list(values[:count])), group=group, **terms, **dict(self.options), **options))
+
+        return call
 
 
 def _sum(values: list[Values], call: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -87,8 +102,30 @@ def _products(lead: tuple[int, ...], of: str) -> list[Case]:
 
     return [
         Case(f"all_gather_gemm of {of}", "all_gather_gemm", gathered, wide),
-        Case(f"gemm_reduce_scatter of {of}", "gemm_reduce_scatter", shapes, lambda v: list(_sum(v, torch.matmul).chunk(len(v)))),
-        Case(f"gemm_all_reduce of {of}", "gemm_all_reduce", shapes, lambda v: _same(_sum(v, torch.matmul), v)),
+        Case(
+            f"row_gather_gemm of {of}",
+            "row_gather_gemm",
+            lambda world_size: [(*lead, 4), (4, 5), (5,)],
+            lambda v: [torch.cat([a for a, *_ in v]) @ b + bias for _, b, bias in v],
+            arguments=lambda v: (v[0], [v[1]], [v[2]]),
+            schema=lambda v: (v[0].flatten(0, -2), [v[1]], [v[2]]),
+            settings=("none", 1.0, False),
+            takes=lambda result: result[0],
+        ),
+        Case(
+            f"gemm_reduce_scatter of {of}",
+            "gemm_reduce_scatter",
+            shapes,
+            lambda v: list(_sum(v, torch.matmul).chunk(len(v))),
+            settings=(None, None, "none", 1.0),
+        ),
+        Case(
+            f"gemm_all_reduce of {of}",
+            "gemm_all_reduce",
+            shapes,
+            lambda v: _same(_sum(v, torch.matmul), v),
+            settings=(None, None, "none", 1.0),
+        ),
         Case(f"gemm_all_gather of {of}", "gemm_all_gather", shapes, lambda v: _same(torch.cat([a @ b for a, b in v], -1), v)),
     ]
 
@@ -103,6 +140,43 @@ def _moves(lead: tuple[int, ...], of: str) -> list[Case]:
         Case(f"reduce_scatter of {of}", "reduce_scatter", shapes, lambda v: list(_sum(v, lambda x: x).chunk(len(v))), casts=False),
         Case(f"all_to_all of {of}", "all_to_all", shapes, _exchanged, casts=False),
     ]
+
+
+def _finished(lead: tuple[int, ...]) -> list[Case]:
+    """Products with a bias, an activation and a residual."""
+
+    def shapes(parts: int, world_size: int) -> list[tuple[int, ...]]:
+        rows = (world_size * lead[0], *lead[1:])
+        return [(*rows, 4), (4, 5), (5,), (rows[0] // parts, *rows[1:], 5)]
+
+    def finish(total: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return F.silu(total / 2 + bias) + residual
+
+    options = (("activation", "silu"), ("scale", 0.5))
+    return [
+        Case(
+            "gemm_reduce_scatter with an epilogue",
+            "gemm_reduce_scatter",
+            lambda world_size: shapes(world_size, world_size),
+            lambda v: [finish(part, *own[2:]) for part, own in zip(_sum(v, lambda a, b, *_: a @ b).chunk(len(v)), v, strict=True)],
+            options,
+            keywords=("bias", "residual"),
+        ),
+        Case(
+            "gemm_all_reduce with an epilogue",
+            "gemm_all_reduce",
+            lambda world_size: shapes(1, world_size),
+            lambda v: [finish(_sum(v, lambda a, b, *_: a @ b), *own[2:]) for own in v],
+            options,
+            keywords=("bias", "residual"),
+        ),
+    ]
+
+
+def _normalised(values: list[Values]) -> Values:
+    """The norm, with one weight and one residual on all ranks."""
+    total = _sum(values, lambda x, *_: x)
+    return [F.rms_norm(total + residual, residual.shape[-1:], weight, 1e-6) for _, weight, residual in values]
 
 
 def _shards(heads: int, key_heads: int) -> Shapes:
@@ -120,9 +194,21 @@ CASES = [
     *_moves((2,), "a row"),
     *_products((2,), "a matrix"),
     *_products((2, 3), "three axes"),
+    *_finished((2, 3)),
+    Case(
+        "all_reduce_rms_norm",
+        "all_reduce_rms_norm",
+        lambda world_size: [(2, 3, 8 * world_size), (8 * world_size,), (2, 3, 8 * world_size)],
+        _normalised,
+        arguments=tuple,
+        schema=tuple,
+        settings=(None, 1e-6, "none"),
+        casts=False,
+        takes=lambda result: result[0],
+    ),
     Case("ring_attention", "ring_attention", _shards(6, 6), _attention, CAUSAL, SCALE),
     Case("ring_attention with shared keys", "ring_attention", _shards(6, 2), _attention, CAUSAL, SCALE),
-    Case("ulysses_attention", "ulysses_attention", _shards(6, 6), _attention, CAUSAL, SCALE),
+    Case("ulysses_attention", "ulysses_attention", _shards(12, 12), _attention, CAUSAL, SCALE),
     Case("gated_experts", "gated_experts", _mixture((5,)), _experts),
     Case("gated_experts of three axes", "gated_experts", _mixture((2, 3)), _experts),
 ]

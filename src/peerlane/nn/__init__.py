@@ -19,7 +19,7 @@ from peerlane import ops
 from peerlane.device.products.gemm import Activation
 from peerlane.errors import UsageError
 from peerlane.ops.groups import GroupLike, group_name, rank, world_size
-from peerlane.ops.products import Behind, activate, gemm_all_reduce, gemm_reduce_scatter
+from peerlane.ops.products import activate
 from peerlane.ops.shapes import cast
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -30,8 +30,7 @@ class _Sharded(torch.nn.Module):
 
     def __init__(self, shape: tuple[int, int], whole: tuple[int, int], axis: int, bias: int, group: GroupLike, **made: Any) -> None:
         super().__init__()
-        self.name = group_name(group)
-        self.ranks, self._whole, self._axis = world_size(self.name), whole, axis
+        self.group, self.ranks, self._whole, self._axis = group, world_size(group_name(group)), whole, axis
         if whole[axis] % self.ranks:
             name = ("out_features", "in_features")[axis]
             raise UsageError(f"a layer of {name}={whole[axis]} on {self.ranks} ranks: expected a multiple; pad the layer")
@@ -56,7 +55,7 @@ class _Sharded(torch.nn.Module):
                 f"a weight of {tuple(weight.shape)} {'without' if bias is None else 'with'} a bias for a layer of {self._whole} "
                 f"{'without' if self.bias is None else 'with'} one: expected a layer of the same shape"
             )
-        own = rank(self.name)
+        own = rank(group_name(self.group))
         self.weight.copy_(weight.chunk(self.ranks, self._axis)[own])
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias.chunk(self.ranks)[own] if self._axis == 0 else bias)
@@ -91,14 +90,14 @@ class ColumnParallelLinear(_Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's output features of all tokens."""
-        bias = self.bias
         if self.sequence_parallel:
-            biases = [] if bias is None else [bias]
+            biases = [] if self.bias is None else [self.bias]
             (y,) = ops.row_gather_gemm(
-                x, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.name or None
+                x, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.group
             )
             return y
-        z: torch.Tensor = _Replicated.apply(*_cast(x.flatten(0, -2), self.weight, bias), self.name)  # type: ignore[no-untyped-call]
+        rows, weight, bias = cast(x.flatten(0, -2), self.weight, self.bias)
+        z: torch.Tensor = _Replicated.apply(rows, weight, bias, self.group)  # type: ignore[no-untyped-call]
         return activate(z, self.activation).view(*x.shape[:-1], -1)
 
 
@@ -126,23 +125,10 @@ class RowParallelLinear(_Sharded):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the sum, with ``residual``, of the result's shape, added before it is rounded."""
-        rows, weight = x.reshape(-1, x.shape[-1]), self.weight
-        added = None if residual is None else residual.reshape(-1, residual.shape[-1])
-        if self.sequence_parallel:
-            bias = None if self.bias is None else _Shared.apply(self.bias, self.name)  # type: ignore[no-untyped-call]
-            y = gemm_reduce_scatter(rows, weight.t(), Behind(bias, residual=added), self.name)
-            return y.view(x.shape[0] // self.ranks, *x.shape[1:-1], -1)
-        operands = _cast(rows, weight, self.bias)
-        inside = added if added is not None and added.dtype == operands[0].dtype else None
-        z: torch.Tensor = _Summed.apply(*operands, inside, self.name)  # type: ignore[no-untyped-call]
-        z = z if added is inside else z + added
-        return z.view(*x.shape[:-1], -1)
-
-
-def _cast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns them as autocast wants operands."""
-    x, weight, *rest = cast(x, weight, *([] if bias is None else [bias]))
-    return x, weight, rest[0] if rest else None
+        if not self.sequence_parallel:
+            return ops.gemm_all_reduce(x, self.weight.t(), self.group, bias=self.bias, residual=residual, gradient="replicated")
+        bias = None if self.bias is None else ops.replicate(self.bias, self.group)
+        return ops.gemm_reduce_scatter(x, self.weight.t(), self.group, bias=bias, residual=residual)
 
 
 class _Replicated(torch.autograd.Function):
@@ -150,7 +136,7 @@ class _Replicated(torch.autograd.Function):
     kernel."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: GroupLike) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.has_bias = group, bias is not None
         return torch.nn.functional.linear(x, weight, bias)
@@ -158,42 +144,5 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        dx = gemm_all_reduce(grad, weight, Behind(), ctx.group) if ctx.needs_input_grad[0] else None
+        dx = ops.gemm_all_reduce(grad, weight, ctx.group) if ctx.needs_input_grad[0] else None
         return dx, grad.T @ x, grad.sum(0) if ctx.has_bias else None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over ranks of ``x @ weight.T``, plus bias and residual, where all ranks go on with the same loss: nothing is summed
-    backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        group: str,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has = bias is not None, residual is not None
-        return gemm_all_reduce(x, weight.t(), Behind(bias, residual=residual), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        has_bias, has_residual = ctx.has
-        return grad @ weight, grad.T @ x, grad.sum(0) if has_bias else None, grad if has_residual else None, None
-
-
-class _Shared(torch.autograd.Function):
-    """A value that all ranks share and use for tokens of their own: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return torch.ops.peerlane.all_reduce(grad, ctx.group), None

@@ -13,7 +13,6 @@ emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a proce
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +20,12 @@ import torch
 from peerlane.device.products import gemm
 from peerlane.device.products.all_gather_gemm import all_gather_gemm as _fused_gather
 from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_columns
-from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
-from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
-from peerlane.errors import UsageError
 from peerlane.ops import replicated
 from peerlane.ops.attention import ring_attention, ulysses_attention
 from peerlane.ops.check import same_call
 from peerlane.ops.collectives import (
     Gradient,
     _all_gather,
-    _all_reduce,
     _reduce_scatter,
     all_gather,
     all_reduce,
@@ -46,13 +41,8 @@ from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report, prepare
 from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
-from peerlane.ops.products import Behind as _Behind
-from peerlane.ops.products import gemm_all_reduce as _finished_sum
-from peerlane.ops.products import gemm_reduce_scatter as _finished_scatter
-from peerlane.ops.products import right_gradient as _right_gradient
-from peerlane.ops.products import row_gather_gemm
+from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.shapes import product as _product
-from peerlane.ops.shapes import rows
 from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
@@ -105,29 +95,6 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
     return product
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
-def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("gemm_reduce_scatter", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        own: torch.Tensor = _reduce_scatter(a @ b, group)
-        return own
-    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype)
-    product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
-    return product
-
-
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
-def _gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    same_call("gemm_all_reduce", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        total: torch.Tensor = _all_reduce(a @ b, group)
-        return total
-    multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype)
-    return multiply(gemm.aligned(a), b).clone(memory_format=torch.contiguous_format)
-
-
 @torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
 def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     same_call("gemm_all_gather", group, a, b)
@@ -141,9 +108,7 @@ def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 # --- shapes ---
 
 
-for _whole in (_all_gather_gemm, _gemm_all_reduce):
-    _whole.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
-_gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((rows(a, _world_size(group), "gemm_reduce_scatter"), b.shape[1])))
+_all_gather_gemm.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
 _gemm_all_gather.register_fake(lambda a, b, group: a.new_empty((a.shape[0], _world_size(group) * b.shape[1])))
 
 
@@ -160,12 +125,6 @@ def _gather_gemm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, 
     return _scatter_columns(grad @ b.T, a.shape[1], ctx.group), _gather_columns(a, ctx.group).T @ grad, None
 
 
-def _scattered_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    a, b = ctx.saved_tensors
-    da, whole = torch.ops.peerlane.row_gather_gemm(grad, [b.T], [], "none", 1.0, True, ctx.group)
-    return da, _right_gradient(a, whole, b, 1.0), None
-
-
 def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, None]]:
     """Returns the gradients of a product's operands. ``own``: the gradient of this rank's product, from that of the result."""
 
@@ -176,11 +135,8 @@ def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Call
     return gradients
 
 
-_of_sum = _product_gradients(lambda ctx, grad: _all_reduce(grad, ctx.group))
 _of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
-_gemm_reduce_scatter.register_autograd(_scattered_gradients, setup_context=_remember_product)
-_gemm_all_reduce.register_autograd(_of_sum, setup_context=_remember_product)
 _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 
@@ -191,57 +147,12 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
     name = _name(group)
-    return _product(partial(_all_gather_gemm, group=name), "all_gather_gemm", a, b, depth=_world_size(name))
 
+    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+        product: torch.Tensor = _all_gather_gemm(a, b, name)
+        return product
 
-@takes_dtensors
-def gemm_reduce_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: GroupLike = None,
-    *,
-    bias: torch.Tensor | None = None,
-    activation: gemm.Activation = "none",
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> torch.Tensor:
-    """Returns this rank's part, along axis 0, of the summed ``a @ b``: (m, ..., k) and (k, n) give (m/W, ..., n). bfloat16 and float16 run
-    as one kernel, which finishes a sum as ``activation(scale * sum + bias) + residual``: bias (n), residual of the result's shape."""
-    name, behind = _name(group), _Behind(bias, activation, residual, scale)
-    call = partial(_gemm_reduce_scatter, group=name) if behind.nothing else partial(_finished_scatter, behind=behind, group=name)
-    return _product(call, "gemm_reduce_scatter", a, b, parts=_world_size(name))
-
-
-@takes_dtensors
-def gemm_all_reduce(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: GroupLike = None,
-    *,
-    gradient: Gradient = "summed",
-    bias: torch.Tensor | None = None,
-    activation: gemm.Activation = "none",
-    residual: torch.Tensor | None = None,
-    scale: float = 1.0,
-) -> torch.Tensor:
-    """Returns the sum of all ranks' ``a @ b``. a (..., k), b (k, n); (..., n). ``gradient="replicated"``: the backward pass is local.
-
-    The kernel finishes a sum as ``activation(scale * sum + bias) + residual``: bias (n), residual of the result's shape, the same on all
-    ranks; with ``gradient="summed"`` alone."""
-    name, behind = _name(group), _Behind(bias, activation, residual, scale)
-    if not behind.nothing:
-        if _replicates(gradient):
-            raise UsageError(
-                "gemm_all_reduce with a bias, activation, residual or scale: expected gradient='summed'; use nn.RowParallelLinear"
-            )
-        return _product(partial(_finished_sum, behind=behind, group=name), "gemm_all_reduce", a, b)
-    multiply: Any = replicated.GemmAllReduce.apply if _replicates(gradient) else _gemm_all_reduce
-
-    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = multiply(a, b, name)
-        return total
-
-    return _product(call, "gemm_all_reduce", a, b)
+    return _product(call, "all_gather_gemm", (a, b), depth=_world_size(name))
 
 
 @takes_dtensors
@@ -250,8 +161,8 @@ def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *
     name = _name(group)
     multiply: Any = replicated.GemmAllGather.apply if _replicates(gradient) else _gemm_all_gather
 
-    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
         whole: torch.Tensor = multiply(a, b, name)
         return whole
 
-    return _product(call, "gemm_all_gather", a, b)
+    return _product(call, "gemm_all_gather", (a, b))

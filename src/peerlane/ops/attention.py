@@ -6,7 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
+from peerlane.device import Group
+from peerlane.device.attention.forward import supports
 from peerlane.device.attention.ring import attend_over_ranks
 from peerlane.device.attention.ring_backward import attend_over_ranks_backward
 from peerlane.device.attention.ulysses import attend_by_heads, attend_by_heads_backward
@@ -48,7 +51,21 @@ def _ring_backward(
         if kit is None:
             return _contiguous(dense_attention.attend_backward(dout, q, k, v, scale, causal, group))
         known = dout, q, k, v, out, logarithms
-        return _contiguous(attend_over_ranks_backward(*known, scale=scale, causal=causal, group=kit))
+        if supports(q, k, v) or q.shape == k.shape == v.shape:
+            return _contiguous(attend_over_ranks_backward(*known, scale=scale, causal=causal, group=kit))
+        return _backward_of_one_shape(known, scale, causal, kit)
+
+
+def _backward_of_one_shape(known: tuple[torch.Tensor, ...], scale: float, causal: bool, kit: Group) -> Tensors:
+    """Returns the gradients where the kit's other path wants one shape: key heads are repeated, depths padded with zeros, which changes no
+    score."""
+    dout, q, k, v, out, logarithms = known
+    shared, depth = q.shape[2] // k.shape[2], max(q.shape[3], v.shape[3])
+    padded = [pad(tensor, (0, depth - tensor.shape[3])) for tensor in (dout, q, k, v, out)]
+    padded[2:4] = [tensor.repeat_interleave(shared, 2) for tensor in padded[2:4]]
+    dq, dk, dv = attend_over_ranks_backward(*padded, logarithms, scale=scale, causal=causal, group=kit)
+    dk, dv = (gradient.unflatten(2, (-1, shared)).sum(3) for gradient in (dk, dv))  # type: ignore[no-untyped-call]
+    return _contiguous((dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]))
 
 
 @torch.library.custom_op("peerlane::ulysses_attention", mutates_args=())

@@ -8,12 +8,12 @@ import torch
 
 from peerlane.device import Group, communicator
 from peerlane.device.host.memory_report import MemoryReport
-from peerlane.device.products import all_gather_gemm, gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
+from peerlane.device.products import all_gather_gemm, gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
 from peerlane.device.products.capacity import LEAST_ROWS, capacity, with_room
 from peerlane.errors import UsageError
 from peerlane.ops.groups import GroupLike, group_name, kit_group
 
-PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "row_gather_gemm", "gemm_all_gather")
+PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_gather")
 """Operators whose memory grows with the number of tokens."""
 
 
@@ -28,9 +28,9 @@ def prepare(
     """Collective: takes the memory for all calls of up to ``max_tokens`` rows now, and returns what the group takes.
 
     ``hidden``: the widths, of which each of ``products`` gets memory for each: columns of the whole result of ``gemm_all_reduce``,
-    ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm`` and ``row_gather_gemm``.
-    Later calls of these sizes take no memory and exchange nothing. The collectives' memory does not depend on sizes. Raises UsageError for
-    other names and sizes. On CPU ranks and in groups that the kit does not serve it does nothing."""
+    ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm``. Later calls of these sizes
+    take no memory and exchange nothing. The collectives' memory does not depend on sizes. Raises UsageError for other names and sizes. On
+    CPU ranks and in groups that the kit does not serve it does nothing."""
     if unknown := set(products) - set(PRODUCTS):
         raise UsageError(f"prepare got products={sorted(unknown)}: expected some of {', '.join(PRODUCTS)}")
     if max_tokens < 1 or dtype not in gemm.ELEMENT_TYPES:
@@ -76,9 +76,6 @@ def _prepare(kit: Group, product: str, rows: int, width: int, dtype: torch.dtype
     tiling_of: Callable[[int], object]
     if product == "all_gather_gemm":
         with_room(all_gather_gemm.memory_of, kit, rows, shard, False)
-        return
-    if product == "row_gather_gemm":
-        with_room(row_gather_gemm.memory_of, kit, -(-rows // kit.world_size), width)
         return
     if product == "gemm_reduce_scatter":
         rows = -(-rows // kit.world_size)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.device.collectives import rms_norm
 from peerlane.errors import UsageError
-from peerlane.ops.check import same_call
-from peerlane.ops.collectives import _all_reduce
-from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
+from peerlane.ops.groups import group_name, kit_group, world_size
+from peerlane.ops.products import summed
 
 FP8 = torch.float8_e4m3fn
 _LARGEST, _SMALLEST_SCALE = 448.0, 1e-12  # of e4m3; of a token of zeros
@@ -29,7 +29,6 @@ def _all_reduce_rms_norm(
     group: str,
 ) -> Three:
     """Returns y, the sum, and the scales of quantisation by token, or none of them."""
-    same_call("all_reduce_rms_norm", group, x)
     rows, ranks = x.reshape(-1, x.shape[-1]).contiguous(), world_size(group)
     kit = kit_group(x, group) if _has_kernel(rows, weight, residual, ranks) else None
     if kit is not None:
@@ -44,7 +43,7 @@ def _all_reduce_rms_norm(
             scale=scale,
         )
         return y.view(x.shape), total.view(x.shape), x.new_empty(0, dtype=torch.float32) if scales is None else scales.view(x.shape[:-1])
-    total = _all_reduce(x, group)
+    total = summed(x, group)
     total = total if residual is None else total + residual
     if quantisation == "none":
         return F.rms_norm(total, x.shape[-1:], weight, epsilon), total, x.new_empty(0, dtype=torch.float32)
@@ -95,7 +94,7 @@ def _gradients(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, _
     if not isinstance(grad, torch.Tensor):
         return (None,) * 7
     shared = grad.to(total.dtype)
-    return _all_reduce(shared, ctx.group), dweight, shared if ctx.has_residual else None, None, None, None, None
+    return torch.ops.peerlane.all_reduce(shared, ctx.group), dweight, shared if ctx.has_residual else None, None, None, None, None
 
 
 _all_reduce_rms_norm.register_autograd(_gradients, setup_context=_remember)
@@ -107,7 +106,7 @@ def all_reduce_rms_norm(
     residual: torch.Tensor | None = None,
     *,
     epsilon: float = 1e-6,
-    group: GroupLike = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ``rms_norm(total) * weight`` and ``total``, the sum of all ranks' ``x`` plus ``residual``, rounded once.
 
@@ -124,7 +123,7 @@ def all_reduce_rms_norm_fp8(
     *,
     scale: torch.Tensor | None = None,
     epsilon: float = 1e-6,
-    group: GroupLike = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Three:
     """Returns the norm in float8_e4m3fn, ``total``, and the scale by which the norm is the first result times it.
 

@@ -62,19 +62,18 @@ class _ColwiseLinear(nn.Linear):
         bias = None if self.bias is None else _local(self.bias, Shard(0))
         if isinstance(layout.inputs, Shard):
             axis = layout.inputs.dim
-            rows = ops.all_gather(x.movedim(axis, 0), group).movedim(0, axis)
-            y = torch.matmul(rows, weight)
+            (y,) = ops.row_gather_gemm(x.movedim(axis, 0), [weight], [] if bias is None else [bias], group=group)
+            y = y.movedim(0, axis)
         else:
-            y = product(partial(_column_product, group=layout.group), "ColwiseParallel", x, weight)
-        y = y if bias is None else y + bias.to(y.dtype)
+            y = product(partial(_column_product, group=layout.group), "ColwiseParallel", (x, weight), bias=bias)
         if isinstance(layout.outputs, Replicate):
             y = ops.all_gather(y.movedim(-1, 0), group, gradient="replicated").movedim(0, -1)
         return layout.given(y)
 
 
-def _column_product(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+def _column_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, _: torch.Tensor | None, *, group: str) -> torch.Tensor:
     y: torch.Tensor = ColumnProduct.apply(a, b, group)  # type: ignore[no-untyped-call]
-    return y
+    return y if bias is None else y + bias
 
 
 class _RowwiseLinear(nn.Linear):
@@ -84,14 +83,12 @@ class _RowwiseLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         layout, group = self.layout, self.layout.mesh.get_group()
-        weight, x = _local(self.weight, Shard(1)).t(), layout.taken(x)
-        if isinstance(layout.outputs, Shard):
-            axis = layout.outputs.dim
-            y = ops.gemm_reduce_scatter(x.movedim(axis, 0), weight, group).movedim(0, axis)
+        weight, x, outputs = _local(self.weight, Shard(1)).t(), layout.taken(x), layout.outputs
+        bias = None if self.bias is None else _local(self.bias, Partial() if isinstance(outputs, Shard) else Replicate())
+        if isinstance(outputs, Shard):
+            y = ops.gemm_reduce_scatter(x.movedim(outputs.dim, 0), weight, group, bias=bias).movedim(0, outputs.dim)
         else:
-            y = ops.gemm_all_reduce(x, weight, group, gradient="replicated")
-        if self.bias is not None:
-            y = y + _local(self.bias, Partial() if isinstance(layout.outputs, Shard) else Replicate()).to(y.dtype)
+            y = ops.gemm_all_reduce(x, weight, group, bias=bias, gradient="replicated")
         return layout.given(y)
 
 

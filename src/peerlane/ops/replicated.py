@@ -44,18 +44,30 @@ class AllGather(torch.autograd.Function):
 
 
 class GemmAllReduce(torch.autograd.Function):
-    """The sum over ranks of ``a @ b``; the gradients are those of a product whose gradient is the result's."""
+    """The sum over ranks of ``a @ b``, finished with a bias and a residual; the gradients are those of a product whose gradient is the
+    result's."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str,
+        scale: float,
+        group: str,
+    ) -> torch.Tensor:
         ctx.save_for_backward(a, b)
-        total: torch.Tensor = torch.ops.peerlane.gemm_all_reduce(a, b, group)
+        ctx.scale, ctx.has = scale, (bias is not None, residual is not None)
+        total: torch.Tensor = torch.ops.peerlane.gemm_all_reduce(a, b, bias, residual, activation, scale, group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        a, b = ctx.saved_tensors
-        return grad @ b.T, a.T @ grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (a, b), (has_bias, has_residual) = ctx.saved_tensors, ctx.has
+        own = grad * ctx.scale if ctx.scale != 1 else grad
+        return own @ b.T, a.T @ own, grad.sum(0) if has_bias else None, grad if has_residual else None, None, None, None
 
 
 class GemmAllGather(torch.autograd.Function):
@@ -87,7 +99,7 @@ class ColumnProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         a, b = ctx.saved_tensors
-        return torch.ops.peerlane.gemm_all_reduce(grad, b.T, ctx.group), a.T @ grad, None
+        return torch.ops.peerlane.gemm_all_reduce(grad, b.T, None, None, "none", 1.0, ctx.group), a.T @ grad, None
 
 
 class Replicate(torch.autograd.Function):

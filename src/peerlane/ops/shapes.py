@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,13 +21,17 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} in {tensor.dtype}"
 
 
-def cast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors as autocast wants the operands of ``torch.mm``; outside autocast, as they are."""
+def cast(*tensors: Any) -> tuple[Any, ...]:
+    """Returns the tensors as autocast wants the operands of ``torch.mm``; outside autocast, as they are. None stays None."""
     device = tensors[0].device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value for value in tensors)
+    return tuple(value.to(dtype) if value is not None and _is_cast(value) else value for value in tensors)
+
+
+def _is_cast(x: torch.Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[object]:
@@ -62,19 +67,33 @@ def require_product(name: str, a: torch.Tensor, b: torch.Tensor, *, depth: int =
         raise UsageError(f"{given}: expected one floating-point dtype; call .to(a.dtype) on b, or use torch.autocast")
 
 
+Terms = torch.Tensor | None
+
+
+def require_terms(name: str, bias: Terms, residual: Terms, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises UsageError unless ``bias`` has the last axis of a result of this shape, ``residual`` all of them, and both its dtype."""
+    for what, term, wanted in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
+        if term is not None and (tuple(term.shape) != wanted or term.dtype != dtype):
+            raise UsageError(f"{name} got a {what} {_described(term)}: expected {wanted} in {dtype}")
+
+
 def product(
-    call: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    call: Callable[[torch.Tensor, torch.Tensor, Terms, Terms], torch.Tensor],
     name: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor],
     *,
     depth: int = 1,
     parts: int = 1,
+    bias: Terms = None,
+    residual: Terms = None,
 ) -> torch.Tensor:
-    """Returns ``call`` of the rows of ``a`` and of ``b``, with the leading axes of ``a``; axis 0 is that of one of ``parts``."""
-    a, b = cast(a, b)
+    """Returns ``call`` of the rows of a and of b, a bias and the rows of a residual, with the leading axes of a; axis 0 is that of one of
+    ``parts``."""
+    a, b, bias, residual = cast(*operands, bias, residual)
     require_product(name, a, b, depth=depth, parts=parts)
+    if bias is not None or residual is not None:
+        require_terms(name, bias, residual, (a.shape[0] // parts, *a.shape[1:-1], b.shape[1]), a.dtype)
     if a.dim() == 2:
-        return call(a, b)
-    result = call(a.flatten(0, -2), b)
+        return call(a, b, bias, residual)
+    result = call(a.flatten(0, -2), b, bias, None if residual is None else residual.flatten(0, -2))
     return result.view(a.shape[0] // parts, *a.shape[1:-1], result.shape[1])

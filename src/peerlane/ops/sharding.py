@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ParamSpec
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from peerlane.errors import UsageError
 from peerlane.ops.groups import GroupLike, group_name
 
 Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 LAST = Shard(-1)
 _OF_TENSORS: Mapping[str, Any] = {"reduce_op": "sum", "axis": 0, "out": None}
 """Options that DTensors do not take."""
@@ -39,63 +40,94 @@ class Sharding:
     """of the first so many inputs, and of the result, rows may be sharded along other mesh dimensions too"""
     row_axes: tuple[int, int | None] = (0, None)
     """the slice of axes that are rows"""
+    terms: Mapping[str, Placement] = field(default_factory=dict)
+    """of what may be added to the result"""
 
 
+_ROWS: Mapping[str, Any] = {"row_axes": (0, -1)}
 _OF_SEQUENCE = Sharding((Shard(1), Shard(1), Shard(1)), Shard(1), 3, (0, 1))
 SHARDINGS: Mapping[str, Sharding] = {
     "all_reduce": Sharding((Partial(),), Replicate()),
     "all_gather": Sharding((Shard(0),), Replicate()),
     "reduce_scatter": Sharding((Partial(),), Shard(0)),
     "all_to_all": Sharding((Shard(0),), Shard(0)),
-    "all_gather_gemm": Sharding((LAST, Shard(1)), LAST, row_axes=(0, -1)),
-    "gemm_reduce_scatter": Sharding((LAST, Shard(0)), Shard(0), row_axes=(0, -1)),
-    "gemm_all_reduce": Sharding((LAST, Shard(0)), Replicate(), row_axes=(0, -1)),
-    "gemm_all_gather": Sharding((Replicate(), Shard(1)), Replicate(), row_axes=(0, -1)),
+    "all_gather_gemm": Sharding((LAST, Shard(1)), LAST, **_ROWS),
+    "row_gather_gemm": Sharding((Shard(0), Shard(1)), LAST, terms={"biases": Shard(0)}, **_ROWS),
+    "gemm_reduce_scatter": Sharding((LAST, Shard(0)), Shard(0), terms={"bias": Replicate(), "residual": Shard(0)}, **_ROWS),
+    "gemm_all_reduce": Sharding((LAST, Shard(0)), Replicate(), terms={"bias": Replicate(), "residual": Replicate()}, **_ROWS),
+    "gemm_all_gather": Sharding((Replicate(), Shard(1)), Replicate(), **_ROWS),
     "ring_attention": _OF_SEQUENCE,
     "ulysses_attention": _OF_SEQUENCE,
     "gated_experts": Sharding((Shard(0),) * 6, Shard(0), 3, (0, -1)),
 }
 
 
-def takes_dtensors(function: Callable[Arguments, torch.Tensor]) -> Callable[Arguments, torch.Tensor]:
-    """Returns the operator for tensors and DTensors. It gives a DTensor if one of its tensors is one."""
+def takes_dtensors(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Returns the operator for tensors and DTensors. It gives a DTensor if its first tensor is one."""
     sharding, names = SHARDINGS[function.__name__], tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> torch.Tensor:
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if not any(isinstance(value, DTensor) for value in args):
             return function(*args, **kwargs)
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return _on_shards(function, sharding, names, given)
+        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
+        result: Result = _Call(function, sharding, names, given).run()
+        return result
 
     return called
 
 
-def _on_shards(function: Callable[..., torch.Tensor], sharding: Sharding, names: tuple[str, ...], given: dict[str, Any]) -> torch.Tensor:
-    tensors = [given[name] for name in names[: len(sharding.inputs)]]
-    if not all(isinstance(value, DTensor) for value in tensors) or len({value.device_mesh for value in tensors}) > 1:
-        raise UsageError(f"{function.__name__} got tensors and DTensors, or DTensors of several meshes: expected DTensors of one mesh")
-    if changed := [name for name, usual in _OF_TENSORS.items() if given.get(name, usual) != usual]:
-        raise UsageError(
-            f"{function.__name__} got DTensors and {', '.join(f'{name}=' for name in changed)}: expected neither; use to_local()"
-        )
-    mesh: DeviceMesh = tensors[0].device_mesh
-    dim, group = _dimension(mesh, given.get("group"), function.__name__)
-    outer = [_kept(tensors[0], d, dim, sharding) for d in range(mesh.ndim)]
-    local = {}
-    for number, (name, value) in enumerate(zip(names, tensors, strict=False)):
-        own = sharding.inputs[number]
-        rows = outer if number < sharding.row_inputs else [Replicate()] * mesh.ndim
-        placements = tuple(placed(own, value.ndim) if d == dim else rows[d] for d in range(mesh.ndim))
-        # What all ranks have, and only some of their rows meet, has partial gradients.
-        grads = tuple(_gradient(placement, d == dim or isinstance(outer[d], Shard)) for d, placement in enumerate(placements))
-        local[name] = _redistributed(value, placements, function.__name__).to_local(grad_placements=grads)
-    options = {**given, **local, "group": group}
-    if "gradient" in names:
-        options["gradient"] = "replicated" if isinstance(sharding.result, Replicate) else "summed"
-    result = function(**options)
-    lies = tuple(placed(sharding.result, result.ndim) if d == dim else outer[d] for d in range(mesh.ndim))
-    return DTensor.from_local(result, mesh, lies, run_check=False)
+class _Call:
+    """One call of an operator with DTensors."""
+
+    def __init__(self, function: Callable[..., Any], sharding: Sharding, names: tuple[str, ...], given: dict[str, Any]) -> None:
+        self.function, self.sharding, self.names, self.given = function, sharding, names, given
+        terms = [name for name in sharding.terms if given.get(name) is not None]
+        self.tensors = [*names[: len(sharding.inputs)], *terms]
+        flat = [value for name in self.tensors for value in _listed(given[name])]
+        if not all(isinstance(value, DTensor) for value in flat) or len({value.device_mesh for value in flat}) > 1:
+            raise UsageError(f"{function.__name__} got tensors and DTensors, or DTensors of several meshes: expected DTensors of one mesh")
+        if changed := [name for name, usual in _OF_TENSORS.items() if given.get(name, usual) != usual]:
+            raise UsageError(
+                f"{function.__name__} got DTensors and {', '.join(f'{name}=' for name in changed)}: expected neither; use to_local()"
+            )
+        self.mesh: DeviceMesh = flat[0].device_mesh
+        self.dim, self.group = _dimension(self.mesh, given.get("group"), function.__name__)
+        self.outer = [_kept(flat[0], d, self.dim, sharding) for d in range(self.mesh.ndim)]
+
+    def run(self) -> Any:
+        """Returns the result of the operator on this rank's parts, as DTensors."""
+        local = {name: self._local(number, name) for number, name in enumerate(self.tensors)}
+        options = {**self.given, **local, "group": self.group}
+        if "gradient" in self.names:
+            options["gradient"] = "replicated" if isinstance(self.sharding.result, Replicate) else "summed"
+        result = self.function(**options)
+        return [self._whole(part) for part in result] if isinstance(result, list) else self._whole(result)
+
+    def _local(self, number: int, name: str) -> Any:
+        value, count = self.given[name], len(self.sharding.inputs)
+        own = self.sharding.inputs[number] if number < count else self.sharding.terms[name]
+        # What all ranks have, and each uses for something else, has partial gradients. A term of what all ranks have is used alike.
+        differs = number < count or isinstance(self.sharding.result, Shard)
+        follows_rows = number < self.sharding.row_inputs or name == "residual"
+        parts = [self._part(part, own, differs, follows_rows) for part in _listed(value)]
+        return parts if isinstance(value, list | tuple) else parts[0]
+
+    def _part(self, value: DTensor, own: Placement, differs: bool, follows_rows: bool) -> torch.Tensor:
+        rows = self.outer if follows_rows else [Replicate()] * self.mesh.ndim
+        placements = tuple(placed(own, value.ndim) if d == self.dim else rows[d] for d in range(self.mesh.ndim))
+        used = [differs if d == self.dim else isinstance(self.outer[d], Shard) for d in range(self.mesh.ndim)]
+        grads = tuple(_gradient(placement, apart) for placement, apart in zip(placements, used, strict=True))
+        return _redistributed(value, placements, self.function.__name__).to_local(grad_placements=grads)
+
+    def _whole(self, part: torch.Tensor) -> DTensor:
+        result = placed(self.sharding.result, part.ndim)
+        lies = tuple(result if d == self.dim else self.outer[d] for d in range(self.mesh.ndim))
+        return DTensor.from_local(part, self.mesh, lies, run_check=False)
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def placed(placement: Placement, axes: int) -> Placement:

@@ -48,12 +48,21 @@ SUPPORT: Mapping[str, Support] = {
     "reduce_scatter": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
     "all_to_all": Support(ANY, "", False, _COLLECTIVES),
     "all_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
+    "row_gather_gemm": _product("with rows and depth"),
     "gemm_reduce_scatter": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_reduce": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_gather": _product("with rows and columns; `prepare` sizes it"),
+    "all_reduce_rms_norm": Support(_PRODUCTS, "an all-reduce and a norm; so have more than 512 tokens", False, "with hidden size"),
+    "all_reduce_rms_norm_fp8": Support(
+        _PRODUCTS, "an all-reduce, a norm and a cast; so have more than 512 tokens", False, "with hidden size", "no"
+    ),
     "ring_attention": Support(_PRODUCTS, "a gather of keys, and torch", True, _SHARDS),
     "ulysses_attention": Support(_PRODUCTS, "two exchanges, and torch", True, _SHARDS),
     "gated_experts": Support(
-        _PRODUCTS, "exchanges of counts and rows, and torch", True, "with tokens and hidden size", graph="forward, in one-kernel dtypes"
+        _PRODUCTS,
+        "exchanges of counts and rows, and torch",
+        True,
+        "with tokens and hidden size",
+        graph="forward, in one-kernel dtypes, of 2 ranks or more",
     ),
 }

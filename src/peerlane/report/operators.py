@@ -33,7 +33,7 @@ def operators_table() -> str:
 def _row(name: str, support: Support) -> list[str]:
     fused = support.fused if isinstance(support.fused, str) else ", ".join(str(dtype).removeprefix("torch.") for dtype in support.fused)
     cast = "casts as `torch.mm`" if support.casts else "leaves dtypes"
-    layout = _layout(SHARDINGS[name])
+    layout = _layout(SHARDINGS[name]) if name in SHARDINGS else "none"
     return [f"`{name}`", fused, support.others or "-", layout, "1 to 8", support.graph, support.gradient, "yes", cast, support.memory]
 
 

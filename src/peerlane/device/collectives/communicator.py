@@ -73,16 +73,19 @@ class Communicator:
 
     @property
     def closed(self) -> bool:
-        """Whether the memory was given back."""
+        """Tells whether the memory was given back."""
         return self.arena.closed
 
     def close(self) -> None:
         """Gives the memory back, once all ranks have finished all calls."""
         self._launches.clear()
+        if self._serves_backend:
+            self.group.close()
+            return
         for arena, _ in self._stages.values():
             arena.close()
         self._stages.clear()
-        self.group.close() if self._serves_backend else self.arena.close()
+        self.arena.close()
 
     # ---- sums ------------------------------------------------------------------------------------------------------------------------
 
