@@ -27,7 +27,8 @@ namespace peerlane {
 //   u64 gathered_memory        in the arena: (k, m, 2 W), third index buffer * W + source, in slots that lie `slot_bytes` apart
 //   u64 slot_bytes
 //   u64 flags, epochs          in the arena: Peers::flag_bytes(pieces.count()); u32[max_epoch_blocks]
-template <class Shape, int W, bool scatters, class Parameters>
+// `most_together`: pieces that share a fence at most.
+template <class Shape, int W, bool scatters, class Parameters, u32 most_together = 1>
 struct GatheredPieces : Shape {
     const Parameters& parameters;
     const Arena& arena;
@@ -37,12 +38,12 @@ struct GatheredPieces : Shape {
     __device__ GatheredPieces(const Parameters& p, const Arena& a)
         : parameters(p), arena(a), epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))) {}
 
-    // The spare warp of a compute block: own pieces straight to every other rank. A fence waits for what the whole SM has under way, and that is
-    // most of a tile's time where loads never pause. So ever more pieces share one: it is soon there for the first ones, and there are few in all.
+    // The spare warp of a compute block: own pieces straight to every other rank. A fence waits for what its SM has under way, which never pauses
+    // here. So ever more pieces may share one: the first ones are told of soon, and there are few fences in all.
     __device__ void communicate(u32 part, u32 parts) const {
         if (parameters.communicator_blocks > 0) return;
         const u32 count = parameters.pieces.count();
-        for (u32 index = part, together = 1; index < count; index += together * parts, together *= 2) {
+        for (u32 index = part, together = 1; index < count; index += together * parts, together = min(2 * together, most_together)) {
             const u32 left = (count - index + parts - 1) / parts, now = together < left ? together : left;
             for (u32 i = 0; i < now; ++i) {
                 with_piece(index + i * parts, [&](u32, u64 at, const Rows& rows) { push(at, rows); });
