@@ -391,7 +391,7 @@ def all_reduce(rank: int, world: int) -> Iterator[Row]:
         calls: dict[str, Call] = {}
         for kind, plan in forced.items():
             kit = kits.setdefault(kind, Communicator())
-            plans.all_reduce = lambda nbytes, machine, packets_fit=True, stages=False, plan=plan: plan(nbytes)
+            plans.all_reduce = lambda nbytes, machine, packets_fit=True, plan=plan: plan(nbytes)
             kit.all_reduce(x, out)  # keeps the launch of this size
             calls[kind] = lambda kit=kit: kit.all_reduce(x, out)  # noqa: B023
         plans.all_reduce = chosen

@@ -53,7 +53,7 @@ class Communicator:
     def __init__(
         self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS, stages: bool = False
     ) -> None:
-        self._serves_backend, self._stages_sums = False, stages
+        self._serves_backend = False
         self.group = group_of(group)
         sm_count = self.group.waiting_blocks
         rings = replace(rings, blocks=min(rings.blocks, sm_count))  # no grid is larger
@@ -61,7 +61,7 @@ class Communicator:
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)
-        self.machine = Machine(self.arena.world_size, sm_count, rings)
+        self.machine = Machine(self.arena.world_size, sm_count, rings, stages)
         self._launches: dict[Hashable, DeviceLaunch] = {}
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
         self._timeout_s = timeout_s
@@ -101,7 +101,7 @@ class Communicator:
             ("all_reduce", nbytes, tensor.dtype, reduction),
             tensor,
             output,
-            lambda: (plans.all_reduce(nbytes, self.machine, packets_fit=packets_fit, stages=self._stages_sums), Messages(), 0),
+            lambda: (plans.all_reduce(nbytes, self.machine, packets_fit=packets_fit), Messages(), 0),
             reduction,
         )
 

@@ -45,12 +45,13 @@ class Machine:
     world_size: int
     sm_count: int
     rings: Rings = RINGS
+    stages: bool = False
+    """whether all-reduces of 4 to 64 MiB are staged"""
 
 
-def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True, stages: bool = False) -> Plan:
-    """Plans a sum of ``nbytes`` > 0 on every rank. ``packets_fit``: no element lies in two packets; else sums take rings. ``stages``:
-    tensors of 4 to 64 MiB are staged."""
-    if stages and STAGED_FROM_BYTES < nbytes <= STAGED_LIMIT_BYTES:
+def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
+    """Plans a sum of ``nbytes`` > 0 on every rank. ``packets_fit``: no element lies in two packets; else sums take rings."""
+    if machine.stages and STAGED_FROM_BYTES < nbytes <= STAGED_LIMIT_BYTES:
         return Plan(STAGED, machine.sm_count, 512)
     if not packets_fit:
         return _ring("all_reduce_relay", machine)
