@@ -142,7 +142,7 @@ class _Replicated(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dx = ops.gemm_all_reduce(grad, weight, ctx.group) if ctx.needs_input_grad[0] else None
         return dx, grad.T @ x, grad.sum(0) if ctx.has_bias else None, None
