@@ -149,12 +149,8 @@ def test_packets_carry_more_than_the_buffers_hold_in_rounds(world_size: int) -> 
     for plan, name, most_at_once in in_two_trips:
         # A packet buffer holds whole packets of every share: a few more than the tensor that it is made for.
         assert plan(most_at_once, machine).kernel == ("all_reduce_one_shot" if world_size == 2 else f"{name}_two_shot")
-        if name == "all_reduce":
-            assert [plan(size, machine).kernel for size in (most_at_once + 12 * world_size, 64 << 20)] == [plans.STAGED] * 2
-            assert plan((64 << 20) + 1, machine).kernel == "all_reduce_relay"
-            continue
         assert plan(most_at_once + 12 * world_size, machine).kernel == f"{name}_two_shot_rounds"
-        most = plans.TWO_SHOT_LIMIT_BYTES
+        most = plans.TWO_SHOT_LIMIT_BYTES if world_size > 2 else plans.TWO_SHOT_LIMIT_BYTES_OF_TWO
         assert [plan(size, machine).kernel for size in (most, most + 1)] == [f"{name}_two_shot_rounds", f"{name}_relay"]
 
 
@@ -197,12 +193,13 @@ def test_all_ranks_plan_alike(world_size: int) -> None:
 
 def test_small_tensors_take_packets_and_large_ones_rings() -> None:
     machine = Machine(4, 132)
-    assert [plans.all_reduce(size, machine).kernel for size in (4 << 10, 2 << 20, 64 << 20, 65 << 20)] == [
+    assert [plans.all_reduce(size, machine).kernel for size in (4 << 10, 2 << 20, 64 << 20)] == [
         "all_reduce_one_shot",
         "all_reduce_two_shot",
-        "all_reduce_staged",
         "all_reduce_relay",
     ]
+    staged = [plans.all_reduce(size, Machine(4, 132, stages=True)).kernel for size in (4 << 20, (4 << 20) + 1, 64 << 20, (64 << 20) + 1)]
+    assert staged == ["all_reduce_two_shot", plans.STAGED, plans.STAGED, "all_reduce_relay"]
     assert plans.all_reduce(2 << 20, Machine(2, 132)).kernel == "all_reduce_one_shot"
     assert [plans.exchange(size, machine).kernel for size in (2048, 2 << 20, 4 << 20, 9 << 20)] == [
         "exchange_packets",
@@ -229,7 +226,7 @@ def test_rings_stay_within_bounds_and_four_ranks_reach_every_sm() -> None:
     for world_size in range(2, 9):
         assert RINGS.exchange_blocks(world_size) >= 57
         assert workspace.workspace_bytes(world_size) <= 424 << 20
-    assert [plans.all_reduce(65 << 20, Machine(world_size, 132)).grid for world_size in (2, 4, 8)] == [132, 132, 57]
+    assert [plans.all_reduce(64 << 20, Machine(world_size, 132)).grid for world_size in (2, 4, 8)] == [132, 132, 57]
 
 
 @pytest.mark.parametrize(

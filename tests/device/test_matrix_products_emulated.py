@@ -202,8 +202,9 @@ TWINS = {
     "rows told of too early": Twin(
         "all_gather",
         "gathered_pieces.cuh",
-        "            push(at, rows);\n            peers(communicator).signal_all(flag, epoch);\n",
-        "            peers(communicator).signal_all(flag, epoch);\n            push(at, rows);\n",
+        "            for (u32 i = 0; i < now; ++i) {\n",
+        "            peers(communicator).signal_all_slots(now, [&](u32 i) { return flag_of_piece(index + i * parts); }, epoch);\n"
+        "            for (u32 i = 0; i < now; ++i) {\n",
         frozenset({"race"}),
     ),
     "own tile before the others'": Twin(

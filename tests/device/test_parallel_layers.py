@@ -148,13 +148,32 @@ def one_rank() -> Any:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sharded_layers_follow_autocast(sequence_parallel: bool) -> None:
+    layers = (
+        nn.ColumnParallelLinear(8, 16, activation="relu", sequence_parallel=sequence_parallel),
+        nn.RowParallelLinear(16, 8, sequence_parallel=sequence_parallel),
+    )
+    x = torch.ones(4, 2, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = layers[0](x)
+        y = layers[1](hidden, residual=x)
+    assert hidden.dtype == y.dtype == torch.bfloat16 and y.shape == x.shape
+    y.float().sum().backward()
+    assert all(value.grad is not None and value.grad.dtype == torch.float32 for layer in layers for value in layer.parameters())
+    with pytest.raises(UsageError, match="one floating-point dtype"):
+        layers[1](torch.ones(4, 16).double())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     generator = torch.Generator().manual_seed(1)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)  # noqa: E731
     a, b, c, bias, other, residual = draw(4, 6), draw(6, 5), draw(3, 6), draw(5), draw(3), draw(4, 5)
-    gather, scatter, total = (
-        getattr(torch.ops.peerlane, name).default for name in ("row_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
-    )
+    names = ("row_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce")
+    gather, scatter, total = (getattr(torch.ops.peerlane, name).default for name in names)
     c = c.detach().t().requires_grad_()  # as the transpose of a weight
     for keeps in (False, True):
         torch.library.opcheck(gather, (a, [b, c], [bias, other], "none", 0.5, keeps, ""))

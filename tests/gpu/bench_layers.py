@@ -1,12 +1,12 @@
-"""Layers of sharded models on GPUs: right against float64, and how fast beside torch's fused operators and beside unfused kernels.
+"""Layers of sharded models on GPUs: right against exact answers, and how fast beside torch's fused operators and unfused kernels.
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce [--ranks 4]
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce|gather|everything [--ranks 4]
 
-Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is
-a JSON object; ``--out FILE`` appends them to a file.
-"""
+With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs
+where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
+``--out FILE`` appends them to a file."""
 
 from __future__ import annotations
 
@@ -32,12 +32,23 @@ from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
+from peerlane.device.tools.trace import forget_observed, observed_spans
 from peerlane.hardware.virtual_node import share_gpus
+from peerlane.settings import records_roles
 
 BF16 = torch.bfloat16
 STRETCHES = 5
 Call = Callable[[], Any]
 Row = dict[str, Any]
+
+
+def quick() -> bool:
+    return os.environ.get("PEERLANE_BENCH") == "quick"
+
+
+def few(*cases: Any) -> tuple[Any, ...]:
+    """Returns the cases, or the first two of a quick look."""
+    return cases[:2] if quick() else cases
 
 
 # --- times ---
@@ -95,12 +106,8 @@ def small(*shape: int, seed: int, largest: int = 1) -> torch.Tensor:
 
 def check_products(rank: int, world: int) -> Iterator[Row]:
     group = group_of()
-    for m, k, widths in (
-        (8, 64, [64]),
-        (72, 136, [72, 8, 130]),
-        (256, 1024, [512, 256, 256]),
-        (1024, 2048, [4096]),
-        (33, 4096, [1000, 24]),
+    for m, k, widths in few(
+        (72, 136, [72, 8, 130]), (1024, 2048, [4096]), (8, 64, [64]), (256, 1024, [512, 256, 256]), (33, 4096, [1000, 24])
     ):
         for major in ("k", "mn"):
             wrong = 0
@@ -134,9 +141,9 @@ def check_products(rank: int, world: int) -> Iterator[Row]:
 
 
 def check_norm(rank: int, world: int) -> Iterator[Row]:
-    for columns in (64, 4096, 8192):
+    for columns in few(8192, 4096, 64)[: 1 if quick() else 3]:
         norm = all_reduce_rms_norm(group_of(), columns, BF16)
-        for tokens in (1, 2, 8, 31, 32, 64, 200, 512):
+        for tokens in few(1, 512, 2, 8, 31, 32, 64, 200):
             for quantisation in ("none", "token", "tensor"):
                 wrong = 0
                 for call in range(4):
@@ -159,8 +166,8 @@ def check_norm(rank: int, world: int) -> Iterator[Row]:
 
 
 def check_all_reduce(rank: int, world: int) -> Iterator[Row]:
-    kit = communicator()
-    for nbytes in ((4 << 20) + 6, 5_000_002, 16 << 20, 64 << 20):
+    kit = Communicator(stages=True)
+    for nbytes in few((4 << 20) + 6, 16 << 20, 5_000_002, 64 << 20):
         wrong = 0
         for call in range(4):
             terms = [small(nbytes // 2, seed=100 * call + q, largest=3) for q in range(world)]
@@ -283,11 +290,58 @@ def mlp(rank: int, world: int) -> Iterator[Row]:
         torch.cuda.empty_cache()
 
 
+def gather(rank: int, world: int) -> Iterator[Row]:
+    """Row all-gather and product of some sizes. With PEERLANE_ROLES=1 how long each role's spans took, on one rank, in microseconds."""
+    group, kit, name = group_of(), communicator(), dist.group.WORLD.group_name
+    for m, k, n in few((1024, 8192, 8192), (256, 8192, 8192), (1024, 8192, 2048), (1024, 2048, 8192), (64, 4096, 4096)):
+        draw = torch.Generator(device="cuda").manual_seed(rank)
+        a, weight = (torch.randn(shape, device="cuda", generator=draw).to(BF16) for shape in ((m, k), (n, k)))
+        whole = a.new_empty(world * m, k)
+        plain, keeping = (row_gather_gemm(group, m, k, BF16, keeps=keeps) for keeps in (False, True))
+
+        def unfused() -> torch.Tensor:
+            kit.all_gather_into_tensor(whole, a)  # noqa: B023
+            return whole @ weight.t()  # noqa: B023
+
+        calls: dict[str, Call] = {
+            "ours_us": lambda: plain(a, [weight.t()]),  # noqa: B023
+            "keeping_us": lambda: keeping(a, [weight.t()]),  # noqa: B023
+            "unfused_us": unfused,
+            "product_us": lambda: whole @ weight.t(),  # noqa: B023
+            "torch_us": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [weight.t()], 0, name, return_A=False),  # noqa: B023
+        }
+        row: Row = {"bench": "gather", "m": m, "k": k, "n": n, "ranks": world}
+        if not records_roles():
+            yield row | microseconds(calls, 8)
+            continue
+        for _ in range(3):
+            plain(a, [weight.t()])
+        meet()
+        forget_observed()
+        plain(a, [weight.t()])
+        meet()
+        yield row | {"spans": summary(observed_spans(1 << 20))}
+
+
+def summary(spans: list[list[Any]]) -> dict[str, list[float]]:
+    """Of each role and kind: how many, the median and the longest time, when the first began and the last ended."""
+    start = min((span[3] for span in spans), default=0)
+    found: dict[str, list[list[Any]]] = {}
+    for span in spans:
+        found.setdefault(f"{span[1]} {span[0]}", []).append(span)
+    said = {}
+    for name, of in sorted(found.items()):
+        times = sorted((end - begin) / 1e3 for *_, begin, end in of)
+        said[name] = [len(of), *(round(us, 1) for us in (times[len(times) // 2], times[-1]))]
+        said[name] += [round((min(span[3] for span in of) - start) / 1e3, 1), round((max(span[4] for span in of) - start) / 1e3, 1)]
+    return said
+
+
 def decode(rank: int, world: int) -> Iterator[Row]:
     """All-reduce, residual and RMSNorm of a few tokens, beside torch's symmetric memory and a norm."""
     hidden, name, kit = 8192, dist.group.WORLD.group_name, communicator()
     norm = all_reduce_rms_norm(group_of(), hidden, BF16)
-    for tokens in (1, 8, 64, 512):
+    for tokens in few(512, 64, 8, 1):
         x, residual = (torch.randn(tokens, hidden, device="cuda").to(BF16) for _ in range(2))
         dist_residual = residual.cpu()
         dist.broadcast(dist_residual, 0)
@@ -331,13 +385,13 @@ def all_reduce(rank: int, world: int) -> Iterator[Row]:
         "staged_us": lambda nbytes: plans.Plan(plans.STAGED, machine.sm_count, 512),
         "rings_us": lambda nbytes: plans._ring("all_reduce_relay", machine),
     }
-    for size in (2, 4, 8, 16, 32, 64):
+    for size in few(8, 32, 2, 4, 16, 64):
         nbytes = size << 20
         x, out = torch.randn(nbytes // 2, device="cuda").to(BF16), torch.empty(nbytes // 2, device="cuda", dtype=BF16)
         calls: dict[str, Call] = {}
         for kind, plan in forced.items():
             kit = kits.setdefault(kind, Communicator())
-            plans.all_reduce = lambda nbytes, machine, plan=plan: plan(nbytes)
+            plans.all_reduce = lambda nbytes, machine, packets_fit=True, plan=plan: plan(nbytes)
             kit.all_reduce(x, out)  # keeps the launch of this size
             calls[kind] = lambda kit=kit: kit.all_reduce(x, out)  # noqa: B023
         plans.all_reduce = chosen
@@ -351,7 +405,20 @@ def all_reduce(rank: int, world: int) -> Iterator[Row]:
         yield {"bench": "all_reduce", "bytes": nbytes, "ranks": world, "chosen": chosen(nbytes, machine).kernel, **times}
 
 
-BENCHES = {"check": check, "product": product, "mlp": mlp, "decode": decode, "all_reduce": all_reduce}
+def everything(rank: int, world: int) -> Iterator[Row]:
+    for bench in (check, gather, decode, all_reduce):
+        yield from bench(rank, world)
+
+
+BENCHES = {
+    "everything": everything,
+    "gather": gather,
+    "check": check,
+    "product": product,
+    "mlp": mlp,
+    "decode": decode,
+    "all_reduce": all_reduce,
+}
 
 
 def run(rank: int, ranks: int, what: str, environments: list[dict[str, str]], store: str, out: Path | None) -> None:

@@ -14,14 +14,13 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from peerlane import ops
-from peerlane.device.host.group import current_group
 from peerlane.device.products.gemm import Activation
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name, world_size
-from peerlane.ops.products import activate, summed
+from peerlane.ops.groups import GroupLike, group_name, rank, world_size
+from peerlane.ops.products import activate
+from peerlane.ops.shapes import cast
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -29,9 +28,7 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 class _Sharded(torch.nn.Module):
     """A layer of which this rank has some rows or columns of the weight; they lie as in ``torch.nn.Linear``."""
 
-    def __init__(
-        self, shape: tuple[int, int], whole: tuple[int, int], axis: int, bias: int, group: dist.ProcessGroup | None, **made: Any
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], whole: tuple[int, int], axis: int, bias: int, group: GroupLike, **made: Any) -> None:
         super().__init__()
         self.group, self.ranks, self._whole, self._axis = group, world_size(group_name(group)), whole, axis
         if whole[axis] % self.ranks:
@@ -58,10 +55,10 @@ class _Sharded(torch.nn.Module):
                 f"a weight of {tuple(weight.shape)} {'without' if bias is None else 'with'} a bias for a layer of {self._whole} "
                 f"{'without' if self.bias is None else 'with'} one: expected a layer of the same shape"
             )
-        rank = _rank(self.group)
-        self.weight.copy_(weight.chunk(self.ranks, self._axis)[rank])
+        own = rank(group_name(self.group))
+        self.weight.copy_(weight.chunk(self.ranks, self._axis)[own])
         if self.bias is not None and bias is not None:
-            self.bias.copy_(bias.chunk(self.ranks)[rank] if self._axis == 0 else bias)
+            self.bias.copy_(bias.chunk(self.ranks)[own] if self._axis == 0 else bias)
 
     def extra_repr(self) -> str:
         """Returns the sizes of the whole layer and the number of ranks."""
@@ -84,7 +81,7 @@ class ColumnParallelLinear(_Sharded):
         sequence_parallel: bool = False,
         activation: Activation = "none",
         keeps_rows: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: GroupLike = None,
         **made: Any,
     ) -> None:
         own = out_features // world_size(group_name(group))
@@ -93,14 +90,14 @@ class ColumnParallelLinear(_Sharded):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns this rank's output features of all tokens."""
-        rows, bias = x.reshape(-1, x.shape[-1]), self.bias
         if self.sequence_parallel:
-            biases = [] if bias is None else [bias]
+            biases = [] if self.bias is None else [self.bias]
             (y,) = ops.row_gather_gemm(
-                rows, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.group
+                x, [self.weight.t()], biases, activation=self.activation, keeps_rows=self.keeps_rows, group=self.group
             )
-            return y.view(self.ranks * x.shape[0], *x.shape[1:-1], -1)
-        z: torch.Tensor = _Replicated.apply(rows, self.weight, bias, self.group)  # type: ignore[no-untyped-call]
+            return y
+        rows, weight, bias = cast(x.flatten(0, -2), self.weight, self.bias)
+        z: torch.Tensor = _Replicated.apply(rows, weight, bias, self.group)  # type: ignore[no-untyped-call]
         return activate(z, self.activation).view(*x.shape[:-1], -1)
 
 
@@ -119,7 +116,7 @@ class RowParallelLinear(_Sharded):
         bias: bool = True,
         *,
         sequence_parallel: bool = False,
-        group: dist.ProcessGroup | None = None,
+        group: GroupLike = None,
         **made: Any,
     ) -> None:
         own = in_features // world_size(group_name(group))
@@ -128,14 +125,10 @@ class RowParallelLinear(_Sharded):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the sum, with ``residual``, of the result's shape, added before it is rounded."""
-        rows, weight = x.reshape(-1, x.shape[-1]), self.weight
-        added = None if residual is None else residual.reshape(-1, residual.shape[-1])
-        if self.sequence_parallel:
-            bias = None if self.bias is None else _Shared.apply(self.bias, self.group)  # type: ignore[no-untyped-call]
-            y = ops.gemm_reduce_scatter(rows, weight.t(), self.group, bias=bias, residual=added)
-            return y.view(x.shape[0] // self.ranks, *x.shape[1:-1], -1)
-        z: torch.Tensor = _Summed.apply(rows, weight, self.bias, added, self.group)  # type: ignore[no-untyped-call]
-        return z.view(*x.shape[:-1], -1)
+        if not self.sequence_parallel:
+            return ops.gemm_all_reduce(x, self.weight.t(), self.group, bias=self.bias, residual=residual, gradient="replicated")
+        bias = None if self.bias is None else ops.replicate(self.bias, self.group)
+        return ops.gemm_reduce_scatter(x, self.weight.t(), self.group, bias=bias, residual=residual)
 
 
 class _Replicated(torch.autograd.Function):
@@ -143,57 +136,13 @@ class _Replicated(torch.autograd.Function):
     kernel."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: GroupLike) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.has_bias = group, bias is not None
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         dx = ops.gemm_all_reduce(grad, weight, ctx.group) if ctx.needs_input_grad[0] else None
         return dx, grad.T @ x, grad.sum(0) if ctx.has_bias else None, None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over ranks of ``x @ weight.T``, plus bias and residual, where all ranks go on with the same loss: nothing is summed
-    backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        group: dist.ProcessGroup | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has = bias is not None, residual is not None
-        return ops.gemm_all_reduce(x, weight.t(), group, bias=bias, residual=residual)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        has_bias, has_residual = ctx.has
-        return grad @ weight, grad.T @ x, grad.sum(0) if has_bias else None, grad if has_residual else None, None
-
-
-class _Shared(torch.autograd.Function):
-    """A value that all ranks share and use for tokens of their own: its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return summed(grad, group_name(ctx.group)), None
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    emulated = current_group()
-    return emulated.rank if emulated is not None else dist.get_rank(group)

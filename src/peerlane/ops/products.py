@@ -7,7 +7,7 @@ own behind the kernel, because its gradient needs the sum."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from peerlane.ops.transport import transport
 
 Tensors = list[torch.Tensor]
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "relu": F.relu,
     "silu": F.silu,

@@ -46,10 +46,13 @@ class Communicator:
     Tensors are contiguous, on that device and of any shape. Reductions take bfloat16, float16, float32, both float8 types and integers;
     moves take any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape
     compiles and loads; do that before a graph is captured. A wait of more than ``timeout_s`` (default: the group's limit) ends in
-    DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks.
+    DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks. ``stages``: sums of
+    4 to 64 MiB go by ordinary stores in place of packets and rings, which has not been measured on GPUs yet.
     """
 
-    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS) -> None:
+    def __init__(
+        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS, stages: bool = False
+    ) -> None:
         self._serves_backend = False
         self.group = group_of(group)
         sm_count = self.group.waiting_blocks
@@ -58,7 +61,7 @@ class Communicator:
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)
-        self.machine = Machine(self.arena.world_size, sm_count, rings)
+        self.machine = Machine(self.arena.world_size, sm_count, rings, stages)
         self._launches: dict[Hashable, DeviceLaunch] = {}
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
         self._timeout_s = timeout_s

@@ -9,13 +9,14 @@ part of every token, and pushes the sum: two trips, 2 (W - 1) / W times the byte
 taken in rank order in fp32, the residual behind them, and are rounded once: all ranks get the same bits. Every rank computes the norm of
 that sum itself.
 
-Packets are double-buffered by the launch's epoch. Each packet that is pushed is waited for, and a place has one writer for ever. To finish
-a launch, a rank needs packets that depend on every other rank's part of it. So whoever begins launch e + 2 knows that all others have
-finished launch e, whichever shots and numbers of tokens these launches had.
+A place has one writer for ever, and each packet that is pushed is waited for. Packets of one shot are double-buffered by the launch's
+epoch: to finish a launch a rank needs a packet of it from every other rank, so whoever begins launch e + 2 knows that all others have
+finished launch e. Those of two shots need one buffer. Whoever begins a launch has had the sums of the one before from all ranks, which had
+then used its parts; whoever sends a sum has had parts of the same launch from all others, which had then finished the one before.
 
 Bound: bytes over the port's rate, a third more than the data for the epochs, and a trip of a packet, about 2 us each. Up to some ten tokens
-of 8,192 columns the trips and the launch limit it, and above that the port. Device lines: 89. Registers: at most 88 a thread, in blocks of
-up to 704. Arena: 2 (W r + 2 T) H 8/3 bytes for T = 512 tokens of H columns, of which r go in one shot; 49 MB for 8,192 columns on 4 ranks.
+of 8,192 columns the trips and the launch limit it, and above that the port. Device lines: 160. Registers: at most 88 a thread, in blocks of
+up to 704. Arena: (2 W r + 2 T) H 8/3 bytes for T = 512 tokens of H columns, of which r go in one shot; 28 MB for 8,192 columns on 4 ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Literal
 
 import torch
 
-from peerlane.device.host.declare import F32, U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Pointer
+from peerlane.device.host.declare import F32, PACKET_BYTES, U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Pointer
 from peerlane.device.host.element_types import element_type
 from peerlane.device.host.group import Group, per_group
 from peerlane.errors import UsageError
@@ -33,6 +34,7 @@ from peerlane.errors import UsageError
 MAX_ROWS = 512
 """Tokens of a call; for more a two-shot all-reduce and a norm are as fast."""
 PACKET_ELEMENTS = 6
+MOST_TEAMS = 2  # of a block, which work on a token each where blocks have several
 DTYPES = torch.bfloat16, torch.float16
 _SECOND_TRIP_BYTES = 3 * 343_000 * 3 // 4
 """Data that a port takes in, as packets, while a second trip is on its way: 3 us at 343 GB/s."""
@@ -44,6 +46,7 @@ SOURCE = r"""
 using namespace peerlane;
 
 constexpr int elements = 2 * packet_words;                 // of a packet
+constexpr u32 team_threads = THREADS / TEAMS, at_once = 4;
 constexpr float largest = 448, smallest_scale = 1e-12f;    // of e4m3; of a token of zeros
 struct Words {
     u32 word[packet_words];
@@ -60,20 +63,17 @@ __device__ inline Words words_of(const char* matrix, u32 row, u32 columns, u32 i
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     all_reduce_rms_norm(const __grid_constant__ Arena arena, const __grid_constant__ AllReduceRmsNorm args) {
-    __shared__ float scratch[32];
+    __shared__ float scratch[TEAMS][warp_threads];
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), rank = arena.rank, columns = args.columns;
     const u32 packets = (columns + elements - 1) / elements, part = (packets + WORLD_SIZE - 1) / WORLD_SIZE;
-    const auto each_row_of_block = [&](const auto& use) {
-        for (u32 row = blockIdx.x; row < args.rows; row += gridDim.x) use(row);
-    };
     // Where in every arena packet i of a row lies that rank `source` pushes: of its token; of a rank's part of that; of a sum.
     const auto token_at = [&](u32 source, u32 row, u32 i) {
         return args.tokens + ((u64((epoch & 1) * WORLD_SIZE + source) * args.one_shot_rows + row) * packets + i) * sizeof(Vec16);
     };
     const auto part_at = [&](u32 source, u32 row, u32 i) {
-        return args.parts + ((u64((epoch & 1) * WORLD_SIZE + source) * args.most_rows + row) * part + i) * sizeof(Vec16);
+        return args.parts + ((u64(source) * args.most_rows + row) * part + i) * sizeof(Vec16);
     };
-    const auto sum_at = [&](u32 row, u32 i) { return args.sums + (u64((epoch & 1) * args.most_rows + row) * packets + i) * sizeof(Vec16); };
+    const auto sum_at = [&](u32 row, u32 i) { return args.sums + (u64(row) * packets + i) * sizeof(Vec16); };
     // All ranks' packets, which lie `stride` apart from `first` on, and the residual: added in rank order, rounded once.
     const auto sum_of = [&](u64 first, u64 stride, u32 row, u32 i) {
         u32 terms[WORLD_SIZE][packet_words];
@@ -97,33 +97,58 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         return sum;
     };
 
-    each_row_of_block([&](u32 row) {
-        for (u32 i = threadIdx.x; i < packets; i += blockDim.x) {
-            const Words own = words_of(args.x, row, columns, i);
+    // Packet by packet of all of the block's rows; several of a thread are on their way at a time.
+    const u32 own_rows = blockIdx.x < args.rows ? (args.rows - blockIdx.x - 1) / gridDim.x + 1 : 0;
+    const auto row_of = [&](u32 number) { return blockIdx.x + number * gridDim.x; };
+    const u32 pushes = own_rows * packets;
+    for (u32 n = threadIdx.x; n < pushes; n += at_once * THREADS) {
+        Words own[at_once];
+#pragma unroll
+        for (u32 u = 0; u < at_once; ++u) {
+            const u32 m = n + u * THREADS;
+            if (m < pushes) own[u] = words_of(args.x, row_of(m / packets), columns, m % packets);
+        }
+#pragma unroll
+        for (u32 u = 0; u < at_once; ++u) {
+            const u32 m = n + u * THREADS, row = row_of(m / packets), i = m % packets;
+            if (m >= pushes) break;
             if constexpr (TWO_SHOT) {
                 const u32 owner = i / part;
-                if (owner != rank) push_packet(arena.peer(owner, part_at(rank, row, i % part)), own.word, epoch);
+                if (owner != rank) push_packet(arena.peer(owner, part_at(rank, row, i % part)), own[u].word, epoch);
             } else {
-                push_packet_to_all<WORLD_SIZE>(arena, token_at(rank, row, i), own.word, epoch);
+                push_packet_to_all<WORLD_SIZE>(arena, token_at(rank, row, i), own[u].word, epoch);
             }
         }
-    });
-    if constexpr (TWO_SHOT) {
-        each_row_of_block([&](u32 row) {
-            const u64 stride = part_at(1, row, 0) - part_at(0, row, 0);
-            for (u32 i = threadIdx.x; i < part && rank * part + i < packets; i += blockDim.x) {
-                const Words sum = sum_of(part_at(0, row, i), stride, row, rank * part + i);
-                const u64 place = sum_at(row, rank * part + i);
-                push_packet_to_all<WORLD_SIZE>(arena, place, sum.word, epoch);
-                push_packet(arena.local(place), sum.word, epoch);
-            }
-        });
     }
-    each_row_of_block([&](u32 row) {
+    if constexpr (TWO_SHOT) {
+        const u32 before = rank * part, owned = before < packets ? min(part, packets - before) : 0;
+        const u64 stride = part_at(1, 0, 0) - part_at(0, 0, 0);
+        for (u32 n = threadIdx.x; n < own_rows * owned; n += THREADS) {
+            const u32 row = row_of(n / owned), i = n % owned;
+            const Words sum = sum_of(part_at(0, row, i), stride, row, before + i);
+            const u64 place = sum_at(row, before + i);
+            push_packet_to_all<WORLD_SIZE>(arena, place, sum.word, epoch);
+            push_packet(arena.local(place), sum.word, epoch);
+        }
+    }
+    // Row by row, a team each.
+    const u32 number = threadIdx.x / team_threads, thread = threadIdx.x % team_threads, warp = thread / warp_threads;
+    const Warps team{number * (team_threads / warp_threads), team_threads / warp_threads, 1 + number};
+    const auto joined = [&](float value, const auto& join) {
+        value = warp_reduce(value, join);
+        team.sync();
+        if (thread % warp_threads == 0) scratch[number][warp] = value;
+        team.sync();
+        float total = scratch[number][0];
+        for (u32 w = 1; w < team_threads / warp_threads; ++w) total = join(total, scratch[number][w]);
+        return total;
+    };
+    for (u32 turn = number; turn < own_rows; turn += TEAMS) {
+        const u32 row = row_of(turn);
         float value[PACKETS][elements], squares = 0;
 #pragma unroll
         for (int p = 0; p < PACKETS; ++p) {
-            const u32 i = threadIdx.x + p * blockDim.x;
+            const u32 i = thread + p * team_threads;
             Words sum{};
             if (i < packets) {
                 if constexpr (TWO_SHOT) {
@@ -142,12 +167,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (float v : value[p]) squares += v * v;
         }
-        const float all = block_reduce(squares, [](float a, float b) { return a + b; }, scratch);
+        const float all = joined(squares, [](float a, float b) { return a + b; });
         const float factor = rsqrtf(all / columns + args.epsilon);
         float most = 0;
 #pragma unroll
         for (int p = 0; p < PACKETS; ++p) {
-            const u32 i = threadIdx.x + p * blockDim.x;
+            const u32 i = thread + p * team_threads;
             if (i >= packets) continue;
             const Words gain = words_of(args.weight, 0, columns, i);
 #pragma unroll
@@ -165,12 +190,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float scale = 1;
         if constexpr (QUANTISATION == 1) scale = *args.scale;
         if constexpr (QUANTISATION == 2) {
-            scale = fmaxf(block_reduce(most, [](float a, float b) { return fmaxf(a, b); }, scratch) / largest, smallest_scale);
-            if (threadIdx.x == 0) args.scales[row] = scale;
+            scale = fmaxf(joined(most, [](float a, float b) { return fmaxf(a, b); }) / largest, smallest_scale);
+            if (thread == 0) args.scales[row] = scale;
         }
 #pragma unroll
         for (int p = 0; p < PACKETS; ++p) {
-            const u32 i = threadIdx.x + p * blockDim.x;
+            const u32 i = thread + p * team_threads;
 #pragma unroll
             for (u32 w = 0; w < packet_words; ++w) {
                 const u32 column = elements * i + 2 * w;
@@ -184,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 }
             }
         }
-    });
+    }
 }
 """
 ALL_REDUCE_RMS_NORM = DeclaredKernel(
@@ -202,10 +227,11 @@ def one_shot_rows(columns: int, world_size: int) -> int:
     return max(1, min(MAX_ROWS, int(_SECOND_TRIP_BYTES / saved / (2 * columns))))
 
 
-def threads_of(packets: int) -> int:
-    """Returns the threads of a block: with two packets of a token each, as long as that leaves them enough registers."""
+def threads_of(packets: int, teams: int, most: int = 1024) -> int:
+    """Returns the threads of a block of so many teams, of which each takes a token at a time. One team has two packets for each thread, as
+    long as that leaves them enough registers; several share a block of that size."""
     threads = -(-packets // 64) * 32
-    return threads if threads <= 704 else 512
+    return max(32, min(threads if threads <= 704 else 512, most) // teams // 32 * 32) * teams
 
 
 class AllReduceRmsNorm:
@@ -225,15 +251,14 @@ class AllReduceRmsNorm:
         world, packets = group.world_size, -(-columns // PACKET_ELEMENTS)
         self.one_shot_rows = one_shot_rows(columns, world)
         two_shot_rows = MAX_ROWS if self.one_shot_rows < MAX_ROWS else 1
-        rows = {
-            "tokens": world * self.one_shot_rows * packets,
+        places = {
+            "tokens": 2 * world * self.one_shot_rows * packets,
             "parts": world * two_shot_rows * -(-packets // world),
             "sums": two_shot_rows * packets,
         }
         self._most_rows = two_shot_rows
-        self.reserved = ALL_REDUCE_RMS_NORM.reserve(group, sizes={name: 2 * 16 * count for name, count in rows.items()})
-        self.threads = min(group.max_threads, threads_of(packets))
-        self._packets = -(-packets // self.threads)
+        self.reserved = ALL_REDUCE_RMS_NORM.reserve(group, sizes={name: PACKET_BYTES * count for name, count in places.items()})
+        self._packets = packets
         self._bound = functools.cache(self._bind)
 
     def __call__(
@@ -254,7 +279,8 @@ class AllReduceRmsNorm:
         total = torch.empty_like(x)
         scales = x.new_empty(rows, dtype=torch.float32) if quantisation == "token" else None
         if rows:
-            launch = self._bound(rows > self.one_shot_rows, quantisation, min(rows, self.group.waiting_blocks))
+            grid = min(rows, self.group.waiting_blocks)
+            launch = self._bound(rows > self.one_shot_rows, quantisation, grid, 1 if rows <= grid else MOST_TEAMS)
             given = {"x": x, "weight": weight, "residual": residual, "total": total, "y": y, "scale": scale, "scales": scales}
             launch(**given, rows=rows, epsilon=epsilon)
         return y, total, scales
@@ -263,15 +289,17 @@ class AllReduceRmsNorm:
         """Give the memory back, once no rank's calls use it."""
         self.reserved.close()
 
-    def _bind(self, two_shot: bool, quantisation: Quantisation, grid: int) -> BoundKernel:
+    def _bind(self, two_shot: bool, quantisation: Quantisation, grid: int, teams: int) -> BoundKernel:
+        threads = threads_of(self._packets, teams, self.group.max_threads)
         return self.reserved.bind(
             grid=grid,
-            block=self.threads,
+            block=threads,
             resident=True,
             defines={
                 "X_TYPE": element_type(self.dtype),
-                "THREADS": self.threads,
-                "PACKETS": self._packets,
+                "THREADS": threads,
+                "TEAMS": teams,
+                "PACKETS": -(-self._packets * teams // threads),
                 "TWO_SHOT": int(two_shot),
                 "QUANTISATION": ("none", "tensor", "token").index(quantisation),
             },

@@ -160,8 +160,8 @@ class Workspace(ctypes.Structure):
         def channels(vectors: int) -> Channels:
             return Channels(tiles=arena.take(16 * vectors), flags=arena.take(blocks * world_size * LINE_BYTES), counters=0, blocks=blocks)
 
-        epochs, copies = arena.take(4 * MAX_EPOCH_BLOCKS), channels(vectors)
-        sums = channels(world_size * -(-vectors // world_size))
+        shares = world_size * -(-vectors // world_size)
+        epochs, copies, sums = arena.take(4 * MAX_EPOCH_BLOCKS), channels(shares), channels(shares)
         return cls(epochs=epochs, packets=0, packet_buffer_bytes=0, copies=copies, sums=sums)
 
 

@@ -3,11 +3,12 @@
 With GEMM + reduce-scatter it is the pair of kernels of a tensor-parallel layer whose activations are sharded along the sequence: this one
 in front of a column-parallel product, that one behind a row-parallel one, and the other way round for their gradients.
 
-Bound: the larger of 2 W m n k FLOPs on the tensor cores and (W - 1) m k elements into a rank's port. Own rows, a W-th of the tiles, need
-nothing from a port. So a rank is bound by its tensor cores where 2 W n / (2 (W - 1)) FLOPs a byte are more than their rate over the port's,
-about 2,100 on an H200: from 2,000 columns or so on. With fewer columns, or few rows, what limits it is the arrival of the last pieces.
+Bound: the larger of 2 W m n k FLOPs on the tensor cores and (W - 1) m k elements into a rank's port. A W-th of the tiles, those of own
+rows, need nothing from a port. So the tensor cores are the bound from about 2,000 columns on, at an H200's 700 TFLOP/s and 343 GB/s. What
+limits it below that is the arrival of the last pieces, and above it the fences of the warps that push: where a tile takes long, a fence
+does.
 
-Device lines: 92 of ``row_gather_gemm.cuh``, 15 of which communicate, and 72 of ``gathered_pieces.cuh``, which it shares. Registers: 168 a
+Device lines: 86 of ``row_gather_gemm.cuh``, 12 of which communicate, and 99 of ``gathered_pieces.cuh``, which it shares. Registers: 168 a
 thread at entry, 224 of a consumer; shared memory: all of an SM's, so that one block is resident.
 """
 
@@ -41,7 +42,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.capacity import capacity
+from peerlane.device.products.capacity import with_room
 from peerlane.device.products.gathering import Plan, Workspace, arena_sizes, choose_pieces, most_pieces
 from peerlane.device.products.gemm import Epilogue, GroupedTiles, Major, Tiling
 from peerlane.errors import UsageError
@@ -234,10 +235,10 @@ def row_gather_gemm(
     group: Group, m: int, k: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, keeps: bool = False
 ) -> RowGatherGemm:
     """The group's one :class:`RowGatherGemm` of this kind and size; the first call of a capacity is collective."""
-    return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=_of_capacity(group, capacity(m), k, dtype))
+    return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=with_room(memory_of, group, m, k))
 
 
 @per_group
-def _of_capacity(group: Group, m: int, k: int, dtype: torch.dtype) -> Memory:
-    """Memory for all sizes of up to ``m`` rows."""
+def memory_of(group: Group, m: int, k: int) -> Memory:
+    """Memory for all sizes of up to ``m`` rows on each rank."""
     return reserve(group, m, k)

@@ -27,7 +27,8 @@ namespace peerlane {
 //   u64 gathered_memory        in the arena: (k, m, 2 W), third index buffer * W + source, in slots that lie `slot_bytes` apart
 //   u64 slot_bytes
 //   u64 flags, epochs          in the arena: Peers::flag_bytes(pieces.count()); u32[max_epoch_blocks]
-template <class Shape, int W, bool scatters, class Parameters>
+// `most_together`: pieces that share a fence at most.
+template <class Shape, int W, bool scatters, class Parameters, u32 most_together = 1>
 struct GatheredPieces : Shape {
     const Parameters& parameters;
     const Arena& arena;
@@ -37,13 +38,18 @@ struct GatheredPieces : Shape {
     __device__ GatheredPieces(const Parameters& p, const Arena& a)
         : parameters(p), arena(a), epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))) {}
 
-    // The spare warp of a compute block: own pieces straight to every other rank.
+    // The spare warp of a compute block: own pieces straight to every other rank. A fence waits for what its SM has under way, which never pauses
+    // here. So ever more pieces may share one: the first ones are told of soon, and there are few fences in all.
     __device__ void communicate(u32 part, u32 parts) const {
         if (parameters.communicator_blocks > 0) return;
-        each_piece(part, parts, [&](u32 flag, u64 at, const Rows& rows) {
-            push(at, rows);
-            peers(communicator).signal_all(flag, epoch);
-        });
+        const u32 count = parameters.pieces.count();
+        for (u32 index = part, together = 1; index < count; index += together * parts, together = min(2 * together, most_together)) {
+            const u32 left = (count - index + parts - 1) / parts, now = together < left ? together : left;
+            for (u32 i = 0; i < now; ++i) {
+                with_piece(index + i * parts, [&](u32, u64 at, const Rows& rows) { push(at, rows); });
+            }
+            peers(communicator).signal_all_slots(now, [&](u32 i) { return flag_of_piece(index + i * parts); }, epoch);
+        }
     }
 
     // A communicator block's first warp: own rows into the ring, in chunks that fill its slots.
@@ -102,13 +108,19 @@ struct GatheredPieces : Shape {
     // use(flag, first byte in the shard, rows) for every `parts`-th piece.
     template <class Use>
     __device__ void each_piece(u32 part, u32 parts, const Use& use) const {
-        for (u32 index = part; index < parameters.pieces.count(); index += parts) {
-            const auto [row, column] = parameters.pieces.at(index);
-            const u32 first_row = row * parameters.piece_rows, first_byte = column * parameters.piece_columns * element_bytes;
-            const u32 rows = min(parameters.piece_rows, parameters.m - first_row);
-            const u32 bytes = column + 1 == parameters.pieces.columns ? parameters.row_bytes - first_byte : parameters.piece_columns * element_bytes;
-            use(flag_of(row, column), u64(first_row) * parameters.row_bytes + first_byte, Rows{rows, bytes, parameters.row_bytes});
-        }
+        for (u32 index = part; index < parameters.pieces.count(); index += parts) with_piece(index, use);
+    }
+    template <class Use>
+    __device__ void with_piece(u32 index, const Use& use) const {
+        const auto [row, column] = parameters.pieces.at(index);
+        const u32 first_row = row * parameters.piece_rows, first_byte = column * parameters.piece_columns * element_bytes;
+        const u32 rows = min(parameters.piece_rows, parameters.m - first_row);
+        const u32 bytes = column + 1 == parameters.pieces.columns ? parameters.row_bytes - first_byte : parameters.piece_columns * element_bytes;
+        use(flag_of(row, column), u64(first_row) * parameters.row_bytes + first_byte, Rows{rows, bytes, parameters.row_bytes});
+    }
+    __device__ u32 flag_of_piece(u32 index) const {
+        const auto [row, column] = parameters.pieces.at(index);
+        return flag_of(row, column);
     }
     // use(flag, first byte, bytes, whether it is the piece's last) for each chunk of these pieces, of whole rows, as long as each other.
     template <class Use>

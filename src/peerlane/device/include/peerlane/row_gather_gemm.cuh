@@ -26,8 +26,8 @@ constexpr int most_right_operands = 4;
 //   char* whole          (W m, k), in rows of row_bytes, where all of A is kept
 // and what the epilogue has: `residual` is of the only product and (n, m, W), `bias[]` is of each.
 template <class Shape, int W, bool keeps, class Parameters>
-struct RowGatherGemmRoles : GatheredPieces<Shape, W, false, Parameters> {
-    using Base = GatheredPieces<Shape, W, false, Parameters>;
+struct RowGatherGemmRoles : GatheredPieces<Shape, W, false, Parameters, 8> {
+    using Base = GatheredPieces<Shape, W, false, Parameters, 8>;
     using Base::arena;
     using Base::Base;
     using Base::parameters;
