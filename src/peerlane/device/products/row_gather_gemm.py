@@ -41,7 +41,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.capacity import capacity
+from peerlane.device.products.capacity import with_room
 from peerlane.device.products.gathering import Plan, Workspace, arena_sizes, choose_pieces, most_pieces
 from peerlane.device.products.gemm import Epilogue, GroupedTiles, Major, Tiling
 from peerlane.errors import UsageError
@@ -234,10 +234,10 @@ def row_gather_gemm(
     group: Group, m: int, k: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, keeps: bool = False
 ) -> RowGatherGemm:
     """The group's one :class:`RowGatherGemm` of this kind and size; the first call of a capacity is collective."""
-    return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=_of_capacity(group, capacity(m), k, dtype))
+    return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=with_room(memory_of, group, m, k))
 
 
 @per_group
-def _of_capacity(group: Group, m: int, k: int, dtype: torch.dtype) -> Memory:
-    """Memory for all sizes of up to ``m`` rows."""
+def memory_of(group: Group, m: int, k: int) -> Memory:
+    """Memory for all sizes of up to ``m`` rows on each rank."""
     return reserve(group, m, k)
