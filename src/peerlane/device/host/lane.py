@@ -4,8 +4,8 @@ Such a kernel holds its SMs while it waits. Two of them side by side can each ho
 process's kernels with an arena, those of operators and those of the backend, form one lane: each starts when the one before it has ended.
 
 As long as they come from one stream, that stream is the lane, and a launch pays a comparison. From the second stream on every launch
-records an event, and one that follows on another stream waits for it, until many in a row have come from one stream. A graph that is being captured is a lane of its own: nothing in it
-waits for what was called outside. A replay is ordered by its stream alone.
+records an event, and one that follows on another stream waits for it, until many in a row have come from one stream. A graph that is being
+captured is a lane of its own: nothing in it waits for what was called outside. A replay is ordered by its stream alone.
 """
 
 from __future__ import annotations
