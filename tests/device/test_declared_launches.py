@@ -105,12 +105,12 @@ def test_a_kernel_says_which_source_its_author_wrote() -> None:
 
 
 def test_threads_of_a_group_launch_what_they_have_set(group: Group, loads: Loads) -> None:
-    bound = PAIR.bind(group, grid=1, block=32, first=0, second=0)
+    bound, launched = PAIR.bind(group, grid=1, block=32, first=0, second=0), list[tuple[str, bytes]]()
 
     def slow(arguments: Any) -> Any:
         def launch() -> None:
             time.sleep(0.001)  # in which another thread could set its own
-            loads.launched.append(bytes(arguments))
+            launched.append((threading.current_thread().name, bytes(arguments)))
 
         return launch
 
@@ -120,9 +120,9 @@ def test_threads_of_a_group_launch_what_they_have_set(group: Group, loads: Loads
         for _ in range(20):
             bound(first=number, second=number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2)]
+    threads = [threading.Thread(target=work, args=(number,), name=str(number)) for number in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(loads.launched) == [numbers(1, 1)] * 20 + [numbers(2, 2)] * 20
+    assert sorted(launched) == [("1", numbers(1, 1))] * 20 + [("2", numbers(2, 2))] * 20

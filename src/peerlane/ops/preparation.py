@@ -8,13 +8,13 @@ import torch
 
 from peerlane.device import Group, communicator
 from peerlane.device.host.memory_report import MemoryReport
-from peerlane.device.products import all_gather_gemm, gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
+from peerlane.device.products import all_gather_gemm, gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.device.products.capacity import LEAST_ROWS, capacity, with_room
 from peerlane.errors import UsageError
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.memory import kit_of, memory_report
 
-PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_gather")
+PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "row_gather_gemm", "gemm_all_gather")
 """Operators whose memory grows with the number of tokens."""
 
 
@@ -29,10 +29,10 @@ def prepare(
     """Collective: takes the memory and compiles the kernels for calls of up to ``max_tokens`` rows, and returns what the group takes.
 
     ``hidden``: the widths, for each of which each of ``products`` gets memory: columns of the whole result of ``gemm_all_reduce``,
-    ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm``, whose right operand has as
-    many columns, or a rank's share of them. Later calls of these sizes take no memory, compile nothing and exchange nothing; nor do
-    collectives that sum or move, whose memory does not depend on sizes. Raises UsageError for other names and sizes. On CPU ranks and in
-    groups that the kit does not serve it does nothing."""
+    ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm`` and ``row_gather_gemm``.
+    Right operands are taken to have as many columns, or a rank's share of them; others compile at their first call, as those of
+    ``row_gather_gemm`` do. Later calls of these sizes take no memory, compile nothing and exchange nothing; nor do collectives that sum or
+    move. Raises UsageError for other names and sizes. On CPU ranks and in groups that the kit does not serve it does nothing."""
     if unknown := set(products) - set(PRODUCTS):
         raise UsageError(f"prepare got products={sorted(unknown)}: expected some of {', '.join(PRODUCTS)}")
     if max_tokens < 1 or dtype not in gemm.ELEMENT_TYPES:
@@ -79,11 +79,17 @@ def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> N
             all_gather_gemm.all_gather_gemm(kit, size, share, dtype, n=columns).bind(a, b, out)
 
 
+def _row_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
+    """Memory alone: kernels follow from the right operands."""
+    with_room(row_gather_gemm.memory_of, kit, -(-rows // kit.world_size), width)
+
+
 _PREPARED = {
     "gemm_all_reduce": _gemm_all_reduce,
     "gemm_reduce_scatter": _gemm_reduce_scatter,
     "gemm_all_gather": _gemm_all_gather,
     "all_gather_gemm": _all_gather_gemm,
+    "row_gather_gemm": _row_gather_gemm,
 }
 
 
