@@ -30,6 +30,7 @@ PURPOSES = {
     "peerlane.solutions": "kernels",
     "peerlane.problems": "inputs, oracles",
     "peerlane.hardware": "GPUs, rooflines",
+    "peerlane.nn": "sharded layers",
     "peerlane.ops": "operators",
     "peerlane.device": "the device kit",
     "peerlane.evaluate.evaluator": "sessions, many candidates, the store",
