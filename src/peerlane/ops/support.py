@@ -14,7 +14,6 @@ from peerlane.device.products.gemm import ELEMENT_TYPES as PRODUCT_TYPES
 ANY = "any"
 _REDUCED = tuple(dict.fromkeys((*ELEMENT_TYPES, *INTEGERS)))
 _COLLECTIVES = "one size"
-_SUMS = "one size, and room for all-reduces of 4 to 64 MiB"
 _SHARDS = "with batch, tokens, heads and depth; each shape has its own"
 
 
@@ -44,12 +43,12 @@ def _product(memory: str) -> Support:
 
 
 SUPPORT: Mapping[str, Support] = {
-    "all_reduce": Support(_REDUCED, "torch.distributed", False, _SUMS, "of sum and avg"),
+    "all_reduce": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
     "all_gather": Support(ANY, "", False, _COLLECTIVES),
     "reduce_scatter": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
     "all_to_all": Support(ANY, "", False, _COLLECTIVES),
     "all_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
-    "row_gather_gemm": _product("with rows and depth"),
+    "row_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
     "gemm_reduce_scatter": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_reduce": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_gather": _product("with rows and columns; `prepare` sizes it"),

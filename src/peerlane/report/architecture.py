@@ -32,6 +32,7 @@ PURPOSES = {
     "peerlane.hardware": "GPUs, rooflines",
     "peerlane.nn": "sharded layers",
     "peerlane.ops": "operators",
+    "peerlane.nn": "sharded layers",
     "peerlane.device": "the device kit",
     "peerlane.evaluate.evaluator": "sessions, many candidates, the store",
     "peerlane.evaluate.pipeline": "the stages of one evaluation",

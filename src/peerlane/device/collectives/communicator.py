@@ -71,7 +71,7 @@ class Communicator:
     def load(self, dtype: torch.dtype, most_bytes: int) -> None:
         """Collective: makes the kernels and memory of all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes."""
         fits = fills_packets(dtype)
-        if most_bytes > plans.STAGED_FROM_BYTES:
+        if self.machine.stages and most_bytes > plans.STAGED_FROM_BYTES:
             self._stage(min(most_bytes, plans.STAGED_LIMIT_BYTES))
         octaves = [1 << power for power in range(2, most_bytes.bit_length() + 1)]
         for nbytes in {size for octave in octaves for size in (octave, octave + 12, octave * 3 // 2)}:
