@@ -30,7 +30,6 @@ PURPOSES = {
     "peerlane.solutions": "kernels",
     "peerlane.problems": "inputs, oracles",
     "peerlane.hardware": "GPUs, rooflines",
-    "peerlane.nn": "sharded layers",
     "peerlane.ops": "operators",
     "peerlane.nn": "sharded layers",
     "peerlane.device": "the device kit",
