@@ -233,7 +233,9 @@ def test_a_world_of_one_rank_takes_no_memory() -> None:
 
 def test_staged_all_reduces_share_memory_that_close_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter(monkeypatch)
-    monkeypatch.setitem(Communicator.__init__.__kwdefaults__, "stages", True)
+    defaults = Communicator.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "stages", True)
 
     def solution() -> list[Any]:
         ops.prepare(max_tokens=MOST, hidden=512, products=())
