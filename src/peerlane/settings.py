@@ -131,6 +131,16 @@ def multicast_allowed() -> bool:
     return os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "0"
 
 
+def nvls_allowed(variables: Mapping[str, str]) -> bool:
+    """Tells whether NCCL may use NVLink multicast (NVLS) in processes with these environment variables; by default it may."""
+    return variables.get("NCCL_NVLS_ENABLE") != "0"
+
+
+def torch_multicast_allowed(variables: Mapping[str, str]) -> bool:
+    """Tells whether torch's symmetric memory has multicast pointers in processes with these variables; by default it has."""
+    return variables.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1"
+
+
 PROBLEM_FOLDERS = "PEERLANE_PROBLEMS"
 
 

@@ -315,14 +315,14 @@ class Evaluator:
         pipeline = start(kept=self._kept)
         try:
             result = pipeline.run()
-            if result.verdict.kind == "hang" and "time_limit" not in result.flags and overloaded():
+            if (result.verdict.kind == "hang" or pipeline.missed_deadline) and "time_limit" not in result.flags and overloaded():
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
                 pipeline.group.end()
                 pipeline = start()
                 with pipeline.session.longer_deadlines(2.0):
                     result = pipeline.run()
-                if result.verdict.kind == "hang" and overloaded():
+                if (result.verdict.kind == "hang" or pipeline.missed_deadline) and overloaded():
                     result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
             if result.verdict.kind == "harness_error" and pipeline.session.shares_faults:
                 # What is left of the fault of an earlier candidate costs this one nothing.
@@ -358,7 +358,7 @@ class Evaluator:
 
     @property
     def gave_up(self) -> str | None:
-        """Why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
+        """Returns why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
         return self._missing
 
     def _session_of(self, world_size: int) -> Session:

@@ -67,7 +67,7 @@ def no_new_privileges() -> None:
 
 
 def set_dumpable(dumpable: bool) -> bool:
-    """Whether others of the same user may trace the process or open its memory; returns what was so before."""
+    """Lets others of the same user trace the process and open its memory, or forbids it; returns what was so before."""
     before = prctl(PR_GET_DUMPABLE) == 1
     prctl(PR_SET_DUMPABLE, int(dumpable))
     return before

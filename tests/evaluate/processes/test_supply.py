@@ -336,6 +336,7 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
     turns: list[str] = []
 
     class Examined:
+        missed_deadline = False
         group = SimpleNamespace(healthy=False, reusable=False, no_ranks=False, end=lambda: None)
 
         def __init__(self, session: Any, job: Any, *_: Any, **__: Any) -> None:

@@ -41,7 +41,7 @@ def memory_file(name: str) -> int:
 
 
 def fork_server_environment(device: str) -> dict[str, str]:
-    """What the fork server of ranks on this device gets besides the environment of its isolation."""
+    """Returns the variables that the fork server of this device's ranks gets besides those of its isolation."""
     environment = {
         "OMP_NUM_THREADS": "1",  # the fork server must have one thread when it forks
         "OPENBLAS_NUM_THREADS": "1",

@@ -118,7 +118,7 @@ class Session:
         return group
 
     def _config(self) -> dict[str, Any]:
-        """What the processes of a group have to know of where they run: on CPUs, each on a GPU of its own, or several on each GPU."""
+        """Returns what a group's processes must know of their place: CPUs, a GPU for each, or several on each GPU."""
         ranks, node = range(self.world_size), self.node
         config: dict[str, Any] = {"device": self.place.device, "backend": self.place.backend}
         if self.place.emulated:

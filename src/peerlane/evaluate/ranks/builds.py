@@ -33,7 +33,7 @@ class Builds:
         self._done: dict[str, GroupFailure | None] = {}
 
     def ready(self, candidate: CandidateFile) -> bool:
-        """Whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
+        """Tells whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
         return candidate.sha256 not in self._candidates or candidate.sha256 in self._done or self._session.pool_settings.builds == 0
 
     def poll(self) -> None:
