@@ -69,7 +69,7 @@ def play(act: Callable[[ProcessGroupRanks], Any], folder: Path, *, killed: int |
     processes = [context.Process(target=rank_main, args=(rank, act, folder, answers, page)) for rank in range(RANKS)]
     for process in processes:
         process.start()
-    found = {}
+    found: dict[int, Any] = {}
     try:
         if killed is not None:
             until((folder / "ready").exists, 30.0)
