@@ -195,6 +195,13 @@ def test_a_program_of_one_stream_pays_for_no_event(machine: Machine, monkeypatch
     assert seen["an operator's"] == {f"call {number}" for number in range(4)}
     machine.call("back", seen)()
     assert seen["back"] >= {"an operator's"} and len(recorded) == 3  # behind call 3, and behind each from then on
+    for number in range(2 * lane.ONE_AGAIN):
+        machine.call(f"again {number}", seen)()
+    count = len(recorded)
+    assert count < 3 + lane.ONE_AGAIN
+    with machine.on(Stream(machine)):
+        machine.call("another operator's", seen)()
+    assert seen["another operator's"] >= {f"again {2 * lane.ONE_AGAIN - 1}", "an operator's"} and len(recorded) == count + 2
 
 
 def seats(*hosts: list[list[str]]) -> list[Seat]:

@@ -252,6 +252,14 @@ def test_leading_axes_are_rows_and_a_loss_may_be_replicated(tmp_path: Path) -> N
         assert found[4:] == [[2, 3, 16], "torch.bfloat16"]
 
 
+def test_different_shapes_on_the_ranks_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PEERLANE_CHECK", "1")
+    text = "from peerlane import ops\n\ndef solution(x):\n    return ops.all_reduce(x)\n"
+    assert len(outputs(tmp_path, text, [(torch.ones(4),), (torch.ones(4),)])) == 2
+    with pytest.raises(UsageError, match=r"rank 0: all_reduce sum\(\(4,\) float32\) at .*step.py:4\n  rank 1: all_reduce sum\(\(6,\)"):
+        outputs(tmp_path, text, [(torch.ones(4),), (torch.ones(6),)])
+
+
 def test_shapes_are_known_without_running(tmp_path: Path) -> None:
     text = """
 import torch

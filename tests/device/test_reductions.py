@@ -77,14 +77,15 @@ def test_reductions_round_once_by_packets_and_by_rings(ranks: int) -> None:
     for number, case in enumerate(CASES):
         reduction, dtype = case
         packets = ("all_reduce_one_shot", "reduce_packets") if fills_packets(dtype) else ("reduce_ring",)
-        for kernel in (packets[number % len(packets)], "all_reduce_relay") if number % 4 == 0 else packets[:1]:
+        further = {0: ("all_reduce_relay",), 1: ("all_reduce_staged",)}.get(number % 4, ())
+        for kernel in (packets[number % len(packets)], *further):
             name = f"{kernel}_{number}"
             texts.append(KERNELS[kernel].text(name).replace("ELEMENT", reduced_type(reduction.name, dtype)))
             launches.append((name, case))
     scenario = Scenario("reductions", "".join(texts), ranks, defines={"WORLD_SIZE": ranks, **RINGS.defines()})
-    arena, workspace = take_workspace(scenario, ranks, PACKET_BUFFER_BYTES, RINGS)
+    usual, staged = (take_workspace(scenario, ranks, PACKET_BUFFER_BYTES, RINGS) for _ in range(2))
     for name, case in launches:
-        add(scenario, arena, workspace, name, case, 67)
+        add(scenario, *(staged if "staged" in name else usual), name, case, 67)
     report = check(scenario, schedules=2)
     assert report.clean, report
 

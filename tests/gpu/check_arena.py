@@ -344,7 +344,10 @@ def wrong_words(ranks: list[dict[str, Any]]) -> int:
 def good(kind: str, ranks: list[dict[str, Any]]) -> bool:
     behind = max(rank["sizes"]["allocations_behind_largest"] for rank in ranks)
     reused = all(rank["reuse"]["places"] < REUSES for rank in ranks)
-    quiet = all(rank["mixed"]["allocations_behind_largest"] == 0 and rank["mixed"]["left_bytes"] == 0 for rank in ranks)
+    quiet = all(
+        rank["mixed"]["allocations_behind_largest"] == 0 == rank["mixed"]["exchanges_behind_largest"] and rank["mixed"]["left_bytes"] == 0
+        for rank in ranks
+    )
     kinds = all(rank["kind"] == NAMES[kind] for rank in ranks)
     return not wrong_words(ranks) and behind <= ALLOWED_BEHIND_LARGEST and reused and quiet and kinds
 

@@ -1,5 +1,4 @@
-"""Late and dead ranks: training goes on behind a long pause; a pause beyond the timeout, or a death, ends in exceptions, soon and on all
-ranks.
+"""Late and dead ranks: training survives a long pause; a pause beyond the timeout, or a death, ends in exceptions, soon and on all ranks.
 
     PYTHONPATH=src python tests/gpu/check_faults.py --ranks 4 --nap 60 --out FILE [--scenes nap late kill store] [--no-mps]
     python tests/gpu/check_faults.py --ranks 4 --nap 3 --late 8 --timeout 2 --cpu          try it on gloo
@@ -202,7 +201,8 @@ def play(scene: str, options: argparse.Namespace) -> dict[str, Any]:
     time.sleep(1.0)
     found: dict[str, Any] = {
         "scene": scene, "sharing": sharing, "seconds": time.monotonic() - begin, "stuck": stuck,
-        "codes": [process.exitcode for process in processes], "mib_left": memory_mib(options) - before, "on_gpu": processes_left(options, pids),
+        "codes": [process.exitcode for process in processes], "mib_left": memory_mib(options) - before,
+        "on_gpu": processes_left(options, pids),
     }  # fmt: skip
     ranks = [rank for rank in range(options.ranks) if killed is None or rank != victim]
     for what in ("went on", "raised", "destroyed", "failed"):
@@ -226,9 +226,9 @@ def good(scene: str, found: dict[str, Any], ranks: list[int], options: argparse.
 
 def summary(found: dict[str, Any]) -> str:
     lines = [
-        f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, {found['seconds']:.0f} s, {found['mib_left']:.0f} MiB left"
+        f"{found['scene']}: {'good' if found['good'] else 'NOT GOOD'}, {found['sharing']}, stuck {found['stuck']}",
+        f"  codes {found['codes']}, on the GPU still {found['on_gpu']}, {found['mib_left']:.0f} MiB more than before",
     ]
-    lines[0] += f", stuck {found['stuck']}, codes {found['codes']}"
     if found.get("raised_after_s"):
         lines.append(f"  raised after s: { {rank: round(value, 1) for rank, value in found['raised_after_s'].items()} }")
     for what in ("went on", "raised", "destroyed", "failed"):

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import peerlane.device.backend
 from peerlane import ops
+from peerlane.device import backend
 from peerlane.device.host.lane import lane_of
 from peerlane.hardware.virtual_node import VirtualNode, available_sharing
 
@@ -182,6 +182,7 @@ def main_of(rank: int, options: argparse.Namespace, environments: list[dict[str,
             results[scene] = {"wrong": -1, "error": f"{type(error).__name__}: {error}"[:1000]}
         torch.cuda.synchronize(device)
         results[scene] |= {"seconds": round(time.monotonic() - begin, 1), "switches": lane_of(device).switches}
+        results["report"] = backend.report()
         (Path(options.folder) / f"found.{rank}").write_text(json.dumps(results))
         if "error" in results[scene]:
             break

@@ -38,6 +38,8 @@ from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
 from peerlane.ops.sharding import SHARDINGS, placed
 
 RANKS = 4
+ONE_EACH = tuple({(case.operator, case.keywords): case for case in CASES}.values())
+"""One case of each operator and its options, of three axes where it takes them."""
 DEVICE = torch.device("cuda" if "--cuda" in sys.argv else "cpu")
 Check = Callable[[dist.ProcessGroup], None]
 CHECKS: dict[str, tuple[Check, Sequence[int], Sequence[int]]] = {}
@@ -106,6 +108,8 @@ def in_bfloat16(group: dist.ProcessGroup) -> None:
 def in_graphs(group: dist.ProcessGroup) -> None:
     """On GPUs: a replay of a captured call gives the bits of the call, of other inputs too."""
     for case in CASES:
+        if case.operator == "gated_experts" and group.size() == 1:  # no kernel of the kit: the host counts rows
+            continue
         call = case.call(group)
         first, second = (
             [value.detach() for value in drawn(case, group.size(), torch.bfloat16)[rank % group.size()]]
@@ -129,7 +133,7 @@ def in_graphs(group: dist.ProcessGroup) -> None:
 
 @check(2, thorough=(1, 3))
 def compiled(group: dist.ProcessGroup) -> None:
-    for case in CASES:
+    for case in ONE_EACH:
         torch._dynamo.reset()
         compared(case, group, torch.compile(case.call(group), fullgraph=True, backend="aot_eager"), 1e-5)
 
@@ -153,7 +157,7 @@ def under_autocast(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 @check(2, thorough=(1, 3))
 def compiled_autocast(group: dist.ProcessGroup) -> None:
-    for case in CASES[1::2]:
+    for case in (case for case in ONE_EACH if case.casts):
         torch._dynamo.reset()
         call = torch.compile(under_autocast(case.call(group)), fullgraph=True, backend="aot_eager")
         own = [value.float() if value.is_floating_point() else value for value in drawn(case, group.size(), torch.float64)[group.rank()]]

@@ -13,6 +13,7 @@ from peerlane import ops
 from peerlane.device import communicator, group_of
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks, run
 from peerlane.device.host.group import current_group
+from peerlane.ops import preparation
 
 BF16 = torch.bfloat16
 COLLECTIVES = """
@@ -129,18 +130,27 @@ def test_no_output_is_overwritten_by_later_calls(name: str, ranks: int, tmp_path
 
 
 class Counter:
-    """How often the ranks of a run took memory, met, and asked for a kernel."""
+    """How often the ranks of a run took memory, met, and asked for a kernel that no rank had asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.counts = dict.fromkeys(("allocate", "exchange", "kernel"), 0)
-        for name in self.counts:
+        self.counts, self._kernels = dict.fromkeys(("allocate", "exchange", "kernel"), 0), set[Any]()
+        for name in ("allocate", "exchange"):
             monkeypatch.setattr(EmulatedGroup, name, self.counting(name, getattr(EmulatedGroup, name)))
+        monkeypatch.setattr(EmulatedGroup, "kernel", self.compiling(EmulatedGroup.kernel))
         monkeypatch.setattr(EmulatedLaunch, "__call__", lambda launch: None)
 
     def counting(self, name: str, method: Any) -> Any:
         def counted(group: EmulatedGroup, *args: Any, **kwargs: Any) -> Any:
             self.counts[name] += 1
             return method(group, *args, **kwargs)
+
+        return counted
+
+    def compiling(self, method: Any) -> Any:
+        def counted(group: EmulatedGroup, source: Any, name: str, *, defines: Any, **kwargs: Any) -> Any:
+            self._kernels.add((source, name, tuple(sorted(defines.items()))))
+            self.counts["kernel"] = len(self._kernels)
+            return method(group, source, name, defines=defines, **kwargs)
 
         return counted
 
@@ -186,13 +196,14 @@ def test_sizes_behind_the_largest_take_no_memory_and_exchange_nothing(monkeypatc
 
 
 def test_prepared_sizes_take_memory_once_and_close_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = Counter(monkeypatch)
+    counter, draw = Counter(monkeypatch), random.Random(4)
+    sizes = [8190, 0, 2, *(2 * draw.randrange(MOST // 2 + 1) for _ in range(100))]
 
     def solution() -> list[Any]:
         told = ops.prepare(max_tokens=MOST, hidden=HIDDEN)
         group_of().exchange(None)
         before = dict(counter.counts)
-        mixed_calls([8190, 0, 64, 4096, 2])
+        mixed_calls(sizes)
         after = dict(counter.counts)
         held = ops.memory_report()
         ops.close()
@@ -201,9 +212,9 @@ def test_prepared_sizes_take_memory_once_and_close_gives_it_back(monkeypatch: py
         return [told, before, after, held, closed, ops.memory_report()]
 
     for told, before, after, held, closed, again in on_two_ranks(solution):
-        assert after["allocate"] == before["allocate"] and after["exchange"] == before["exchange"]
+        assert after == before and before["kernel"] > 10
         assert told.leased_bytes == held.leased_bytes > 0
-        assert {"collectives", *ops.memory.PRODUCTS} == set(held.by_kernel)
+        assert {"collectives", *preparation.PRODUCTS} == set(held.by_kernel)
         assert closed.leased_bytes == 0 and 0 < again.leased_bytes < held.leased_bytes
 
 
@@ -218,6 +229,23 @@ def test_a_world_of_one_rank_takes_no_memory() -> None:
     made = EmulatedRanks(1, schedules=1)
     made.load(lambda rank: solution)
     assert made.call([()], lambda rank, result: result) == [(3.0, 0)] and not made.launches
+
+
+def test_large_all_reduces_share_memory_that_close_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter(monkeypatch)
+
+    def solution() -> list[Any]:
+        ops.prepare(max_tokens=MOST, hidden=512, products=())
+        group_of().exchange(None)
+        before = dict(counter.counts)
+        for tokens in (MOST, 6000, 5000, 8000):  # 5 to 8 MiB
+            ops.all_reduce(torch.zeros(tokens, 512, dtype=BF16))
+        after = dict(counter.counts)
+        ops.close()
+        return [before, after, ops.memory_report().leased_bytes]
+
+    for before, after, left in on_two_ranks(solution):
+        assert before == after and before["allocate"] > 2 and left == 0
 
 
 def test_backend_and_operators_share_one_communicator() -> None:

@@ -6,6 +6,7 @@ Every call says what it is, and every rank compares what the others said: ranks 
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -153,6 +154,7 @@ class ThreadLane:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
+        self.lock = threading.RLock()
         self._last: list[Any] = []
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> dist.Work:

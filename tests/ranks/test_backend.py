@@ -7,6 +7,7 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -565,3 +566,22 @@ def test_lists_that_adjoin_are_not_copied() -> None:
             check("part", got, want)
     with pytest.raises(UsageError, match=r"shape \(2, 3\) and strides \(1, 2\) is not contiguous"):
         kit.flat(torch.ones(3, 2).t())
+
+
+def stops(rank: int, world: int) -> None:
+    """Rank 0 hears that the kit's waits have ended; each of its calls says so from then on, and nobody's end of the group hangs."""
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(3), group=group)
+    group.set_timeout(timedelta(seconds=40))
+    assert group.waits.limit_s == 40.0
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
+    assert group.current_timeout() == timedelta(seconds=30)
+    if rank == 0:
+        group.waits.stop("rank 1 has died")
+        with pytest.raises(dist.DistBackendError, match="rank 1 has died; this group can not be used any more"):
+            dist.all_reduce(torch.ones(3), group=group)
+    dist.destroy_process_group(group)
+
+
+def test_a_group_that_has_stopped_raises_and_ends(kit_ranks: RankPool) -> None:
+    kit_ranks.run(stops)

@@ -23,7 +23,7 @@ from device.host_driver import host_driver
 from peerlane.device import Arena
 from peerlane.device.host import ipc, shared_page, waits, watch
 from peerlane.device.host.ipc import ProcessGroupRanks
-from peerlane.device.host.waits import OUT_OF_TIME
+from peerlane.device.host.waits import OUT_OF_TIME, TOLD_TO_STOP
 from peerlane.errors import DeviceTimeout, UsageError
 
 RANKS, SOON_S = 3, 10.0
@@ -112,21 +112,25 @@ def test_a_wait_that_runs_out_of_time_stops_all_ranks(page: str, tmp_path: Path)
 @pytest.mark.parametrize("namespace", ["same", "others"])
 def test_a_dead_rank_stops_the_others(namespace: str, tmp_path: Path) -> None:
     def act(group: ProcessGroupRanks) -> tuple[float, str, str]:
+        arena = Arena(100, group, name="some_kernel")
         if group.rank == 0:
             (tmp_path / "ready").touch()
         until((tmp_path / "ready").exists)
         seconds = until(lambda: group.waits.stopped)
+        for name, value in {"rank": group.rank, "role": 1, "source": 1, "slot": 3, "expected": 9, "seen": 8, "set": TOLD_TO_STOP}.items():
+            setattr(arena.record, name, value)  # as a kernel leaves it that waited for the dead rank
         try:
             group.exchange(None)
         except DeviceTimeout as error:
             return seconds, broken(group), str(error)
         return seconds, broken(group), ""
 
-    with mock.patch.object(watch.Life, "ended", lambda self, space: None) if namespace == "others" else ExitStack():
+    with mock.patch.object(watch.Life, "ended", return_value=None) if namespace == "others" else ExitStack():
         found = play(act, tmp_path, killed=1)
     assert sorted(found) == [0, 2]
     for seconds, said, exchanged in found.values():
         assert seconds < SOON_S and "rank 1 (process " in said and exchanged == said
+        assert "some_kernel: rank " in said and "(loader) waited for rank 1 (block 0, slot 3, expected 9, seen 8)" in said
         assert ("has died" if namespace == "same" else "gave no sign of life for") in said
 
 

@@ -64,10 +64,13 @@ def kit_group(x: torch.Tensor, name: str) -> Group | None:
 
 def joined(group: dist.ProcessGroup) -> Group | None:
     """Returns the kit's group of a process group; None, on all its ranks, if the kit can not join it. The first call is collective."""
-    if group not in _joined:
-        _joined[group], reason = _join(group)
-        if reason:
-            _log.warning("operators of group %s run on torch.distributed: %s", group.group_name, reason)
+    try:
+        return _joined[group]
+    except KeyError:
+        pass
+    _joined[group], reason = _join(group)
+    if reason:
+        _log.warning("operators of group %s run on torch.distributed: %s", group.group_name, reason)
     return _joined[group]
 
 

@@ -65,7 +65,7 @@ class _ColwiseLinear(nn.Linear):
             (y,) = ops.row_gather_gemm(x.movedim(axis, 0), [weight], [] if bias is None else [bias], group=group)
             y = y.movedim(0, axis)
         else:
-            y = product(partial(_column_product, group=layout.group), "ColwiseParallel", (x, weight), bias=bias)
+            y = product(partial(_column_product, group=layout.group), "ColwiseParallel", (x, weight), (bias, None))
         if isinstance(layout.outputs, Replicate):
             y = ops.all_gather(y.movedim(-1, 0), group, gradient="replicated").movedim(0, -1)
         return layout.given(y)

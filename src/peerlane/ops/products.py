@@ -328,7 +328,7 @@ def gemm_reduce_scatter(
     def call(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
         return _split(_gemm_reduce_scatter, a, b, Behind(bias, activation, residual, scale), name)
 
-    return product(call, "gemm_reduce_scatter", (a, b), parts=world_size(name), bias=bias, residual=residual)
+    return product(call, "gemm_reduce_scatter", (a, b), (bias, residual), parts=world_size(name))
 
 
 @takes_dtensors
@@ -351,7 +351,7 @@ def gemm_all_reduce(
     def call(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
         return _split(operator, a, b, Behind(bias, activation, residual, scale), name)
 
-    return product(call, "gemm_all_reduce", (a, b), bias=bias, residual=residual)
+    return product(call, "gemm_all_reduce", (a, b), (bias, residual))
 
 
 def _split(operator: Any, a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:

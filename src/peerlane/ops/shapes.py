@@ -81,15 +81,14 @@ def product(
     call: Callable[[torch.Tensor, torch.Tensor, Terms, Terms], torch.Tensor],
     name: str,
     operands: tuple[torch.Tensor, torch.Tensor],
+    terms: tuple[Terms, Terms] = (None, None),
     *,
     depth: int = 1,
     parts: int = 1,
-    bias: Terms = None,
-    residual: Terms = None,
 ) -> torch.Tensor:
     """Returns ``call`` of the rows of a and of b, a bias and the rows of a residual, with the leading axes of a; axis 0 is that of one of
-    ``parts``."""
-    a, b, bias, residual = cast(*operands, bias, residual)
+    ``parts``. ``terms``: the bias and the residual."""
+    a, b, bias, residual = cast(*operands, *terms)
     require_product(name, a, b, depth=depth, parts=parts)
     if bias is not None or residual is not None:
         require_terms(name, bias, residual, (a.shape[0] // parts, *a.shape[1:-1], b.shape[1]), a.dtype)

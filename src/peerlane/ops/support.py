@@ -13,7 +13,7 @@ from peerlane.device.products.gemm import ELEMENT_TYPES as PRODUCT_TYPES
 
 ANY = "any"
 _REDUCED = tuple(dict.fromkeys((*ELEMENT_TYPES, *INTEGERS)))
-_COLLECTIVES = "one size, whatever the tensors"
+_COLLECTIVES = "one size"
 _SHARDS = "with batch, tokens, heads and depth; each shape has its own"
 
 
@@ -48,7 +48,7 @@ SUPPORT: Mapping[str, Support] = {
     "reduce_scatter": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
     "all_to_all": Support(ANY, "", False, _COLLECTIVES),
     "all_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
-    "row_gather_gemm": _product("with rows and depth"),
+    "row_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
     "gemm_reduce_scatter": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_reduce": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_gather": _product("with rows and columns; `prepare` sizes it"),

@@ -39,11 +39,9 @@ def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -
     """Returns what carries ``x`` between the ranks of ``group``. ``reduction``: of a collective that reduces.
 
     Reductions that the kit lacks go to torch.distributed, which is logged once and counted in the backend's ``report()``."""
-    if world_size(group) == 1:
-        return Alone()
     kit = kit_group(x, group)
     if kit is None:
-        return Library(group)
+        return Alone() if world_size(group) == 1 else Library(group)
     if reduction is None or not (reason := refusal(reduction.name, x.dtype)):
         return communicator(kit)
     if current_group() is not None:

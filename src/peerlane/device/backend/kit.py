@@ -84,8 +84,10 @@ class KitProvider:
             return Alone() if group.size() == 1 else communicator(group).serving_backend()
 
     def close(self, group: ProcessGroup) -> None:
-        if (ranks := known_group(group)) is not None:
-            ranks.close()
+        if (ranks := known_group(group)) is None:
+            return
+        ranks.close()
+        if not ranks.waits.stopped:  # else some rank may never come: the end of the process frees what peers had mapped
             ranks.free_closed()
 
     def device_of(self, group: ProcessGroup) -> torch.device | None:

@@ -8,6 +8,7 @@ NCCL backend, a blocking call runs on the caller's stream and an asynchronous on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,6 +22,11 @@ NO_TIMEOUT = timedelta(0)
 
 class Lane(Protocol):
     """The order of the kit's collectives of one device, which run one after the other."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held from ``before_child`` to ``after_child``, so that no kernel of the kit comes between."""
+        ...
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
         """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
@@ -135,10 +141,12 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._lane = lane_of(device)
+        self.lock = self._lane.lock
         self._side: torch.cuda.Stream | None = None
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
-        with torch.cuda.device(self.device), self._lane.lock:
+        # Without the lock: ``call`` takes that of its group first, as operators do.
+        with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             # On the caller's stream: works of other libraries release their tensors once a stream has waited, and here they are reused.
             self._lane.follow_others(capture_of(current.cuda_stream))
@@ -157,11 +165,11 @@ class CudaLane:
             return StreamWork(side, end, tensors)
 
     def before_child(self) -> None:
-        with torch.cuda.device(self.device), self._lane.lock:
+        with torch.cuda.device(self.device), self.lock:
             self._lane.follow(torch.cuda.current_stream().cuda_stream)
 
     def after_child(self, child: object, work: Work | None) -> None:
-        with torch.cuda.device(self.device), self._lane.lock:
+        with torch.cuda.device(self.device), self.lock:
             stream = torch.cuda.current_stream().cuda_stream
             if work is None:
                 self._lane.note(stream, capture_of(stream))
@@ -175,6 +183,6 @@ class CudaLane:
     def synchronize(self) -> None:
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            with self._lane.lock:
+            with self.lock:
                 self._lane.follow(current.cuda_stream)
             current.synchronize()

@@ -9,14 +9,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 from torch.distributed import distributed_c10d
 
+from peerlane import settings
 from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives, KitProvider, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
+from peerlane.device.host.call_order import call_order
 from peerlane.device.host.ipc import StoreExchange, leave
 from peerlane.device.host.tally import count
 from peerlane.device.host.waits import LONGEST_LIMIT_S, Waits
@@ -58,6 +61,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, world_size)
         self._provider, self._timeout = _provider, timeout
+        self._ranks = list(ranks) or list(range(world_size))
         self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         """of the kit's kernels for this group"""
         self._kit: Collectives | None = None
@@ -85,6 +89,9 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         """Returns the kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
         device = tensor.device
         if device.type != self._provider.device_type:
+            if settings.checks_calls():
+                what = f"{operation} of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                call_order().enter(self._name, self._ranks, what, self._timeout.total_seconds())
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
         refusal = refusal or self._refusal or ("" if op is None else kit.refused_reduction(op, tensor.dtype))
@@ -117,10 +124,11 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         assert self._kit_device is not None
+        self._check()
         try:
             work = self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp)
         except DeviceTimeout as error:
-            raise c10d.DistBackendError(str(error)) from error
+            raise dist.DistBackendError(str(error)) from error
         if isinstance(work, FinishedWork):
             work.check = self._check
         return self._noted(work)
@@ -130,19 +138,20 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         try:
             self.waits.check()
         except DeviceTimeout as error:
-            raise c10d.DistBackendError(str(error)) from error
+            raise dist.DistBackendError(str(error)) from error
 
     def _on_child(self, tensor: torch.Tensor, issue: Callable[[Any], Work | None]) -> Work:
         child = self._child(tensor.device)
         if tensor.device.type != self._provider.device_type:
             return self._noted(issue(child))
         lane = self._provider.lane(tensor.device)
-        lane.before_child()
-        work = issue(child)
-        if self._coalescing is None:
-            lane.after_child(child, work)
-        else:
-            self._coalescing.collectives = True
+        with lane.lock:
+            lane.before_child()
+            work = issue(child)
+            if self._coalescing is None:
+                lane.after_child(child, work)
+            else:
+                self._coalescing.collectives = True
         return self._noted(work)
 
     def _noted(self, work: Work | None) -> Work:
@@ -245,15 +254,17 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         device = self._provider.device_of(self)  # also where operators alone have used the group
         if not waits and opened is not None:
             self.waits.stop("this rank has aborted the group")
-        leave(self)
         if device is None or not waits or self._refusal:  # what opened on some of the ranks only is closed there
+            leave(self)
             return
-        limit = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
-        opts = c10d.BarrierOptions()
-        opts.timeout = limit
         with contextlib.suppress(RuntimeError):
-            self._provider.lane(device).synchronize()
-            self._children["cpu"].barrier(opts).wait(limit)
+            try:
+                self._provider.lane(device).synchronize()
+            finally:
+                leave(self)  # not before: a rank may die while this one's kernels wait for it
+            opts = c10d.BarrierOptions()
+            opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
+            self._children["cpu"].barrier(opts).wait(opts.timeout)
             self._provider.close(self)
 
 

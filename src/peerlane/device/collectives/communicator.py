@@ -68,6 +68,17 @@ class Communicator:
         self._stages: dict[int, tuple[Arena, Workspace]] = {}
         """of staged all-reduces, by the largest tensor that they hold"""
 
+    def load(self, dtype: torch.dtype, most_bytes: int) -> None:
+        """Collective: makes the kernels and memory of all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes."""
+        fits = fills_packets(dtype)
+        if self.machine.stages and most_bytes > plans.STAGED_FROM_BYTES:
+            self._stage(min(most_bytes, plans.STAGED_LIMIT_BYTES))
+        octaves = [1 << power for power in range(2, most_bytes.bit_length() + 1)]
+        for nbytes in {size for octave in octaves for size in (octave, octave + 12, octave * 3 // 2)}:
+            sums = (plan(nbytes, self.machine, packets_fit=fits) for plan in (plans.all_reduce, plans.reduce_scatter))
+            for plan in (*sums, plans.exchange(nbytes, self.machine)):
+                self._kernel(plan.kernel, dtype, SUM.name)
+
     def serving_backend(self) -> Communicator:
         """Returns this communicator, with the same memory, for the backend. Closing that closes all that the group keeps."""
         other = copy.copy(self)
@@ -288,13 +299,14 @@ class Communicator:
         return self._kernels[name, dtype, reduction]
 
     def _stage(self, nbytes: int) -> tuple[Arena, Workspace]:
-        """Collective, once for each power of two of bytes: the arena of staged all-reduces of a tensor."""
-        most = 1 << (nbytes - 1).bit_length()
+        """Collective for a larger tensor than all before: the arena of staged all-reduces, with room for the next power of two of bytes."""
+        most = next((kept for kept in sorted(self._stages) if kept >= nbytes), 1 << (nbytes - 1).bit_length())
         if most not in self._stages:
             world_size, blocks = self.machine.world_size, self.machine.sm_count
             arena = Arena(staged_bytes(world_size, most, blocks), self.group, timeout_s=self._timeout_s, name="collectives")
             self._stages[most] = arena, Workspace.take_staged(arena, world_size, most, blocks)
             arena.seal()
+            arena.belong_to(self.arena)
         return self._stages[most]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:

@@ -118,6 +118,8 @@ class Group(ABC):
         """how long its kernels wait for other ranks"""
         self.lane: Lane | None = None
         """the order of its kernels and other groups' on this rank's device; None where streams alone order them"""
+        self.check_call: Callable[[str], None] | None = None
+        """compares a kernel that is about to be launched with those of the other ranks, if the user asks for it"""
         self.lock = threading.RLock()
         """held while arguments of a launch are set and it is launched, and while memory is taken"""
         self.cache = GroupCache()

@@ -50,9 +50,9 @@ class HostBoard:
             self._waits.check()
             now = time.monotonic()
             begin = begin or now
-            if now > begin + self._waits.limit_s:
+            if now > begin + self._waits.host_limit_s:
                 raise DeviceTimeout(
-                    f"rank {rank} did not come to call {self._calls} of rank {self._rank} within {self._waits.limit_s:g} s; "
+                    f"rank {rank} did not come to call {self._calls} of rank {self._rank} within {self._waits.host_limit_s:g} s; "
                     "all ranks of a group must make the same calls in the same order"
                 )
             time.sleep(_NAP_S)

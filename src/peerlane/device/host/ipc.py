@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import logging
 import mmap
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from peerlane import settings
 from peerlane.device.host import cuda_bindings
+from peerlane.device.host.call_order import call_order
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.device_memory import checked, pinned_word
 from peerlane.device.host.group import Group, Small
@@ -84,6 +86,8 @@ class ProcessGroupRanks(CudaGroup):
         super().__init__(rank, group.size(), device, memory)
         self.waits, self.lane = waits, lane_of(device)
         self.watch = None if waits.traps else self._begin_watch(group, store)
+        if settings.checks_calls():
+            self.check_call = functools.partial(_check_call, group.group_name, dist.get_process_group_ranks(group), waits)
         self._board: HostBoard | None = None
         self.runs_together = True
         properties = torch.cuda.get_device_properties(device)
@@ -179,7 +183,7 @@ class StoreExchange:
                 return
             except RuntimeError as error:
                 self._waits.check()
-                if time.monotonic() - begin < self._waits.limit_s and not isinstance(error, dist.DistNetworkError):
+                if time.monotonic() - begin < self._waits.host_limit_s and not isinstance(error, dist.DistNetworkError):
                     continue
                 raise DeviceTimeout(
                     f"{self._missing(keys)} did not come to exchange number {number} within {time.monotonic() - begin:.0f} s; "
@@ -191,6 +195,10 @@ class StoreExchange:
             return f"ranks {[rank for rank, key in enumerate(keys) if not self._store.check([key])]}"
         except RuntimeError:
             return "the store has gone, and other ranks"
+
+
+def _check_call(group: str, members: Sequence[int], waits: Waits, kernel: str) -> None:
+    call_order().enter(group, members, kernel, waits.limit_s)
 
 
 def _waits_of(group: dist.ProcessGroup) -> Waits:

@@ -4,8 +4,8 @@ Such a kernel holds its SMs while it waits. Two of them side by side can each ho
 process's kernels with an arena, those of operators and those of the backend, form one lane: each starts when the one before it has ended.
 
 As long as they come from one stream, that stream is the lane, and a launch pays a comparison. From the second stream on every launch
-records an event, and one that follows on another stream waits for it. A graph that is being captured is a lane of its own: nothing in it
-waits for what was called outside. A replay is ordered by its stream alone.
+records an event, and one that follows on another stream waits for it, until many in a row have come from one stream. A graph that is being
+captured is a lane of its own: nothing in it waits for what was called outside. A replay is ordered by its stream alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import torch
 from peerlane.device.host import cuda_bindings
 from peerlane.errors import DeviceError
 
+ONE_AGAIN = 32
+"""Launches in a row from one stream, behind which it counts as the only one again."""
+
 
 class Lane:
     """The lane of one GPU in this process. ``lock`` is held from the moment that a launch gets its place until it is launched."""
@@ -30,7 +33,10 @@ class Lane:
         self._last: int | None = None
         """the stream of the last kernel"""
         self._event: Any = None
-        """behind the last kernel, once there are several streams"""
+        """behind the last kernel, while there are several streams; one for all times"""
+        self._several = False
+        self._in_a_row = 0
+        """launches from one stream behind the last change"""
         self._captured: tuple[int, int] = 0, 0
         """capture and stream of the last captured kernel"""
         self._others: dict[int, tuple[Callable[[], object], int]] = {}
@@ -39,7 +45,7 @@ class Lane:
     def run(self, stream: int, launch: Callable[[], Any]) -> Any:
         """What ``launch`` returns, which puts one kernel on the raw ``stream``."""
         with self.lock:
-            if stream == self._last and self._event is None and not self._others:
+            if stream == self._last and not self._several and not self._others:
                 return launch()
             capture = self.follow(stream)
             result = launch()
@@ -52,11 +58,13 @@ class Lane:
         self.follow_others(capture, stream)
         if capture:
             known, last = self._captured
+            if known != capture and self._last is not None and capture_of(self._last) == capture:
+                known, last = capture, self._last  # captured on the stream of the kernels before it, which took the short way
             if known == capture and last != stream:
                 self._wait(stream, self._record(_event(), last))
         elif self._last is not None and self._last != stream:
-            if self._event is None:
-                self._event = _event()
+            if not self._several:
+                self._several, self._event = True, self._event or _event()
                 self._record(self._event, self._last)
             self._wait(stream, self._event)
         return capture
@@ -66,8 +74,10 @@ class Lane:
         if capture:
             self._captured = capture, stream
             return
+        self._in_a_row = self._in_a_row + 1 if stream == self._last else 0
         self._last = stream
-        if self._event is not None:
+        self._several = self._several and self._in_a_row < ONE_AGAIN
+        if self._several:
             self._record(self._event, stream)
 
     def note_other(self, key: int, wait: Callable[[], object], capture: int) -> None:
@@ -78,8 +88,9 @@ class Lane:
         """Make ``stream``, or the current one, wait for what other libraries have started."""
         if not self._others:
             return
-        waits = [wait for wait, known in self._others.values() if known == capture]
-        self._others.clear()
+        with self.lock:
+            waits = [wait for wait, known in self._others.values() if known == capture]
+            self._others.clear()
         if stream is None or stream == torch.cuda.current_stream().cuda_stream:
             for wait in waits:
                 wait()

@@ -131,6 +131,7 @@ class Launch:
         group = getattr(self._arena, "group", None)
         self._waits: Waits | None = None if group is None else group.waits
         self._lane: Lane | None = None if group is None else group.lane
+        self._check_call: Callable[[str], None] | None = None if group is None else group.check_call
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def __call__(self, stream: int | None = None) -> None:
@@ -143,8 +144,12 @@ class Launch:
             stream = self._current_stream(self._device)
         if self._lane is None:
             (status,) = self._call(*self._fixed, stream, *self._last)
-        else:
+        elif self._check_call is None:
             (status,) = self._lane.run(stream, lambda: self._call(*self._fixed, stream, *self._last))
+        else:
+            with self._lane.lock:  # so that the order of what is compared is that of the launches
+                self._check_call(self.kernel.name)
+                (status,) = self._lane.run(stream, lambda: self._call(*self._fixed, stream, *self._last))
         if status:
             self._fail(status)
 

@@ -23,6 +23,8 @@ DEFAULT_LIMIT_S = 600.0
 """As NCCL's."""
 LONGEST_LIMIT_S = 12 * 3600.0
 """Waits inside a block, which know no limit, trap after twice as long."""
+_HOST_PATIENCE_S = 300.0
+"""where the limit is not the job's"""
 ENDED_AT = 4
 """Where in an arena the word lies that says so; of arena.cuh."""
 ROLES = ("block", "loader", "consumer", "storer", "communicator")
@@ -69,8 +71,6 @@ class Waits:
         """what other ranks have said about it; may take two seconds"""
         self.tell: Callable[[str], object] = str
         """lets the other ranks know"""
-        self.failure: type[Exception] = DeviceTimeout
-        """what :meth:`check` raises"""
         self._word = (ctypes.c_uint32 * 1)()
         self._words: Any = self._word
         self._arenas: WeakSet[Waiting] = WeakSet()
@@ -84,16 +84,22 @@ class Waits:
         """An arena of the group has been made; ``limit_s`` is its own limit, if it has one."""
         arena.record.traps = int(self.traps)
         arena.record.limit_ns = int((self.limit_s if limit_s is None else limit_s) * 1e9)
-        self._arenas.add(arena)
+        with self._lock:
+            self._arenas.add(arena)
 
     def set_limit(self, seconds: float) -> None:
         """From now on waits end after ``seconds``, those under way too."""
         if not 0 < seconds <= LONGEST_LIMIT_S:
             raise UsageError(f"a time limit of {seconds:g} s: expected more than 0 and at most {LONGEST_LIMIT_S:g} s")
         self.limit_s = seconds
-        for arena in list(self._arenas):
+        for arena in self._all():
             if arena.follows:
                 arena.record.limit_ns = int(seconds * 1e9)
+
+    @property
+    def host_limit_s(self) -> float:
+        """How long host code waits for other ranks' host code, which may have something to compile: as long as the job allows."""
+        return max(self.limit_s, _HOST_PATIENCE_S) if self.traps else self.limit_s
 
     @property
     def stopped(self) -> bool:
@@ -105,14 +111,18 @@ class Waits:
         with self._lock:
             first, self.reason = not self.reason, self.reason or reason
         self._words[0] = 1
-        for arena in list(self._arenas):
+        for arena in self._all():
             arena.record.stop = 1
         if first:
             _log.error("%s", reason)
 
     def faults(self) -> list[str]:
         """What waits of this rank that ran out of time have reported."""
-        return [message for arena in list(self._arenas) if (message := describe_fault(arena.record, arena.name))]
+        return [message for arena in self._all() if (message := describe_fault(arena.record, arena.name))]
+
+    def _all(self) -> list[Waiting]:
+        with self._lock:  # the group's watch asks too
+            return list(self._arenas)
 
     def why(self) -> str:
         """Why the group has stopped."""
@@ -125,9 +135,14 @@ class Waits:
         return self.reason or "; ".join(self.faults())
 
     def check(self) -> None:
-        """Raise DeviceTimeout if the group has stopped."""
-        if self._words[0]:
-            raise self.failure(f"{self.why()}; this group can not be used any more: destroy it and make a new one, on all ranks")
+        """Raise DeviceTimeout if the group has stopped: why, and what kernels of this rank waited for."""
+        if not self._words[0]:
+            return
+        waited = [
+            f"{_waited(arena.record, arena.name)} {_missing(arena.record)}" for arena in self._all() if arena.record.set == TOLD_TO_STOP
+        ]
+        said = "; ".join([self.why(), *waited])
+        raise DeviceTimeout(f"{said}; this group can not be used any more: destroy it and make a new one, on all ranks")
 
 
 def describe_fault(record: WaitRecord | Sequence[int], kernel: str = "") -> str:
@@ -149,11 +164,6 @@ def _waited(record: WaitRecord, kernel: str) -> str:
 
 def _missing(record: WaitRecord) -> str:
     return f"(block {record.block}, slot {record.slot}, expected {record.expected}, seen {record.seen})"
-
-
-def describe_wait(record: WaitRecord, kernel: str = "") -> str:
-    """What a record says of a wait that ended early for whatever reason, or an empty string."""
-    return f"{_waited(record, kernel)} {_missing(record)}" if record.set else ""
 
 
 def record_in(words: torch.Tensor) -> WaitRecord:

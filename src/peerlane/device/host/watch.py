@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -184,14 +183,15 @@ class Watch:
                 time.sleep(0.1)
             if self._store.check([_ENDED]):
                 return str(self._store.get(_ENDED).decode())
-        return ""
+        # The store has gone, or nobody has come to tell: what is there to be seen from here?
+        space = self._lives[self._rank].space
+        dead = [f"rank {rank} (process {life.pid}) has died" for rank, life in enumerate(self._lives) if life.ended(space)]
+        return "; ".join(dead)
 
 
 def _own_connection(store: Any) -> Any:
     """The same store by a connection of its own, where there are such: a wait of one thread does not hold up the others."""
     try:
-        own = store.clone()
-        own.set_timeout(timedelta(seconds=5))
-        return own
+        return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):
         return store

@@ -83,6 +83,13 @@ __device__ inline bool block_arrived(const u32* ended) {
 }
 __device__ inline bool block_arrived(const Arena& arena) { return block_arrived(reinterpret_cast<const u32*>(arena.local(ended_at))); }
 
+// By a trap. The record may be another thread's, which gets time to write it.
+[[noreturn]] __device__ inline void stop_kernel() {
+    const u64 begin = ptx::globaltimer();
+    while (ptx::globaltimer() - begin < 50'000'000) ptx::sleep(1000);
+    ptx::trap();
+}
+
 // Report a wait that ends early. The first thread to come writes the record. Every rank knows of it before it sees anything that this thread,
 // or others that follow it, store from here on: so no rank takes garbage for data.
 __device__ inline void give_up(const Arena& arena, const Awaited& awaited, u32 seen, WaitEnd end) {
@@ -103,11 +110,13 @@ __device__ inline void give_up(const Arena& arena, const Awaited& awaited, u32 s
     for (u32 q = 0; q < arena.world_size; ++q) ptx::store_relaxed_system(reinterpret_cast<u32*>(arena.peer(q, ended_at)), 1u);
     ptx::store_relaxed_system(arena.stop, 1u);
     ptx::fence_system();
-    if (end == out_of_time && ptx::load_relaxed_system(&record->traps) != 0) {
-        const u64 begin = ptx::globaltimer();  // the record may be another thread's: it gets time to write it
-        while (ptx::globaltimer() - begin < 50'000'000) ptx::sleep(1000);
-        ptx::trap();
-    }
+    if (end == out_of_time && ptx::load_relaxed_system(&record->traps) != 0) stop_kernel();
+}
+
+// The same for a kernel that can not go on: its process loses the device.
+[[noreturn]] __device__ inline void fail(const Arena& arena, const Awaited& awaited, u32 seen) {
+    give_up(arena, awaited, seen, out_of_time);
+    stop_kernel();
 }
 
 // Polls between two looks at the clock and the host, a power of two; tests take fewer.
@@ -118,7 +127,18 @@ __device__ inline void give_up(const Arena& arena, const Awaited& awaited, u32 s
 // The budget of one wait. Clock and host are asked rarely, so that a short wait costs neither.
 class Deadline {
   public:
-    __device__ WaitEnd end(const Arena& arena) {
+    // Behind a poll that saw `seen`, which was not enough: whether the wait ends all the same. Then it has been reported, and the caller goes on.
+    __device__ bool ends(const Arena& arena, const Awaited& awaited, u32 seen) {
+        const WaitEnd end = look(arena);
+        if (end != goes_on) give_up(arena, awaited, seen, end);
+        return end != goes_on;
+    }
+
+    // The same without a report, for a caller who calls `fail`.
+    __device__ bool expired(const Arena& arena) { return look(arena) != goes_on; }
+
+  private:
+    __device__ WaitEnd look(const Arena& arena) {
         if ((++tries_ & (PEERLANE_POLLS - 1u)) != 0) return goes_on;
         const u64 now = ptx::globaltimer();
         if (begin_ == 0) begin_ = now;
@@ -126,7 +146,6 @@ class Deadline {
         return now - begin_ > ptx::load_relaxed_system(&arena.fault->limit_ns) ? out_of_time : goes_on;
     }
 
-  private:
     u64 begin_ = 0;
     u32 tries_ = 0;
 };

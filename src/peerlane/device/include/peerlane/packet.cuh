@@ -58,8 +58,7 @@ __device__ inline void pull_packets(const Arena& arena, const PacketPlaces& plac
             if (seen[q] != epoch) missing = q, stale = seen[q];
         }
         if (missing < 0) return;
-        if (const WaitEnd end = deadline.end(arena); end != goes_on) {
-            give_up(arena, Awaited{whole_block, static_cast<u32>(missing), places.slot, epoch}, stale, end);
+        if (deadline.ends(arena, Awaited{whole_block, static_cast<u32>(missing), places.slot, epoch}, stale)) {
 #pragma unroll
             for (int q = 0; q < W; ++q) {
 #pragma unroll
@@ -87,8 +86,7 @@ __device__ inline void pull_packet(const Arena& arena, u32 source, const char* p
             for (int w = 0; w < packet_words; ++w) data[w] = packet.word[w];
             return;
         }
-        if (const WaitEnd end = deadline.end(arena); end != goes_on) {
-            give_up(arena, Awaited{whole_block, source, slot, epoch}, seen, end);
+        if (deadline.ends(arena, Awaited{whole_block, source, slot, epoch}, seen)) {
 #pragma unroll
             for (int w = 0; w < packet_words; ++w) data[w] = 0;
             return;

@@ -360,8 +360,7 @@ class Peers {
         Deadline deadline;
         u32 seen;
         while (!reached(seen = ptx::load_relaxed_system(place), number)) {
-            if (const WaitEnd end = deadline.end(arena_); end != goes_on) {
-                give_up(arena_, Awaited{role_, source, slot, number}, seen, end);
+            if (deadline.ends(arena_, Awaited{role_, source, slot, number}, seen)) {
                 seen = number;
                 break;
             }
