@@ -41,7 +41,7 @@ def examples(tmp_path: Path) -> Path:
     for name in ("pytorch", "broken", "cuda"):
         (tmp_path / "examples" / name).mkdir(parents=True)
     (tmp_path / "examples" / "pytorch" / "1_right_pytorch.py").write_text(RIGHT)
-    (tmp_path / "examples" / "cuda" / "1_right_cuda.py").write_text(RIGHT)
+    (tmp_path / "examples" / "cuda" / "1_right_cuda.py").write_text(f"load_inline = None\n{RIGHT}")
     (tmp_path / "examples" / "broken" / "1_lazy_pytorch.py").write_text(LAZY)
     return tmp_path / "examples"
 
@@ -132,7 +132,11 @@ def test_what_needs_a_gpu_is_left_out_on_cpu() -> None:
 
 
 def test_a_good_candidate_may_say_that_it_needs_a_gpu(tmp_path: Path) -> None:
-    for name, source in (("1_a_pytorch.py", "# needs: gpu\n"), ("1_b_pytorch.py", "import torch\n# needs: gpu\n"), ("1_c_cuda.py", "")):
+    for name, source in (
+        ("1_a_pytorch.py", "# needs: gpu\n"),
+        ("1_b_pytorch.py", "import torch\n# needs: gpu\n"),
+        ("1_c_cuda.py", "import cupy\n"),
+    ):
         (tmp_path / name).write_text(source)
     assert [needs_gpu(candidate) for candidate in discover([str(tmp_path)])] == [True, False, True]
     assert not needs_gpu(reference_candidate())

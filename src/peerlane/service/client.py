@@ -167,9 +167,7 @@ class Client:
 
     def _body(self, candidate: CandidateFile, changes: Mapping[str, Any]) -> tuple[dict[str, Any], CandidateFile]:
         options = {**self._options, **_known(changes)}
-        presets = options.pop("presets", ("pkb",))
-        if isinstance(presets, str) or len(presets) != 1:
-            raise UsageError(f"presets={presets!r}: expected one preset, such as ('small',); use evaluate_all for several")
+        preset = _one_preset(options.pop("presets", ("pkb",)))
         if candidate.is_reference:
             raise UsageError("the reference is no text that can be sent: evaluate it on the node itself")
         if candidate.problem is None:
@@ -184,7 +182,7 @@ class Client:
             options["track"] = candidate.track
         chosen = {name: value for name, value in options.items() if value is not None}
         name = candidate.name.rsplit("/", 1)[-1][:200]
-        return {"problem": candidate.problem, "source": text, "name": name, "preset": presets[0], **chosen}, candidate
+        return {"problem": candidate.problem, "source": text, "name": name, "preset": preset, **chosen}, candidate
 
     def _judge(self, body: dict[str, Any], candidate: CandidateFile, call: _Call) -> Result:
         """The result, from the first URL that gives one."""
@@ -344,6 +342,19 @@ def _accepted(url: str, answer: _Answer) -> _Answer:
         fields = "; ".join(f"{item['field']}: {item['message']}" for item in answer.body.get("fields", ()))
         raise UsageError(f"{url} refuses the request: {fields or answer.body.get('error')}")
     return answer
+
+
+def checked_options(options: Mapping[str, Any]) -> None:
+    """Raises UsageError for options of a request that do not exist, and for several presets."""
+    presets = _known(options).get("presets")
+    if presets is not None:
+        _one_preset(presets)
+
+
+def _one_preset(presets: Any) -> str:
+    if isinstance(presets, str) or len(presets) != 1:
+        raise UsageError(f"presets={presets!r}: expected one preset, such as ('small',); use evaluate_all for several")
+    return str(presets[0])
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from peerlane.errors import CompileError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
 from peerlane.evaluate.ranks.extension_calls import find_extension_calls
-from peerlane.evaluate.ranks.rank import Rank, classify, wants_gpu
+from peerlane.evaluate.ranks.rank import Rank, classify, refused_source, wants_gpu
 from peerlane.evaluate.timing.cores import cores_beside
 
 _NICE = 10  # candidates may be timed meanwhile
@@ -52,7 +51,7 @@ class Builder(Rank):
             module = import_candidate(path, source)
         except Exception as error:
             if classify(error) == "build_error":
-                mended = request.on_cpu and torch.version.cuda is None and not isinstance(error, CompileError)
+                mended = request.on_cpu and torch.version.cuda is None and not refused_source(error)
             else:
                 mended = not request.gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
