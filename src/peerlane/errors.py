@@ -13,7 +13,7 @@ PeerlaneError
 ├── DeviceError           a device-side failure
 │   ├── CompileError      device source did not compile
 │   ├── LaunchError       a kernel could not be launched
-│   ├── DeviceTimeout     a device-side wait ran out of its budget
+│   ├── DeviceTimeout     waits for other ranks have ended: one was too long, or a rank has died
 │   └── EmulatedFault     the emulator stopped a kernel
 └── ProtocolError         a rank process spoke out of turn
 
@@ -87,7 +87,7 @@ class LaunchError(DeviceError):
 
 
 class DeviceTimeout(DeviceError):
-    """A device-side wait ran out of its budget; the message says rank, slot, expected and seen."""
+    """Waits for other ranks have ended: one was too long, or a rank has died. The message says who waited for whom, and for what."""
 
 
 class EmulatedFault(DeviceError):

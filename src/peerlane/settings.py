@@ -43,6 +43,28 @@ def tunes() -> bool:
     return os.environ.get("PEERLANE_TUNE") == "1"
 
 
+def checks_calls() -> bool:
+    """Tells whether ranks compare what they call before each call (PEERLANE_CHECK=1), which costs an exchange through the CPU."""
+    return os.environ.get("PEERLANE_CHECK") == "1"
+
+
+WAIT_LIMIT = "PEERLANE_WAIT_LIMIT_S"
+
+
+def wait_limit_s() -> float | None:
+    """Returns the seconds after which waits of kernels trap: PEERLANE_WAIT_LIMIT_S, which the evaluator sets; None: they follow the job."""
+    given = os.environ.get(WAIT_LIMIT)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 43200:
+        raise UsageError(f"{WAIT_LIMIT}={given}: expected a number of seconds of more than 0 and less than 43200")
+    return seconds
+
+
 ARENA_MEMORY = "PEERLANE_ARENA_MEMORY"
 
 

@@ -58,6 +58,12 @@ class HostDriver:
         os.ftruncate(file, size)
         return file
 
+    def cuMemHostRegister(self, address: int, size: int, flags: int) -> tuple[int]:
+        return (0,)
+
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> tuple[int, int]:
+        return 0, address
+
     # ---- legacy IPC ------------------------------------------------------------------------------------------------------------------
 
     def cuMemAlloc(self, size: int) -> tuple[Any, int]:
@@ -141,7 +147,7 @@ def host_driver(limit: int = 1 << 28) -> Iterator[HostDriver]:
             (cuda_bindings, "driver", lambda: driver),
             (torch.cuda, "synchronize", lambda device=None: None),
             (torch.cuda, "mem_get_info", lambda device=None: (limit, limit)),
-            (process_memory, "pinned_fault", lambda: torch.zeros(device_memory.FAULT_WORDS, dtype=torch.int32)),
+            (process_memory, "pinned_fault", lambda: torch.zeros(device_memory.RECORD_WORDS, dtype=torch.int32)),
             (ipc_memory, "bytes_at", bytes_at),
             (virtual_memory, "bytes_at", bytes_at),
         ):

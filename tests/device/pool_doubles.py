@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from peerlane.device.host.group import FAULT_WORDS, Small
+from peerlane.device.host.group import Small
+from peerlane.device.host.waits import RECORD_WORDS
 from peerlane.errors import DeviceError
 
 RANKS = 3
@@ -79,4 +80,4 @@ class HostMemory:
         self.regions.clear()
 
     def fault_record(self) -> torch.Tensor:
-        return torch.zeros(FAULT_WORDS, dtype=torch.int32)
+        return torch.zeros(RECORD_WORDS, dtype=torch.int32)

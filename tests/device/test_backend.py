@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from peerlane.device.backend import kit, ordering
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus, share_gpus
-from peerlane.device.host import tally
+from peerlane.device.host import cuda_bindings, lane, tally
 
 
 class Stream:
@@ -59,11 +59,33 @@ class Machine:
         return self.side
 
     def call(self, name: str, seen: dict[str, set[str]]) -> Callable[[], None]:
-        def run() -> None:
+        """A call of one kernel, as a bound launch makes it."""
+
+        def launch() -> None:
             seen[name] = set(self.current.before)
             self.current.before.add(name)
 
-        return run
+        return lambda: lane.lane_of(torch.device("cpu")).run(self.current, launch)  # type: ignore[arg-type]
+
+
+class Driver:
+    """The driver's events, on stand-ins for streams."""
+
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+
+    def cuStreamGetCaptureInfo(self, stream: Stream) -> tuple[int, int, int]:
+        return 0, int(stream.capture != 0), stream.capture
+
+    def cuEventCreate(self, flags: int) -> tuple[int, Any]:
+        return 0, SimpleNamespace(before=set(), capture=0)
+
+    def cuEventRecord(self, event: Any, stream: Stream) -> tuple[int]:
+        event.before, event.capture = set(stream.before), stream.capture
+        return (0,)
+
+    def cuStreamWaitEvent(self, stream: Stream, event: Any, flags: int) -> tuple[int]:
+        stream.wait_event(event)
+        return (0,)
 
 
 class Tensor:
@@ -85,20 +107,20 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         is_current_stream_capturing=lambda: machine.current.capture != 0,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(
-        ordering.cuda_bindings, "driver", lambda: SimpleNamespace(cuStreamGetCaptureInfo=lambda stream: (0, 1, stream.capture))
-    )
+    driver = Driver()
+    monkeypatch.setattr(cuda_bindings, "driver", lambda: driver)
+    monkeypatch.setattr(lane, "_lanes", {})
     return machine
 
 
 def test_collectives_form_one_chain_whatever_their_streams(machine: Machine) -> None:
-    lane, seen, tensor = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), Tensor()
+    order_of_calls, seen, tensor = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), Tensor()
     streams = [machine.current, Stream(machine), Stream(machine)]
     plan = [(0, False), (1, False), (1, True), (2, True), (2, False), (0, True), (0, False)]
     for number, (stream, asynchronous) in enumerate(plan):
         with machine.on(streams[stream]):
             machine.current.before.add(f"producer {number}")
-            work = lane.run(machine.call(f"call {number}", seen), [tensor], asynchronous=asynchronous)  # type: ignore[list-item]
+            work = order_of_calls.run(machine.call(f"call {number}", seen), [tensor], asynchronous=asynchronous)  # type: ignore[list-item]
             if asynchronous:
                 assert f"call {number}" not in machine.current.before, "an asynchronous call holds its caller up"
             work.wait()
@@ -109,7 +131,7 @@ def test_collectives_form_one_chain_whatever_their_streams(machine: Machine) -> 
 
 
 def test_the_kit_waits_for_nccl_and_nccl_for_the_kit(machine: Machine) -> None:
-    lane, seen = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]]()
+    order_of_calls, seen = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]]()
     nccl, child = Stream(machine), object()
 
     class Work(dist.Work):
@@ -118,46 +140,73 @@ def test_the_kit_waits_for_nccl_and_nccl_for_the_kit(machine: Machine) -> None:
             return True
 
     def nccl_call(name: str) -> Work:
-        lane.before_child()
+        order_of_calls.before_child()
         nccl.wait_stream(machine.current)
         with machine.on(nccl):
             machine.call(name, seen)()
         work = Work()
-        lane.after_child(child, work)
+        order_of_calls.after_child(child, work)
         return work
 
-    lane.run(machine.call("kit 1", seen), [], asynchronous=True)
+    order_of_calls.run(machine.call("kit 1", seen), [], asynchronous=True)
     nccl_call("nccl 1")
     nccl_call("nccl 2")
-    lane.run(machine.call("kit 2", seen), [], asynchronous=True)
-    lane.before_child()
+    order_of_calls.run(machine.call("kit 2", seen), [], asynchronous=True)
+    order_of_calls.before_child()
     with machine.on(Stream(machine)):  # a blocking NCCL call has no work, and runs on its caller's stream
-        lane.before_child()
+        order_of_calls.before_child()
         machine.call("nccl 3", seen)()
-        lane.after_child(child, None)
-    lane.run(machine.call("kit 3", seen), [], asynchronous=False)
+        order_of_calls.after_child(child, None)
+    order_of_calls.run(machine.call("kit 3", seen), [], asynchronous=False)
     order = ["kit 1", "nccl 1", "nccl 2", "kit 2", "nccl 3", "kit 3"]
     for number, name in enumerate(order):
         assert seen[name] >= set(order[:number]), name
 
 
 def test_a_captured_graph_and_calls_outside_do_not_wait(machine: Machine) -> None:
-    lane, seen = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]]()
-    lane.run(machine.call("eager 1", seen), [], asynchronous=True)
+    order_of_calls, seen = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]]()
+    order_of_calls.run(machine.call("eager 1", seen), [], asynchronous=True)
     for capture in (1, 2):
         captured = Stream(machine)
         captured.capture = capture
         assert machine.side is not None
         with machine.on(captured):
-            assert lane.capturing()
+            assert order_of_calls.capturing()
             machine.side.capture = capture  # it joins when it waits for the captured stream
-            machine.side.before.clear()
-            lane.run(machine.call(f"captured {capture}", seen), [], asynchronous=True).wait()
-            lane.run(machine.call(f"captured {capture} again", seen), [], asynchronous=False)
+            outside, machine.side.before = machine.side.before, set()
+            order_of_calls.run(machine.call(f"captured {capture}", seen), [], asynchronous=True).wait()
+            order_of_calls.run(machine.call(f"captured {capture} again", seen), [], asynchronous=False)
         captured.capture = machine.side.capture = 0
+        machine.side.before = outside
         assert seen[f"captured {capture} again"] == {f"captured {capture}"}
-    lane.run(machine.call("eager 2", seen), [], asynchronous=False)
-    assert "captured 2" not in seen["eager 2"]
+    order_of_calls.run(machine.call("eager 2", seen), [], asynchronous=False)
+    assert seen["eager 2"] == {"eager 1"}
+
+
+def test_a_program_of_one_stream_pays_for_no_event(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    order_of_calls, seen, recorded = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), list[Any]()
+    record = Driver.cuEventRecord
+
+    def noted(self: Driver, event: Any, stream: Stream) -> tuple[int]:
+        recorded.append(event)
+        return record(self, event, stream)
+
+    monkeypatch.setattr(Driver, "cuEventRecord", noted)
+    for number in range(4):
+        order_of_calls.run(machine.call(f"call {number}", seen), [], asynchronous=False)
+    assert not recorded
+    with machine.on(Stream(machine)):
+        machine.call("an operator's", seen)()
+    assert seen["an operator's"] == {f"call {number}" for number in range(4)}
+    machine.call("back", seen)()
+    assert seen["back"] >= {"an operator's"} and len(recorded) == 3  # behind call 3, and behind each from then on
+    for number in range(2 * lane.ONE_AGAIN):
+        machine.call(f"again {number}", seen)()
+    count = len(recorded)
+    assert count < 3 + lane.ONE_AGAIN
+    with machine.on(Stream(machine)):
+        machine.call("another operator's", seen)()
+    assert seen["another operator's"] >= {f"again {2 * lane.ONE_AGAIN - 1}", "an operator's"} and len(recorded) == count + 2
 
 
 def seats(*hosts: list[list[str]]) -> list[Seat]:
@@ -196,8 +245,8 @@ def test_shared_gpus_set_the_variables_of_nccl_but_no_users(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("ranks", "hosts", "reason"),
     [
-        (1, ["a"], "the group has 1 ranks; the kit serves 2 to 8"),
-        (9, ["a"] * 9, "the group has 9 ranks; the kit serves 2 to 8"),
+        (1, ["a"], ""),
+        (9, ["a"] * 9, "the group has 9 ranks; the kit serves up to 8"),
         (4, ["a", "a", "b", "b"], "the group spans 2 hosts; the kit serves groups of one host"),
         (8, ["a"] * 8, ""),
     ],
@@ -206,11 +255,10 @@ def test_groups_that_the_kit_does_not_serve(ranks: int, hosts: list[str], reason
     assert kit.refused_group(ranks, hosts) == reason
 
 
-def test_sums_that_the_kit_does_not_serve() -> None:
-    provider = kit.KitProvider()
-    assert kit.refused_sum(dist.ReduceOp.SUM, torch.bfloat16, provider.sum_dtypes) == ""
-    assert kit.refused_sum(dist.ReduceOp.AVG, torch.bfloat16, provider.sum_dtypes).startswith("ReduceOp.AVG; ")
-    assert "float8_e4m3fn" in kit.refused_sum(dist.ReduceOp.SUM, torch.int64, provider.sum_dtypes)
+def test_reductions_that_the_kit_does_not_serve() -> None:
+    assert kit.refused_reduction(dist.ReduceOp.AVG, torch.bfloat16) == ""
+    assert kit.refused_reduction(dist.ReduceOp.PRODUCT, torch.bfloat16).startswith("the reduction product; ")
+    assert "float8_e4m3fn" in kit.refused_reduction(dist.ReduceOp.SUM, torch.float64)
 
 
 def test_calls_are_counted_and_reasons_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,3 +102,27 @@ def test_layouts_tell_tensors_at_one_address_apart(group: Group) -> None:
 def test_a_kernel_says_which_source_its_author_wrote() -> None:
     kernel = DeclaredKernel("copies", "#include <peerlane/comm.cuh>\n// body", x=Pointer())
     assert kernel.text == "#include <peerlane/comm.cuh>\n// body" and "struct Copies" in kernel.source
+
+
+def test_threads_of_a_group_launch_what_they_have_set(group: Group, loads: Loads) -> None:
+    bound, launched = PAIR.bind(group, grid=1, block=32, first=0, second=0), list[tuple[str, bytes]]()
+
+    def slow(arguments: Any) -> Any:
+        def launch() -> None:
+            time.sleep(0.001)  # in which another thread could set its own
+            launched.append((threading.current_thread().name, bytes(arguments)))
+
+        return launch
+
+    bound._launch = slow(bound._arguments)
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            bound(first=number, second=number)
+
+    threads = [threading.Thread(target=work, args=(number,), name=str(number)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(launched) == [("1", numbers(1, 1))] * 20 + [("2", numbers(2, 2))] * 20

@@ -14,10 +14,9 @@ import torch
 
 from peerlane.device import ArenaView, compile_cubin
 from peerlane.device.collectives import workspace
-from peerlane.device.host.arena import ROLES
 from peerlane.device.host.element_types import ELEMENT_TYPES
-from peerlane.device.host.group import FAULT_WORDS
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.host.waits import RECORD_WORDS, ROLES, WaitRecord
 from peerlane.device.products import gemm
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +62,7 @@ def initialised(structure: ctypes.Structure, first: int = 0xA0) -> str:
     """
     parts = []
     for position, (name, kind) in enumerate(structure._fields_):
-        if name in ("base", "fault", "timeline"):
+        if name in ("base", "stop", "fault", "timeline"):
             continue
         if issubclass(kind, ctypes.Structure):
             parts.append(f".{name} = {initialised(getattr(structure, name), first + 0x10 * position)}")
@@ -79,7 +78,12 @@ def initialised(structure: ctypes.Structure, first: int = 0xA0) -> str:
 
 def test_host_structures_have_the_device_s_layout() -> None:
     """An initialised device variable lies in the cubin as the bytes of the host's structure."""
-    structures = {"Arena": ArenaView(), "CollectiveWorkspace": workspace.Workspace(), "Messages": workspace.Messages()}
+    structures = {
+        "Arena": ArenaView(),
+        "FaultRecord": WaitRecord(),
+        "CollectiveWorkspace": workspace.Workspace(),
+        "Messages": workspace.Messages(),
+    }
     constants = {
         "max_epoch_blocks": workspace.MAX_EPOCH_BLOCKS,
         "packet_data_bytes": workspace.PACKET_DATA_BYTES,
@@ -87,7 +91,7 @@ def test_host_structures_have_the_device_s_layout() -> None:
         "line_bytes": workspace.LINE_BYTES,
         **{f"rings.{field.name}": getattr(RINGS, field.name) for field in fields(RINGS) if field.name not in HOST_ONLY},
         **{name: getattr(RINGS, name) for name in SHAPES},
-        "sizeof(FaultRecord)": 4 * FAULT_WORDS,
+        "sizeof(FaultRecord)": 4 * RECORD_WORDS,
         "communicator": ROLES.index("communicator"),
         **{f"sizeof({name})": ctypes.sizeof(structure) for name, structure in structures.items()},
     }

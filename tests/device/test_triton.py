@@ -37,7 +37,7 @@ def test_a_kernel_of_the_primitives_compiles_and_obeys_the_rules(world_size: int
     source = ASTSource(fn=sum_of_all, signature=signature, constexprs={"WORLD_SIZE": world_size, "BLOCK": 1024})
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     others = world_size - 1
-    assert ptx.count("ld.relaxed.sys.global.u32") == 2 * others
+    assert ptx.count("ld.relaxed.sys.global.u32 seen") == 2 * others
     assert ptx.count("@first st.relaxed.sys.global.u32") == 2 * others + 1
     assert ptx.count("bar.sync") >= 2 * others + 3
     assert lint(ptx) == []

@@ -23,15 +23,15 @@ from peerlane.device.host.arena import Arena
 from peerlane.device.host.group import MAX_RANKS
 
 _RANK: tl.constexpr = tl.constexpr(MAX_RANKS)
-_TIMEOUT: tl.constexpr = tl.constexpr(MAX_RANKS + 1)
+_STOP: tl.constexpr = tl.constexpr(MAX_RANKS + 1)
 _FAULT: tl.constexpr = tl.constexpr(MAX_RANKS + 2)
 
 
 def arena_table(arena: Arena) -> torch.Tensor:
-    """Returns base addresses of all ranks, own rank, timeout in ns, address of the fault record."""
+    """Returns base addresses of all ranks, own rank, addresses of the stop word and of the wait record."""
     view = arena.view
     arena.stay()
-    return torch.tensor([*view.base, view.rank, view.timeout_ns, view.fault], dtype=torch.int64, device=arena.device)
+    return torch.tensor([*view.base, view.rank, view.stop, view.fault], dtype=torch.int64, device=arena.device)
 
 
 @triton.jit
@@ -92,25 +92,36 @@ def signal_all(table, flags, slot, number, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def wait(table, flags, source, slot, number, WORLD_SIZE: tl.constexpr):
-    """Waits until rank ``source`` has signalled ``number`` or later here. Acquire, system scope; ends at the arena's timeout, with a
-    record."""
+    """Waits until rank ``source`` has signalled ``number`` or later here. Acquire, system scope; ends at the arena's time limit, with a
+    record, or when the group stops. Then nothing may have come: take no address from it."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p;
-        .reg .u32 seen, gap, block, one;
-        .reg .u64 now, end;
-        mov.u64 end, %globaltimer;
-        add.u64 end, end, $3;
+        .reg .u32 seen, gap, block, end, tries;
+        .reg .u64 now, begin, limit;
+        mov.u64 begin, %globaltimer;
+        mov.u32 tries, 0;
         POLL:
         ld.relaxed.sys.global.u32 seen, [$1];
         sub.u32 gap, seen, $2;
         setp.ge.s32 p, gap, 0;
         @p bra DONE;
-        mov.u64 now, %globaltimer;
-        setp.lt.u64 p, now, end;
+        add.u32 tries, tries, 1;
+        and.b32 gap, tries, 1023;
+        setp.ne.u32 p, gap, 0;
         @p bra POLL;
+        mov.u32 end, 2;
+        ld.relaxed.sys.global.u32 gap, [$3];
+        setp.ne.u32 p, gap, 0;
+        @p bra GIVE_UP;
+        ld.relaxed.sys.global.u64 limit, [$4+32];
+        mov.u64 now, %globaltimer;
+        sub.u64 now, now, begin;
+        setp.le.u64 p, now, limit;
+        @p bra POLL;
+        mov.u32 end, 1;
+        GIVE_UP:
         mov.u32 block, %ctaid.x;
-        mov.u32 one, 1;
         st.relaxed.sys.global.u32 [$4+4], $5;
         st.relaxed.sys.global.u32 [$4+8], 0;
         st.relaxed.sys.global.u32 [$4+12], $6;
@@ -119,9 +130,13 @@ def wait(table, flags, source, slot, number, WORLD_SIZE: tl.constexpr):
         st.relaxed.sys.global.u32 [$4+24], $2;
         st.relaxed.sys.global.u32 [$4+28], seen;
         fence.acq_rel.sys;
-        st.relaxed.sys.global.u32 [$4], one;
+        st.relaxed.sys.global.u32 [$4], end;
         fence.acq_rel.sys;
-        trap;
+        st.relaxed.sys.global.u32 [$3], 1;
+        ld.relaxed.sys.global.u32 gap, [$4+40];
+        and.b32 gap, gap, end;
+        setp.ne.u32 p, gap, 0;
+        @p trap;
         DONE:
         fence.acq_rel.sys;
         fence.proxy.async;
@@ -131,7 +146,7 @@ def wait(table, flags, source, slot, number, WORLD_SIZE: tl.constexpr):
         [
             _flag(table, flags, own_rank(table), slot, source, WORLD_SIZE),
             number,
-            tl.load(table + _TIMEOUT),
+            tl.load(table + _STOP),
             tl.load(table + _FAULT),
             own_rank(table),
             source,

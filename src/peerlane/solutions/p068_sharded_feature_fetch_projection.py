@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(1024) fetch_rows(const __grid_const
     }
     peers.barrier(blockIdx.x, 2 * epoch);
     const u64 first = args.rows_of_rank * arena.rank, end = arena.rank == WORLD_SIZE - 1 ? ~u64(0) : first + args.rows_of_rank;
-    for (int k = 0; k < WORLD_SIZE; ++k) {
+    for (int k = 0; k < WORLD_SIZE && all_arrived(arena); ++k) {
         const int q = rank_after<WORLD_SIZE>(arena.rank, k);
         const WIRE* asked = reinterpret_cast<const WIRE*>(arena.local(args.asked)) + q * args.capacity;
         const Part part = part_of(args.wanted[q], blockIdx.x, gridDim.x);

@@ -237,7 +237,7 @@ class RingAttention(ShardAttention):
         shape: Shape,
         group: Group | dist.ProcessGroup | None = None,
         *,
-        timeout_s: float = 10.0,
+        timeout_s: float | None = None,
         tiling: AttentionTiling | None = None,
         balanced: bool | None = None,
     ) -> None:

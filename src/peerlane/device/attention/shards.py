@@ -75,7 +75,7 @@ class ShardPlan(ABC):
 class ShardAttention:
     """A kernel's memory for one plan, and its launches. Creating one is collective."""
 
-    def __init__(self, kernel: DeclaredKernel, plan: ShardPlan, group: Group, timeout_s: float) -> None:
+    def __init__(self, kernel: DeclaredKernel, plan: ShardPlan, group: Group, timeout_s: float | None) -> None:
         self.group, self.plan = group, plan
         self.reserved = kernel.reserve(group, sizes=plan.sizes, timeout_s=timeout_s)
         self.out = self.reserved.tensor("result", plan.result_shape, plan.dtype)

@@ -126,7 +126,7 @@ class UlyssesAttention(ShardAttention):
     to its own place in the whole sequence. The result (B, S, h, D) lies in the arena and is valid until the next call. Creating one is
     collective. Calls in one stream need no barrier between them and can be captured in a graph."""
 
-    def __init__(self, plan: UlyssesPlan, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, plan: UlyssesPlan, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None) -> None:
         super().__init__(ULYSSES_ATTENTION, plan, group_of(group), timeout_s)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:

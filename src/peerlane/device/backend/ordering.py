@@ -1,26 +1,32 @@
 """The order in which the collectives of a process run on its GPU, and what their callers wait for.
 
 Kernels of the kit wait for other ranks while they hold their SMs. Two such kernels side by side can each hold what the other one needs, so
-all collectives of a process form one chain, in the order of their calls. Like in PyTorch's NCCL backend, a blocking call runs on the
-caller's stream and an asynchronous one on a stream of the backend's own.
+all collectives of a process form one lane, in the order of their calls, with the kernels of operators (``host/lane.py``). Like in PyTorch's
+NCCL backend, a blocking call runs on the caller's stream and an asynchronous one on a stream of the backend's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from peerlane.device.host import cuda_bindings
+from peerlane.device.host.lane import capture_of, lane_of
 
 NO_TIMEOUT = timedelta(0)
 
 
 class Lane(Protocol):
     """The order of the kit's collectives of one device, which run one after the other."""
+
+    @property
+    def lock(self) -> AbstractContextManager[Any]:
+        """Held from ``before_child`` to ``after_child``, so that no kernel of the kit comes between."""
+        ...
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
         """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
@@ -44,13 +50,17 @@ class Lane(Protocol):
 
 
 class FinishedWork(Work):
-    """A call that is already ordered before whatever its caller does next."""
+    """A call that is already ordered before whatever its caller does next. ``check`` raises if its group has stopped."""
+
+    check: Callable[[], None] | None = None
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self._tensors = list(tensors)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if self.check is not None:
+            self.check()
         return True
 
     def is_completed(self) -> bool:
@@ -80,7 +90,7 @@ class StreamWork(FinishedWork):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         torch.cuda.current_stream(self._stream.device).wait_event(self._end)
-        return True
+        return super().wait(timeout)
 
     def synchronize(self) -> None:
         self.wait()
@@ -123,53 +133,48 @@ class JointWork(FinishedWork):
 
 
 class CudaLane:
-    """The order of the collectives of this process on one GPU.
+    """The order of the collectives of this process on one GPU: its part of the lane that all kernels with an arena take.
 
     A graph that is being captured is an order of its own: nothing in it waits for what was called outside, which has ended by then.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._lane = lane_of(device)
+        self.lock = self._lane.lock
         self._side: torch.cuda.Stream | None = None
-        self._last: tuple[torch.cuda.Stream, int] | None = None
-        self._children: dict[int, tuple[Work, int]] = {}
-        """The last call of each other library's group; its calls are ordered among themselves."""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
+        # Without the lock: ``call`` takes that of its group first, as operators do.
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            capture = _capture(current)
-            self._follow_children(capture)
+            # On the caller's stream: works of other libraries release their tensors once a stream has waited, and here they are reused.
+            self._lane.follow_others(capture_of(current.cuda_stream))
             if not asynchronous:
-                self._follow(current, capture)
                 call()
-                self._last = current, capture
                 return FinishedWork(tensors)
             if self._side is None:
                 self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side = self._side
             side.wait_stream(current)
-            self._follow(side, capture)
             with torch.cuda.stream(side):
                 call()
                 end = side.record_event()
             for tensor in tensors:
                 tensor.record_stream(side)
-            self._last = side, capture
             return StreamWork(side, end, tensors)
 
     def before_child(self) -> None:
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            self._follow(current, _capture(current))
+        with torch.cuda.device(self.device), self.lock:
+            self._lane.follow(torch.cuda.current_stream().cuda_stream)
 
     def after_child(self, child: object, work: Work | None) -> None:
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
+        with torch.cuda.device(self.device), self.lock:
+            stream = torch.cuda.current_stream().cuda_stream
             if work is None:
-                self._last = current, _capture(current)
+                self._lane.note(stream, capture_of(stream))
             else:
-                self._children[id(child)] = work, _capture(current)
+                self._lane.note_other(id(child), work.wait, capture_of(stream))
 
     def capturing(self) -> bool:
         with torch.cuda.device(self.device):
@@ -178,29 +183,6 @@ class CudaLane:
     def synchronize(self) -> None:
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
-            self._follow_children(0)
-            self._follow(current, 0)
+            with self.lock:
+                self._lane.follow(current.cuda_stream)
             current.synchronize()
-
-    def _follow(self, stream: torch.cuda.Stream, capture: int) -> None:
-        """Makes ``stream`` wait for the kit's last collective, if that ran on another stream."""
-        if self._last is not None and self._last[1] == capture and self._last[0] != stream:
-            stream.wait_stream(self._last[0])
-
-    def _follow_children(self, capture: int) -> None:
-        """Makes the current stream wait for the collectives of other libraries.
-
-        It is the caller's: these works release their tensors once a stream has waited, and the caller's stream is where they are reused.
-        """
-        for work, known in self._children.values():
-            if known == capture:
-                work.wait()
-        self._children.clear()
-
-
-def _capture(stream: torch.cuda.Stream) -> int:
-    """Returns the number of the capture that the current stream is in; 0 outside of captures."""
-    if not torch.cuda.is_current_stream_capturing():
-        return 0
-    status, _, capture, *_ = cuda_bindings.driver().cuStreamGetCaptureInfo(stream.cuda_stream)
-    return 0 if status else int(capture)

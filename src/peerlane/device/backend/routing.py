@@ -9,21 +9,27 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ReduceOp, Store, Work
 from torch.distributed import distributed_c10d
 
+from peerlane import settings
 from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives, KitProvider, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
-from peerlane.device.host.ipc import StoreExchange
+from peerlane.device.host.call_order import call_order
+from peerlane.device.host.ipc import StoreExchange, leave
 from peerlane.device.host.tally import count
-from peerlane.errors import PeerlaneError, UsageError
+from peerlane.device.host.waits import LONGEST_LIMIT_S, Waits
+from peerlane.errors import DeviceTimeout, PeerlaneError, UsageError
 
 c10d: Any = distributed_c10d
 CLOSE_LIMIT = timedelta(seconds=10)
 """How long a rank waits for the others before it frees memory that they can write to."""
+STOPPED_CLOSE_LIMIT = timedelta(seconds=3)
+"""The same where the group has stopped: a rank that is late may never come."""
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
 """The library that serves a device's tensors where the kit does not."""
 
@@ -55,6 +61,9 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, world_size)
         self._provider, self._timeout = _provider, timeout
+        self._ranks = list(ranks) or list(range(world_size))
+        self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
+        """of the kit's kernels for this group"""
         self._kit: Collectives | None = None
         self._kit_device: torch.device | None = None
         self._coalescing: _Coalescing | None = None
@@ -72,6 +81,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             self._children["cuda"] = _nccl(PrefixStore("nccl", store), rank, world_size, timeout, name, ranks)
             self._register_backend(torch.device("cuda"), kind.NCCL, self._children["cuda"])
             self._set_default_backend(kind.NCCL)
+        self._child_timeouts = dict.fromkeys(self._children, timeout)
         self._name = name
         serve_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
 
@@ -79,10 +89,13 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         """Returns the kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
         device = tensor.device
         if device.type != self._provider.device_type:
+            if settings.checks_calls():
+                what = f"{operation} of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                call_order().enter(self._name, self._ranks, what, self._timeout.total_seconds())
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
-        refusal = refusal or self._refusal or ("" if op is None else kit.refused_sum(op, tensor.dtype, self._provider.sum_dtypes))
-        if not refusal and self._kit is None:
+        refusal = refusal or self._refusal or ("" if op is None else kit.refused_reduction(op, tensor.dtype))
+        if not refusal and (self._kit is None or self._kit.closed):
             self._open_kit(device)
             refusal = self._refusal
         if not refusal and device != self._kit_device:
@@ -111,19 +124,34 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         assert self._kit_device is not None
-        return self._noted(self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp))
+        self._check()
+        try:
+            work = self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp)
+        except DeviceTimeout as error:
+            raise dist.DistBackendError(str(error)) from error
+        if isinstance(work, FinishedWork):
+            work.check = self._check
+        return self._noted(work)
+
+    def _check(self) -> None:
+        """Raises DistBackendError if waits of this group have ended early: what its last calls have returned is of no use."""
+        try:
+            self.waits.check()
+        except DeviceTimeout as error:
+            raise dist.DistBackendError(str(error)) from error
 
     def _on_child(self, tensor: torch.Tensor, issue: Callable[[Any], Work | None]) -> Work:
         child = self._child(tensor.device)
         if tensor.device.type != self._provider.device_type:
             return self._noted(issue(child))
         lane = self._provider.lane(tensor.device)
-        lane.before_child()
-        work = issue(child)
-        if self._coalescing is None:
-            lane.after_child(child, work)
-        else:
-            self._coalescing.collectives = True
+        with lane.lock:
+            lane.before_child()
+            work = issue(child)
+            if self._coalescing is None:
+                lane.after_child(child, work)
+            else:
+                self._coalescing.collectives = True
         return self._noted(work)
 
     def _noted(self, work: Work | None) -> Work:
@@ -151,6 +179,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
                 work: Work = self.allreduce([torch.zeros(1, dtype=torch.int32, device=device)])
                 return work
             lane.synchronize()
+            self._check()
         count("barrier", "cpu", "gloo")
         waiting = c10d.BarrierOptions()
         waiting.timeout = opts.timeout
@@ -192,8 +221,19 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         return "peerlane"
 
     def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._child_timeouts = dict.fromkeys(self._children, timeout)
+        self.waits.set_limit(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         for child in self._children.values():
             child.set_timeout(timeout)
+
+    def current_timeout(self) -> timedelta:
+        """Returns the timeout that was set last, be it on a child alone, as ``torch.distributed``'s own function does."""
+        for name, child in self._children.items():
+            there = child.options._timeout
+            if there != self._child_timeouts.setdefault(name, self._timeout):
+                self._timeout = self._child_timeouts[name] = there
+        return self._timeout
 
     def shutdown(self) -> None:
         self._close_kit(waits=True)
@@ -206,17 +246,26 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             child.abort()
 
     def _close_kit(self, *, waits: bool) -> None:
-        """Frees the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it."""
+        """Frees the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it.
+
+        Nobody waits long for ranks of a group that has stopped, and an aborted group stops here."""
         forget_symmetric_memory(self._name)
         opened, self._kit = self._kit, None
-        if opened is None or not waits or self._kit_device is None:
+        device = self._provider.device_of(self)  # also where operators alone have used the group
+        if not waits and opened is not None:
+            self.waits.stop("this rank has aborted the group")
+        if device is None or not waits or self._refusal:  # what opened on some of the ranks only is closed there
+            leave(self)
             return
-        opts = c10d.BarrierOptions()
-        opts.timeout = CLOSE_LIMIT
         with contextlib.suppress(RuntimeError):
-            self._provider.lane(self._kit_device).synchronize()
-            self._children["cpu"].barrier(opts).wait(CLOSE_LIMIT)
-            opened.close()
+            try:
+                self._provider.lane(device).synchronize()
+            finally:
+                leave(self)  # not before: a rank may die while this one's kernels wait for it
+            opts = c10d.BarrierOptions()
+            opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
+            self._children["cpu"].barrier(opts).wait(opts.timeout)
+            self._provider.close(self)
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Any:

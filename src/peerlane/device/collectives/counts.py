@@ -67,4 +67,5 @@ def share_table(group: Group, counts: torch.Tensor | Sequence[int]) -> torch.Ten
         launch(counts=None, given=counts, out=out)
     if group.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
+        group.waits.check()  # nobody takes a size from what has not come
     return out

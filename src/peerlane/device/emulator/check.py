@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.device.emulator import build
-from peerlane.device.emulator.job import TIMEOUT_NS, Answer, Job, Launch, run_job
+from peerlane.device.emulator.job import Answer, Job, Launch, run_job
 from peerlane.device.emulator.scenario import Scenario
-from peerlane.device.host.arena import describe_fault
+from peerlane.device.host.waits import describe_fault
 from peerlane.errors import UsageError
 
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))
@@ -146,7 +146,7 @@ def report(job: Job, program: build.Program, answer: Answer, *, schedules: int, 
 
 
 def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Finding:
-    fault = describe_fault(raw["fault"], TIMEOUT_NS) if raw["fault"] else ""
+    fault = describe_fault(raw["fault"]) if raw["fault"] else ""
     detail = "; ".join(part for part in (raw["detail"], fault) if part)
     if raw["kind"] == "wrong_result":
         region = job.regions[raw["buffer"] - 1]

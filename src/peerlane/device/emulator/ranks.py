@@ -25,17 +25,18 @@ import torch
 
 from peerlane.device.emulator.check import Finding, Report
 from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import PAGE_BYTES, Launch
+from peerlane.device.emulator.job import PAGE_BYTES, TIMEOUT_NS, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.turns import Meeting, Turns
-from peerlane.device.host.group import FAULT_WORDS, Group, Small, entered
+from peerlane.device.host.group import Group, Small, entered
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.pool import check_sizes
 from peerlane.device.host.roles import BlockNeeds
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
+from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_in
 from peerlane.errors import UsageError
 
 Arguments = tuple[Any, ...]
@@ -53,6 +54,8 @@ class Outcome:
     """of every sequence of launches, and of launches that went wrong by themselves"""
     failure: tuple[int, BaseException] | None
     """the first rank that failed, and its error"""
+    aliased: bool = False
+    """whether an output of some call lies where one of the call before lay, which it has overwritten"""
 
     @property
     def findings(self) -> list[Finding]:
@@ -113,8 +116,8 @@ class Team:
         bases = [self.world.space.reserve(length) for _ in self.members]
         faults = []
         for rank in self.members:
-            memory = torch.zeros(4 * FAULT_WORDS, dtype=torch.uint8)
-            faults.append(Part("fault record", rank, self.world.space.reserve(memory.nbytes), memory))
+            memory = torch.zeros(4 * RECORD_WORDS, dtype=torch.uint8)
+            faults.append(Part("wait record", rank, self.world.space.reserve(memory.nbytes), memory))
             self.world.space.place(faults[-1])
         self.faults += faults
         self.parts += faults
@@ -147,6 +150,7 @@ class EmulatedGroup(Group):
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
         self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
+        self.waits = Waits(TIMEOUT_NS / 1e9, traps=True)  # a trap is what the emulator reports
         self._arenas: list[tuple[str, EmulatedMemory]] = []
 
     def exchange(self, value: Small) -> list[Small]:
@@ -202,8 +206,9 @@ class EmulatedMemory:
         self._parts[start].show()
         return self._parts[start].memory[offset - start : offset - start + nbytes]
 
-    def fault_words(self) -> list[int]:
-        return self._fault.memory.view(torch.int32).tolist()
+    @property
+    def record(self) -> WaitRecord:
+        return record_in(self._fault.memory)
 
     def close(self) -> None:
         """Memory of emulated ranks is given back at the end of the run."""
@@ -377,14 +382,23 @@ def run(
     """
     ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
+    latest: dict[int, Any] = {}
+    reused: list[int] = []
+
+    def keep(rank: int, output: Any) -> Any:
+        if _places(latest.get(rank)) & _places(output):
+            reused.append(rank)
+        latest[rank] = output  # kept until the next call is over: the same place again is the solution's own reuse
+        return _copied(output)
+
     try:
         ranks.load(lambda rank: load(solution, rank))
         for call in calls:
             arguments = [resolve(own, named) for own, named in zip(call, groups, strict=True)]
-            outputs.append(ranks.call(arguments, lambda rank, output: _copied(output)))
+            outputs.append(ranks.call(arguments, keep))
     except RankFailure as failed:
         failure = (failed.rank, failed.error)
-    return Outcome(outputs, ranks.reports(), failure)
+    return Outcome(outputs, ranks.reports(), failure, bool(reused))
 
 
 def wants_distributed(message: str) -> bool:
@@ -408,6 +422,14 @@ def load(file: Path, rank: int) -> Callable[..., Any]:
     if not callable(solution):
         raise UsageError(f"{file} has no function solution; define one with the problem's parameters")
     return solution  # type: ignore[no-any-return]
+
+
+def _places(output: Any) -> set[int]:
+    """Returns where the tensors of an output lie that are not empty."""
+    if isinstance(output, torch.Tensor):
+        return {output.data_ptr()} - {0}
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return set[int]().union(*map(_places, items))
 
 
 def _copied(output: Any) -> Any:

@@ -12,8 +12,9 @@ import torch
 
 from peerlane.device.emulator.job import BASE, DEFAULT_RESIDENT_BLOCKS, PAGE_BYTES, TIMEOUT_NS, Job, Launch, Region, check_threads
 from peerlane.device.host.arena import ArenaView
-from peerlane.device.host.group import FAULT_WORDS, MAX_RANKS
+from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.waits import WaitRecord
 from peerlane.errors import UsageError
 
 
@@ -59,7 +60,7 @@ class EmulatedArena:
             base=(ctypes.c_uint64 * MAX_RANKS)(*bases),
             rank=rank,
             world_size=self.world_size,
-            timeout_ns=TIMEOUT_NS,
+            stop=self.faults.addresses[rank] + WaitRecord.stop.offset,
             fault=self.faults.addresses[rank],
         )
 
@@ -97,8 +98,9 @@ class Scenario:
         name, size = f"arena {len(self.arenas)}" if self.arenas else "arena", nbytes + LINE_BYTES + GUARDED_TAKES * 2 * PAGE_BYTES
         arena = EmulatedArena(
             self._place(name, size, torch.uint8, symmetric=True),
-            self._place("fault record", 4 * FAULT_WORDS, torch.int32, symmetric=False),
+            self._place("wait record", ctypes.sizeof(WaitRecord), torch.int32, symmetric=False),
         )
+        arena.faults.initial = [bytes(WaitRecord(limit_ns=TIMEOUT_NS, traps=1))] * self.world_size
         self.arenas.append(arena)
         return arena
 

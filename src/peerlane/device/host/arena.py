@@ -20,10 +20,8 @@ from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.layout import LINE_BYTES, LayoutRecord, check_layouts
 from peerlane.device.host.timeline import Timeline
+from peerlane.device.host.waits import WaitRecord, describe_fault
 from peerlane.errors import DeviceTimeout, UsageError
-
-ROLES = ("block", "loader", "consumer", "storer", "communicator")
-"""Names of ``peerlane::Role``, in order."""
 
 
 class ArenaView(ctypes.Structure):
@@ -33,7 +31,7 @@ class ArenaView(ctypes.Structure):
         ("base", ctypes.c_uint64 * MAX_RANKS),
         ("rank", ctypes.c_uint32),
         ("world_size", ctypes.c_uint32),
-        ("timeout_ns", ctypes.c_uint64),
+        ("stop", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
         ("timeline", ctypes.c_uint64),
         ("timeline_events", ctypes.c_uint64),
@@ -41,6 +39,8 @@ class ArenaView(ctypes.Structure):
 
     before_launch: Callable[[], object] | None = None
     """What a launch with this argument calls first, if anything. No part of what the kernel gets."""
+    group: Group | None = None
+    """Whose ranks it waits for; no part of it either."""
 
 
 class Arena:
@@ -48,13 +48,16 @@ class Arena:
 
     Creating it is collective and can not be captured in a graph. ``view`` is the kernel argument; ``sm_count`` is the smallest number of
     SMs of any rank, hence the largest grid of one block per SM that is resident everywhere. Waits of kernels that use this arena end after
-    ``timeout_s``, or later where ranks share a device. Several kernels may share an arena, each with parts of its own. ``close()`` (or
-    leaving a ``with``) gives the memory back, in the same order on every rank; nothing here is collective after creation but ``seal()``.
+    ``timeout_s``, or later where ranks share a device; by default after the group's limit. Several kernels may share an arena, each with
+    parts of its own. ``close()`` (or leaving a ``with``) gives the memory back, in the same order on every rank; nothing here is collective
+    after creation but ``seal()``.
 
     ``name``: of the kernel that uses it, for the report of a wait that ran out of time.
     """
 
-    def __init__(self, nbytes: int, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 2.0, name: str = "") -> None:
+    def __init__(
+        self, nbytes: int, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, name: str = ""
+    ) -> None:
         self.name, self.group, self.closed = name, group_of(group), False
         group = self.group
         self.rank, self.world_size, self.sm_count, self.device = group.rank, group.world_size, group.sm_count, group.device
@@ -68,9 +71,12 @@ class Arena:
             base=(ctypes.c_uint64 * MAX_RANKS)(*self._memory.bases),
             rank=self.rank,
             world_size=self.world_size,
-            timeout_ns=int(group.wait_limit_s(timeout_s) * 1e9),
+            stop=group.waits.stop_address or self._memory.fault + WaitRecord.stop.offset,
             fault=self._memory.fault,
         )
+        self.view.group = group
+        self.record, self.follows = self._memory.record, timeout_s is None
+        group.waits.add(self, None if timeout_s is None else group.wait_limit_s(timeout_s))
         self._entry = group.cache.own(self)
         if self._entry is not None and not self._entry.stays:
             self.view.before_launch = self._stay_if_captured
@@ -111,7 +117,7 @@ class Arena:
 
     def fault(self) -> str:
         """What a kernel's wait that ran out of time has reported; empty if none did. Works after the CUDA context was lost to the trap."""
-        return describe_fault(self._memory.fault_words(), self.view.timeout_ns, self.name)
+        return describe_fault(self.record, self.name)
 
     def close(self) -> None:
         """Give the memory back, to the group: it is used again once no kernel of any rank uses it. May be called twice. Launches with this
@@ -129,6 +135,11 @@ class Arena:
         if not self.closed:
             self.closed, self.view.before_launch = True, refuse
             self._memory.close()
+
+    def belong_to(self, other: Arena) -> None:
+        """Close this arena too when what keeps ``other`` goes, or is closed."""
+        if other._entry is not None:
+            other._entry.arenas.append(self)
 
     def stay(self) -> None:
         """Never make room for others: the addresses are known where no launch can ask whether the arena is closed."""
@@ -156,16 +167,3 @@ observed: list[Timeline] = []
 def faults() -> list[str]:
     """What waits that ran out of time have reported in this process, one sentence for each arena. For whoever finds the device lost."""
     return [message for arena in list(_arenas) if (message := arena.fault())]
-
-
-def describe_fault(words: Sequence[int], timeout_ns: int, kernel: str = "") -> str:
-    """What the words of a fault record say, or an empty string if none was written."""
-    found, rank, role, source, block, slot, expected, seen = (word & 0xFFFFFFFF for word in words)
-    if not found:
-        return ""
-    name = ROLES[role] if role < len(ROLES) else f"role {role}"
-    return (
-        f"{f'{kernel}: ' if kernel else ''}rank {rank} ({name}) waited for rank {source} longer than {timeout_ns / 1e9:g} s "
-        f"(block {block}, slot {slot}, expected {expected}, seen {seen}); "
-        f"see what rank {source} does meanwhile: has it launched the same kernel, with the same grid, on one stream?"
-    )

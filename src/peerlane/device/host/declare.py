@@ -110,6 +110,13 @@ class Pointer(Field):
         return group.address(given)
 
 
+class Address(Field):
+    """A pointer that the caller gives as a number."""
+
+    def __init__(self, cpp: str) -> None:
+        super().__init__(cpp, ctypes.c_uint64)
+
+
 class ArenaField(Field):
     """Something in the arena; the kernel gets its offset. ``nbytes(size, world_size)`` of it, where ``size`` is the caller's."""
 
@@ -198,7 +205,7 @@ class DeclaredKernel:
         size = f'static_assert(sizeof({self.struct}) == {ctypes.sizeof(self.arguments)}, "{self.struct}");'
         return f"namespace peerlane {{\nstruct {self.struct} {{\n{body}\n}};\n{checks}{size}\n}}"
 
-    def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0) -> Reserved:
+    def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float | None = None) -> Reserved:
         """Collective: what the kernel keeps in the arena, on every rank of ``group``; launches are bound to it.
 
         ``sizes`` say how much each arena field holds, the same on all ranks."""
@@ -215,7 +222,7 @@ class DeclaredKernel:
         return Reserved(self, group, arena, offsets, taken)
 
     def bind(
-        self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0, **shape_and_values: Any
+        self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float | None = None, **shape_and_values: Any
     ) -> BoundKernel:
         """Collective: ``reserve``, and one launch bound to it: :meth:`Reserved.bind` has the other arguments."""
         return self.reserve(group, sizes=sizes, timeout_s=timeout_s).bind(**shape_and_values)
@@ -224,7 +231,7 @@ class DeclaredKernel:
 class LocalKernel(DeclaredKernel):
     """A declared kernel that no other rank takes part in: its one parameter is its structure, and it has nothing in an arena."""
 
-    def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0) -> Reserved:
+    def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float | None = None) -> Reserved:
         """Not collective; there is nothing to reserve, so a group has one, which keeps what it has loaded."""
         return _reserved_nothing(group, self)
 
@@ -385,10 +392,11 @@ class BoundKernel:
         return bound
 
     def __call__(self, **values: Any) -> None:
-        if values:
-            self._set(values)
         try:
-            self._launch()
+            with self.group.lock:
+                if values:
+                    self._set(values)
+                self._launch()
         except EmulatedFault as fault:
             null = [name for name, field in self._fields.items() if isinstance(field, Pointer) and not getattr(self._arguments, name)]
             if null and "\ncrash in" in str(fault):

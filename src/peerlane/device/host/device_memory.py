@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from peerlane.device.host import cuda_bindings
-from peerlane.device.host.group import FAULT_WORDS, Small
+from peerlane.device.host.group import Small
+from peerlane.device.host.waits import RECORD_WORDS
 from peerlane.errors import DeviceError
 
 GRANULARITY_BYTES = 2 << 20
@@ -36,8 +37,13 @@ def whole_granules(nbytes: int) -> int:
 
 
 def pinned_fault() -> torch.Tensor:
-    """A fault record that a kernel can write and the host can read after the device was lost."""
-    return torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=True)
+    """A wait record that kernels and the host can read and write, the host also after the device was lost."""
+    return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+
+
+def pinned_word() -> torch.Tensor:
+    """A word that kernels and the host can read and write."""
+    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
 
 def checked(result: tuple[Any, ...], what: str) -> Any:

@@ -22,9 +22,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from peerlane.device.host.group_cache import GroupCache
+from peerlane.device.host.lane import Lane
 from peerlane.device.host.layout import Layout
 from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.waits import WaitRecord, Waits
 from peerlane.errors import UsageError
 
 Small = Any
@@ -33,8 +35,6 @@ Made = TypeVar("Made")
 Arguments = ParamSpec("Arguments")
 
 MAX_RANKS = 8
-FAULT_WORDS = 8
-"""32-bit words of a fault record: found, rank, role, source, block, slot, expected, seen."""
 
 
 class Memory(Protocol):
@@ -47,7 +47,12 @@ class Memory(Protocol):
 
     @property
     def fault(self) -> int:
-        """The address of a fault record that the host can read."""
+        """The address of a wait record that the host shares with kernels."""
+        ...
+
+    @property
+    def record(self) -> WaitRecord:
+        """The wait record as the host has it, also after the device was lost."""
         ...
 
     @property
@@ -57,10 +62,6 @@ class Memory(Protocol):
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """This rank's own bytes at ``offset``."""
-        ...
-
-    def fault_words(self) -> list[int]:
-        """The fault record as signed 32-bit words, also after the device was lost."""
         ...
 
     def close(self) -> None:
@@ -113,6 +114,14 @@ class Group(ABC):
         """whether ranks that share a device run one at a time, for want of SMs of their own"""
         self.runs_together = False
         """whether every rank is a process of its own, so that host code of one may wait for all ranks' kernels"""
+        self.waits = Waits()
+        """how long its kernels wait for other ranks"""
+        self.lane: Lane | None = None
+        """the order of its kernels and other groups' on this rank's device; None where streams alone order them"""
+        self.check_call: Callable[[str], None] | None = None
+        """compares a kernel that is about to be launched with those of the other ranks, if the user asks for it"""
+        self.lock = threading.RLock()
+        """held while arguments of a launch are set and it is launched, and while memory is taken"""
         self.cache = GroupCache()
         """what host code keeps for later calls of this group, see ``per_group``"""
 
@@ -140,6 +149,15 @@ class Group(ABC):
     def allocate(self, nbytes: int, name: str = "") -> Memory:
         """Collective: zeroed memory on every rank, for the kernel ``name``. Raises UsageError on every rank if they differ in the size."""
 
+    def close(self) -> None:
+        """Give back the memory of all that ``per_group`` keeps, once no kernel of any rank uses it and all ranks have come here. Graphs
+        that were captured are not to be replayed. The group can be used again; what it needs is made anew, collectively."""
+        self.cache.clear()
+
+    def free_closed(self) -> None:
+        """Collective: free memory of closed arenas that has to be unmapped on all ranks first. Otherwise the next arena does."""
+        return
+
     @abstractmethod
     def memory_report(self) -> MemoryReport:
         """What this rank's arenas take at present, and which kernels use them."""
@@ -165,6 +183,11 @@ class Group(ABC):
     @abstractmethod
     def encode(self, spec: TensorMapSpec) -> TensorMap:
         """A tensor map as kernels of this group want it."""
+
+
+def is_kept(function: Callable[..., Any], group: Group, *args: Any) -> bool:
+    """Whether the group keeps the result of a function of ``per_group`` for these arguments."""
+    return (function.__wrapped__, args) in group.cache.entries  # type: ignore[attr-defined]
 
 
 _current = threading.local()
@@ -199,8 +222,11 @@ def per_group(
     def made(group: Group, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
         key = (make, args, tuple(kwargs.items())) if kwargs else (make, args)
         cache = group.cache
-        entry = cache.entries.get(key) or cache.make(key, functools.partial(make, group, *args, **kwargs), stays=not args and not kwargs)
-        found: Made = cache.use(entry)
+        with group.lock:
+            entry = cache.entries.get(key)
+            if entry is None:
+                entry = cache.make(key, functools.partial(make, group, *args, **kwargs), stays=not args and not kwargs)
+            found: Made = cache.use(entry)
         return found
 
     return made

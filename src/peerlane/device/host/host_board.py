@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 import time
 from collections.abc import Callable
 
 from peerlane.device.host.group import MAX_RANKS, Small
+from peerlane.device.host.shared_page import FOLDER, share_page
+from peerlane.device.host.waits import Waits
 from peerlane.errors import DeviceTimeout, UsageError
 
-FOLDER = "/dev/shm"
-_PATIENCE_S = 300.0
 _EAGER_POLLS = 2000
 _NAP_S = 5e-5
 _LOW = 0xFFFFFFFF
@@ -24,14 +21,14 @@ class HostBoard:
     A rank has two words, which take turns: a rank that is one call ahead has seen this call of all ranks, and overwrites nothing that is
     still to be read. A word holds the call and the number. Ranks that share no folder use ``exchange`` in every call."""
 
-    def __init__(self, exchange: Callable[[Small], list[Small]], rank: int, world_size: int, folder: str = FOLDER) -> None:
+    def __init__(
+        self, exchange: Callable[[Small], list[Small]], rank: int, world_size: int, folder: str = FOLDER, waits: Waits | None = None
+    ) -> None:
         self._exchange, self._rank, self._world_size, self._calls = exchange, rank, world_size, 0
-        name = exchange(_make_page(folder) if rank == 0 else None)[0]
-        words = _map_page(name)
-        self.shared = all(exchange(words is not None))
-        if rank == 0 and name is not None:
-            os.unlink(name)
-        self._words = words if self.shared else None
+        self._waits = waits or Waits()
+        page = share_page(exchange, rank, folder)
+        self.shared = page is not None
+        self._words = None if page is None else memoryview(page).cast("Q")
 
     def __call__(self, number: int) -> list[int]:
         if not 0 <= number <= _LOW:
@@ -44,36 +41,19 @@ class HostBoard:
         return [self._await(self._words, first, rank, call) for rank in range(self._world_size)]
 
     def _await(self, words: memoryview, first: int, rank: int, call: int) -> int:
-        polls, end = 0, 0.0
+        polls, begin = 0, 0.0
         while (word := words[first + rank]) >> 32 != call:
             polls += 1
             if polls < _EAGER_POLLS:
                 time.sleep(0)
                 continue
+            self._waits.check()
             now = time.monotonic()
-            end = end or now + _PATIENCE_S
-            if now > end:
+            begin = begin or now
+            if now > begin + self._waits.host_limit_s:
                 raise DeviceTimeout(
-                    f"rank {rank} did not come to call {self._calls} of rank {self._rank} within {_PATIENCE_S:g} s; "
+                    f"rank {rank} did not come to call {self._calls} of rank {self._rank} within {self._waits.host_limit_s:g} s; "
                     "all ranks of a group must make the same calls in the same order"
                 )
             time.sleep(_NAP_S)
         return int(word & _LOW)
-
-
-def _make_page(folder: str) -> str | None:
-    try:
-        file, name = tempfile.mkstemp(prefix="peerlane-board-", dir=folder)
-        with open(file, "r+b") as page:
-            page.truncate(mmap.PAGESIZE)
-    except OSError:
-        return None
-    return name
-
-
-def _map_page(name: str | None) -> memoryview | None:
-    try:
-        with open(name or "", "r+b") as page:
-            return memoryview(mmap.mmap(page.fileno(), mmap.PAGESIZE)).cast("Q")
-    except OSError:
-        return None

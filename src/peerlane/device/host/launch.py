@@ -16,6 +16,8 @@ import torch
 
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.jit import Cubin
+from peerlane.device.host.lane import Lane
+from peerlane.device.host.waits import Waits
 from peerlane.errors import LaunchError, UsageError
 
 Argument = Any
@@ -126,15 +128,28 @@ class Launch:
         self._call = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
         self._device = kernel.device
         self._arena = next((value for value in args if hasattr(value, "before_launch")), None)
+        group = getattr(self._arena, "group", None)
+        self._waits: Waits | None = None if group is None else group.waits
+        self._lane: Lane | None = None if group is None else group.lane
+        self._check_call: Callable[[str], None] | None = None if group is None else group.check_call
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def __call__(self, stream: int | None = None) -> None:
         """Launch on the raw ``stream``, or PyTorch's current one."""
         if self._arena is not None and self._arena.before_launch is not None:
             self._arena.before_launch()
+        if self._waits is not None and self._waits.stopped:
+            self._waits.check()
         if stream is None:
             stream = self._current_stream(self._device)
-        (status,) = self._call(*self._fixed, stream, *self._last)
+        if self._lane is None:
+            (status,) = self._call(*self._fixed, stream, *self._last)
+        elif self._check_call is None:
+            (status,) = self._lane.run(stream, lambda: self._call(*self._fixed, stream, *self._last))
+        else:
+            with self._lane.lock:  # so that the order of what is compared is that of the launches
+                self._check_call(self.kernel.name)
+                (status,) = self._lane.run(stream, lambda: self._call(*self._fixed, stream, *self._last))
         if status:
             self._fail(status)
 

@@ -11,6 +11,7 @@ from peerlane.device.host.cuda_group import CudaGroup, enable_peer_access
 from peerlane.device.host.device_memory import pinned_fault
 from peerlane.device.host.group import Small, entered
 from peerlane.device.host.pool import Region
+from peerlane.device.host.waits import Waits
 
 
 @dataclass
@@ -34,6 +35,7 @@ class LocalRank(CudaGroup):
     def __init__(self, rank: int, world_size: int, shared: _Shared) -> None:
         super().__init__(rank, world_size, shared.device(rank), LocalMemory(rank, world_size, shared))
         self.shared = shared
+        self.waits = Waits(10.0, traps=True)  # for checks: nobody waits ten minutes for one, and a trap is seen at once
         self.ranks_per_device = world_size // shared.gpus
         self.sm_count = torch.cuda.get_device_properties(self.device).multi_processor_count // self.ranks_per_device
 

@@ -20,6 +20,7 @@ from peerlane.device.host.free_list import FreeList
 from peerlane.device.host.group import Small
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.memory_report import MemoryReport
+from peerlane.device.host.waits import record_in
 from peerlane.errors import DeviceError, UsageError
 
 LEASE_BYTES = 64 << 10
@@ -165,14 +166,11 @@ class Lease:
         self.name, self.parts, (self.offset, self.length) = name, parts, span
         self.layout = Layout(self.length, reserved=LINE_BYTES)
         self.bases = [base + self.offset for base in region.bases]
-        self.fault = fault.data_ptr()
+        self.fault, self.record = fault.data_ptr(), record_in(fault)
         self._pool, self._region, self._fault = pool, region, fault
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         return self._region.tensor(self.offset + offset, nbytes)
-
-    def fault_words(self) -> list[int]:
-        return self._fault.tolist()  # type: ignore[no-any-return, unused-ignore]
 
     def close(self) -> None:
         self._pool.give_back(self)

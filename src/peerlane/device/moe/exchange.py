@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(512)
     });
     meet_blocks(peers, arena, 1 + gridDim.x, epoch);
     peers.wait_all(0, epoch);  // of a launch that this rank's peers have begun: their callers have read what lay in `out`
-    each_row(args.start[WORLD_SIZE], [&](u32 row) {
+    each_row(block_arrived(arena) ? args.start[WORLD_SIZE] : 0, [&](u32 row) {
         const int q = part_with<WORLD_SIZE>(args.start, row);
         const Moved* places = reinterpret_cast<const Moved*>(arena.local(args.places)) + q * args.own;
         const u32 within = row - args.start[q], entry = entry_of(places, args.own, within);
@@ -90,13 +90,13 @@ extern "C" __global__ void __launch_bounds__(512)
         next[row] = atomicExch(heads + args.mapping[row], row);
     });
     peers.wait_all(0, epoch);
-    each_row(args.sent, [&](u32 row) {
+    each_row(block_arrived(arena) ? args.sent : 0, [&](u32 row) {
         const u32 entry = entry_of(order, args.experts, row);  // by expert and source
         const u32 source = entry % WORLD_SIZE, at = local(args.places)[source] + row + order[entry].shift;
         copy_bytes(Warp{}, arena.peer(source, args.back) + u64(at) * args.row_bytes, args.x + u64(row) * args.row_bytes, args.row_bytes);
     });
     meet_ranks(peers, arena, 1 + gridDim.x, epoch);
-    each_row(args.tokens, [&](u32 token) {
+    each_row(block_arrived(arena) ? args.tokens : 0, [&](u32 token) {
         each_column(args.columns, [&](u32 column) {});
         for (u32 first = 0; first < args.columns; first += row_lanes * warp_threads) {
             const u32 column = first + Warp{}.thread() * row_lanes;

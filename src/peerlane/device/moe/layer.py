@@ -9,10 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from peerlane.device.collectives.communicator import communicator
-from peerlane.device.host.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map, Pointer, compile_ahead
+from peerlane.device.host.declare import (
+    U32,
+    Address,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Field,
+    Flags,
+    Map,
+    Pointer,
+    compile_ahead,
+)
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.host.waits import ENDED_AT
 from peerlane.device.moe.exchange import room_for
 from peerlane.device.moe.router import MOST_EXPERTS, route
 from peerlane.device.products import gemm
@@ -44,8 +57,8 @@ MOE_UP = DeclaredKernel(
 )  # fmt: skip
 MOE_DOWN = DeclaredKernel(
     "moe_down", DOWN_SOURCE, act=Map(), down=Map(), back=Map(MAX_RANKS), counts=Pointer("const u32*"), places=Pointer("const u32*"),
-    sums=Pointer("const float*"), experts=Pointer("const long long*"), down_bias=Pointer("const char*"), y=Pointer(),
-    home=Buffer(align=1024), flags=Flags(), epochs=Epochs(), **_SIZES,
+    sums=Pointer("const float*"), ended=Address("const u32*"), experts=Pointer("const long long*"), down_bias=Pointer("const char*"),
+    y=Pointer(), home=Buffer(align=1024), flags=Flags(), epochs=Epochs(), **_SIZES,
 )  # fmt: skip
 
 
@@ -77,7 +90,7 @@ class ExpertLayer:
 
     Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph."""
 
-    def __init__(self, group: Group, sizes: ExpertSizes, timeout_s: float = 10.0) -> None:
+    def __init__(self, group: Group, sizes: ExpertSizes, timeout_s: float | None = None) -> None:
         sizes.check(group.world_size)
         self.group, self.sizes, self.maps = group, sizes, TensorMaps(group)
         tokens: list[int] = group.exchange(sizes.tokens)
@@ -129,6 +142,7 @@ class ExpertLayer:
             counts=self.up.tensor("table", (2 * group.world_size * groups,), torch.int32),
             places=self.places,
             sums=self.sums,
+            ended=self.up.arena.view.base[group.rank] + ENDED_AT,
         )
 
     def __call__(

@@ -23,6 +23,7 @@ from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.device.host.launch import Kernel, Launch
 from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, record_in
 from peerlane.errors import DeviceError, UsageError
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 240 << 20)
@@ -199,7 +200,8 @@ class _Bench:
         self.local = [torch.zeros(SIZES[-1], dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in range(count)]
         # Not the default streams: a copy between two of those waits for all work of both GPUs.
         self.streams = [torch.cuda.Stream(gpu) for gpu in range(count)]  # type: ignore[no-untyped-call, unused-ignore]
-        self.fault = torch.zeros(8, dtype=torch.int32, pin_memory=True)
+        self.fault = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+        record_in(self.fault).limit_ns = _TIMEOUT_NS
         major, minor = torch.cuda.get_device_capability(0)
         self.cubin = compile_mechanisms(count, f"sm_{major}{minor}a")
         for gpu, stream in enumerate(self.streams):
@@ -260,7 +262,7 @@ class _Bench:
             base=(ctypes.c_uint64 * MAX_RANKS)(*bases),
             rank=rank,
             world_size=self.count,
-            timeout_ns=_TIMEOUT_NS,
+            stop=self.fault.data_ptr() + WaitRecord.stop.offset,
             fault=self.fault.data_ptr(),
         )
 

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peerlane.device.host.arena import ROLES, observed
+from peerlane.device.host.arena import observed
 from peerlane.device.host.timeline import Event
+from peerlane.device.host.waits import ROLES
 from peerlane.errors import UsageError
 
 SPANS = ("store", "load", "reduce", "signal", "wait", "compute", "send")

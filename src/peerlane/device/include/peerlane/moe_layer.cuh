@@ -75,6 +75,15 @@ struct ExpertLayout {
         __syncthreads();
     }
 
+    // Of nothing, where counts have not come: no tiles, nothing to send, nothing to wait for.
+    __device__ void clear() {
+        for (u32 i = threadIdx.x; i <= max_groups; i += blockDim.x) {
+            tiles[i] = returned[i] = 0;
+            if (i < max_groups) unit[i] = count[i] = home[i] = target[i] = first_row[i] = 0;
+        }
+        __syncthreads();
+    }
+
     // What a unit of a group here holds: some rows of a source, whose unit `home` it is; or padding, of source -1.
     struct Unit {
         int source;
@@ -130,6 +139,7 @@ struct ExpertsUp : Shape {
     const Arena& arena;
     ExpertLayout<W>& layout;
     const u32 epoch;
+    bool whole;  // all counts and numbers have come
 
     // By all threads: numbers rows, exchanges counts.
     __device__ ExpertsUp(const Parameters& p, const Arena& a, ExpertLayout<W>& shared)
@@ -148,10 +158,15 @@ struct ExpertsUp : Shape {
             peers.signal_all(0, epoch);
         }
         peers.wait_all(0, epoch);
-        layout.fill(table(), parameters.own, arena.rank, Shape::rows / unit_rows);
-        u32* list = reinterpret_cast<u32*>(arena.local(parameters.list));
-        each_row_number([&](u32 group, u32 token, u32 row) { list[layout.first_row[group] + row] = token; }, [](u32, u32) {});
+        whole = block_arrived(arena);
+        if (whole) {
+            layout.fill(table(), parameters.own, arena.rank, Shape::rows / unit_rows);
+            u32* list = reinterpret_cast<u32*>(arena.local(parameters.list));
+            each_row_number([&](u32 group, u32 token, u32 row) { list[layout.first_row[group] + row] = token; }, [](u32, u32) {});
+        }
         meet_blocks(peers, arena, 1 + gridDim.x, epoch);
+        whole = block_arrived(arena);
+        if (!whole) layout.clear();
     }
 
     __device__ u32 tile_count() const { return layout.tiles[parameters.own] * columns(); }
@@ -206,6 +221,7 @@ struct ExpertsUp : Shape {
   private:
     // Pieces first, first + step, ... of all, or that one alone.
     __device__ void send(u32 first, u32 step, Role role) const {
+        if (!whole) return;
         const Peers<W, Warp> peers(arena, parameters.flags, {}, role);
         const u32 groups = W * parameters.own, bytes = parameters.h * element_bytes;
         const u32* counts = table() + arena.rank * groups;
@@ -278,6 +294,7 @@ struct ExpertsUp : Shape {
 // Parameters have
 //   TensorMap act, down, back[max_ranks]  (inner, rows, 1); (inner, h, G); every rank's rows that come home, by units: (h, rows, 1)
 //   const u32 *counts, *places; const float* sums; const long long* experts   of the first kernel; `counts` has both tables
+//   const u32* ended              of the first kernel's arena: the word at ended_at
 //   const char* down_bias         (G, h), or null
 //   char* y                       (t, h)
 //   u32 tokens, k, h, inner, own, share, first
@@ -293,7 +310,11 @@ struct ExpertsDown : Shape {
 
     __device__ ExpertsDown(const Parameters& p, const Arena& a, ExpertLayout<W>& shared)
         : parameters(p), arena(a), layout(shared), epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))) {
-        layout.fill(parameters.counts + (epoch & 1) * W * W * parameters.own, parameters.own, arena.rank, Shape::rows / unit_rows);
+        if (block_arrived(parameters.ended)) {  // all blocks of the first kernel have had all counts, or none uses them
+            layout.fill(parameters.counts + (epoch & 1) * W * W * parameters.own, parameters.own, arena.rank, Shape::rows / unit_rows);
+        } else {
+            layout.clear();
+        }
     }
 
     __device__ u32 tile_count() const { return layout.tiles[parameters.own] * columns(); }

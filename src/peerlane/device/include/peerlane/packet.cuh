@@ -35,7 +35,8 @@ struct PacketPlaces {
     u32 slot;
 };
 
-// Wait for one packet of every rank of `places.sources` but the own; other elements of the result are left alone.
+// Wait for one packet of every rank of `places.sources` but the own; other elements of the result are left alone. Where a wait ends early, a
+// packet that has not come reads as zeros.
 template <int W>
 __device__ inline void pull_packets(const Arena& arena, const PacketPlaces& places, u32 epoch, u32 (&data)[W][packet_words]) {
     Deadline deadline;
@@ -57,7 +58,14 @@ __device__ inline void pull_packets(const Arena& arena, const PacketPlaces& plac
             if (seen[q] != epoch) missing = q, stale = seen[q];
         }
         if (missing < 0) return;
-        if (deadline.expired(arena)) fail(arena, Awaited{whole_block, static_cast<u32>(missing), places.slot, epoch}, stale);
+        if (deadline.ends(arena, Awaited{whole_block, static_cast<u32>(missing), places.slot, epoch}, stale)) {
+#pragma unroll
+            for (int q = 0; q < W; ++q) {
+#pragma unroll
+                for (int w = 0; w < packet_words; ++w) data[q][w] = seen[q] == epoch ? data[q][w] : 0;
+            }
+            return;
+        }
     }
 }
 
@@ -78,7 +86,11 @@ __device__ inline void pull_packet(const Arena& arena, u32 source, const char* p
             for (int w = 0; w < packet_words; ++w) data[w] = packet.word[w];
             return;
         }
-        if (deadline.expired(arena)) fail(arena, Awaited{whole_block, source, slot, epoch}, seen);
+        if (deadline.ends(arena, Awaited{whole_block, source, slot, epoch}, seen)) {
+#pragma unroll
+            for (int w = 0; w < packet_words; ++w) data[w] = 0;
+            return;
+        }
     }
 }
 

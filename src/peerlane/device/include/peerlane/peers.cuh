@@ -2,7 +2,7 @@
 //
 // What goes wrong in hand-written protocols can not be written with them: a signal waits until the team's asynchronous stores have been
 // written at their peers, not only read; it has one release fence however many ranks it tells; behind a wait both ordinary and asynchronous
-// reads see what was signalled; polls are relaxed, with one acquiring load at their end, and end at the arena's deadline.
+// reads see what was signalled; polls are relaxed, with one acquiring load at their end, and end at the arena's time limit (arena.cuh says what holds behind such a wait).
 //
 //   peers.store_async(q, at, tile, bytes);    the same step in every rank's loop: push,
 //   peers.signal(q, slot, number);            tell,
@@ -151,10 +151,8 @@ class Peers {
 
     // Until the load that ends the phase of this parity has landed; then every thread sees the tile.
     __device__ void wait_load(u64* barrier, u32 parity) const {
-        Deadline deadline;
-        while (!ptx::mbarrier_try_wait(barrier, parity)) {
-            if (deadline.expired(arena_)) fail(arena_, Awaited{role_, arena_.rank, 0, parity}, parity ^ 1);
-        }
+        LocalDeadline deadline;
+        while (!ptx::mbarrier_try_wait(barrier, parity)) deadline.check();
     }
 
     // ---- sums: the same range of all ranks, in rank order, in fp32 (integers: as they are), rounded once --------------------------------
@@ -204,6 +202,15 @@ class Peers {
         if (team_.thread() != 0) return;
         release();
         tell_all(slot, number);
+    }
+
+    // The same for every other rank at each of the slots slot(0), ..., slot(count - 1), behind one fence.
+    template <class Slot>
+    __device__ void signal_all_slots(u32 count, const Slot& slot, u32 number) const {
+        finish_stores();
+        if (team_.thread() != 0) return;
+        release();
+        for (u32 i = 0; i < count; ++i) tell_all(slot(i), number);
     }
 
     // All that this team has read at rank `peer`, or in what that rank has pushed, may be written again behind the matching wait there. It says
@@ -346,13 +353,17 @@ class Peers {
         ptx::fence_system();
     }
 
-    // What the flag said when it was enough. Acquire, for ordinary reads; asynchronous ones need a proxy fence behind it.
+    // What the flag said when it was enough, or `number` where the wait ended early: it is not waited for again. Acquire, for ordinary reads;
+    // asynchronous ones need a proxy fence behind it.
     __device__ u32 poll(u32 source, u32 slot, u32 number) const {
         const u32* place = flag(arena_.rank, slot, source);
         Deadline deadline;
         u32 seen;
         while (!reached(seen = ptx::load_relaxed_system(place), number)) {
-            if (deadline.expired(arena_)) fail(arena_, Awaited{role_, source, slot, number}, seen);
+            if (deadline.ends(arena_, Awaited{role_, source, slot, number}, seen)) {
+                seen = number;
+                break;
+            }
         }
         ptx::load_acquire_system(place);
         return seen;

@@ -5,6 +5,7 @@
 // nor parities are ever in the caller's hands.
 #pragma once
 
+#include <peerlane/arena.cuh>
 #include <peerlane/ptx_async.cuh>
 
 namespace peerlane {
@@ -26,19 +27,10 @@ struct Ring {
     }
 };
 
-// A wait inside a block ends when the block's other roles have done their part, and those have deadlines of their own towards other ranks, which
-// leave a record. Hence this budget is longer than theirs, and only stops a kernel that is wrong in itself.
-constexpr u64 local_wait_budget_ns = 60'000'000'000;
-
 // By one thread: until the phase of this parity has ended. What came before the arrivals, and what copies have brought, is seen from here on.
 __device__ inline void poll_phase(u64* barrier, u32 parity) {
-    u64 end = 0;
-    for (u32 tries = 1; !ptx::mbarrier_try_wait(barrier, parity); ++tries) {
-        if (tries % 4096 != 0) continue;
-        const u64 now = ptx::globaltimer();
-        if (end == 0) end = now + local_wait_budget_ns;
-        if (now > end) ptx::trap();
-    }
+    LocalDeadline deadline;
+    while (!ptx::mbarrier_try_wait(barrier, parity)) deadline.check();
 }
 
 // The same by a warp; one lane polls for all.

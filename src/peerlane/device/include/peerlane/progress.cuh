@@ -42,14 +42,14 @@ struct Progress {
 template <int W>
 __device__ inline void post(Progress<W>& progress, u32 reached) { ptx::store_release_block(&progress.reached, reached); }
 
-// By one warp. It lives as long as its block posts, whose teams have deadlines of their own: its own one is longer, so that they say what is missing.
+// By one warp. It lives as long as its block posts, whose teams' waits end.
 template <int W, int lines>
 __device__ inline void tell_progress(const Arena& arena, const Progress<W> (&progress)[lines]) {
     static_assert(W <= warp_threads);
     const u32 q = Warp{}.thread();
     u32 told[lines] = {};
-    Deadline deadline;
-    for (bool late = false;;) {
+    LocalDeadline deadline;
+    while (true) {
         u32 done[lines] = {};
         bool news = false, open = false;
         if (q < W) {
@@ -73,10 +73,9 @@ __device__ inline void tell_progress(const Arena& arena, const Progress<W> (&pro
                 ptx::store_relaxed_system(flag_of<W>(arena, own.flags, q, own.slot, arena.rank), own.first[q] + done[line]);
                 told[line] = done[line];
             }
-            deadline = Deadline{}, late = false;
-        } else if (deadline.expired(arena)) {
-            if (late) fail(arena, Awaited{communicator, arena.rank, progress[0].slot, progress[0].steps[0]}, progress[0].reached);
-            deadline = Deadline{}, late = true;
+            deadline = LocalDeadline{};
+        } else {
+            deadline.check();
         }
         if (!__any_sync(0xffffffffu, open)) return;
     }

@@ -91,6 +91,12 @@ __device__ inline u32 load_relaxed_system(const u32* address) {
     return value;
 }
 
+__device__ inline u64 load_relaxed_system(const u64* address) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ inline u32 load_acquire_system(const u32* address) {
     u32 value;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -1,0 +1,233 @@
+"""Kernels that wait for peers, from several streams, groups and threads of each rank: every result is right, and nobody locks up.
+
+    PYTHONPATH=src python tests/gpu/check_streams.py --ranks 4 --steps 2000 --out FILE [--scenes ddp groups threads price] [--no-mps]
+
+    ddp       DDP's gradients on the backend's side stream beside operators on the compute stream
+    groups    two groups, each on a stream of its own
+    threads   two threads, each with a group and a stream; they take turns, so that the order of calls is the same on all ranks
+    price     host microseconds of a call: on one stream, on two in turn, and by a launch that takes no lane
+
+Sums are of small integers, hence exact; all of every step are compared on the GPU. Exits with 1 if one was wrong, or a rank did not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from peerlane import ops
+from peerlane.device import backend
+from peerlane.device.host.lane import lane_of
+from peerlane.hardware.virtual_node import VirtualNode, available_sharing
+
+SCENES = ("ddp", "groups", "threads", "price")
+
+
+class Sums:
+    """Sums over one group, by the backend or by operators, and how many elements were wrong so far."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, count: int) -> None:
+        self.group, self.count, self.device = group, count, device
+        self.rank, self.size = group.rank(), group.size()
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+    def step(self, number: int, *, by_ops: bool) -> None:
+        scale = number % 7 + 1
+        x = torch.full((self.count,), float((self.rank + 1) * scale), device=self.device)
+        if by_ops:
+            x = ops.all_reduce(x, self.group)
+        else:
+            dist.all_reduce(x, group=self.group)
+        self.wrong += (x != self.size * (self.size + 1) / 2 * scale).sum()
+
+
+def ddp(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(256, 256, bias=False), torch.nn.Linear(256, 256, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(ops.all_reduce(self.first(x)).relu())
+
+    torch.manual_seed(1)
+    layer = Layer().to(device)
+    model = torch.nn.parallel.DistributedDataParallel(layer, device_ids=None if device.type == "cpu" else [0], bucket_cap_mb=0.1)
+    optimizer, sums = torch.optim.SGD(model.parameters(), lr=1e-4), Sums(dist.group.WORLD, device, 3000)
+    x = torch.randn(64, 256, device=device, generator=torch.Generator(device).manual_seed(rank))
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        sums.step(step, by_ops=True)
+        optimizer.step()
+    own = torch.stack([parameter.detach().double().sum() for parameter in layer.parameters()])
+    everybody = ops.all_gather(own.float().cpu().to(device)).view(-1, len(own))
+    return {"wrong": int(sums.wrong), "alike": bool((everybody == everybody[0]).all()), "finite": bool(everybody.isfinite().all())}
+
+
+def groups(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    both = [Sums(dist.group.WORLD, device, 5000), Sums(pairs[rank // 2], device, 70_000)]
+    streams = [torch.cuda.Stream(device) for _ in both]
+    for step in range(steps):
+        for number, (sums, stream) in enumerate(zip(both, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                sums.step(step, by_ops=bool((step + number) % 2))
+    torch.cuda.synchronize(device)
+    return {"wrong": sum(int(sums.wrong) for sums in both)}
+
+
+def threads(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    both = [Sums(dist.group.WORLD, device, 5000), Sums(pairs[rank // 2], device, 5000)]
+    for sums in both:  # connections and compilation, which are collective
+        sums.step(0, by_ops=True)
+        sums.step(0, by_ops=False)
+    torch.cuda.synchronize(device)
+    turn, failed = threading.Condition(), list[BaseException]()
+    now = [0]
+
+    def work(number: int) -> None:
+        try:
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                for step in range(steps):
+                    with turn:
+                        turn.wait_for(lambda: now[0] % 2 == number or failed)
+                        both[number].step(step, by_ops=bool(step % 2))
+                        now[0] += 1
+                        turn.notify_all()
+                torch.cuda.current_stream(device).synchronize()
+        except BaseException as error:
+            failed.append(error)
+            with turn:
+                turn.notify_all()
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if failed:
+        raise failed[0]
+    return {"wrong": sum(int(sums.wrong) for sums in both)}
+
+
+def price(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
+    from peerlane.device import communicator
+
+    kit, x = communicator(dist.group.WORLD), torch.zeros(256, device=device)
+    kit.all_reduce(x)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    launches = list(kit._launches.values())
+    found: dict[str, list[float]] = {"one stream, no lane": [], "one stream": [], "two streams": []}
+
+    def timed(name: str, calls: int = 200) -> None:
+        dist.barrier()
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for call in range(calls):
+            if name == "two streams":
+                with torch.cuda.stream(streams[call % 2]):
+                    kit.all_reduce(x)
+            else:
+                with torch.cuda.stream(streams[0]):
+                    kit.all_reduce(x)
+        found[name].append((time.perf_counter() - begin) / calls * 1e6)
+        torch.cuda.synchronize(device)
+
+    lane = lane_of(device)
+    for name in ("one stream, no lane", "one stream", "two streams"):
+        for launch in launches:
+            launch._lane = None if name == "one stream, no lane" else lane
+        for _ in range(12):
+            timed(name)
+    return {"wrong": 0, **{name: [round(value, 2) for value in statistics.quantiles(times[2:], n=4)] for name, times in found.items()}}
+
+
+def main_of(rank: int, options: argparse.Namespace, environments: list[dict[str, str]]) -> None:
+    os.environ.update(environments[rank])
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "peerlane",
+        init_method=f"file://{options.folder}/store",
+        rank=rank,
+        world_size=options.ranks,
+        timeout=timedelta(seconds=30),
+    )
+    results: dict[str, Any] = {}
+    for scene in options.scenes:
+        begin = time.monotonic()
+        try:
+            results[scene] = globals()[scene](rank, device, options.steps)
+        except BaseException as error:
+            results[scene] = {"wrong": -1, "error": f"{type(error).__name__}: {error}"[:1000]}
+        torch.cuda.synchronize(device)
+        results[scene] |= {"seconds": round(time.monotonic() - begin, 1), "switches": lane_of(device).switches}
+        results["report"] = backend.report()
+        (Path(options.folder) / f"found.{rank}").write_text(json.dumps(results))
+        if "error" in results[scene]:
+            break
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--limit", type=float, default=200.0, help="seconds, after which all ranks are killed")
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    parser.add_argument("--no-mps", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    sharing = "time_slices" if options.no_mps else available_sharing()
+    node, status = VirtualNode(options.ranks, 1, sharing), 0
+    found: dict[str, Any] = {"sharing": sharing, "steps": options.steps}
+    with tempfile.TemporaryDirectory() as folder, node.daemon() if sharing == "mps" else nullcontext() as daemon:
+        options.folder = folder
+        environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
+        context = mp.spawn(main_of, (options, environments), nprocs=options.ranks, join=False)
+        end = time.monotonic() + options.limit
+        for process in context.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        found["stuck"] = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+        for process in context.processes:
+            process.kill()
+            process.join()
+        for rank in range(options.ranks):
+            path = Path(folder) / f"found.{rank}"
+            found[str(rank)] = json.loads(path.read_text()) if path.exists() else {}
+    for scene in options.scenes:
+        rows = [found[str(rank)].get(scene, {"wrong": -1}) for rank in range(options.ranks)]
+        good = all(row["wrong"] == 0 and row.get("alike", True) and row.get("finite", True) for row in rows)
+        status |= not good
+        print(f"{scene}: {'good' if good else 'NOT GOOD'}, {sharing}: {json.dumps(rows[0])}", flush=True)
+        for rank, row in enumerate(rows):
+            if "error" in row:
+                print(f"  rank {rank}: {row['error'][:600]}", flush=True)
+    print(f"stuck: {found['stuck']}")
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1))
+    return 1 if status or found["stuck"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
