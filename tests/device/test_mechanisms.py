@@ -24,7 +24,7 @@ from peerlane.device.tools.mechanisms import (
     launches_between_events,
     samples,
 )
-from peerlane.device.tools.resources import resources
+from peerlane.device.host.resources import resources
 from peerlane.errors import DeviceError
 
 RANKS, NBYTES = 3, 2 * (2 * TILE_BYTES + 48)

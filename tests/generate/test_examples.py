@@ -55,7 +55,7 @@ def test_example_is_right_on_cpu_ranks(backend: str, tmp_path: Path) -> None:
 def test_the_example_for_the_kit_is_right_and_compiles() -> None:
     from peerlane.device import compile_cubin
     from peerlane.device.emulator import Scenario, check
-    from peerlane.device.tools.resources import resources
+    from peerlane.device.host.resources import resources
 
     example, world_size, count = load("kit"), 3, 401
     defines = {"WORLD_SIZE": world_size}
@@ -75,7 +75,7 @@ def test_the_example_for_the_kit_is_right_and_compiles() -> None:
 
 def test_example_in_cuda_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from peerlane.device import compile_cubin
-    from peerlane.device.tools.resources import resources
+    from peerlane.device.host.resources import resources
 
     monkeypatch.setattr("torch.utils.cpp_extension.load_inline", lambda *args, **kwargs: None)  # needs nvcc; the kernel does not
     assert "difference" in resources(compile_cubin(load("cuda").KERNEL))

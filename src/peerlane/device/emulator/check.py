@@ -6,11 +6,12 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peerlane.device.emulator import build
+from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.job import TIMEOUT_NS, Answer, Job, Launch, run_job
 from peerlane.device.emulator.scenario import Scenario
 from peerlane.device.host.arena import describe_fault
@@ -102,6 +103,8 @@ class Report:
     """in how many schedules there was a finding"""
     findings: tuple[Finding, ...]
     seconds: float
+    kernels: tuple[KernelNeeds, ...] | None = None
+    """what the launched kernels need of a GPU; None: there was no compiler for it"""
 
     @property
     def clean(self) -> bool:
@@ -114,22 +117,38 @@ class Report:
         return "\n".join([f"{head}: {len(self.findings)} findings", *(str(finding) for finding in self.findings)])
 
 
-def check(scenario: Scenario, *, schedules: int = 300, seed: int = 0, first_schedule: int = 0, timeout_s: float = 300.0) -> Report:
+def check(
+    scenario: Scenario,
+    *,
+    schedules: int = 300,
+    seed: int = 0,
+    first_schedule: int = 0,
+    timeout_s: float = 300.0,
+    gpu: EmulatedGpu | None = None,
+) -> Report:
     """Runs the scenario under ``schedules`` schedules, the same for the same seed.
 
-    Raises UsageError for a scenario that cannot be run, CompileError, MissingDependency where there is no g++, and DeviceError if the
-    emulator itself dies or does not end in time.
+    As many blocks run at a time as ``gpu`` (default: an H100) holds, unless the scenario says a number. Raises UsageError for a scenario
+    that cannot be run, CompileError where g++ or the GPU's compiler refuses the source, LaunchError for a block that no SM can hold,
+    MissingDependency where there is no g++, and DeviceError if the emulator itself dies or does not end in time.
     """
-    program = build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
+    gpu = gpu or default_gpu()
+    for_gpu = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs)
+    program = for_gpu.beside(lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs))
     if not scenario.launches or schedules < 1:
         raise UsageError(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"
         )
     check_kernels(scenario.name, scenario.launches, program)
-    job = scenario.job()
+    job, kernels = scenario.job(program.globals), for_gpu.kernels()
+    job.launches = [
+        replace(launch, resident_blocks=scenario.resident_blocks or resident_blocks(launch, kernels, gpu.sm_count))
+        for launch in job.launches
+    ]
     started = time.monotonic()
     answer = run_job(job, program, schedules=schedules, seed=seed, first_schedule=first_schedule, timeout_s=timeout_s)
-    return report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
+    said = report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
+    return replace(said, kernels=needs(job.launches, kernels, gpu.arch))
 
 
 def check_kernels(name: str, launches: Sequence[Launch], program: build.Program) -> None:

@@ -17,24 +17,26 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.check import Finding, Report
+from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import PAGE_BYTES, Launch
+from peerlane.device.emulator.job import PAGE_BYTES, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
-from peerlane.device.emulator.sequence import Code, LaunchSequence, Step, findings
+from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import FAULT_WORDS, Group, Small, entered
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.pool import check_sizes
-from peerlane.device.host.roles import BlockNeeds
+from peerlane.device.host.resources import Resources
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import UsageError
 
@@ -53,6 +55,8 @@ class Outcome:
     """of every sequence of launches, and of launches that went wrong by themselves"""
     failure: tuple[int, BaseException] | None
     """the first rank that failed, and its error"""
+    kernels: list[KernelNeeds] | None = None
+    """what the launched kernels need of a GPU; None: there is no compiler for it, hence nothing is known to compile"""
 
     @property
     def findings(self) -> list[Finding]:
@@ -67,12 +71,16 @@ class World:
     schedules: int
     seed: int
     sm_count: int
+    gpu: EmulatedGpu
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
+    builds: Builds = field(init=False)
+    kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
+    """by name and threads of a block, if there is a compiler for GPUs"""
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.size)
+        self.turns, self.builds = Turns(self.size), Builds(self.gpu)
 
     def end_of_call(self, _: object) -> None:
         """Ends a call, once all ranks have returned from it."""
@@ -100,6 +108,7 @@ class Team:
         """hashes of the tokens of the launched kernels' sources"""
         """by kernel"""
         self._groups: dict[int, EmulatedGroup] = {}
+        self._variables: dict[Path, list[Part]] = {}
 
     def group(self, member: int) -> EmulatedGroup:
         """Returns the group as the rank with number ``member`` among all ranks sees it."""
@@ -126,14 +135,29 @@ class Team:
         if len(names) > 1:
             kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
+        compiled, sm_count = self.world.builds.compiled(launches[0].kernel.code), self.world.sm_count
         made = [launch.made(number) for number, launch in enumerate(launches)]
-        parts = dict.fromkeys(self.parts)
+        made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
+        for item in needs(made, compiled.kernels, self.world.gpu.arch) or ():
+            self.world.kernels[item.name, item.threads] = item
+        parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         for item in made:
             parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
-        step = Step(made, {part: part.contents() for part in parts}, min(launch.resident_blocks() for launch in launches))
+        step = Step(made, {part: part.contents() for part in parts})
         self.launches[launches[0].kernel.name] += len(launches)
         self.sources.add(launches[0].kernel.code.token_hash)
-        self.sequence.run(launches[0].kernel.name, launches[0].kernel.code, step, self.faults[: len(self.members)])
+        self.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)])
+
+    def variables(self, program: Program) -> list[Part]:
+        """Returns every rank's device variables of a program, which stay from launch to launch."""
+        if program.globals and program.path not in self._variables:
+            self._variables[program.path] = []
+            for rank in self.members:
+                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8)
+                part = Part(VARIABLES, rank, self.world.space.reserve(memory.nbytes), memory)
+                self.world.space.place(part)
+                self._variables[program.path].append(part)
+        return self._variables.get(program.path, [])
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
@@ -166,7 +190,9 @@ class EmulatedGroup(Group):
     def kernel(
         self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
     ) -> EmulatedKernel:
-        return EmulatedKernel(self, Code(source, tuple(sorted(defines.items()))), name)
+        code = Code(source, tuple(sorted(defines.items())))
+        self.team.world.builds.begin(code)
+        return EmulatedKernel(self, code, name)
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)
@@ -232,8 +258,9 @@ class EmulatedKernel:
     name: str
 
     def attributes(self) -> dict[str, int]:
-        """Returns no registers: g++ has compiled the kernel."""
-        return {"registers": 0, "local_bytes": 0, "shared_bytes": 0}
+        """Returns what the GPU's compiler says; zeros where there is none."""
+        known = (self.group.team.world.builds.compiled(self.code).kernels or {}).get(self.name, Resources())
+        return {"registers": known.registers, "local_bytes": known.frame_bytes, "shared_bytes": known.shared_bytes}
 
     def bind(
         self, grid: int | Sequence[int], block: int | Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0, cluster: int = 1
@@ -267,11 +294,6 @@ class EmulatedLaunch:
         arguments = tuple(bytes(value) for value in self.args)
         return Launch(self.kernel.name, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
 
-    def resident_blocks(self) -> int:
-        """Returns how many blocks fit on the SMs of one rank."""
-        x, y, z = self.block
-        return BlockNeeds(x * y * z, 0, self.shared_bytes).per_sm() * self.kernel.group.sm_count
-
 
 class RankFailure(Exception):
     """A rank of an :class:`EmulatedRanks` raised ``error``. Nothing more can be asked of these ranks."""
@@ -284,8 +306,12 @@ class RankFailure(Exception):
 class EmulatedRanks:
     """The ranks of one solution, which stay from call to call. Every call may raise :class:`RankFailure`."""
 
-    def __init__(self, size: int, *, schedules: int = 4, seed: int = 0, sm_count: int = SM_COUNT) -> None:
-        self._world = World(size, schedules, seed, sm_count)
+    def __init__(
+        self, size: int, *, schedules: int = 4, seed: int = 0, sm_count: int | None = None, gpu: EmulatedGpu | None = None
+    ) -> None:
+        """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100."""
+        sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
+        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu())
         self._teams: dict[tuple[int, ...], Team] = {}
         self._everyone = self._team(range(size))
         self._solutions: list[Callable[..., Any]] = []
@@ -325,6 +351,11 @@ class EmulatedRanks:
         for team in self._world.teams:
             team.sequence.check()
         return [report for team in self._world.teams for report in team.sequence.reports]
+
+    @property
+    def kernels(self) -> list[KernelNeeds] | None:
+        """What the launched kernels need of a GPU; None where no compiler is here that knows."""
+        return list(self._world.kernels.values()) if compiler_is_here() else None
 
     @property
     def sources(self) -> set[str]:
@@ -369,13 +400,14 @@ def run(
     resolve: Callable[[Arguments, Mapping[str, Group]], Arguments] = lambda arguments, groups: arguments,
     schedules: int = 4,
     seed: int = 0,
-    sm_count: int = SM_COUNT,
+    sm_count: int | None = None,
+    gpu: EmulatedGpu | None = None,
 ) -> Outcome:
     """Calls the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
     ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
     """
-    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count)
+    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
     try:
         ranks.load(lambda rank: load(solution, rank))
@@ -384,7 +416,7 @@ def run(
             outputs.append(ranks.call(arguments, lambda rank, output: _copied(output)))
     except RankFailure as failed:
         failure = (failed.rank, failed.error)
-    return Outcome(outputs, ranks.reports(), failure)
+    return Outcome(outputs, ranks.reports(), failure, ranks.kernels)
 
 
 def wants_distributed(message: str) -> bool:

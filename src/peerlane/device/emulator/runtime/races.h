@@ -134,7 +134,7 @@ inline void Machine::touch(std::uint64_t offset, std::uint32_t bytes, std::uint8
 }
 
 inline void Machine::plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site) {
-    const std::uint64_t offset = memory.offset(address);
+    const std::uint64_t offset = this->offset(address);
     if (!memory.holds(offset)) return;
     if (--budget_ == 0) {
         budget_ = 1 + random_.below(2 * style_.accesses);

@@ -12,6 +12,21 @@
 #include "half.h"
 #include "hooks.h"
 
+// The C library's extras that the GPU's compiler does not have.
+#undef M_E
+#undef M_LOG2E
+#undef M_LOG10E
+#undef M_LN2
+#undef M_LN10
+#undef M_PI
+#undef M_PI_2
+#undef M_PI_4
+#undef M_1_PI
+#undef M_2_PI
+#undef M_2_SQRTPI
+#undef M_SQRT2
+#undef M_SQRT1_2
+
 // Everything is inlined into the kernel, so that debug information names the whole chain of calls of an access. The driver finds kernels by
 // this spelling.
 #define __global__ __attribute__((__flatten__, __noinline__))

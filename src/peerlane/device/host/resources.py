@@ -1,9 +1,10 @@
-"""Resources that a kernel takes of an SM, read from its cubin without a driver or a GPU."""
+"""Resources that a kernel takes of an SM, read from its cubin without a driver or a GPU; and sections of ELF files."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from peerlane.device.host.jit import Cubin
 from peerlane.errors import DeviceError
@@ -47,6 +48,11 @@ def resources(cubin: Cubin) -> dict[str, Resources]:
         for kernel, known in by_kernel.items()
         if not kernel.startswith("$")  # functions that ptxas adds, a division say; their registers are the caller's
     }
+
+
+def elf_section(path: Path, name: str) -> bytes:
+    """Returns the content of the section ``name`` of a 64-bit ELF file; empty where there is none."""
+    return next((content for _, found, content in _sections(path.read_bytes()) if found == name), b"")
 
 
 def _sections(image: bytes) -> list[tuple[int, str, bytes]]:
