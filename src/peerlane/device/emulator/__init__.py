@@ -8,7 +8,8 @@ print(check(scenario, schedules=300))
 """
 
 from peerlane.device.emulator.build import Program, compile_program
-from peerlane.device.emulator.check import Finding, Frame, Report, Side, check
+from peerlane.device.emulator.check import Report, check
+from peerlane.device.emulator.findings import Finding, Frame, Place, Side
 from peerlane.device.emulator.job import Launch
 from peerlane.device.emulator.scenario import Buffer, EmulatedArena, Scenario
 
@@ -18,6 +19,7 @@ __all__ = [
     "Finding",
     "Frame",
     "Launch",
+    "Place",
     "Program",
     "Report",
     "Scenario",

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from peerlane.device.emulator.build import Program
-from peerlane.device.emulator.check import Finding, Report
+from peerlane.device.emulator.check import Report
+from peerlane.device.emulator.findings import Finding
 from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.host_memory import AddressSpace, Part
 from peerlane.device.emulator.job import PAGE_BYTES, VARIABLES, Launch

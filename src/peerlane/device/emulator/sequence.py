@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerlane.device.emulator.build import HOST_READ, Program, compile_program
-from peerlane.device.emulator.check import Finding, Report, check_kernels, report
+from peerlane.device.emulator.check import Report, check_kernels, report
+from peerlane.device.emulator.findings import Finding, merged
 from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild
 from peerlane.device.emulator.host_memory import Part
 from peerlane.device.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
@@ -166,9 +167,8 @@ class LaunchSequence:
 
 
 def findings(reports: Iterable[Report]) -> list[Finding]:
-    """Returns all findings, each kind and memory once."""
-    unique = {(finding.kind, finding.memory, finding.sides): finding for item in reports for finding in item.findings}
-    return list(unique.values())
+    """Returns all findings, those of one kind and the same lines as one."""
+    return merged(finding for item in reports for finding in item.findings)
 
 
 def _u64(value: int) -> bytes:

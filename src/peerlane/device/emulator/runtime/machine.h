@@ -133,6 +133,9 @@ class Machine {
     // groups.h
     static void contribute(Meeting& meeting, Fiber& fiber);
     void conclude(Meeting& meeting);
+    void check_barrier(const Meeting& meeting, std::uint32_t number, std::uint32_t threads, std::uint32_t site);
+    void check_warp(const Warp& warp, const Warp::Exchange& own, const char* name, std::uint32_t site);
+    Finding mismatch(std::string detail, const Fiber& other, std::uint32_t other_site, std::uint32_t site) const;
     void meet(Warp::Exchange& exchange, bool orders, const char* name, std::uint32_t site);
     void warp_concludes(Warp::Exchange& exchange, bool orders);
     static Warp::Exchange& exchange(std::vector<std::unique_ptr<Warp::Exchange>>& exchanges, std::uint32_t mask);

@@ -81,6 +81,8 @@ struct Meeting {
     View sum;
     View last;  // what was added last, to add it once
     std::vector<Fiber*> waiting;
+    const Fiber* first = nullptr;  // who came first, and where: at a barrier
+    std::uint32_t site = 0;
 };
 
 struct Warp {

@@ -83,6 +83,7 @@ inline void Machine::report_pair(
     finding.sides = {
         side(record.actor, record.clock, record.flags(), earlier_bytes, record.site),
         side(access.actor, access.clock, access.flags, bytes, access.site)};
+    finding.bytes = bytes;
     locate(finding, offset);
     report(std::move(finding));
 }
