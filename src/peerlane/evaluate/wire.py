@@ -21,6 +21,7 @@ from peerlane.evaluate.wire_records import Count as Count
 from peerlane.evaluate.wire_records import LaunchMode as LaunchMode
 from peerlane.evaluate.wire_records import LoadedKernel as LoadedKernel
 from peerlane.evaluate.wire_records import Microseconds as Microseconds
+from peerlane.evaluate.wire_records import Name as Name
 from peerlane.evaluate.wire_records import OutOfBounds as OutOfBounds
 from peerlane.evaluate.wire_records import Outputs as Outputs
 from peerlane.evaluate.wire_records import RaceFinding as RaceFinding
@@ -183,6 +184,8 @@ class RaceReport(Answer):
     findings: Annotated[list[RaceFinding], at_most(MOST_FINDINGS)]
     launches: dict[str, Count]
     sources: Annotated[list[str], at_most(MOST_NAMES)]
+    kernels: Annotated[list[Name], at_most(MOST_NAMES)] | None
+    """what each needs of a GPU, in words; None: there is no compiler for GPUs here"""
 
 
 # --- requests ---
