@@ -15,6 +15,7 @@ import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -207,15 +208,18 @@ class Communicator:
 
     def _run(
         self,
-        key: Hashable,
+        key: tuple[Any, ...],
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         make: Callable[[], tuple[Plan, Messages, int]],
     ) -> None:
-        """Launches what ``make`` plans, once per ``key``. Nothing to move on one rank means nothing to move on any."""
+        """Launches what ``make`` plans, once per ``key``: the operation, its bytes, and what else all ranks agree on.
+
+        Nothing to move on one rank means nothing to move on any."""
         shape = source if source is not None else target
         if shape is None or shape.nbytes == 0:
             return
+        self.group.announce(key)
         self._start(self._launch(key, shape, make), source, target)
 
     def _launch(self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]]) -> DeviceLaunch:

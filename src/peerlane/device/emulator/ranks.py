@@ -173,6 +173,12 @@ class EmulatedGroup(Group):
         self.team, self.member = team, member
         self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
         self._arenas: list[tuple[str, EmulatedMemory]] = []
+        self.announced = ""
+        """what the next launch is for"""
+
+    def announce(self, call: tuple[Any, ...]) -> None:
+        name, nbytes, *more = call
+        self.announced = f"{name} of {nbytes} bytes{''.join(f', {item}' for item in more)}"
 
     def exchange(self, value: Small) -> list[Small]:
         self.cache.exchanged()
@@ -288,7 +294,9 @@ class EmulatedLaunch:
             if (check := getattr(value, "before_launch", None)) is not None:
                 check()
         group = self.kernel.group
-        group.team.meeting.meet(group.member, f"a launch of {self.kernel.name}", self, group.team.run)
+        purpose, group.announced = group.announced, ""
+        what = f"a launch of {self.kernel.name}{' for ' if purpose else ''}{purpose}"
+        group.team.meeting.meet(group.member, what, self, group.team.run)
 
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
