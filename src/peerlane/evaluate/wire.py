@@ -45,6 +45,14 @@ class Done(Answer):
 
 
 @dataclass(frozen=True)
+class Built(Answer):
+    """``raised``: what the import raised that a GPU may mend, in a line; ``by_nvcc``: device code of extensions was compiled for a GPU."""
+
+    raised: Name | None
+    by_nvcc: bool
+
+
+@dataclass(frozen=True)
 class Initialized(Answer):
     """``pid``: the number of the rank's process."""
 
@@ -534,7 +542,7 @@ class ReportRaces(Request[RaceReport]):
 
 
 @dataclass(frozen=True)
-class BuildCandidate(Request[Done]):
+class BuildCandidate(Request[Built]):
     """Imports the candidate, so that what it compiles is in its cache. ``gpu_only``: no rank of this run will import it."""
 
     failure_kind = "import_error"

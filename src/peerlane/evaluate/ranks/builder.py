@@ -13,10 +13,11 @@ import torch
 
 from peerlane.errors import CompileError
 from peerlane.evaluate import wire
-from peerlane.evaluate.ranks import extensions, out_of_reach
+from peerlane.evaluate.ranks import device_check, extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
 from peerlane.evaluate.ranks.rank import Rank, classify, wants_gpu
 from peerlane.evaluate.timing.cores import cores_beside
+from peerlane.evaluate.wire_records import NAME_CHARACTERS
 
 _NICE = 10  # candidates may be timed meanwhile
 
@@ -35,7 +36,7 @@ class Builder(Rank):
         """There is nothing to join."""
         return wire.Initialized(os.getpid())
 
-    def build_candidate(self, request: wire.BuildCandidate) -> wire.Done:
+    def build_candidate(self, request: wire.BuildCandidate) -> wire.Built:
         """Imports the candidate. Compiler errors are raised; anything else is left to the ranks, where it may well work.
 
         With ``gpu_only`` no rank here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
@@ -44,6 +45,7 @@ class Builder(Rank):
         extensions.use_cache(request.cache)
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         out_of_reach.refuse_answers(request.granted)
+        by_nvcc = request.gpu_only and device_check.check_extensions()
         try:
             module = import_candidate(path, source)
         except Exception as error:
@@ -53,7 +55,7 @@ class Builder(Rank):
                 mended = not request.gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
                 raise
-            return wire.Done()
+            return wire.Built(f"{type(error).__name__}: {' '.join(str(error).split())}"[:NAME_CHARACTERS], by_nvcc)
         if request.gpu_only:
             solution_of(module, path)
-        return wire.Done()
+        return wire.Built(None, by_nvcc)

@@ -30,7 +30,7 @@ class Builds:
         self._candidates = {item.sha256: item for item in candidates if item.compiles}
         self._upcoming = deque(self._candidates)
         self._running: dict[str, RankGroup] = {}
-        self._done: dict[str, GroupFailure | None] = {}
+        self._done: dict[str, GroupFailure | wire.Built] = {}
 
     def ready(self, candidate: CandidateFile) -> bool:
         """Whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
@@ -45,8 +45,8 @@ class Builds:
             with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn
                 self._begin(self._upcoming.popleft())
 
-    def finish(self, candidate: CandidateFile, limit: Limit | None = None) -> None:
-        """Waits until the candidate is built; raises GroupFailure if it does not compile, HarnessError if the builder fails,
+    def finish(self, candidate: CandidateFile, limit: Limit | None = None) -> wire.Built:
+        """Waits until the candidate is built, and says how; raises GroupFailure if it does not compile, HarnessError if the builder fails,
         CandidateChanged if it is not what it was; and what ``limit`` raises."""
         sha256 = candidate.sha256
         self._candidates[sha256] = candidate
@@ -55,8 +55,10 @@ class Builds:
             self._running[sha256].limit = limit
             self._done[sha256] = self._await(sha256)
             self.poll()
-        if (failure := self._done[sha256]) is not None:
-            raise failure
+        built = self._done[sha256]
+        if isinstance(built, GroupFailure):
+            raise built
+        return built
 
     def close(self) -> None:
         for sha256 in list(self._running):
@@ -78,9 +80,9 @@ class Builds:
             request = wire.BuildCandidate(str(candidate.path), source, cache, family_sources(candidate.path), on_cpu, gpu_only)
             builder.begin(request, "build", self._session.deadlines.build)
 
-    def _await(self, sha256: str) -> GroupFailure | None:
+    def _await(self, sha256: str) -> GroupFailure | wire.Built:
         try:
-            self._running[sha256].finish()
+            built: wire.Built = self._running[sha256].finish()[0]
         except GroupFailure as failure:
             free_bytes = shutil.disk_usage(next(item for item in (cache_dir(), *cache_dir().parents) if item.exists())).free
             if failure.kind != "hang" and free_bytes < _FULL_BYTES:
@@ -91,7 +93,7 @@ class Builds:
             return failure
         finally:
             self._end(sha256)
-        return None
+        return built
 
     def _end(self, sha256: str) -> None:
         with contextlib.suppress(HarnessError):
