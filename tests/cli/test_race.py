@@ -134,7 +134,7 @@ def test_a_watched_file_is_run_again_when_it_changes(
         file.write_text(texts.pop(0))
 
     monkeypatch.setattr(command.time, "sleep", edit)
-    monkeypatch.setattr(command, "_race", lambda asked: command._imported(asked.file) is None)
+    monkeypatch.setattr(command, "_race", lambda asked: command.imported(asked.file) is None)
     assert peerlane("race", file, "--watch") == ExitCode.INTERRUPTED
     assert "raised SyntaxError" in capsys.readouterr().err
 

@@ -104,7 +104,7 @@ def _changes(file: Path) -> Iterator[None]:
 
 def _race(asked: _Asked) -> bool:
     """Runs the file once and prints what was found; returns whether that is nothing."""
-    module = _imported(asked.file)
+    module = imported(asked.file)
     if not callable(getattr(module, "race", None)) and callable(getattr(module, "solution", None)):
         rows = list(_race_solution(asked))
         kind = "cases"
@@ -192,7 +192,7 @@ def _wanted(asked: _Asked, items: Sequence[Item], name: Callable[[Item], str]) -
     return wanted
 
 
-def _imported(file: Path) -> ModuleType:
+def imported(file: Path) -> ModuleType:
     """Imports the file as a module; raises UsageError, also for what the file raises."""
     import importlib.util
 

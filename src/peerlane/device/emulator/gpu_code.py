@@ -68,7 +68,7 @@ class KernelNeeds:
     @property
     def shared_bytes(self) -> int:
         """of a block: static and dynamic"""
-        return self.resources.shared_bytes + self.dynamic_shared_bytes
+        return self.resources.static_bytes + self.dynamic_shared_bytes
 
     def per_sm(self) -> int:
         """Returns how many blocks an SM holds."""
@@ -91,7 +91,7 @@ def needs(launches: Iterable[Launch], kernels: Mapping[str, Resources] | None, a
 def resident_blocks(launch: Launch, kernels: Mapping[str, Resources] | None, sm_count: int) -> int:
     """Returns how many blocks of the launch ``sm_count`` SMs hold. Raises LaunchError where a block fits on none."""
     known = (kernels or {}).get(launch.kernel, Resources())
-    block = BlockNeeds(launch.threads, known.registers, known.shared_bytes + launch.shared_bytes)
+    block = BlockNeeds(launch.threads, known.registers, known.static_bytes + launch.shared_bytes)
     if block.per_sm() == 0:
         raise LaunchError(
             f"kernel {launch.kernel!r} cannot be launched on a GPU: a block has {block.threads} threads with {block.registers} registers "

@@ -58,6 +58,8 @@ class Outcome:
     """the first rank that failed, and its error"""
     kernels: list[KernelNeeds] | None = None
     """what the launched kernels need of a GPU; None: there is no compiler for it, hence nothing is known to compile"""
+    codes: list[Code] = field(default_factory=list)
+    """the sources of the launched kernels"""
 
     @property
     def findings(self) -> list[Finding]:
@@ -267,7 +269,7 @@ class EmulatedKernel:
     def attributes(self) -> dict[str, int]:
         """Returns what the GPU's compiler says; zeros where there is none."""
         known = (self.group.team.world.builds.compiled(self.code).kernels or {}).get(self.name, Resources())
-        return {"registers": known.registers, "local_bytes": known.frame_bytes, "shared_bytes": known.shared_bytes}
+        return {"registers": known.registers, "local_bytes": known.frame_bytes, "shared_bytes": known.static_bytes}
 
     def bind(
         self, grid: int | Sequence[int], block: int | Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0, cluster: int = 1
@@ -367,6 +369,11 @@ class EmulatedRanks:
         return list(self._world.kernels.values()) if compiler_is_here() else None
 
     @property
+    def codes(self) -> list[Code]:
+        """The sources of the launched kernels."""
+        return list(self._world.builds.done)
+
+    @property
     def sources(self) -> set[str]:
         """The hashes of the tokens of all launched kernels' sources."""
         return set[str]().union(*(team.sources for team in self._world.teams))
@@ -425,7 +432,7 @@ def run(
             outputs.append(ranks.call(arguments, lambda rank, output: _copied(output)))
     except RankFailure as failed:
         failure = (failed.rank, failed.error)
-    return Outcome(outputs, ranks.reports(), failure, ranks.kernels)
+    return Outcome(outputs, ranks.reports(), failure, ranks.kernels, ranks.codes)
 
 
 def wants_distributed(message: str) -> bool:

@@ -59,7 +59,7 @@ class Builds:
     def __init__(self, gpu: EmulatedGpu) -> None:
         self.gpu = gpu
         self._for_gpu: dict[Code, GpuBuild] = {}
-        self._compiled: dict[Code, Compiled] = {}
+        self.done: dict[Code, Compiled] = {}
 
     def begin(self, code: Code) -> None:
         """Starts the GPU's compiler, which takes its time while others do something else."""
@@ -68,12 +68,12 @@ class Builds:
 
     def compiled(self, code: Code) -> Compiled:
         """Returns the code compiled. Raises CompileError where one of the two compilers refuses it."""
-        if code not in self._compiled:
+        if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
             program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
-            self._compiled[code] = Compiled(code, program, build.kernels())
-        return self._compiled[code]
+            self.done[code] = Compiled(code, program, build.kernels())
+        return self.done[code]
 
 
 @dataclass

@@ -12,16 +12,25 @@ from peerlane.errors import DeviceError
 # Of the section `.nv.info`: one attribute per kernel, as pairs of a symbol's number and a value.
 _SIZED_VALUE = 4
 _REGISTERS, _FRAME_BYTES = 0x2F, 0x11
+SYSTEM_BYTES = 1024
+"""What the system keeps of a block's shared memory."""
 _SYMBOL_TABLE, _NO_BITS = 2, 8
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers of a thread, bytes of its stack frame (spilled registers are there), bytes of a block's static shared memory."""
+    """Registers of a thread, bytes of its stack frame (spilled registers are there), bytes of a block's static shared memory.
+
+    Where there are static variables, ``shared_bytes`` counts what the system keeps of a block's shared memory, too."""
 
     registers: int = 0
     frame_bytes: int = 0
     shared_bytes: int = 0
+
+    @property
+    def static_bytes(self) -> int:
+        """The kernel's own variables in shared memory."""
+        return max(0, self.shared_bytes - SYSTEM_BYTES)
 
 
 def resources(cubin: Cubin) -> dict[str, Resources]:

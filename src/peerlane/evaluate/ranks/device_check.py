@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -87,7 +88,7 @@ def compile_device_code(nvcc: str, texts: Iterable[str], flags: Sequence[str], i
         stand_in = Path(folder) / "include" / _CUDA_MACROS
         stand_in.parent.mkdir(parents=True)
         stand_in.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
-        paths = [*include_dirs, *cpp_extension.include_paths("cpu"), str(Path(folder) / "include")]  # type: ignore[no-untyped-call]
+        paths = [*include_dirs, *cpp_extension.include_paths("cpu"), sysconfig.get_path("include"), str(Path(folder) / "include")]  # type: ignore[no-untyped-call]
         kept = [flag for flag in flags if not flag.startswith(("-gencode", "-arch", "--gpu-architecture", "arch=", "-code"))]
         for text in texts:
             parts = (nvcc, torch.__version__, *kept, *include_dirs, text)
