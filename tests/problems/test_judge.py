@@ -8,10 +8,15 @@ import random
 import pytest
 import torch
 
-from peerlane.problems.contract import Expected, Score, Tolerance, compare_close
+from peerlane.problems.contract import Expected, Score, Tolerance, compare_close, judge
 
 TOLERANCE = Tolerance(relative=0.01, magnitude=0.02, rms=0.01, normwise=0.05, rowwise=0.1)
 SPECIAL = (math.inf, -math.inf, math.nan)
+
+
+@pytest.fixture(params=(1 << 26, 8), ids=("whole", "pieces"), autouse=True)
+def _piece_elements(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_PIECE_ELEMENTS", request.param)
 
 
 def _score(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor | None, tolerance: Tolerance = TOLERANCE) -> Score:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from peerlane import cli
+from peerlane import cli, problems
+from peerlane.hardware.profiles import profile_for
+from peerlane.hardware.roofline import datasheet_peaks, roofline
 from peerlane.report.evidence import NODE
 from peerlane.results.reader import read_results
 
@@ -34,3 +36,23 @@ def test_nothing_was_measured_faster_than_its_bound(path: Path) -> None:
                     compared += 1
                     assert max(item.reference, item.candidate) <= 1.0, f"{result.problem.id} {result.preset} {mode}"
     assert compared
+
+
+LATENCY_ALONE = {23}  # three scalars, whatever the model
+
+
+def test_the_bandwidth_preset_is_bound_by_no_latency() -> None:
+    profile = profile_for("NVIDIA H100 80GB HBM3")
+    assert profile is not None
+    peaks, bounds = datasheet_peaks(profile), {}
+    for problem in problems.all_problems():
+        case = problem.cases("bandwidth", 4)[0]
+        bounds[problem.id] = roofline([problem.cost(case, rank) for rank in range(4)], peaks).bound_us
+    assert {number for number, bound_us in bounds.items() if bound_us < 50} == LATENCY_ALONE
+
+
+def test_the_bandwidth_preset_stands_for_a_production_preset() -> None:
+    first, named = problems.get(2), problems.get(1)
+    assert first.preset("bandwidth").cases == first.family("production")[0].cases
+    assert named.preset("bandwidth").cases == named.preset(named.bandwidth).cases
+    assert [case.preset for case in named.cases("bandwidth", 2)] == ["bandwidth"]

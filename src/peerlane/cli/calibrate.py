@@ -19,7 +19,7 @@ def calibrate(
     problem: Annotated[str, typer.Option(help="Problems, such as 1-8,13, or all.")] = "all",
     problems_folders: ProblemFolders = None,
     preset: Annotated[
-        str, typer.Option(help="Presets, separated by commas: small, pkb, production, production_first, or one by name.")
+        str, typer.Option(help="Presets, separated by commas: small, pkb, production, production_first, bandwidth, or one by name.")
     ] = "small",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",

@@ -52,7 +52,9 @@ def evaluate_candidates(
     problems_folders: ProblemFolders = None,
     preset: Annotated[
         str,
-        typer.Option(help="Presets, separated by commas: small, pkb, production, sweep (all of those), production_first, or one by name."),
+        typer.Option(
+            help="Presets, separated by commas: small, pkb, production, sweep (all of those), production_first, bandwidth, or one by name."
+        ),
     ] = "pkb",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
     variant: Annotated[

@@ -15,7 +15,7 @@ from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile, candidate_info
 from peerlane.hardware.virtual_node import Baseline
 from peerlane.place import Device, Place
-from peerlane.problems.contract.spec import Problem
+from peerlane.problems.contract.spec import BANDWIDTH, Problem
 from peerlane.results.identity import Identity, NodeClass, hash_rules, source_hash
 from peerlane.results.record import Mode, Track
 from peerlane.results.result import Asked, ProblemInfo
@@ -36,7 +36,7 @@ class EvaluationPlan:
         candidates: see :func:`discover`.
         problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
         presets: names; ``production`` and ``sweep`` stand for all presets of that family of a problem, ``production_first`` for the first
-            that has a case at the world size.
+            that has a case at the world size, ``bandwidth`` for the one at which bandwidth counts, and not latency.
         track: ``open``: anything goes; ``custom``: what a call communicates must be the candidate's own doing. See docs/tracks.md. Of
             candidates that name none themselves.
         variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
@@ -180,7 +180,7 @@ def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None)
 
 def must_have_presets(chosen: Sequence[Problem], names: tuple[str, ...]) -> None:
     """Raises :class:`UnknownPreset` for a name that none of these problems has: of several, each leaves out what it has not."""
-    known = {item.name for problem in chosen for item in problem.presets} | {PRODUCTION, PRODUCTION_FIRST, SWEEP}
+    known = {item.name for problem in chosen for item in problem.presets} | {PRODUCTION, PRODUCTION_FIRST, SWEEP, BANDWIDTH}
     for name in names:
         if not chosen or name in known:
             continue
@@ -195,6 +195,8 @@ def presets_of(problem: Problem, names: tuple[str, ...], world_size: int) -> lis
     for name in names:
         if name in (PRODUCTION, SWEEP):
             chosen += [item.name for item in problem.family(name)]
+        elif name == BANDWIDTH:
+            chosen.append(name)
         elif name == PRODUCTION_FIRST:
             chosen += [item.name for item in problem.family(PRODUCTION) if problem.cases(item.name, world_size)][:1]
         elif len(names) == 1 or not name.startswith((f"{PRODUCTION}_", f"{SWEEP}_")):

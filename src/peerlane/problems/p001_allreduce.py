@@ -52,6 +52,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_llama3_70b_prefill",
     presets=(
         pc.preset(
             "small",

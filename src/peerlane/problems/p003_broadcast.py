@@ -52,6 +52,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    bandwidth="production_llama3_8b_gate_proj",
     presets=(
         pc.preset(
             "small",

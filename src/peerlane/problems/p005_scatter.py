@@ -86,6 +86,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    bandwidth="production_activation_scatter",
     presets=(
         pc.preset(
             "small",

@@ -204,6 +204,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_dinov2_vit_g",
     presets=(
         pc.preset(
             "small",

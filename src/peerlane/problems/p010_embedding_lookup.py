@@ -212,6 +212,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    bandwidth="production_llama3_70b_vocab",
     presets=(
         pc.preset(
             "small",

@@ -154,6 +154,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_llama3_70b_packed",
     presets=(
         pc.preset(
             "small",
@@ -178,6 +179,9 @@ PROBLEM = pc.Problem(
             "query norm of 4096 tokens x 6144, and key norm x 1024",
             pc.case("query_bf16", BF16, rows=(4096,), hidden=6144, eps=1e-6),
             pc.case("key_bf16", BF16, rows=(4096,), hidden=1024, eps=1e-6),
+        ),
+        pc.preset(
+            "production_llama3_70b_packed", "32768 tokens x hidden 8192", pc.case("bf16", BF16, rows=(32768,), hidden=8192, eps=1e-5)
         ),
         pc.preset(
             "production_llama3_70b_decode", "64 tokens x hidden 8192: latency", pc.case("bf16", BF16, rows=(64,), hidden=8192, eps=1e-5)

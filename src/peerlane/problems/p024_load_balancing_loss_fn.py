@@ -358,6 +358,7 @@ PROBLEM = pc.Problem(
     tolerance=tolerance,
     compare=comparison(tolerance),
     cost=cost,
+    bandwidth="production_deepseek_v3",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_communication", "the rank's own loss", lambda c: _of_ranks(c, [c.rank]), _DEFINED),

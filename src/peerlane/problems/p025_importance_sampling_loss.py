@@ -354,6 +354,11 @@ PRESETS = (
         pc.case("bf16", BF16, tokens=(4, 1024), hidden=3584, vocab=152064, noise=0.05, ignored=0.4),
     ),
     pc.preset(
+        "production_qwen2_5_7b_micro_batch",
+        "1024 tokens, hidden 3584, vocabulary 152064, prompts ignored",
+        pc.case("bf16", BF16, tokens=(2, 512), hidden=3584, vocab=152064, noise=0.05, ignored=0.4),
+    ),
+    pc.preset(
         "production_llama3_8b_grpo",
         "8192 tokens, hidden 4096, vocabulary 128256, prompts ignored",
         pc.case("bf16", BF16, tokens=(8, 1024), hidden=4096, vocab=128256, noise=0.05, ignored=0.4),
@@ -389,6 +394,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_qwen2_5_7b_micro_batch",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_communication", "the rank's own tokens alone", _no_communication, _VALID),

@@ -172,6 +172,11 @@ PRESETS = (
         pc.case("int64", INT64, tokens=4096, experts=256, k=8, exponent=0.5, skew=0.3, limit=(8, 4)),
     ),
     pc.preset(
+        "production_qwen3_235b_prefill",
+        "32768 tokens, 8 of 128 experts, Zipf(0.8)",
+        pc.case("int64", INT64, tokens=32768, experts=128, k=8, exponent=0.8, skew=0.3),
+    ),
+    pc.preset(
         "production_mixtral",
         "16384 tokens, 2 of 8 experts, Zipf(0.3)",
         pc.case("fp32", FP32, tokens=16384, experts=8, k=2, exponent=0.3, skew=0.2),
@@ -217,6 +222,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    bandwidth="production_qwen3_235b_prefill",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong(

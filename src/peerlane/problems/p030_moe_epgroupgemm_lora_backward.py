@@ -122,6 +122,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_deepseek_v3",
     presets=(
         pc.preset(
             "small",

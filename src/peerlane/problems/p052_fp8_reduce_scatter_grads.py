@@ -179,6 +179,7 @@ PROBLEM = pc.Problem(
     tolerance=tolerance,
     compare=comparison(tolerance),
     cost=cost,
+    bandwidth="production_llama3_8b_block",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("not_quantised", "the mean of the gradients as they are", lambda c: (_mean(c.case, _own_slices(c)), c.answer[1]), _FINITE),

@@ -149,6 +149,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     compare=comparison(lambda _: {}),
     cost=cost,
+    bandwidth="production_llama3_8b_block",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("not_quantised", "the parameters as they are", lambda c: (torch.cat([args[0] for args in c.inputs]).clone(), c.answer[1])),

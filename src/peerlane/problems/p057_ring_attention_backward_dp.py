@@ -257,6 +257,12 @@ PRESETS = (
         pc.case("bf16", BF16, batch=1, length=16384, heads=32, depth=128, causal=True, dp=2, world_sizes=(4, 8)),
     ),
     pc.preset(
+        "production_llama2_7b_4k",
+        "two replicas (one on two ranks), 4096 tokens, causal",
+        pc.case("bf16", BF16, batch=1, length=4096, heads=32, depth=128, causal=True, dp=2, world_sizes=(4, 8)),
+        pc.case("one_replica_bf16", BF16, batch=1, length=4096, heads=32, depth=128, causal=True, dp=1, world_sizes=(2,)),
+    ),
+    pc.preset(
         "production_llama3_70b_64k",
         "8 heads (the slice of 8-way tensor parallelism), 65536 tokens, causal",
         pc.case("bf16", BF16, batch=1, length=65536, heads=8, depth=128, causal=True, dp=1, world_sizes=(4, 8)),
@@ -291,6 +297,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_llama2_7b_4k",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_ring", "the rank's own block alone", _with(other_keys=False, other_queries=False), _RINGED),

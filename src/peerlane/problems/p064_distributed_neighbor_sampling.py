@@ -272,6 +272,11 @@ PRESETS = (
         pc.case("int64", INT64, nodes=10_000_000, power=12.5, seeds=2048, fanouts=(10, 10), parts="random", skew=1.5),
     ),
     pc.preset(
+        "production_igb_medium_large_batch",
+        "IGB-medium: 10 million nodes, 120 million edges, 65536 seeds per rank, three hops of 15, 10 and 5",
+        pc.case("int64", INT64, nodes=10_000_000, power=12.5, seeds=65536, fanouts=(15, 10, 5), parts="random", skew=1.5),
+    ),
+    pc.preset(
         "production_papers100m",
         "like ogbn-papers100M on 8 ranks: 13.9 million nodes and 400 million edges per rank, 1024 seeds, fanouts 15, 10 and 5",
         pc.case("int64", INT64, nodes_per_rank=13_875_000, power=29.3, seeds=1024, fanouts=(15, 10, 5), parts="random", skew=1.5),
@@ -301,6 +306,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    bandwidth="production_igb_medium_large_batch",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("own_adjacency", "only what the rank itself stores", _spoilt(local=True), _PARTITIONED),

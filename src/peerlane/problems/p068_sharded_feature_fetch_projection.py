@@ -240,6 +240,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_papers100m_part",
     presets=(
         pc.preset(
             "small",
@@ -274,6 +275,11 @@ PROBLEM = pc.Problem(
             "production_mag240m",
             "MAG240M papers: an eighth of the 121.75 million x 768, 150 000 ids per rank, to 1024",
             pc.case("bf16", BF16, nodes=15_218_940, depth=768, width=1024, queries=150_000),
+        ),
+        pc.preset(
+            "production_papers100m_part",
+            "a fourteenth of ogbn-papers100M: 8 million x 128, 350 000 ids per rank, a power law, to 256",
+            pc.case("bf16", BF16, nodes=8_000_000, depth=128, width=256, queries=350_000, skew=3.0),
         ),
         pc.preset(
             "production_recommender",

@@ -295,6 +295,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     compare=compare,
     cost=cost,
+    bandwidth="production_wikidata5m_full",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_communication", "zeros for other ranks' positives", _own_alone),

@@ -285,6 +285,11 @@ PRESETS = (
         pc.case("fixed", INT64, keys=_CRITEO_KEYS, batch=8192, mean=_CRITEO, fixed=True),
     ),
     pc.preset(
+        "production_dlrm_dcnv2_large_batch",
+        "MLPerf DLRM-DCNv2 at 32768 samples per rank: bags of any length, with weights",
+        pc.case("ragged", INT64, keys=_CRITEO_KEYS, batch=32768, mean=_CRITEO, weights=FP32),
+    ),
+    pc.preset(
         "production_variable_batch",
         "64 features of 512, 1024 or 4096 samples each, 20 values per sample",
         pc.case("int64", INT64, keys={2: (32,) * 2, 4: (16,) * 4, 8: (8,) * 8}, strides=(512, 1024, 4096), mean=20),
@@ -316,6 +321,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    bandwidth="production_dlrm_dcnv2_large_batch",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong(

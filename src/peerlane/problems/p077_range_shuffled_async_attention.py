@@ -375,6 +375,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=softmax_tolerance,
     cost=cost,
+    bandwidth="production_magi1_24b_short",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("local_keys", "the rank's own keys alone", _local_keys, _ordinary),

@@ -396,6 +396,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    bandwidth="production_high_resolution",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("nobody_suppressed", "a plain gather", _nobody_suppressed, _SEVERAL),

@@ -246,6 +246,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_sdxl_3840_level0",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_communication", "zeros in place of the neighbours' rows", _no_communication, _HALO),

@@ -10,7 +10,7 @@ import torch
 
 from peerlane.evaluate.memory import layouts
 from peerlane.evaluate.memory.input_generation import Drawn
-from peerlane.evaluate.memory.layouts import FEWEST_SLOTS, find_layouts
+from peerlane.evaluate.memory.layouts import FEWEST_SLOTS, find_layouts, slots_that_fit
 from peerlane.evaluate.memory.slots import ArgumentSlots
 from peerlane.problems.contract import Case, describe
 
@@ -71,7 +71,8 @@ def test_what_is_alike_is_drawn_and_called_once_where_that_is_certain(fixed: boo
     made = Made(apart=1 if fixed else 3, fixed=fixed, graph=graph)
     found = find(made, 7)
     assert made.called == (list(range(7)) if not graph else [0] if fixed else [0, 1, 2])
-    assert made.drawn == ([0] if fixed and graph else list(range(7)))
+    again = [1, 2] if graph and not fixed else []  # the first of their kinds: the arguments of one slot at a time are held
+    assert made.drawn == ([0] if fixed and graph else [*range(7), *again])
     other = find(Made(apart=made.apart, graph=False), 7)
     assert (found.arguments, found.outputs) == (other.arguments, other.outputs)
 
@@ -93,3 +94,7 @@ def test_slots_are_not_alike_where_another_rank_has_other_arguments_in_them(monk
     made = Made(apart=1, fixed=True)
     find(made, 6)
     assert made.called == [0, 1]
+
+
+def test_large_slots_are_two_and_small_ones_at_least_four() -> None:
+    assert [slots_that_fit(25, size, 512 << 20) for size in (1 << 20, 64 << 20, 200 << 20, 512 << 20, 1 << 30)] == [25, 8, 4, 4, 2]

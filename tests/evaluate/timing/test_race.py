@@ -58,6 +58,10 @@ class World:
         return [0] * self.slots
 
     @property
+    def reference_s(self) -> float:
+        return self.reference_us / 1e6
+
+    @property
     def trusted(self) -> TrustedSide:
         return TrustedSide(self)
 
@@ -177,6 +181,13 @@ def test_a_race_ends_when_it_knows_enough_with_its_budget_or_when_that_cannot_do
     assert rules.budget_s * 0.9 <= blocks_s(measure(clock, rules=rules, noise=0.6)) <= rules.budget_s * 1.3
     hopeless = measure(clock, noise=0.6)
     assert hopeless.rounds <= 45 and blocks_s(hopeless) < TimingRules().budget_s / 2
+
+
+def test_calls_that_take_long_are_few_and_their_race_keeps_to_its_budget(clock: list[World]) -> None:
+    speed = measure(clock, reference_us=500_000.0, candidate_us=250_000.0)
+    assert speed.calls_per_block == 2 and speed.rounds == TimingRules().fewest_rounds
+    assert speed.speedup.median == pytest.approx(2.0, rel=0.04)
+    assert clock[-1].now_s < 30, "probe, baseline and race"
 
 
 @pytest.mark.parametrize("failure", [GroupFailure("hang", "timing", "no answer", ranks=[1], deadline_s=30.0), Rejected(WRONG)])

@@ -39,6 +39,7 @@ from peerlane.results.verdict import (
     WrongType,
 )
 
+_MOST_WAITING_BYTES = 512 << 20  # of inputs and outputs of calls at rest, that a rank keeps to judge them together
 _PATIENCE = 50.0  # a candidate may take so many times as long as the reference
 _dice = random.SystemRandom()
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
@@ -134,6 +135,11 @@ class CaseRunner:
         self.reference_s = max(answer.reference_s for answer in opened)
         self.candidate.attach_case(self.case, self.layouts)
 
+    @property
+    def slot_bytes(self) -> float:
+        """What one slot takes on the rank that needs most, with its outputs."""
+        return max(layout.input_bytes + layout.output_bytes for layout in self.layouts) / max(1, self.slots)
+
     def close(self) -> None:
         self.candidate.detach_case()
         self.trusted.close_case()
@@ -196,6 +202,7 @@ class CaseRunner:
         """
         answers: list[wire.Called] = []
         outputs: list[wire.Outputs] = [[] for _ in self.layouts]
+        waiting: list[int] = []
         for number, slot in enumerate(slots):
             begin = time.monotonic()
             limit_s = self.deadline(first_s if first_s is not None and number == 0 else deadline_s)
@@ -204,7 +211,12 @@ class CaseRunner:
             self.aliased |= any(answer.aliased for answer in answers)
             for rank, answer in enumerate(answers):
                 outputs[rank] += answer.outputs
-        self.collect(slots, slots, outputs, phase)
+            waiting.append(slot)
+            if len(waiting) * self.slot_bytes > _MOST_WAITING_BYTES and slot != slots[-1]:
+                self.collect(waiting, waiting, outputs, phase)
+                self.judge(phase)
+                waiting, outputs = [], [[] for _ in self.layouts]
+        self.collect(waiting, waiting, outputs, phase)
         self.judge(phase, at_rest=True)
         return answers
 

@@ -15,7 +15,10 @@ from peerlane.evaluate.memory.slots import ArgumentSlots, describe_answer, place
 from peerlane.problems.contract.tree import Description, Tree, describe
 
 FEWEST_SLOTS = 4
-"""of a case, however much memory they take"""
+"""of a case, as long as they take no more than ``MOST_OF_FEWEST_BYTES``"""
+FEWEST_LARGE_SLOTS = 2
+"""of a case, however much memory they take: what is right in one must not be right in the other"""
+MOST_OF_FEWEST_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,10 @@ class Layouts:
 def find_layouts(inputs: Inputs, slots: int, most_bytes: float, groups: Mapping[str, Any]) -> Layouts:
     """The layouts of ``slots`` slots, or of as many as take ``most_bytes`` for inputs and for outputs on the rank that needs most.
 
-    All ranks ask for the same at the same time. Shapes and strides of a slot are the same in every block: they are drawn from nothing that
-    changes (see :mod:`peerlane.problems.contract.draw`). Inputs are drawn for every slot unless all are alike. A reference that can be
-    captured knows nothing of contents when it shapes its outputs: it is run once for all slots whose arguments are alike on all ranks.
+    All ranks ask for the same at the same time, and hold the arguments of one slot at a time. Shapes and strides of a slot are the same in
+    every block: they are drawn from nothing that changes (see :mod:`peerlane.problems.contract.draw`). Inputs are drawn for every slot
+    unless all are alike. A reference that can be captured knows nothing of contents when it shapes its outputs: it is run once for all
+    slots whose arguments are alike on all ranks.
     """
     times: list[float] = []
 
@@ -49,20 +53,37 @@ def find_layouts(inputs: Inputs, slots: int, most_bytes: float, groups: Mapping[
         return found
 
     drawn = inputs.of(0, 0)
-    first = strip_overlap(drawn.args)
+    fixed, first = drawn.fixed, strip_overlap(drawn.args)
     mine, output = describe(first), answer(first)
-    everyone = _gather((mine, drawn.fixed, max(place_slots([item])[1] for item in (mine, output))))
-    slots = max(FEWEST_SLOTS, min(slots, int(most_bytes / max(size for _, _, size in everyone))))
-    trees = None if all(fixed for _, fixed, _ in everyone) else [first, *map(tree, range(1, slots))]
-    arguments = [[item] * slots for item, _, _ in everyone] if trees is None else _gather([describe(item) for item in trees])
+    del drawn, first
+    everyone = _gather((mine, fixed, max(place_slots([item])[1] for item in (mine, output))))
+    slots = slots_that_fit(slots, max(size for _, _, size in everyone), most_bytes)
+    answers: dict[str | int, Description] = {}
+
+    def described(slot: int) -> Description:
+        args = tree(slot)
+        if not inputs.problem.graph:
+            answers[slot] = answer(args)
+        return describe(args)
+
+    if all(fixed for _, fixed, _ in everyone):
+        arguments = [[item] * slots for item, _, _ in everyone]
+    else:
+        arguments = _gather([mine, *map(described, range(1, slots))])
     alike = [repr(of_all) if inputs.problem.graph else slot for slot, of_all in enumerate(zip(*arguments, strict=True))]
-    answers: dict[str | int, Description] = {alike[0]: output}
+    answers[alike[0]] = output
     for slot, key in enumerate(alike):
         if key not in answers:
-            answers[key] = answer(tree(slot) if trees is None else trees[slot])
+            answers[key] = answer(tree(slot))
     placed = [place_slots(items) for items in arguments]
     outputs, output_bytes = place_slots(answers[key] for key in alike)
     return Layouts([layout for layout, _ in placed], outputs, placed[inputs.rank][1], output_bytes, max(times))
+
+
+def slots_that_fit(slots: int, slot_bytes: int, most_bytes: float) -> int:
+    """Returns how many of ``slots`` slots of this size to lay out: as many as take ``most_bytes``, but no fewer than a case needs."""
+    fewest = FEWEST_SLOTS if FEWEST_SLOTS * slot_bytes <= MOST_OF_FEWEST_BYTES else FEWEST_LARGE_SLOTS
+    return max(fewest, min(slots, int(most_bytes / slot_bytes)))
 
 
 def _gather(mine: Any) -> list[Any]:

@@ -5,11 +5,13 @@ Imports the standard library, torch and peerlane's problems; the candidate's sid
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,16 @@ class Rank:
     def synchronize(self) -> None:
         if self.place.has_gpus:
             torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """What is done in here is done by one rank of a GPU at a time."""
+        if not self.place.has_gpus or self.world_size == 1:
+            yield
+            return
+        with open(Path(self.config["folder"]) / f"turn{self.device.index}", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def give_back(self) -> None:
         """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it, if it is much: small cases

@@ -11,6 +11,7 @@ process's private memory, and an arena is cleared before it is handed out.
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -208,12 +209,25 @@ class TrustedRank(Rank):
         changes, current.changes = current.changes, []
         if at_rest:
             changes += [change for slot in range(len(current.kinds)) for change in _changes(current, slot, slot)]
-        pairs = zip(snapshots, self._all_inputs(current, snapshots), strict=True)
         return wire.Judgement(
-            slots=[self._judge(current, snapshot, inputs) for snapshot, inputs in pairs],
+            slots=[*self._judge_all(current, snapshots)],
             changed_arguments=changed_names(changes),
             out_of_bounds=_out_of_bounds(current) if at_rest else None,
         )
+
+    def _judge_all(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[wire.SlotScore]:
+        """Judges one snapshot after the other, large ones in turns with the other ranks on this GPU: an answer takes many times its size in
+        float64, and ranks that compute at once gain nothing."""
+        waiting = iter(snapshots)
+        for inputs in self._all_inputs(current, snapshots):
+            snapshot = next(waiting)
+            large = snapshot.nbytes > _GATHERED_BYTES
+            with self.turn() if large else contextlib.nullcontext():
+                yield self._judge(current, snapshot, inputs)
+                snapshot.tensors.clear()
+                del inputs  # before those of the next slot are gathered
+                if large:
+                    self.give_back()
 
     def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> wire.SlotScore:
         problem, case, slot = current.problem, current.case, snapshot.slot
@@ -257,6 +271,7 @@ class TrustedRank(Rank):
                         current.layouts, everyone.chunk(self.world_size), current.spans(snapshot.source), strict=True
                     )
                 ]
+            del own, everyone
             begin = end
 
     @staticmethod

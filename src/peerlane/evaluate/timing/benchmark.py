@@ -20,6 +20,7 @@ from peerlane.settings import TimingRules
 
 _PROBE_CALLS = 8
 _FEWEST_CALLS, _MOST_CALLS = 4, 128  # per block: fewer leave no room for swaps, more take long to capture
+_FEWEST_LONG_CALLS, _LONG_CALL_US = 2, 25_000.0  # so few are enough of calls that take so long: nothing is gained by working ahead
 _ARENA_SHARE = 0.04  # of the GPU's memory, for a block's inputs, and as much for its outputs: candidates need the rest
 
 
@@ -64,11 +65,15 @@ class Benchmark:
         runner.slots, runner.most_bytes = _MOST_CALLS, _ARENA_SHARE * self.memory_bytes
         runner.open()
         modes = sorted(set(self.modes) - set(self.unmeasurable))  # eager first
-        runner.generate_inputs(slots=min(_PROBE_CALLS, runner.slots))
+        probed = min(_PROBE_CALLS if runner.reference_s < _LONG_CALL_US / 1e6 else _FEWEST_LONG_CALLS, runner.slots)
+        runner.generate_inputs(slots=probed)
         try:
+            call_us = 0.0
             for mode in modes:
-                call_us = self._new_race(mode, "reference", calls=min(_PROBE_CALLS, runner.slots)).probe_us()
-                self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, _FEWEST_CALLS)
+                if call_us < _LONG_CALL_US:  # else the calls of the eager mode, which came first, will do
+                    call_us = self._new_race(mode, "reference", calls=probed).probe_us()
+                fewest = min(_FEWEST_CALLS if call_us < _LONG_CALL_US else _FEWEST_LONG_CALLS, runner.slots)
+                self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, fewest)
             self._call_every_slot("reference")
             for mode in modes:
                 race = self._new_race(mode, "reference", calls=self.calls[mode])

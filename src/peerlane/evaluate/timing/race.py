@@ -18,13 +18,16 @@ from peerlane.settings import TimingRules
 _ROUNDS_PER_LOOK = 3
 _ROUNDS_PER_CAPTURE = 5  # graphs are captured anew: how fast a graph is depends on its place in memory
 _WARM_ROUNDS = 3  # clocks, caches and connections become steady
+_WARM_S = 0.5  # is enough for that in fewer, longer rounds
+_PROBES, _PROBE_S = 3, 0.2  # blocks of a probe, and the time behind which one is enough
 _COMPARED_OTHERS = 1  # outputs per block besides those of swapped calls and the last: any call may be compared
 _JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer than the calls
 _RECHECKED_SHARE = 1 / 3
-_FEWEST_COMPARED = 2
+_FEWEST_COMPARED, _FEWEST_SLOW_COMPARED = 2, 1
+_SLOW_JUDGING_S = 1.0
 _USUAL_ROUNDS = 30
 _HOPELESS = 1.5  # times the budget, by an estimate from so few rounds
-_MOST_WAITING_BYTES = 4 << 30
+_MOST_WAITING_BYTES = 1 << 30
 _dice = random.SystemRandom()
 
 
@@ -64,7 +67,10 @@ class Race(Rounds):
         runner.discard()
         runner.refresh_inputs(self.calls)
         self.prepare()
-        for _ in range(_WARM_ROUNDS):
+        begin = time.monotonic()
+        for number in range(_WARM_ROUNDS):
+            if number and time.monotonic() - begin > _WARM_S:
+                break
             self._round(compared=False)
         begin = time.monotonic()
         while not self._knows_enough(time.monotonic() - begin, budget_s):
@@ -81,11 +87,9 @@ class Race(Rounds):
 
     def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
         count = len(self.others)
-        if count < self.rules.min_rounds:
-            return False
         if passed_s >= budget_s:
-            return True
-        if count % _ROUNDS_PER_LOOK:
+            return count >= self.rules.fewest_rounds
+        if count < self.rules.min_rounds or count % _ROUNDS_PER_LOOK:
             return False
         target = self.rules.offset_half_width if self.side == "reference" else self.rules.target_half_width[self.mode]
         half_width = self.ratio().half_width
@@ -125,7 +129,10 @@ class Race(Rounds):
         """The shortest time of a reference call in a few blocks of the trusted ranks alone; raises :class:`CaptureFailed`."""
         self._draw(0)
         self._must_be_captured(self.runner.trusted.prepare_block(self.mode, self._plan), trusted=True)
-        return min(self._trusted_block(core=0).events_us for _ in range(3)) / self.calls
+        times_us: list[float] = []
+        while len(times_us) < _PROBES and sum(times_us) < _PROBE_S * 1e6:
+            times_us.append(self._trusted_block(core=0).events_us)
+        return min(times_us) / self.calls
 
     def profile_block(self, marker: str, *, timeline: bool) -> list[wire.Recording]:
         """Records a block of the candidate's on new contents, without swaps, and judges its outputs; returns every rank's recording."""
@@ -186,11 +193,12 @@ class Race(Rounds):
             runner.recheck_output(self.calls - 1, "timing", ended)
 
     def _choose_compared(self) -> Sequence[int]:
-        """The copied slots, or as many of them at random as can be judged in time. The r-th round has one with a chance of 2/r at least,
-        however long judging takes: that is up to the candidate, too."""
+        """The copied slots, or as many of them at random as can be judged in time. The r-th round has one with a chance of 2/r at least, or
+        1/r where judging takes seconds, however long it takes: that is up to the candidate, too."""
         copied, rounds = self._plan.copied, len(self.others) + 1
         affordable = _JUDGING_S / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
-        affordable = max(affordable, min(1.0, _FEWEST_COMPARED / rounds))
+        fewest = _FEWEST_COMPARED if self.runner.judge_s < _SLOW_JUDGING_S else _FEWEST_SLOW_COMPARED
+        affordable = max(affordable, min(1.0, fewest / rounds))
         if affordable >= len(copied):
             return copied
         count = math.floor(affordable) + (_dice.random() < affordable % 1)

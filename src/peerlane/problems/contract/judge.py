@@ -15,6 +15,7 @@ from peerlane.problems.contract.draw import INTEGER
 from peerlane.problems.contract.spec import AnswerContext, Case, Expected, KnownWrongAnswer, Problem, Score, Tolerance
 from peerlane.problems.contract.tree import Tree, dtype_name, leaves, map_leaves
 
+_PIECE_ELEMENTS = 1 << 26  # compared at a time: a comparison in float64 takes half a dozen tensors of their size
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -136,8 +137,11 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     words = _words(tensor)
     if words.numel() % 4 == 0:
         words = words.view(torch.int32)
-    weights = torch.arange(words.numel(), device=words.device).mul_(0x9E3779B97F4A7C1).bitwise_xor_(0x7F4A7C15)
-    return (words * weights).sum()
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first, piece in zip(range(0, words.numel(), _PIECE_ELEMENTS), torch.split(words, _PIECE_ELEMENTS), strict=True):
+        weights = torch.arange(first, first + piece.numel(), device=words.device).mul_(0x9E3779B97F4A7C1).bitwise_xor_(0x7F4A7C15)
+        total += (piece * weights).sum()
+    return total
 
 
 def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
@@ -165,30 +169,80 @@ def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
 
 @dataclass(frozen=True)
 class _Errors:
-    """How far an output is off. ``found`` are the figures that ``tolerance`` limits: elementwise, normwise, rowwise, as far as it does."""
+    """How far elements are off, and that by what is allowed. ``found``: the largest of these figures, the norms of the error and of what
+    was wanted, and the largest relative error of a row, as far as the tolerance limits them; else 0."""
 
     error: torch.Tensor
     bound: torch.Tensor
     elements: torch.Tensor
     rows: torch.Tensor | None
-    found: list[float]
+    found: tuple[float, float, float, float]
 
     @staticmethod
-    def of(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor | None, tolerance: Tolerance) -> _Errors:
+    def of(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor | None, tolerance: Tolerance, rms: float) -> _Errors:
         """Of two tensors of one shape and dtype. Where an element of either is infinite or NaN, the first figure is so too."""
         error, bound = (got - want).abs(), tolerance.relative * want.abs()
         if magnitude is not None:
             bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude.to(want.dtype), nan=0.0, posinf=0.0)
         if tolerance.rms:
-            bound = bound + tolerance.rms * want.square().mean().sqrt()
-        elements, rows = (error / bound).masked_fill_(error == 0, 0.0), None
-        figures = [elements.max()]
+            bound = bound + rms
+        elements = (error / bound).masked_fill_(error == 0, 0.0)
+        figures, rows = [elements.max(), *[elements.new_zeros(())] * 3], None
         if tolerance.normwise is not None:
-            figures.append(_relative(error.norm(), want.norm()))
+            figures[1:3] = error.norm(), want.norm()
         if tolerance.rowwise is not None and got.dim() > 0:
             rows = _relative(error.norm(dim=-1), want.norm(dim=-1))
-            figures.append(rows.max())
-        return _Errors(error, bound, elements, rows, torch.stack(figures).tolist())  # the one time that the host waits
+            figures[3] = rows.max()
+        largest, error_norm, norm, row = torch.stack(figures).tolist()  # the one time that the host waits
+        return _Errors(error, bound, elements, rows, (largest, error_norm, norm, row))
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Two tensors, and the magnitudes that the tolerance scales with, to be compared in pieces of whole rows."""
+
+    got: torch.Tensor
+    want: torch.Tensor
+    magnitude: torch.Tensor | None
+    tolerance: Tolerance
+    work: torch.dtype
+
+    @property
+    def starts(self) -> range:
+        """The first rows of the pieces; the rows of a tensor are those of its last axis."""
+        length = self.got.shape[-1] if self.got.dim() else 1
+        return range(0, self.got.numel() // length, max(1, _PIECE_ELEMENTS // length))
+
+    def piece(self, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The tensors' rows from ``start`` on, in the dtype of the comparison; a comparison in one piece has its tensors as they are."""
+        starts = self.starts
+        if len(starts) == 1:
+            return self.got.to(self.work), self.want.to(self.work), self.magnitude
+        rows = slice(start, start + starts.step)
+
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.expand_as(self.got).reshape(-1, self.got.shape[-1])[rows]
+
+        magnitude = None if self.magnitude is None else part(self.magnitude)
+        return part(self.got).to(self.work), part(self.want).to(self.work), magnitude
+
+    def rms(self) -> float:
+        """The root of the mean square of what was wanted, where the tolerance has a share of it."""
+        if not self.tolerance.rms:
+            return 0.0
+        squares = [torch.nan_to_num(self.piece(start)[1], 0.0, 0.0, 0.0).square().sum() for start in self.starts]
+        return self.tolerance.rms * math.sqrt(float(torch.stack(squares).sum()) / self.got.numel())
+
+    def errors(self, start: int, rms: float) -> tuple[_Errors, torch.Tensor | None]:
+        """The errors of one piece without what is infinite or NaN in it; where such an element is not what was wanted, if any is."""
+        got, want, magnitude = self.piece(start)
+        errors = _Errors.of(got, want, magnitude, self.tolerance, rms)
+        if all(map(math.isfinite, errors.found)):
+            return errors, None
+        unusual = ~(got.isfinite() & want.isfinite())
+        misplaced = unusual & (got != want) & ~(got.isnan() & want.isnan())
+        kept = (got.masked_fill(unusual, 0.0), want.masked_fill(unusual, 0.0))
+        return _Errors.of(*kept, magnitude, self.tolerance, rms), misplaced
 
 
 def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: Tolerance) -> Score:
@@ -203,33 +257,53 @@ def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: T
         if magnitude is not None:
             magnitude = magnitude.unsqueeze(-1)
     work = torch.float64 if want.dtype != torch.float32 else torch.float32
-    got, want = got.to(work), want.to(work)
-    errors = _Errors.of(got, want, magnitude, tolerance)
-    if not all(map(math.isfinite, errors.found)):
-        unusual = ~(got.isfinite() & want.isfinite())
-        misplaced = unusual & (got != want) & ~(got.isnan() & want.isnan())
-        if count := int(misplaced.sum()):
-            worst = int(misplaced.reshape(-1).to(torch.uint8).argmax())
-            detail = f"{count} NaN or infinite elements not where the oracle has them"
-            return Score(name, math.inf, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
-        errors = _Errors.of(got.masked_fill(unusual, 0.0), want.masked_fill(unusual, 0.0), magnitude, tolerance)
-    allowed = {"elementwise": 1.0, "normwise": tolerance.normwise, "rowwise": None if errors.rows is None else tolerance.rowwise}
-    limits = [(kind, limit) for kind, limit in allowed.items() if limit is not None]
-    ratios = [value / limit for value, (_, limit) in zip(errors.found, limits, strict=True)]
+    whole = _Comparison(got, want, magnitude, tolerance, work)
+    rms, starts = whole.rms(), whole.starts
+    length = got.shape[-1] if got.dim() else 1
+    found: list[tuple[float, float, float, float]] = []
+    misplaced, first_misplaced = 0, 0
+    for start in starts:
+        errors, wrong = whole.errors(start, rms)
+        if wrong is not None and (count := int(wrong.sum())):
+            if not misplaced:
+                first_misplaced = start * length + int(wrong.reshape(-1).to(torch.uint8).argmax())
+            misplaced += count
+        found.append(errors.found)
+    if misplaced:
+        detail = f"{misplaced} NaN or infinite elements not where the oracle has them"
+        at = first_misplaced
+        return Score(name, math.inf, detail, _index(at, got.shape), _number(got, at), _number(want, at))
+    elements, error_norms, norms, rows = zip(*found, strict=True)
+    limits = [("elementwise", 1.0, _largest(elements))]
+    if tolerance.normwise is not None:
+        size = math.hypot(*norms)
+        limits.append(("normwise", tolerance.normwise, math.hypot(*error_norms) / size if size else 0.0))
+    if tolerance.rowwise is not None and got.dim() > 0:
+        limits.append(("rowwise", tolerance.rowwise, _largest(rows)))
+    ratios = [value / limit for _, limit, value in limits]
     ratio = math.nan if any(map(math.isnan, ratios)) else max(ratios)
     which = next(number for number, value in enumerate(ratios) if math.isnan(value) or value == ratio)
-    kind, limit = limits[which]
+    kind, limit, value = limits[which]
     if ratio <= 1.0:
         return Score(name, ratio, kind)
-    detail = f"{kind}: relative error {errors.found[which]:.3g}, allowed {limit:.3g}"
+    detail = f"{kind}: relative error {value:.3g}, allowed {limit:.3g}"
+    of_pieces = rows if kind == "rowwise" else elements
+    start = starts[of_pieces.index(_largest(of_pieces))]
+    errors, _ = whole.errors(start, rms)
     if kind == "rowwise":
         assert errors.rows is not None, "they are limited"
-        return Score(name, ratio, detail, _index(int(errors.rows.reshape(-1).argmax()), errors.rows.shape))
+        return Score(name, ratio, detail, _index(start + int(errors.rows.reshape(-1).argmax()), got.shape[:-1]))
     worst = int(errors.elements.reshape(-1).argmax())
     if kind == "elementwise":
         error, bound = _number(errors.error, worst), _number(errors.bound.expand_as(errors.error), worst)
         detail = f"elementwise: error {error:.3g}, allowed {bound:.3g}"
-    return Score(name, ratio, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
+    at = start * length + worst
+    return Score(name, ratio, detail, _index(at, got.shape), _number(got, at), _number(want, at))
+
+
+def _largest(values: Sequence[float]) -> float:
+    """The first NaN, or else the largest."""
+    return next(filter(math.isnan, values), max(values))
 
 
 def _relative(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,12 +80,16 @@ class CaseSpec:
     variant: str = "default"
 
 
+BANDWIDTH = "bandwidth"
+"""The name under which every problem has the preset at which bandwidth counts: it stands for one of its production presets."""
+
+
 @dataclass(frozen=True)
 class Preset:
     """A named set of cases. The first case is the one that is timed; all of them are checked for correctness.
 
     Attributes:
-        name: ``small``, ``pkb``, ``production_<model>_<part>`` or ``sweep_<size>``.
+        name: ``small``, ``pkb``, ``production_<model>_<part>`` or ``sweep_<size>``; or ``bandwidth``, which stands for one of these.
         about: one line: which model, which layer, which regime.
         cases: at least one.
     """
@@ -302,6 +306,8 @@ class Problem:
     Attributes:
         parallelism: every kind that applies: data, tensor, sequence, context, pipeline, expert, fsdp, zero, vocabulary, graph,
             spatial, none.
+        bandwidth: the preset that ``bandwidth`` stands for, where it is not the first production preset: one at which bandwidth or
+            arithmetic counts, and not latency.
         graph: True if one call of the reference can be captured in a CUDA graph, so that shapes of outputs follow from those of arguments;
             else ``graph_reason`` says why not.
         replicated: True: all outputs are bit-identical on all ranks, and are checked to be; or the names of those that are.
@@ -336,6 +342,7 @@ class Problem:
     variant_results: Mapping[str, Callable[[Tree], Tree]] = field(default_factory=dict)
     process_groups: Callable[[Case], GroupLayout] = lambda _: {}
     world_sizes: tuple[int, ...] = (2, 4, 8)
+    bandwidth: str = ""
     graph: bool = True
     graph_reason: str = ""
     replicated: bool | tuple[str, ...] = False
@@ -398,6 +405,8 @@ class Problem:
         for candidate in self.presets:
             if candidate.name == name:
                 return candidate
+        if name == BANDWIDTH and self.family("production"):
+            return replace(self._meant(name)[0], name=name)
         known = ", ".join([*(item.name for item in self.presets if item.family != "sweep"), *(["sweep"] if self.family("sweep") else [])])
         raise UnknownPreset(f"problem {self.id} has no preset {name!r}; it has: {known}")
 
@@ -410,11 +419,22 @@ class Problem:
         if world_size not in self.world_sizes:
             allowed = ", ".join(map(str, self.world_sizes))
             raise UsageError(f"problem {self.id} does not run on {counted(world_size, 'rank')}; it runs on {allowed}")
-        return [
-            Case(self.id, preset_name, spec.label, world_size, spec.dtype, spec.variant, spec.params)
-            for spec in self.preset(preset_name).cases
-            if spec.variant == chosen and (spec.world_sizes is None or world_size in spec.world_sizes)
-        ]
+        for preset in self._meant(preset_name):
+            cases = [
+                Case(self.id, preset_name, spec.label, world_size, spec.dtype, spec.variant, spec.params)
+                for spec in preset.cases
+                if spec.variant == chosen and (spec.world_sizes is None or world_size in spec.world_sizes)
+            ]
+            if cases:
+                return cases
+        return []
+
+    def _meant(self, name: str) -> tuple[Preset, ...]:
+        """The presets that a name may stand for: ``bandwidth`` is the first of several that has cases at the world size."""
+        production = self.family("production")
+        if name != BANDWIDTH or not production:
+            return (self.preset(name),)
+        return tuple(sorted(production, key=lambda item: item.name != self.bandwidth))
 
     def case(self, preset_name: str, label: str, world_size: int) -> Case:
         """One case of any variant by its label."""
