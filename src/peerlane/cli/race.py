@@ -137,7 +137,8 @@ def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any
             said = f"{where}: build error: {error}"
             row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
         else:
-            said = str(report)
+            head, *findings = str(report).splitlines()
+            said = "\n".join([f"{head} ({report.seconds:.1f} s)", *findings])
             row = asdict(report) | {"clean": report.clean}
             row["kernels"] = None if report.kernels is None else [str(item) for item in report.kernels]
         if not asked.as_json:

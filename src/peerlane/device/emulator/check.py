@@ -41,7 +41,7 @@ class Report:
         return not self.findings
 
     def __str__(self) -> str:
-        head = f"{self.scenario}, {self.world_size} ranks: {self.schedules} schedules, seed {self.seed}, {self.seconds:.1f} s"
+        head = f"{self.scenario}, {self.world_size} ranks: {self.schedules} schedules, seed {self.seed}"
         if self.clean:
             return f"{head}: nothing found"
         return "\n".join([f"{head}: {len(self.findings)} findings", *(str(finding) for finding in self.findings)])

@@ -103,7 +103,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Returns the findings with those of one kind and the same lines as one, whose memory is that of all."""
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
-        same = finding.lines or tuple(sorted({place.memory for place in finding.places})) or finding.detail
+        same: object = finding.lines or tuple(sorted({place.memory for place in finding.places})) or finding.detail
         groups.setdefault((finding.kind, same), []).append(finding)
     return [_as_one(group) for group in groups.values()]
 

@@ -141,8 +141,8 @@ class Team:
         compiled, sm_count = self.world.builds.compiled(launches[0].kernel.code), self.world.sm_count
         made = [launch.made(number) for number, launch in enumerate(launches)]
         made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
-        for item in needs(made, compiled.kernels, self.world.gpu.arch) or ():
-            self.world.kernels[item.name, item.threads] = item
+        for found in needs(made, compiled.kernels, self.world.gpu.arch) or ():
+            self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         for item in made:
             parts |= dict.fromkeys(self.world.space.pointed(item.arguments))

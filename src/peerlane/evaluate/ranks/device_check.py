@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sysconfig
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from peerlane.errors import CompileError
+from peerlane.errors import CompileError, MissingDependency
 from peerlane.hardware.toolkit import find_nvcc
 from peerlane.settings import cache_dir
 
@@ -27,7 +28,16 @@ _TIMEOUT_S = 600.0
 # What load_inline puts before a source, and a header that only a CUDA build of torch has.
 _IMPLICIT = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
 _TORCH_WORDS = ("torch::", "at::", "c10::", "Tensor", "TORCH_")
-_CUDA_MACROS = Path("c10", "cuda", "impl", "cuda_cmake_macros.h")
+_MISSING_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
+# What torch's headers for CUDA include and a machine without a GPU may lack; found last, so the real ones count where they are.
+_STAND_INS = {
+    "c10/cuda/impl/cuda_cmake_macros.h": "",
+    "cusparse.h": "typedef struct cusparseContext* cusparseHandle_t;\nenum cusparseStatus_t { CUSPARSE_STATUS_SUCCESS };\n",
+    "cublas_v2.h": "typedef struct cublasContext* cublasHandle_t;\nenum cublasStatus_t { CUBLAS_STATUS_SUCCESS };\n",
+    "cublasLt.h": "typedef struct cublasLtContext* cublasLtHandle_t;\n",
+    "cusolverDn.h": "typedef struct cusolverDnContext* cusolverDnHandle_t;\n",
+    "cusolver_common.h": "enum cusolverStatus_t { CUSOLVER_STATUS_SUCCESS };\n",
+}
 
 
 class Checked(ModuleType):
@@ -83,12 +93,14 @@ def check_extensions() -> bool:
 
 
 def compile_device_code(nvcc: str, texts: Iterable[str], flags: Sequence[str], include_dirs: Sequence[str]) -> None:
-    """Compiles each text to a cubin, which is thrown away. Raises CompileError with the lines of nvcc that are errors."""
+    """Compiles each text to a cubin, which is thrown away. Raises CompileError with what nvcc says, MissingDependency where nvcc lacks a
+    header."""
     with tempfile.TemporaryDirectory() as folder:
-        stand_in = Path(folder) / "include" / _CUDA_MACROS
-        stand_in.parent.mkdir(parents=True)
-        stand_in.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
-        paths = [*include_dirs, *cpp_extension.include_paths("cpu"), sysconfig.get_path("include"), str(Path(folder) / "include")]  # type: ignore[no-untyped-call]
+        stand_ins = Path(folder) / "include"
+        for name, content in _STAND_INS.items():
+            (stand_ins / name).parent.mkdir(parents=True, exist_ok=True)
+            (stand_ins / name).write_text(f"#pragma once\n{content}")
+        paths = [*include_dirs, *cpp_extension.include_paths("cpu"), sysconfig.get_path("include")]
         kept = [flag for flag in flags if not flag.startswith(("-gencode", "-arch", "--gpu-architecture", "arch=", "-code"))]
         for text in texts:
             parts = (nvcc, torch.__version__, *kept, *include_dirs, text)
@@ -98,11 +110,13 @@ def compile_device_code(nvcc: str, texts: Iterable[str], flags: Sequence[str], i
             source = Path(folder) / "candidate.cu"
             source.write_text(text)
             command = [nvcc, "-cubin", f"-arch={ARCHITECTURE}", "-std=c++20", "-w", "--expt-relaxed-constexpr", *kept]
-            command += [*(f"-I{path}" for path in paths), str(source), "-o", os.devnull]
+            command += [*(f"-I{path}" for path in paths), "-Xcompiler", f"-idirafter,{stand_ins}", str(source), "-o", os.devnull]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise CompileError(f"nvcc did not compile the device code: {error}") from error
+            if done.returncode and (header := _MISSING_HEADER.search(done.stderr)):
+                raise MissingDependency(f"nvcc cannot compile the device code: {header[1]} is not here; install the whole CUDA toolkit")
             if done.returncode:
                 raise CompileError(f"nvcc refuses the device code ({nvcc}, {ARCHITECTURE}):\n{(done.stderr or done.stdout).strip()}")
             known.parent.mkdir(parents=True, exist_ok=True)
