@@ -108,3 +108,9 @@ def test_an_infinite_magnitude_allows_nothing() -> None:
 def test_a_tolerance_that_scales_with_a_magnitude_needs_one() -> None:
     with pytest.raises(ValueError, match="magnitude that the oracle did not give"):
         _score(torch.ones(2), torch.ones(2), None)
+
+
+def test_a_tensor_without_elements_has_a_checksum() -> None:
+    from peerlane.problems.contract.judge import digests
+
+    assert digests([torch.zeros(0), torch.zeros(0)]) == [0, 0]
