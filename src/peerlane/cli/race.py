@@ -137,8 +137,7 @@ def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any
             said = f"{where}: build error: {error}"
             row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
         else:
-            head, *findings = str(report).splitlines()
-            said = "\n".join([f"{head} ({report.seconds:.1f} s)", *findings])
+            said = _timed(str(report), report.seconds)
             row = asdict(report) | {"clean": report.clean}
             row["kernels"] = None if report.kernels is None else [str(item) for item in report.kernels]
         if not asked.as_json:
@@ -170,7 +169,7 @@ def _race_solution(asked: _Asked) -> Iterator[dict[str, Any]]:
         kernels = judged.outcome.kernels
         if not asked.as_json:
             what = str(judged) if judged.correct or first == where else f"the same as in {first}"
-            print(f"{file.name}, {where}, {seconds:.1f} s: {what}", flush=True)
+            print(_timed(f"{file.name}, {where}: {what}", seconds), flush=True)
         yield {
             "case": case.label,
             "world_size": case.world_size,
@@ -182,6 +181,12 @@ def _race_solution(asked: _Asked) -> Iterator[dict[str, Any]]:
         }
         if asked.fail_fast and not judged.correct:
             return
+
+
+def _timed(text: str, seconds: float) -> str:
+    """Adds the seconds to the first line."""
+    first, line_end, rest = text.partition("\n")
+    return f"{first} ({seconds:.1f} s){line_end}{rest}"
 
 
 def _wanted(asked: _Asked, items: Sequence[Item], name: Callable[[Item], str]) -> list[Item]:
