@@ -23,7 +23,7 @@ PAGE_BYTES = 4096
 TIMEOUT_NS = 2_000_000_000
 VARIABLES = "device variables"
 """The name of the region of a rank's ``__device__`` variables."""
-_MAX_THREADS = 31 << 10  # each has a stack of two mappings, and Linux allows a process 65530
+MOST_THREADS = 31 << 10  # each has a stack of two mappings, and Linux allows a process 65530
 _MAX_BLOCK = 1024
 _CHILD = Path(__file__).with_name("_child.py")
 
@@ -103,9 +103,9 @@ def check_threads(name: str, launches: Sequence[Launch]) -> None:
     if large := [launch for launch in launches if _product(launch.block) > _MAX_BLOCK]:
         raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
     threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
-    if threads > _MAX_THREADS:
+    if threads > MOST_THREADS:
         raise UsageError(
-            f"{name!r} launches {threads} threads at a time; expected at most {_MAX_THREADS}: "
+            f"{name!r} launches {threads} threads at a time; expected at most {MOST_THREADS}: "
             "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
         )
 

@@ -28,7 +28,7 @@ from peerlane.device.emulator.check import Report
 from peerlane.device.emulator.findings import Finding
 from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import PAGE_BYTES, VARIABLES, Launch
+from peerlane.device.emulator.job import MOST_THREADS, PAGE_BYTES, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.turns import Meeting, Turns
@@ -173,7 +173,9 @@ class EmulatedGroup(Group):
     def __init__(self, team: Team, member: int) -> None:
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
-        self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
+        world = team.world
+        fitting = MOST_THREADS // (world.size * world.sm_count)  # if every SM has a block
+        self.sm_count, self.max_threads = world.sm_count, max(32, min(MAX_THREADS, 1 << max(fitting.bit_length() - 1, 0)))
         self._arenas: list[tuple[str, EmulatedMemory]] = []
         self.announced = ""
         """what the next launch is for"""
