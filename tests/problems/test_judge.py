@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from peerlane.problems.contract import Expected, Score, Tolerance, compare_close, judge
+from peerlane.problems.contract.judge import digests
 
 TOLERANCE = Tolerance(relative=0.01, magnitude=0.02, rms=0.01, normwise=0.05, rowwise=0.1)
 SPECIAL = (math.inf, -math.inf, math.nan)
@@ -110,7 +111,9 @@ def test_a_tolerance_that_scales_with_a_magnitude_needs_one() -> None:
         _score(torch.ones(2), torch.ones(2), None)
 
 
-def test_a_tensor_without_elements_has_a_checksum() -> None:
-    from peerlane.problems.contract.judge import digests
-
-    assert digests([torch.zeros(0), torch.zeros(0)]) == [0, 0]
+def test_checksums_tell_contents_and_places_apart() -> None:
+    tensor = torch.arange(100, dtype=torch.float32)
+    swapped = tensor.flip(0)
+    empty = torch.empty(0, dtype=torch.float32)
+    one, other, nothing = digests([tensor, swapped, empty])
+    assert one != other and nothing == 0 and digests([tensor.clone()]) == [one]

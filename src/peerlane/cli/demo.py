@@ -21,6 +21,7 @@ from peerlane.cli.output import console, print_error, print_json
 from peerlane.cli.progress import progress
 from peerlane.errors import UsageError
 from peerlane.place import Device, Place
+from peerlane.version import PACKAGE
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
@@ -37,8 +38,9 @@ KIT, COMPILER = "peerlane.device", "g++"
 
 def demo(
     examples: Annotated[
-        Path, typer.Option(help="Folder of good candidates, also in subfolders; those in broken/ are made to fail.")
-    ] = Path("examples"),
+        Path | None,
+        typer.Option(help="Folder of good candidates, also in subfolders; those in broken/ are made to fail. By default peerlane's own."),
+    ] = None,
     preset: Annotated[str, typer.Option(help="The preset to judge on.")] = "small",
     world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
@@ -55,7 +57,8 @@ def demo(
 
     from peerlane.evaluate import discover
 
-    good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
+    folder = bundled_examples() if examples is None else examples
+    good, broken = discover(good_folders(folder)), discover([str(folder / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
     left_out = {candidate.name for candidate in good if not Place.of(rank_device).has_gpus and needs_gpu(candidate)}
     emulated = [candidate for candidate in good if candidate.name in left_out and uses_kit(candidate) and shutil.which(COMPILER)]
@@ -82,12 +85,23 @@ def demo(
     raise typer.Exit(code)
 
 
+def bundled_examples() -> Path:
+    """Returns the folder of peerlane's own examples: in the package, as wheels have it, or else in the checkout."""
+    places = (PACKAGE / "examples", PACKAGE.parents[1] / "examples")
+    home = next((place for place in places if (place / BROKEN).is_dir()), None)
+    if home is None:
+        raise UsageError(
+            f"there are no examples in {' or '.join(map(str, places))}: install peerlane again, or name a folder with --examples"
+        )
+    return home
+
+
 def good_folders(examples: Path) -> list[str]:
     """Returns the folder and its subfolders that hold candidates, but for the broken ones; raises UsageError if there are none."""
     folders = sorted({path.parent for path in examples.rglob("*.py") if re.match(r"\d+_", path.name)} - {examples / BROKEN})
     if not folders:
         raise UsageError(
-            f"there are no candidates in {examples}: run this in a checkout of the repository, or name a folder with --examples"
+            f"there are no candidates in {examples}: expected files such as 1_allreduce_pytorch.py, in it or in its subfolders"
         )
     return [str(folder) for folder in folders]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import reprlib
@@ -138,10 +137,9 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     words = _words(tensor)
     if words.numel() % 4 == 0:
         words = words.view(torch.int32)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)  # of no words there is one piece, empty
-    for first, piece in zip(
-        itertools.count(0, _PIECE_ELEMENTS), torch.split(words, _PIECE_ELEMENTS), strict=False
-    ):  # one, empty, of no words
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first in range(0, words.numel(), _PIECE_ELEMENTS):
+        piece = words[first : first + _PIECE_ELEMENTS]
         weights = torch.arange(first, first + piece.numel(), device=words.device).mul_(0x9E3779B97F4A7C1).bitwise_xor_(0x7F4A7C15)
         total += (piece * weights).sum()
     return total

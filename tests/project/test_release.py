@@ -1,0 +1,70 @@
+"""What users get: a wheel that works outside a checkout, and files that say the same version."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from peerlane.selftest.table import load
+from peerlane.version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel installs, and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = next(WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"]))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def run(installed: Path, folder: Path, *arguments: str, status: int = 0) -> str:
+    """Returns what ``python ARGUMENTS`` prints in an empty folder, with the peerlane of the wheel."""
+    environment = {**os.environ, "PYTHONPATH": str(installed), "PEERLANE_PROBLEMS": "", "COLUMNS": "100"}
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.returncode == status, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_wheel_has_the_corpus(installed: Path, tmp_path: Path) -> None:
+    code = "from peerlane.selftest.table import load; corpus = load(); print(len(corpus.entries), corpus.folder)"
+    count, folder = run(installed, tmp_path, "-c", code).split()
+    assert int(count) == len(load().entries)
+    assert Path(folder) == installed / "peerlane" / "selftest" / "corpus"
+
+
+def test_the_wheel_lists_and_prompts(installed: Path, tmp_path: Path) -> None:
+    assert len(json.loads(run(installed, tmp_path, "-m", "peerlane", "list", "--json"))["problems"]) == 87
+    assert "solution" in run(installed, tmp_path, "-m", "peerlane", "prompt", "1")
+
+
+def test_the_wheel_judges_its_kit_example_and_reports(installed: Path, tmp_path: Path) -> None:
+    example = str(installed / "peerlane" / "examples" / "cuda" / "1_allreduce_cuda.py")
+    options = ("--device", "emulated", "--preset", "small", "--world-size", "2", "--cases", "timed", "--json")
+    judged = json.loads(run(installed, tmp_path, "-m", "peerlane", "eval", example, *options))
+    assert [result["verdict"]["kind"] for result in judged["results"]] == ["correct"]
+    assert "1_allreduce_cuda" in run(installed, tmp_path, "-m", "peerlane", "report", "peerlane-results")
+
+
+@pytest.mark.slow
+def test_the_wheel_runs_its_demonstration(installed: Path, tmp_path: Path) -> None:
+    shown = json.loads(run(installed, tmp_path, "-m", "peerlane", "demo", "--world-size", "2", "--json"))
+    assert shown["as_expected"] and all(shown["as_expected"]) and {item["verdict"]["kind"] for item in shown["good"]} == {"correct"}
+
+
+def test_files_name_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
+    assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
