@@ -23,7 +23,7 @@ Parameters = ParamSpec("Parameters")
 
 
 class RaceFound(AssertionError):
-    """What the emulator found in the launches of a test; ``findings`` has it as objects."""
+    """Findings of the emulator in the launches of a test; ``findings`` has them as objects."""
 
     def __init__(self, world_size: int, findings: Sequence[Finding]) -> None:
         super().__init__("\n".join([f"{len(findings)} findings on {world_size} emulated ranks", *map(str, findings)]))
@@ -32,7 +32,7 @@ class RaceFound(AssertionError):
 
 @dataclass
 class Settings:
-    """What a run of tests sets for all of them: the plug-in of pytest fills it from its options."""
+    """Settings of a run of tests: the plug-in of pytest fills them from its options."""
 
     schedules: int | None = None
     seed: int = 0

@@ -33,7 +33,7 @@ def test_every_pattern_has_its_row() -> None:
 
 
 @pytest.mark.parametrize(("pattern", "found", "schedules"), ROWS, ids=[name for name, _, _ in ROWS])
-def test_a_pattern_is_found_as_the_page_says_and_its_repair_is_not(pattern: str, found: str, schedules: str) -> None:
+def test_a_pattern_is_found_as_the_page_says_its_repair_is_not(pattern: str, found: str, schedules: str) -> None:
     report = run(pattern, broken=1)
     kinds = sorted({finding.kind for finding in report.findings})
     assert (", ".join(f"`{kind}`" for kind in kinds) or "nothing", report.caught) == (found.strip(), int(schedules)), str(report)

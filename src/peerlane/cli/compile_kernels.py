@@ -93,11 +93,14 @@ def _sources(file: Path, gpu: EmulatedGpu, world_size: int, defines: Iterable[st
     if file.suffix in (".cu", ".cuh"):
         pairs = [item.partition("=") for item in defines]
         return [_Source(file, {name: value or "1" for name, _, value in pairs}, {})]
+    from peerlane.device.emulator import Ptx
+
     module = imported(file)
     if callable(getattr(module, "race", None)) or not callable(getattr(module, "solution", None)):
         return [
             _Source(item.source, dict(item.defines), {one.kernel: (one.threads, one.shared_bytes) for one in item.launches})
             for item in scenarios(file, module, world_size)
+            if not isinstance(item.source, Ptx)  # which a compiler has made already
         ]
     from peerlane import problems
     from peerlane.evaluate.candidates import candidate_file

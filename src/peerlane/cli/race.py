@@ -40,6 +40,7 @@ class _Asked:
     """patterns of the cases or scenarios to run; none: all"""
     fail_fast: bool
     gpu: EmulatedGpu | None
+    from_ptx: bool
     as_json: bool
 
     def wants(self, name: str) -> bool:
@@ -54,6 +55,7 @@ def race(
     case: Annotated[str | None, typer.Option(help="Only cases or scenarios of these names, separated by commas; * fits all.")] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", "-x", help="Stop at the first case in which something was found.")] = False,
     gpu: Annotated[str | None, typer.Option(help="h100, h200 or b200: compile for it, and give each rank as many SMs.")] = None,
+    ptx: Annotated[bool, typer.Option("--ptx", help="Run the PTX that NVRTC makes, not the source.")] = False,
     problems_folders: ProblemFolders = None,
     watch: Annotated[bool, typer.Option("--watch", help="Run again whenever the file changes, until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -79,6 +81,7 @@ def race(
         names=words(case, "--case") if case is not None else (),
         fail_fast=fail_fast,
         gpu=None if gpu is None else gpu_named(gpu),
+        from_ptx=ptx,
         as_json=as_json,
     )
     clean = _race(asked)
@@ -132,7 +135,7 @@ def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any
     for scenario in _wanted(asked, found, lambda scenario: scenario.name):
         where = f"{scenario.name}, {scenario.world_size} ranks"
         try:
-            report = check(scenario, schedules=asked.schedules or 300, seed=asked.seed, gpu=asked.gpu)
+            report = check(scenario, schedules=asked.schedules or 300, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx)
         except (CompileError, LaunchError) as error:
             said = f"{where}: build error: {error}"
             row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
@@ -162,7 +165,9 @@ def _race_solution(asked: _Asked) -> Iterator[dict[str, Any]]:
     for case in _wanted(asked, cases, lambda case: case.label):
         begin = time.monotonic()
         with contextlib.redirect_stdout(sys.stderr):
-            judged = judge_emulated(file, problem, case, schedules=asked.schedules or 20, seed=asked.seed, gpu=asked.gpu)
+            judged = judge_emulated(
+                file, problem, case, schedules=asked.schedules or 20, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx
+            )
         seconds = time.monotonic() - begin
         where = f"{case.label}, {case.world_size} ranks"
         first = said.setdefault(str(judged), where)

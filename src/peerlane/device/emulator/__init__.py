@@ -11,6 +11,7 @@ from peerlane.device.emulator.build import Program, compile_program
 from peerlane.device.emulator.check import Report, check
 from peerlane.device.emulator.findings import Finding, Frame, Place, Side
 from peerlane.device.emulator.job import Launch
+from peerlane.device.emulator.ptx_front_end import Ptx, UnknownPtx
 from peerlane.device.emulator.scenario import Buffer, EmulatedArena, Scenario
 
 __all__ = [
@@ -21,9 +22,11 @@ __all__ = [
     "Launch",
     "Place",
     "Program",
+    "Ptx",
     "Report",
     "Scenario",
     "Side",
+    "UnknownPtx",
     "check",
     "compile_program",
 ]

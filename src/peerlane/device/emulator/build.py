@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from peerlane import settings
+from peerlane.device.emulator.ptx_front_end import Ptx, translate
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.resources import elf_section
 from peerlane.errors import CompileError, MissingDependency, UsageError
@@ -90,12 +91,15 @@ class Program:
     """the device variables as they are at first, one rank's"""
 
 
-def compile_program(source: str | Path, *, defines: Mapping[str, str | int] | None = None, include_dirs: Sequence[Path] = ()) -> Program:
-    """Compiles ``source`` (text, or the Path of a file) for the emulator.
+def compile_program(
+    source: str | Path | Ptx, *, defines: Mapping[str, str | int] | None = None, include_dirs: Sequence[Path] = ()
+) -> Program:
+    """Compiles ``source`` (text, the Path of a file, or PTX) for the emulator.
 
     Takes what ``compile_cubin`` takes; kernels are declared ``extern "C" __global__``. Raises CompileError with the compiler's log and
     MissingDependency where there is no g++.
     """
+    source = translate(source) if isinstance(source, Ptx) else source
     own_dir = [source.resolve().parent] if isinstance(source, Path) else []
     unit, kernels = _kernels(_preprocess(source, [*own_dir, *include_dirs], defines or {}))
     if not kernels:

@@ -55,16 +55,23 @@ def check(
     first_schedule: int = 0,
     timeout_s: float = 300.0,
     gpu: EmulatedGpu | None = None,
+    from_ptx: bool = False,
 ) -> Report:
     """Runs the scenario under ``schedules`` schedules, the same for the same seed.
 
-    As many blocks run at a time as ``gpu`` (default: an H100) holds, unless the scenario says a number. Raises UsageError for a scenario
-    that cannot be run, CompileError where g++ or the GPU's compiler refuses the source, LaunchError for a block that no SM can hold,
-    MissingDependency where there is no g++, and DeviceError if the emulator itself dies or does not end in time.
+    As many blocks run at a time as ``gpu`` (default: an H100) holds, unless the scenario says a number. ``from_ptx``: what the GPU's
+    compiler made of the source runs. Raises UsageError for a scenario that cannot be run, CompileError where g++ or the GPU's compiler
+    refuses the source, LaunchError for a block that no SM can hold, MissingDependency where there is no g++, and DeviceError if the
+    emulator itself dies or does not end in time.
     """
     gpu = gpu or default_gpu()
     for_gpu = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs)
-    program = for_gpu.beside(lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs))
+    if from_ptx:
+        program = build.compile_program(for_gpu.ptx())
+    else:
+        program = for_gpu.beside(
+            lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
+        )
     if not scenario.launches or schedules < 1:
         raise UsageError(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"

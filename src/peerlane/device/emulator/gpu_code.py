@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from peerlane.device.emulator.job import Launch
+from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host import cuda_bindings
-from peerlane.device.host.jit import DEFAULT_ARCH, compile_cubin
+from peerlane.device.host.jit import DEFAULT_ARCH, Cubin, compile_cubin
 from peerlane.device.host.resources import Resources, resources
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 from peerlane.errors import CompileError, LaunchError, MissingDependency, UsageError
@@ -105,7 +106,7 @@ class GpuBuild:
 
     def __init__(
         self,
-        source: str | Path,
+        source: str | Path | Ptx,
         *,
         arch: str = DEFAULT_ARCH,
         defines: Mapping[str, str | int] | None = None,
@@ -114,15 +115,21 @@ class GpuBuild:
         self._kernels: dict[str, Resources] | None = None
         self._error: Exception | None = None
 
+        self._cubin: Cubin | None = None
+        self._thread: threading.Thread | None = None
+        if isinstance(source, Ptx):  # a compiler made it
+            self._kernels = {}
+            return
+
         def build() -> None:
             try:
-                self._kernels = resources(compile_cubin(source, arch=arch, defines=defines, include_dirs=include_dirs))
+                self._cubin = compile_cubin(source, arch=arch, defines=defines, include_dirs=include_dirs)
+                self._kernels = resources(self._cubin)
             except MissingDependency:
                 return
             except Exception as error:
                 self._error = error
 
-        self._thread: threading.Thread | None = None
         if compiler_is_here():
             self._thread = threading.Thread(target=build, name="NVRTC", daemon=True)
             self._thread.start()
@@ -136,6 +143,14 @@ class GpuBuild:
             raise
         self.kernels()
         return made
+
+    def ptx(self) -> Ptx:
+        """Returns the PTX of the source, when the compile is over. Raises CompileError, and MissingDependency without NVRTC."""
+        self.kernels()
+        if self._cubin is None:
+            cuda_bindings.nvrtc()
+            raise UsageError("PTX of the GPU's compiler was asked for, and the source is PTX already; run it without")
+        return Ptx(self._cubin.ptx())
 
     def kernels(self) -> dict[str, Resources] | None:
         """Returns what each kernel needs, when the compile is over; None without NVRTC. Raises CompileError where it does not compile."""

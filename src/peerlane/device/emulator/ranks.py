@@ -75,6 +75,7 @@ class World:
     seed: int
     sm_count: int
     gpu: EmulatedGpu
+    from_ptx: bool
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
@@ -83,7 +84,7 @@ class World:
     """by name and threads of a block, if there is a compiler for GPUs"""
 
     def __post_init__(self) -> None:
-        self.turns, self.builds = Turns(self.size), Builds(self.gpu)
+        self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
 
     def end_of_call(self, _: object) -> None:
         """Ends a call, once all ranks have returned from it."""
@@ -320,11 +321,19 @@ class EmulatedRanks:
     """The ranks of one solution, which stay from call to call. Every call may raise :class:`RankFailure`."""
 
     def __init__(
-        self, size: int, *, schedules: int = 4, seed: int = 0, sm_count: int | None = None, gpu: EmulatedGpu | None = None
+        self,
+        size: int,
+        *,
+        schedules: int = 4,
+        seed: int = 0,
+        sm_count: int | None = None,
+        gpu: EmulatedGpu | None = None,
+        from_ptx: bool = False,
     ) -> None:
-        """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100."""
+        """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100. ``from_ptx``: kernels run as
+        the PTX that the GPU's compiler makes of them."""
         sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
-        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu())
+        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx)
         self._teams: dict[tuple[int, ...], Team] = {}
         self._everyone = self._team(range(size))
         self._solutions: list[Callable[..., Any]] = []
@@ -367,7 +376,7 @@ class EmulatedRanks:
 
     @property
     def kernels(self) -> list[KernelNeeds] | None:
-        """What the launched kernels need of a GPU; None where no compiler is here that knows."""
+        """The launched kernels' needs of a GPU; None where no compiler is here that knows."""
         return list(self._world.kernels.values()) if compiler_is_here() else None
 
     @property
@@ -420,12 +429,13 @@ def run(
     seed: int = 0,
     sm_count: int | None = None,
     gpu: EmulatedGpu | None = None,
+    from_ptx: bool = False,
 ) -> Outcome:
     """Calls the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
     ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
     """
-    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu)
+    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu, from_ptx=from_ptx)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
     try:
         ranks.load(lambda rank: load(solution, rank))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from peerlane.device.emulator.job import BASE, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Job, Launch, Region, check_threads, whole_pages
+from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.arena import ArenaView
 from peerlane.device.host.group import FAULT_WORDS, MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
@@ -72,12 +73,13 @@ Argument = Any
 class Scenario:
     """A list of launches on ``world_size`` ranks, to be run under many schedules.
 
-    ``source`` and ``defines`` are what ``compile_cubin`` would get. Ranks start together and are not synchronised by anything but their
-    kernels. Launches of a rank run one after the other, as on one stream; those of different ``stream`` numbers run side by side.
+    ``source`` and ``defines`` are what ``compile_cubin`` would get; or ``source`` is PTX that a compiler made. Ranks start together and are
+    not synchronised by anything but their kernels. Launches of a rank run one after the other, as on one stream; those of different
+    ``stream`` numbers run side by side.
     """
 
     name: str
-    source: str | Path
+    source: str | Path | Ptx
     world_size: int
     defines: Mapping[str, str | int] = field(default_factory=dict)
     include_dirs: Sequence[Path] = ()

@@ -56,8 +56,8 @@ class Compiled:
 class Builds:
     """The code of a run, compiled once for the emulator, and meanwhile for a GPU."""
 
-    def __init__(self, gpu: EmulatedGpu) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: EmulatedGpu, from_ptx: bool = False) -> None:
+        self.gpu, self.from_ptx = gpu, from_ptx
         self._for_gpu: dict[Code, GpuBuild] = {}
         self.done: dict[Code, Compiled] = {}
 
@@ -71,7 +71,10 @@ class Builds:
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
-            program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
+            if self.from_ptx:
+                program = compile_program(build.ptx())
+            else:
+                program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
             self.done[code] = Compiled(code, program, build.kernels())
         return self.done[code]
 

@@ -61,10 +61,17 @@ def _cut(lines: list[str]) -> str:
 
 
 def judge_emulated(
-    file: Path, problem: Problem, case: Case, *, schedules: int = 4, seed: int = 0, gpu: EmulatedGpu | None = None
+    file: Path,
+    problem: Problem,
+    case: Case,
+    *,
+    schedules: int = 4,
+    seed: int = 0,
+    gpu: EmulatedGpu | None = None,
+    from_ptx: bool = False,
 ) -> EmulatedJudgement:
     """Three calls in a row, with inputs of their own, whose launches are run under ``schedules`` schedules on two SMs a rank, or on those
-    of ``gpu``."""
+    of ``gpu``; ``from_ptx``: as the PTX that the GPU's compiler makes."""
     ranks = range(case.world_size)
     drawn = [
         [problem.inputs(case, rank, Draw(secret=f"emulated {seed}", case_key=case.key, slot=0, block=call, rank=rank)) for rank in ranks]
@@ -75,7 +82,9 @@ def judge_emulated(
         return tuple(groups[value.name] if isinstance(value, GroupRef) else value for value in arguments)
 
     calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
-    outcome = run(file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed, gpu=gpu)
+    outcome = run(
+        file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed, gpu=gpu, from_ptx=from_ptx
+    )
     if outcome.failure is not None:
         return EmulatedJudgement(file, outcome)
     for call, (inputs, own, outputs) in enumerate(zip(drawn, calls, outcome.outputs, strict=True)):
