@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from peerlane.device.emulator.ptx_rules import TYPES, Rules, name_of
+from peerlane.device.emulator.ptx_operands import TYPES, name_of
+from peerlane.device.emulator.ptx_rules import Rules
 from peerlane.device.emulator.ptx_text import Function, Place, Variable, parse
 from peerlane.errors import UsageError
 
