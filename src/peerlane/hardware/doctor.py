@@ -101,7 +101,7 @@ def check_gpus(topology: Topology) -> Check:
             "GPUs",
             "absent",
             f"{topology.reason}. PyTorch candidates run on CPU ranks, those of the device kit on emulated ranks; other CUDA candidates are "
-            "only imported, and nothing is timed",
+            "only compiled and imported, and nothing is timed",
             "install the NVIDIA driver, or use a machine with GPUs",
         )
     names = ", ".join(f"GPU {gpu.index}: {gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in topology.gpus)
