@@ -153,13 +153,13 @@ def _speed_cells(speed: ModeSpeed) -> tuple[str, ...]:
         speed.mode,
         microseconds(speed.reference_us),
         microseconds(speed.candidate_us),
-        f"{_shown_speedup(speed):.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
+        f"{shown_speedup(speed):.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
         "yes" if speed.faster else "no",
         _share(speed.utilisation),
     )
 
 
-def _shown_speedup(speed: ModeSpeed) -> float:
+def shown_speedup(speed: ModeSpeed) -> float:
     """Returns the quotient of the two times shown; the recorded speedup is rounded to it. Earlier protocols recorded other times."""
     reference_us, candidate_us = (float(microseconds(times)) for times in (speed.reference_us, speed.candidate_us))
     quotient = reference_us / candidate_us if candidate_us else 0.0
