@@ -63,9 +63,14 @@ class ArithmeticRules(OperandRules):
             narrow = "narrow_bf16" if to == "bf16x2" else "narrow_f16"
             high, low = (f"{narrow}({self.value(item, 'f32')})" for item in operands[1:])
             return f"set({name_of(operands[0])}, u32({low}) | u32({high}) << 16);"
+        if to in ("e4m3x2", "e5m2x2") and source == "f32" and "satfinite" in flags and len(operands) == 3:
+            high, low = (f"narrow_{to}({self.value(item, 'f32')})" for item in operands[1:])
+            return f"set({name_of(operands[0])}, u16({low} | {high} << 8));"
         if len(operands) != 2:
             return None
         target = name_of(operands[0])
+        if source in ("e4m3x2", "e5m2x2") and to == "f16x2" and how == 0:
+            return f"set({target}, widened_{source}({self.value(operands[1], 'b16')}));"
         if source in ("f16", "bf16") and to in ("f32", "f64"):
             widen = "widen_f16" if source == "f16" else "widen_bf16"
             return f"set({target}, {TYPES[to][0]}({widen}({self.value(operands[1], 'b16')})));"

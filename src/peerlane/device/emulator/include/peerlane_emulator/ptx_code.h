@@ -123,6 +123,11 @@ PEERLANE_INLINE T to_integer(F value, int how) {  // 0 nearest even, -1 down, 1 
     if (whole >= std::ldexp(1.0, 8 * sizeof(T) - (std::is_signed_v<T> ? 1 : 0))) return static_cast<T>(std::is_signed_v<T> ? ~(T(1) << (8 * sizeof(T) - 1)) : ~T(0));
     return static_cast<T>(whole);
 }
+// Floats of eight bits, of which PTX converts two at a time.
+PEERLANE_INLINE u32 narrow_e4m3x2(float value) { return narrow_float8<3, 7, 448>(value); }
+PEERLANE_INLINE u32 narrow_e5m2x2(float value) { return narrow_float8<2, 15, 57344>(value); }
+PEERLANE_INLINE u32 widened_e4m3x2(u16 pair) { return narrow_f16(widen_e4m3(pair & 255)) | u32(narrow_f16(widen_e4m3(pair >> 8))) << 16; }
+PEERLANE_INLINE u32 widened_e5m2x2(u16 pair) { return u32(pair & 255) << 8 | u32(pair >> 8) << 24; }
 PEERLANE_INLINE u32 permuted(u32 a, u32 b, u32 selector) {
     const u64 bytes = u64(b) << 32 | a;
     u32 result = 0;
