@@ -1,4 +1,4 @@
-"""Small random kernels, the same for the same number on every machine. ``tests/gpu/run_random_kernels.py`` asks a GPU what each leaves."""
+"""Small random kernels, the same for the same number on every machine."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ THREADS, RESULTS = 32, 4
 INPUTS = 2 * THREADS
 
 _INTEGERS = (
-    "{a} + {b}", "{a} - {b}", "{a} * {b}", "{a} ^ {b}", "{a} & ~{b}", "{a} | {b}", "{a} >> ({b} & 31)", "int(u32({a}) >> ({b} & 31))",
-    "{a} << ({b} & 31)", "min({a}, {b})", "int(max(u32({a}), u32({b})))", "{a} / ({b} | 1)", "int(u32({a}) % (u32({b}) | 1))",
-    "__popc({a}) - __clz({b})", "({a} < {b} ? {a} : ~{b})", "int(((long long){a} * {b}) >> 17)", "int((u64)(u32){a} * u32({b}) >> 32)",
+    "{a} + {b}", "{a} - {b}", "{a} * {b}", "{a} ^ {b}", "{a} & ~{b}", "{a} | {b}", "{a} >> ({b} & 31)", "(int)((u32){a} >> ({b} & 31))",
+    "{a} << ({b} & 31)", "min({a}, {b})", "(int)(max((u32){a}, (u32){b}))", "{a} / ({b} | 1)", "(int)((u32){a} % ((u32){b} | 1))",
+    "__popc({a}) - __clz({b})", "({a} < {b} ? {a} : ~{b})", "(int)(((long long){a} * {b}) >> 17)", "(int)((u64)(u32){a} * (u32){b} >> 32)",
     "(short){a} * (signed char){b}", "int((unsigned char){a}) + (short){b}", "__shfl_xor_sync(~0u, {a}, {n})",
     "__shfl_sync(~0u, {b}, ({n} + 5) & 31)", "__shfl_up_sync(~0u, {a}, {n} & 7, 16)", "__shfl_down_sync(~0u, {b}, {n} & 3, 8)",
-    "int(__ballot_sync(~0u, {a} > {b}))", "__any_sync(~0u, {a} == {b}) + 2 * __all_sync(~0u, {a} != {b})",
-    "int(float({a} % 4096) * 0.125f)",
+    "(int)(__ballot_sync(~0u, {a} > {b}))", "__any_sync(~0u, {a} == {b}) + 2 * __all_sync(~0u, {a} != {b})",
+    "(int)(float({a} % 4096) * 0.125f)",
 )  # fmt: skip
 _FLOATS = (
     "__fadd_rn({x}, {y})", "__fmul_rn({x}, 0.75f)", "__fmaf_rn({x}, 0.5f, {y})", "fminf({x}, {y})", "fmaxf({x}, -{y})", "fabsf({x})",
