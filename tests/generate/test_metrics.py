@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from peerlane.generate import metrics
 from peerlane.generate.attempts import NO_CODE, Attempt, Speedup, Usage, best_attempt
+from peerlane.generate.summary import Scored, model_table, summary
 
 VERDICTS = ["correct", "wrong_result", "hang", NO_CODE, "not_run"]
 
@@ -101,6 +102,21 @@ def test_properties_of_counts(run: list[Attempt]) -> None:
         categories = {1: "a", 2: "b", 3: "a", 4: "c", 5: "c"}
         assert sum(metrics.by_category(correct, categories).values()) == pytest.approx(sum(correct.values()))
     assert metrics.geometric_mean(metrics.log_speedups(run, problems, "eager", 1)).value >= 1
+
+
+def test_both_denominators_of_multicast() -> None:
+    """Problem 3 has no other attempt than ones that need it; one without any attempt counts as unsolved in both."""
+    need = [replace(attempt(number, sample, "cuda_error"), needs_multicast=True) for number, sample in ((1, 1), (3, 0), (3, 1))]
+    scored = Scored("m", None, [attempt(1, 0, "correct"), attempt(2, 0, "hang"), *need], dict.fromkeys(PROBLEMS, "a"))
+    found = summary(scored, [1], [1.0])
+    rest = found["without_multicast"]
+    assert (found["needs_multicast"], found["problems"], found["samples"]) == (3, 4, 5)
+    assert (rest["problems"], rest["samples"]) == (3, 2)
+    assert found["pass_at_k"]["1"]["share"] == pytest.approx(0.5 / 4) and rest["pass_at_k"]["1"]["share"] == pytest.approx(1 / 3)
+    shown = model_table([scored], [1], [1.0]).markdown()
+    assert "| m | correct | 1 | 0.5 |" in shown and "| m, without multicast | correct | 1 | 1 |" in shown
+    alone = summary(replace(scored, attempts=need, problems={1: "a", 3: "a"}), [1], [1.0])
+    assert alone["without_multicast"]["problems"] == 0 and alone["without_multicast"]["pass_at_k"] == {}
 
 
 def test_an_attempt_at_another_problem_is_an_error() -> None:

@@ -97,13 +97,15 @@ def _print(
     compare: bool,
 ) -> None:
     from peerlane.generate import summary
-    from peerlane.generate.metrics import unjudged
+    from peerlane.generate.metrics import needing_multicast, unjudged
 
     out = console()
     out.print(str(setting) if setting is not None else "nothing was judged yet: run `peerlane eval RUN`")
     for scored in models:
         if missing := unjudged(scored.attempts):
             out.print(f"{scored.model}: {missing} of {len(scored.attempts)} samples are not judged; counts are lower bounds")
+        if needing := needing_multicast(scored.attempts):
+            out.print(f"{scored.model}: {needing} of {len(scored.attempts)} samples need NVLink multicast, which was off")
     tables = [summary.category_table(models, ks, ps[0], mode), summary.model_table(models, ks, ps)]
     tables += [summary.verdict_table(models), summary.usage_table(models)]
     if any(attempt.steps for scored in models for attempt in scored.attempts):

@@ -74,6 +74,7 @@ class Attempt:
         speedups: by launch mode, of a correct attempt that was timed.
         mechanisms: those that the evaluator saw in a call.
         steps: of an agent: what it had judged on the way, in order; the attempt itself is the best of them.
+        needs_multicast: it is not correct, and asks for NVLink multicast, which was off.
     """
 
     problem: int
@@ -83,6 +84,7 @@ class Attempt:
     mechanisms: tuple[str, ...] = ()
     usage: Usage = Usage()
     steps: tuple[Attempt, ...] = ()
+    needs_multicast: bool = False
 
     @property
     def correct(self) -> bool:

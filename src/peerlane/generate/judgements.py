@@ -9,7 +9,7 @@ from dataclasses import replace
 from peerlane.generate.attempts import NO_CODE, NO_REPLY, NOT_JUDGED, Attempt, Setting
 from peerlane.generate.judging import speedups_of
 from peerlane.generate.run_folder import RunFolder, SampleKey
-from peerlane.results.result import Result
+from peerlane.results.result import NEEDS_MULTICAST, Result
 
 
 def setting_of(result: Result) -> Setting:
@@ -41,7 +41,8 @@ def judged_samples(run: RunFolder, results: Iterable[Result], setting: Setting |
 def attempt_of(result: Result, sample: int) -> Attempt:
     """Returns a candidate's result as the sample of that number."""
     seen = tuple(item.name for item in result.mechanisms if item.confidence == "seen")
-    return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen)
+    needs_multicast = NEEDS_MULTICAST in result.flags
+    return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen, needs_multicast=needs_multicast)
 
 
 def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str], Result]) -> tuple[Attempt, Result | None]:

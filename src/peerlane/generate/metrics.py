@@ -77,6 +77,21 @@ def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: 
     }
 
 
+def needing_multicast(attempts: Sequence[Attempt]) -> int:
+    """Counts the attempts that need NVLink multicast, which was off; none of them is correct."""
+    return sum(attempt.needs_multicast for attempt in attempts)
+
+
+def without_multicast(attempts: Sequence[Attempt], problems: Sequence[int]) -> tuple[list[Attempt], list[int]]:
+    """Returns the attempts that do not need NVLink multicast, and the problems without those all of whose attempts need it.
+
+    Their shares stand beside those of all attempts. Nothing is ranked by them: anybody can have a failed attempt left out.
+    """
+    kept = [attempt for attempt in attempts if not attempt.needs_multicast]
+    left_out = {attempt.problem for attempt in attempts} - {attempt.problem for attempt in kept}
+    return kept, [number for number in problems if number not in left_out]
+
+
 def is_timed(attempts: Sequence[Attempt], mode: str) -> bool:
     """Tells whether any correct attempt has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
     return any(attempt.correct and mode in attempt.speedups for attempt in attempts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +34,53 @@ class Scored:
         """Judged samples of the problem that has the most."""
         return max((len(group) for group in metrics.by_problem(self.attempts, list(self.problems)).values()), default=0)
 
+    def without_multicast(self) -> Scored:
+        """Returns the same without the attempts that need NVLink multicast, and without problems all of whose attempts do."""
+        attempts, numbers = metrics.without_multicast(self.attempts, list(self.problems))
+        return replace(self, attempts=attempts, problems={number: self.problems[number] for number in numbers})
+
     def counts(self, test: metrics.Test, k: int) -> dict[int, float]:
         """Returns by problem the probability that k samples hold one that passes."""
         return metrics.solved(self.attempts, list(self.problems), test, k)
 
 
 def summary(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str, Any]:
-    """Returns all metrics of a model as JSON can hold them; what was not measured is None."""
+    """Returns all metrics of a model as JSON can hold them; what was not measured is None.
+
+    ``without_multicast`` has the shares of the samples that do not need NVLink multicast.
+    """
     numbers = list(scored.problems)
     usage = metrics.total_usage(scored.attempts)
     correct = sum(attempt.correct for attempt in scored.attempts)
-    usable = [k for k in ks if k <= max(scored.samples, 1)]
-    result: dict[str, Any] = {
+    return {
         "model": scored.model,
         "setting": None if scored.setting is None else vars(scored.setting),
+        **_shares(scored, ks, ps),
+        "needs_multicast": metrics.needing_multicast(scored.attempts),
+        "without_multicast": _shares(scored.without_multicast(), ks, ps),
+        "by_category": _by_category(scored, _usable(scored, ks)),
+        "by_problem": {str(number): _problem(scored, number) for number in numbers},
+        "verdicts": metrics.verdicts(scored.attempts),
+        "mechanisms": metrics.mechanisms(scored.attempts),
+        "usage": {**vars(usage), "cost_usd_per_correct": usage.cost_usd / correct if usage.cost_usd is not None and correct else None},
+        "by_step": metrics.step_curve(scored.attempts, numbers, metrics.is_correct),
+    }
+
+
+def _usable(scored: Scored, ks: Sequence[int]) -> list[int]:
+    return [k for k in ks if k <= max(scored.samples, 1)]
+
+
+def _shares(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str, Any]:
+    """Returns the denominators, and the metrics that are shares of them or means over them."""
+    numbers, usable = list(scored.problems), _usable(scored, ks) if scored.problems else []
+    result: dict[str, Any] = {
         "problems": len(numbers),
         "samples": len(scored.attempts),
         "unjudged_samples": metrics.unjudged(scored.attempts),
         "pass_at_k": {str(k): _estimate(scored, metrics.is_correct, k) for k in usable},
         "fast_p_at_k": {},
         "geometric_mean": {},
-        "by_category": _by_category(scored, usable),
-        "by_problem": {str(number): _problem(scored, number) for number in numbers},
-        "verdicts": metrics.verdicts(scored.attempts),
-        "mechanisms": metrics.mechanisms(scored.attempts),
-        "usage": {**vars(usage), "cost_usd_per_correct": usage.cost_usd / correct if usage.cost_usd is not None and correct else None},
-        "by_step": metrics.step_curve(scored.attempts, numbers, metrics.is_correct),
     }
     for mode in MODES:
         timed = metrics.is_timed(scored.attempts, mode)
@@ -126,11 +147,16 @@ def category_table(models: Sequence[Scored], ks: Sequence[int], p: float, mode: 
 
 
 def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]) -> TextTable:
-    """Returns one row for every model, metric and k, with 95 % intervals from resampling problems."""
+    """Returns one row for every model, metric and k, with 95 % intervals from resampling problems.
+
+    A model with samples that need NVLink multicast has its rows once more, without these.
+    """
     table = TextTable(["model", "metric", "k", "problems", "95 %", "share"], right={"k", "problems", "share"})
-    for scored in models:
+    every = [(scored, scored.without_multicast()) for scored in models]
+    renamed = [replace(rest, model=f"{rest.model}, without multicast") for scored, rest in every if rest.attempts != scored.attempts]
+    for scored in [*models, *(rest for rest in renamed if rest.problems)]:
         numbers = list(scored.problems)
-        for k in ks:
+        for k in _usable(scored, ks):
             rows: list[tuple[str, metrics.Test, bool]] = [("correct", metrics.is_correct, True)]
             for mode in MODES:
                 timed = metrics.is_timed(scored.attempts, mode)

@@ -48,6 +48,10 @@ class Row:
     mean: Mapping[str, metrics.Estimate | None]
     untimed: Mapping[str, int]
     """correct samples without a speed in a mode in which others have one"""
+    needs_multicast: int
+    """samples that need NVLink multicast, which was off"""
+    without_multicast: Mapping[int, metrics.Estimate]
+    """pass@k of the other samples, over the tasks that have any; empty if that is ``pass_at``. Nothing is ranked by it"""
     usage: Usage
 
 
@@ -130,6 +134,8 @@ class Board:
             pass_at={k: self._share(author, metrics.is_correct, k) for k in self.ks if k <= self._samples_a_task(author)},
             fast=fast,
             mean=mean,
+            needs_multicast=metrics.needing_multicast(attempts),
+            without_multicast=self._without_multicast(author),
             untimed={mode: metrics.untimed(attempts, mode) for mode in self.modes if metrics.is_timed(attempts, mode)},
             usage=metrics.total_usage(attempts),
         )
@@ -139,6 +145,14 @@ class Board:
 
     def _solved(self, author: str, test: metrics.Test, k: int = 1) -> dict[int, float]:
         return metrics.solved(self._attempts[author], range(len(self.tasks)), test, k)
+
+    def _without_multicast(self, author: str) -> dict[int, metrics.Estimate]:
+        attempts, numbers = metrics.without_multicast(self._attempts[author], range(len(self.tasks)))
+        if len(attempts) == len(self._attempts[author]) or not numbers:
+            return {}
+        most = max(Counter(attempt.problem for attempt in attempts).values(), default=1)
+        found = {k: metrics.solved(attempts, numbers, metrics.is_correct, k) for k in self.ks if k <= most}
+        return {k: metrics.bootstrap_mean(list(values.values())) for k, values in found.items()}
 
     def _share(self, author: str, test: metrics.Test, k: int) -> metrics.Estimate:
         return metrics.bootstrap_mean(list(self._solved(author, test, k).values()))

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from peerlane.errors import CompileError
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.ranks import device_check, extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
+from peerlane.evaluate.ranks.extension_calls import find_extension_calls
 from peerlane.evaluate.ranks.rank import Rank, classify, wants_gpu
 from peerlane.evaluate.timing.cores import cores_beside
 from peerlane.evaluate.wire_records import NAME_CHARACTERS
@@ -37,15 +38,18 @@ class Builder(Rank):
         return wire.Initialized(os.getpid())
 
     def build_candidate(self, request: wire.BuildCandidate) -> wire.Built:
-        """Imports the candidate. Compiler errors are raised; anything else is left to the ranks, where it may well work.
+        """Imports the candidate, and compiles what its source shows that it will compile when it is called.
 
-        With ``gpu_only`` no rank here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
+        Compiler errors of the import are raised; anything else is left to the ranks, where it may well work. With ``gpu_only`` no rank
+        here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
         """
         path, source = Path(request.path), request.source.encode("latin-1")
         extensions.use_cache(request.cache)
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         out_of_reach.refuse_answers(request.granted)
-        by_nvcc = request.gpu_only and device_check.check_extensions()
+        extensions.compile_cheaply(lambda building: self.send(messages.building_message(building)))
+        by_nvcc = request.gpu_only and device_check.check_extensions(lambda building: self.send(messages.building_message(building)))
+        module, raised = None, None
         try:
             module = import_candidate(path, source)
         except Exception as error:
@@ -55,7 +59,11 @@ class Builder(Rank):
                 mended = not request.gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
                 raise
-            return wire.Built(f"{type(error).__name__}: {' '.join(str(error).split())}"[:NAME_CHARACTERS], by_nvcc)
+            raised = f"{type(error).__name__}: {' '.join(str(error).split())}"[:NAME_CHARACTERS]
+        failure = extensions.compile_ahead(find_extension_calls(source, None if module is None else vars(module)))
         if request.gpu_only:
-            solution_of(module, path)
-        return wire.Built(None, by_nvcc)
+            if failure is not None:
+                raise failure
+            if module is not None:
+                solution_of(module, path)
+        return wire.Built(raised, by_nvcc)

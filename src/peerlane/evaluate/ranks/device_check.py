@@ -11,7 +11,7 @@ import re
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,11 +51,20 @@ class Checked(ModuleType):
         raise RuntimeError(f"{self.__name__}.{name} needs a GPU: nvcc compiled the device code here, and nothing was loaded")
 
 
-def check_extensions() -> bool:
-    """Has ``load_inline`` and ``load`` of torch only compile device code in this process, if nvcc is here; tells whether it is."""
+def check_extensions(tell: Callable[[bool], None]) -> bool:
+    """Has ``load_inline`` and ``load`` of torch only compile device code in this process, if nvcc is here; tells whether it is.
+
+    ``tell`` is called with True when a compile begins, and with False at its end."""
     nvcc = find_nvcc()
     if nvcc is None or torch.version.cuda is not None:
         return False
+
+    def compiled(texts: Iterable[str], flags: Sequence[str], include_dirs: Sequence[str]) -> None:
+        tell(True)
+        try:
+            compile_device_code(nvcc, texts, flags, include_dirs)
+        finally:
+            tell(False)
 
     def load_inline(
         name: str,
@@ -71,7 +80,7 @@ def check_extensions() -> bool:
         text = "\n".join(given)
         # The headers take ten seconds: only where they are used.
         head = _IMPLICIT if not no_implicit_headers and any(word in text for word in _TORCH_WORDS) else ""
-        compile_device_code(nvcc, [f'{head}#line 1 "{name}.cu"\n{text}'], extra_cuda_cflags or (), extra_include_paths or ())
+        compiled([f'{head}#line 1 "{name}.cu"\n{text}'], extra_cuda_cflags or (), extra_include_paths or ())
         return Checked(name)
 
     def load(
@@ -85,7 +94,7 @@ def check_extensions() -> bool:
         files = [Path(file) for file in ([sources] if isinstance(sources, str) else sources) if Path(file).suffix == ".cu"]
         texts = [f'#line 1 "{file}"\n{file.read_text()}' for file in files]
         own = [str(file.resolve().parent) for file in files]
-        compile_device_code(nvcc, texts, extra_cuda_cflags or (), [*own, *(extra_include_paths or ())])
+        compiled(texts, extra_cuda_cflags or (), [*own, *(extra_include_paths or ())])
         return Checked(name)
 
     cpp_extension.load_inline, cpp_extension.load = load_inline, load

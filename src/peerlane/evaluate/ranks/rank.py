@@ -60,12 +60,12 @@ def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") ->
 
 
 def wants_gpu(line: str) -> bool:
-    """Whether an error, as the last line of a traceback has it, says that there is no GPU, or nothing that goes with one."""
+    """Tells whether an error, by the last line of its traceback, says that there is no GPU, or nothing that goes with one."""
     return _GPU_WORDS.search(line) is not None and not line.startswith(("SyntaxError", "IndentationError", "NameError"))
 
 
 class Rank:
-    """What both kinds of rank have: a device, a process group, sub-groups, and the requests every rank understands."""
+    """The base of both kinds of rank: a device, a process group, sub-groups, and the requests every rank understands."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         self.config, self.rank, self.memory_fd = config, rank, memory_fd
@@ -201,7 +201,7 @@ class Rank:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """What is done in here is done by one rank of a GPU at a time."""
+        """Lets one rank of a GPU at a time do what is done in here."""
         if not self.place.has_gpus or self.world_size == 1:
             yield
             return

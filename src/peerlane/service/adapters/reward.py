@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 URL = "PEERLANE_URL"
 """variable of the environment with the service's URL"""
+TIMEOUT_S = 60.0
+"""of one evaluation, unless the options say otherwise"""
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,23 @@ class RewardSettings:
 
     Attributes:
         kind, p: as in :meth:`.Result.reward`.
-        url: of the service; None: PEERLANE_URL. The token comes from PEERLANE_TOKEN or PEERLANE_TOKEN_FILE.
-        options: of every request, such as ``presets``, ``modes`` or ``track``.
+        url: of the service, or of several, among which jobs are spread; None: PEERLANE_URL, with commas between several. The token comes
+            from PEERLANE_TOKEN or PEERLANE_TOKEN_FILE.
+        options: of every request, such as ``presets``, ``modes`` or ``track``. By default ``timeout`` is 60 seconds, compiling and waiting
+            apart.
     """
 
     kind: RewardKind = "correct"
     p: float = 1.0
-    url: str | None = None
+    url: str | Sequence[str] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def client(self) -> Client:
         """The client of the service, one for each process; raises UsageError without a URL."""
-        return _client(os.getpid(), self.url or service_url(), json.dumps(dict(self.options), default=list, sort_keys=True))
+        given = self.url or service_url()
+        urls = tuple(given.split(",") if isinstance(given, str) else given)
+        options = {"timeout": TIMEOUT_S, **self.options}
+        return _client(os.getpid(), urls, json.dumps(options, default=list, sort_keys=True))
 
 
 def service_url() -> str:
@@ -67,8 +74,8 @@ def service_url() -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _client(_process: int, url: str, options: str) -> Client:
-    return Client(url, **json.loads(options))  # through JSON: trainers give lists of their own, which cannot be sent
+def _client(_process: int, urls: tuple[str, ...], options: str) -> Client:
+    return Client(urls, **json.loads(options))  # through JSON: trainers give lists of their own, which cannot be sent
 
 
 async def reward_of(problem: int, reply: Any, settings: RewardSettings) -> Reward:
