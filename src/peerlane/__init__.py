@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from peerlane.results.result import Result as Result
     from peerlane.results.verdict import Verdict as Verdict
     from peerlane.service.client import Client as Client
+    from peerlane.testing import race as race
 
     problem = problems.get
 
@@ -36,6 +37,7 @@ _HOMES = {
     "evaluate": "",
     "problem": "problems:get",
     "problems": "",
+    "race": "testing",
     "solutions": "",
 }
 

@@ -147,7 +147,7 @@ PROBLEM_FOLDERS = "PEERLANE_PROBLEMS"
 def problem_folders() -> tuple[Path, ...]:
     """Folders of a user's own problems: PEERLANE_PROBLEMS, which lists them as PATH lists its own, and ``--problems`` adds to."""
     named = os.environ.get(PROBLEM_FOLDERS, "")
-    return tuple(Path(os.path.abspath(folder)) for folder in named.split(os.pathsep) if folder)
+    return tuple(dict.fromkeys(Path(os.path.abspath(folder)) for folder in named.split(os.pathsep) if folder))
 
 
 def service_token_file() -> Path | None:

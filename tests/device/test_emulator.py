@@ -134,7 +134,7 @@ def test_a_race_is_told_with_both_lines() -> None:
     [
         ("out_of_bounds", "illegal_address", "writes 4 bytes"),
         ("null_pointer", "crash", "memory that is nobody's"),
-        ("writes_device_variable", "crash", "__device__ variable"),
+        ("writes_device_variable", "race", "device variables+0"),
         ("deep", "crash", "stack of a thread is full"),
         ("traps", "trap", "traps"),
         ("mbarrier_without_init", "misuse", "nobody has initialised"),

@@ -8,10 +8,10 @@ import torch
 from peerlane.device import compile_cubin
 from peerlane.device.collectives.kernels import KERNELS, ROUNDS, compile_kernel
 from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.host.resources import resources
 from peerlane.device.products import gemm
 from peerlane.device.products.all_gather_gemm import ALL_GATHER_GEMM
 from peerlane.device.tools.lint import RULES, lint
-from peerlane.device.tools.resources import resources
 from peerlane.errors import UsageError
 
 REGISTER_BUDGET = {

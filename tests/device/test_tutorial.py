@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from peerlane.device import compile_cubin
-from peerlane.device.tools.resources import resources
+from peerlane.device.host.resources import resources
 
 PAGE = (Path(__file__).parents[2] / "docs" / "device" / "README.md").read_text()
 

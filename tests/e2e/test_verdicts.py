@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from e2e.runs import DEADLINES, EXAMPLES, PATIENT, judge, marked, marked_processes
 from e2e.runs import GOOD as GOOD_ONE
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import Result
+from peerlane.hardware.toolkit import find_nvcc
 
 RUN = f"verdicts-{os.getpid()}"  # marks this run's processes
 
@@ -91,8 +93,7 @@ ON_CPU = {
         "from torch.utils.cpp_extension import load_inline\n"
         "kernels = load_inline('x', '', 'no C++', build_directory='.')\n"
         "def solution(x): kernels.f(x)\n",
-        "not_run",
-        "not compiled",
+        *(("build_error", "x.cu(1): error") if find_nvcc() and torch.version.cuda is None else ("not_run", "its import here ended in")),
     ),
     "1_calls_cuda": (
         "import torch\ndef solution(x, **_): torch.empty(1, device='cuda')\n",

@@ -12,7 +12,7 @@ import pytest
 import peerlane as pl
 from peerlane import problems, solutions
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
-from peerlane.results.verdict import CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
+from peerlane.results.verdict import BuildError, CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
 from peerlane.scaffolds import scaffold
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
@@ -89,13 +89,42 @@ def test_a_right_candidate_is_correct_in_every_case_and_its_launches_are_counted
         ("if x.numel():", "if group.rank == 0:", RuntimeFailure, "the ranks of a group do different things"),
         (FIRST_WAIT, "        ;\n", Unstable, "race"),
         (SIGNAL, "", CudaError, "deadlock in gather"),
-        (SIGNAL, '    asm volatile("syscall" :: "a"(231), "D"(0));\n', CudaError, "ended the process that ran it, with status 0"),
+        (
+            SIGNAL,
+            '#ifndef __CUDACC_RTC__\n    asm volatile("syscall" :: "a"(231), "D"(0));\n#endif\n',
+            CudaError,
+            "ended the process that ran it, with status 0",
+        ),
     ],
     ids=["rows_reversed", "a_size_of_another_case", "one_rank_alone", "missing_wait", "missing_signal", "exit"],
 )
 def test_a_twin_is_refused(evaluator: pl.Evaluator, old: str, new: str, kind: type, says: str) -> None:
     verdict = judge(evaluator, old, new).verdict
     assert isinstance(verdict, kind) and says in verdict.reason, verdict
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [("M_PI", 'identifier "M_PI" is undefined'), ("std::max(1, 2)", "std"), ("sizeof(all)", "too much shared data")],
+)
+def test_a_kernel_that_no_gpu_runs_is_a_build_error(evaluator: pl.Evaluator, value: str, says: str) -> None:
+    epoch = "    const u32 epoch = next_epoch("
+    shared = (
+        "    __shared__ char all[400000];\n    if (args.bytes == 1) all[threadIdx.x] = 1, __syncthreads(), args.y[0] = all[args.bytes];\n"
+    )
+    new = f"    if (args.bytes == 3) args.y[0] = {value};\n"
+    verdict = judge(evaluator, epoch, f"{shared if 'all' in value else ''}{new}{epoch}").verdict
+    assert isinstance(verdict, BuildError) and says in verdict.message, verdict
+    if "shared" not in says:
+        line = GATHER[: GATHER.index(epoch)].count("\n") + 1
+        assert f"2_gather_cuda.py({line}): error" in verdict.message
+
+
+def test_names_of_the_c_library_work_in_both_worlds(evaluator: pl.Evaluator) -> None:
+    epoch = "    const u32 epoch = next_epoch("
+    result = judge(evaluator, epoch, f"    if (args.bytes == 3) args.y[0] = char(-INFINITY < NAN) + char(uint64_t(1));\n{epoch}")
+    assert result.correct and result.audit is not None, result.verdict
+    assert "gather: " in result.audit.compiled[0] and "registers" in result.audit.compiled[0] and "not_compiled" not in result.flags
 
 
 def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Evaluator) -> None:

@@ -71,8 +71,8 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (PROFILE, wire.ProfiledBlock(TIMELINE, [{}])),
     (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
     (wire.ProbeProfiler("mark"), wire.ProbedProfiler(PLAIN_RECORDING)),
-    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [])),
-    (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Done()),
+    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"])),
+    (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
 ]
 
 
@@ -162,8 +162,8 @@ MALFORMED: list[tuple[wire.Request[Any], Any]] = [
     (wire.DescribeOutputs("case", 2), {"outputs": [{}]}),
     *((wire.ReportRaces(), finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
     *((wire.ReportRaces(), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
-    (wire.ReportRaces(), {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), "launches": {}}),
-    *((wire.ReportRaces(), {"findings": [], "launches": value}) for value in (None, [], {"a": -1})),
+    (wire.ReportRaces(), {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), "launches": {}, "sources": [], "kernels": None}),
+    *((wire.ReportRaces(), {"findings": [], "launches": value, "sources": [], "kernels": None}) for value in (None, [], {"a": -1})),
     *(
         (wire.ListLoadedCode(True), {"kernels": value, "unknown": [], "choices": [], "sources": []})
         for value in (None, [3], [{"name": "k"}])

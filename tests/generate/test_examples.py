@@ -80,7 +80,7 @@ def test_the_kit_s_example_is_correct_on_emulated_ranks(kit_example: Path) -> No
 
 def test_the_kit_s_example_compiles_for_a_gpu() -> None:
     from peerlane.device import compile_cubin
-    from peerlane.device.tools.resources import resources
+    from peerlane.device.host.resources import resources
 
     example = load("kit")
     defines: dict[str, str | int] = {"WORLD_SIZE": 4, "ELEMENT": "BFloat16", "ELEMENT_BYTES": 2}

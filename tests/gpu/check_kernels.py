@@ -28,7 +28,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ra
 
 import torch
 
-from peerlane.device.collectives.communicator import communicator
+from peerlane.device.collectives.communicator import Communicator
 from peerlane.device.host.arena import faults
 from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import all_gather_gemm, gemm, gemm_all_reduce, gemm_reduce_scatter
@@ -61,9 +61,7 @@ class Workload:
     answer: Callable[..., list[torch.Tensor | None]]
 
 
-def collective_workloads(
-    ranks: LocalRanks, communicators: list[communicator.Communicator], nbytes: int, dtype: torch.dtype
-) -> Iterator[Workload]:
+def collective_workloads(ranks: LocalRanks, communicators: list[Communicator], nbytes: int, dtype: torch.dtype) -> Iterator[Workload]:
     """The eight collectives on tensors of ``nbytes`` (of the largest tensor of a rank), rounded down to whole elements per part."""
     count = len(ranks.groups)
     part = max(1, nbytes // dtype.itemsize // count)
@@ -291,7 +289,7 @@ def main() -> None:
         print(f"{'ok  ' if wrong == 0 else 'FAIL'} {what} {name}: {launches} launches, {wrong} wrong words, {time.time() - begin:.1f} s")
 
     with faults_told():
-        communicators = [communicator.Communicator() for _ in ranks.each()]
+        communicators = [Communicator() for _ in ranks.each()]
         sizes = (4, 100, 4096, 50_000) if options.small else (4, 100, 4096, 300_001, 2 << 20, 9_000_003, 12 << 20, 20_000_003, 48 << 20)
         moved = [(nbytes, BF16) for nbytes in sizes] + [(50_000, dtype) for dtype in (*collectives_sum_dtypes(), torch.uint8)]
         for nbytes, dtype in [] if options.fused else moved:

@@ -65,7 +65,9 @@ def test_changed_measurements_are_found_and_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path: Path) -> None:
-    prose = re.sub(r"`[^`\n]*`", "", path.read_text(encoding="utf-8"))  # code has brackets of its own
+    prose = re.sub(
+        r"^```.*?^```|`[^`\n]*`", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )  # code has brackets of its own
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"

@@ -17,6 +17,7 @@ from peerlane.cli import (
     bench,
     bundle,
     calibrate,
+    compile_kernels,
     demo,
     docs,
     doctor,
@@ -71,6 +72,7 @@ app.command("eval")(evaluation.evaluate_candidates)
 app.command("calibrate")(calibrate.calibrate)
 app.command("new")(new.new)
 app.command("race")(race.race)
+app.command("compile")(compile_kernels.compile_kernels)
 app.command("trace")(trace.trace)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -38,9 +39,10 @@ def new(
         raise UsageError(f"cannot write {file}: {error.strerror}; choose another file with --out") from None
     device = {"kit": "emulated", "cuda": "cuda"}.get(backend, "cpu")
     numbered = candidate_file(file).problem == problem.id
-    commands = [f"peerlane eval {file} {'' if numbered else f'--problem {problem.id} '}--device {device} --preset small"]
+    own = "".join(f" --problems {shlex.quote(str(folder))}" for folder in problems_folders or ())
+    commands = [f"peerlane eval {file}{'' if numbered else f' --problem {problem.id}'}{own} --device {device} --preset small"]
     if backend == "kit" and numbered:
-        commands.append(f"peerlane race {file}")
+        commands.append(f"peerlane race {file}{own}")
     if as_json:
         print_json({"problem": problem.id, "backend": backend, "file": str(file), "commands": commands})
         return

@@ -10,7 +10,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from peerlane.errors import UsageError
-from peerlane.settings import PROBLEM_FOLDERS
+from peerlane.settings import PROBLEM_FOLDERS, problem_folders
 
 
 def words(text: str, option: str) -> tuple[str, ...]:
@@ -38,8 +38,8 @@ def one_of(text: str, allowed: Sequence[str], option: str) -> str:
 
 def _use_problems(folders: list[Path] | None) -> list[Path] | None:
     if folders:
-        before = [os.environ[PROBLEM_FOLDERS]] if os.environ.get(PROBLEM_FOLDERS) else []
-        os.environ[PROBLEM_FOLDERS] = os.pathsep.join([*before, *map(os.path.abspath, folders)])
+        before = map(str, problem_folders())
+        os.environ[PROBLEM_FOLDERS] = os.pathsep.join(dict.fromkeys([*before, *map(os.path.abspath, folders)]))
     return folders
 
 

@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import sys
+import time
 import traceback
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.cli.options import positive_integers
-from peerlane.cli.output import print_json
-from peerlane.errors import PeerlaneError, UsageError
+from peerlane.cli.options import ProblemFolders, positive_integers, words
+from peerlane.cli.output import print_error, print_json
+from peerlane.errors import CompileError, LaunchError, PeerlaneError, UsageError
 
 if TYPE_CHECKING:
     from peerlane.device.emulator import Scenario
+    from peerlane.device.emulator.gpu_code import EmulatedGpu
+
+Item = TypeVar("Item")
+_WATCH_S = 0.3
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The options of one run."""
+
+    file: Path
+    world_sizes: tuple[int, ...]
+    schedules: int | None
+    seed: int
+    names: tuple[str, ...]
+    """patterns of the cases or scenarios to run; none: all"""
+    fail_fast: bool
+    gpu: EmulatedGpu | None
+    from_ptx: bool
+    as_json: bool
+
+    def wants(self, name: str) -> bool:
+        return not self.names or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
 
 
 def race(
@@ -27,62 +52,158 @@ def race(
     schedules: Annotated[int | None, typer.Option(min=1, help="Schedules for each scenario: 300, or 20 for a solution's case.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="What the schedules and a solution's inputs are drawn from.")] = 0,
     world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
+    case: Annotated[str | None, typer.Option(help="Only cases or scenarios of these names, separated by commas; * fits all.")] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", "-x", help="Stop at the first case in which something was found.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="h100, h200 or b200: compile for it, and give each rank as many SMs.")] = None,
+    ptx: Annotated[bool, typer.Option("--ptx", help="Run the PTX that NVRTC makes, not the source.")] = False,
+    problems_folders: ProblemFolders = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Run again whenever the file changes, until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run a file's kernels on emulated ranks under many schedules; say where they race, deadlock or go wrong.
 
     A file with a function race(world_size) gives scenarios. Of any other file, named like 18_mine_cuda.py, the solution runs whole on the
-    problem's small cases, host code included, and its results are judged; its host code must use the kit (peerlane.device).
+    problem's small cases, host code included, and its results are judged; its host code must use the kit (peerlane.device). Every kernel is
+    also compiled for a GPU by NVRTC, if that is installed.
 
     Sees what the protocol orders and what it does not. Does not see how fast anything is, what a GPU's memory does beyond what its
     memory model forbids, or what tensor cores compute.
 
     Exit codes: 0 nothing found, 2 usage, 3 something found.
     """
-    from peerlane.device.emulator import check
+    from peerlane.device.emulator.gpu_code import gpu_named
 
-    module = _imported(file)
-    sizes = positive_integers(world_size, "--world-size")
-    if not callable(getattr(module, "race", None)) and callable(getattr(module, "solution", None)):
-        clean = _race_solution(file, sizes, schedules or 20, seed, as_json)
-    else:
-        reports = []
-        for scenario in (scenario for size in sizes for scenario in scenarios(file, module, size)):
-            reports.append(check(scenario, schedules=schedules or 300, seed=seed))
-            if not as_json:
-                print(reports[-1], flush=True)
-        clean = all(report.clean for report in reports)
-        if as_json:
-            print_json({"clean": clean, "reports": [asdict(report) for report in reports]})
+    asked = _Asked(
+        file=file,
+        world_sizes=positive_integers(world_size, "--world-size"),
+        schedules=schedules,
+        seed=seed,
+        names=words(case, "--case") if case is not None else (),
+        fail_fast=fail_fast,
+        gpu=None if gpu is None else gpu_named(gpu),
+        from_ptx=ptx,
+        as_json=as_json,
+    )
+    clean = _race(asked)
+    if watch:
+        for _ in _changes(file):
+            try:
+                _race(asked)
+            except PeerlaneError as error:  # a half-written file, as a rule
+                print_error(str(error))
     raise typer.Exit(ExitCode.OK if clean else ExitCode.NOT_CORRECT)
 
 
-def _race_solution(file: Path, world_sizes: Iterable[int], schedules: int, seed: int, as_json: bool) -> bool:
-    """Runs the file's solution on all small cases of the problem that its name says."""
+def _changes(file: Path) -> Iterator[None]:
+    """Yields when the file has changed, for ever."""
+    known = file.stat().st_mtime_ns
+    while True:
+        time.sleep(_WATCH_S)
+        with contextlib.suppress(FileNotFoundError):  # some editors remove it for a moment
+            if (now := file.stat().st_mtime_ns) != known:
+                known = now
+                yield
+
+
+def _race(asked: _Asked) -> bool:
+    """Runs the file once and prints what was found; returns whether that is nothing."""
+    module = imported(asked.file)
+    if not callable(getattr(module, "race", None)) and callable(getattr(module, "solution", None)):
+        rows = list(_race_solution(asked))
+        kind = "cases"
+    else:
+        rows = list(_race_scenarios(asked, module))
+        kind = "reports"
+    clean = all(row["clean"] for row in rows)
+    kernels = list(dict.fromkeys(text for row in rows for text in row["kernels"] or ()))
+    compiled = all(row["kernels"] is not None for row in rows)
+    if asked.as_json:
+        print_json({"clean": clean, "compiled": compiled, "kernels": kernels, kind: rows})
+        return clean
+    for text in kernels:
+        print(text)
+    if not compiled:
+        print("not compiled for a GPU: there is no NVRTC here, which needs no GPU: pip install 'peerlane[cuda]'")
+    return clean
+
+
+def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any]]:
+    """Runs the scenarios that are asked for, and yields what each showed."""
+    from peerlane.device.emulator import check
+
+    found = [scenario for size in asked.world_sizes for scenario in scenarios(asked.file, module, size)]
+    for scenario in _wanted(asked, found, lambda scenario: scenario.name):
+        where = f"{scenario.name}, {scenario.world_size} ranks"
+        try:
+            report = check(scenario, schedules=asked.schedules or 300, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx)
+        except (CompileError, LaunchError) as error:
+            said = f"{where}: build error: {error}"
+            row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
+        else:
+            said = _timed(str(report), report.seconds)
+            row = asdict(report) | {"clean": report.clean}
+            row["kernels"] = None if report.kernels is None else [str(item) for item in report.kernels]
+        if not asked.as_json:
+            print(said, flush=True)
+        yield row
+        if asked.fail_fast and not row["clean"]:
+            return
+
+
+def _race_solution(asked: _Asked) -> Iterator[dict[str, Any]]:
+    """Runs the file's solution on small cases of the problem that its name says, and yields what each showed."""
     from peerlane import problems
     from peerlane.evaluate.candidates import candidate_file
     from peerlane.evaluate.correctness.emulated import judge_emulated
 
-    number = candidate_file(file).problem
+    file, number = asked.file, candidate_file(asked.file).problem
     if number is None:
         raise UsageError(f"{file.name} says no problem; name the file like 18_mine_cuda.py, or give it a function race(world_size)")
-    problem, rows = problems.get(number), []
+    problem = problems.get(number)
     said: dict[str, str] = {}
-    for case in (case for size in world_sizes for case in problem.cases("small", size)):
+    cases = [case for size in asked.world_sizes for case in problem.cases("small", size)]
+    for case in _wanted(asked, cases, lambda case: case.label):
+        begin = time.monotonic()
         with contextlib.redirect_stdout(sys.stderr):
-            judged = judge_emulated(file, problem, case, schedules=schedules, seed=seed)
+            judged = judge_emulated(
+                file, problem, case, schedules=asked.schedules or 20, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx
+            )
+        seconds = time.monotonic() - begin
         where = f"{case.label}, {case.world_size} ranks"
         first = said.setdefault(str(judged), where)
-        rows.append({"case": case.label, "world_size": case.world_size, "correct": judged.correct, "said": str(judged)})
-        if not as_json:
-            print(f"{file.name}, {where}: {judged if judged.correct or first == where else f'the same as in {first}'}", flush=True)
-    clean = all(row["correct"] for row in rows)
-    if as_json:
-        print_json({"clean": clean, "cases": rows})
-    return clean
+        kernels = judged.outcome.kernels
+        if not asked.as_json:
+            what = str(judged) if judged.correct or first == where else f"the same as in {first}"
+            print(_timed(f"{file.name}, {where}: {what}", seconds), flush=True)
+        yield {
+            "case": case.label,
+            "world_size": case.world_size,
+            "correct": judged.correct,
+            "clean": judged.correct,
+            "said": str(judged),
+            "seconds": round(seconds, 3),
+            "kernels": None if kernels is None else [str(item) for item in kernels],
+        }
+        if asked.fail_fast and not judged.correct:
+            return
 
 
-def _imported(file: Path) -> ModuleType:
+def _timed(text: str, seconds: float) -> str:
+    """Adds the seconds to the first line."""
+    first, line_end, rest = text.partition("\n")
+    return f"{first} ({seconds:.1f} s){line_end}{rest}"
+
+
+def _wanted(asked: _Asked, items: Sequence[Item], name: Callable[[Item], str]) -> list[Item]:
+    """Returns the items that ``--case`` names; raises UsageError where there is none."""
+    wanted = [item for item in items if asked.wants(name(item))]
+    if not wanted and asked.names:
+        known = ", ".join(dict.fromkeys(map(name, items)))
+        raise UsageError(f"--case got {','.join(asked.names)}: expected one or more of {known}")
+    return wanted
+
+
+def imported(file: Path) -> ModuleType:
     """Imports the file as a module; raises UsageError, also for what the file raises."""
     import importlib.util
 

@@ -30,12 +30,13 @@ from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_multicast
+from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
 from peerlane.results.result import NEEDS_MULTICAST, Audit, CaseEvidence, Result
+from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
@@ -46,8 +47,6 @@ CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
 _RAISED = ("runtime_error", "import_error", "cuda_error")
-_GPU_ONLY = "needs a GPU: its import was tried here, and what it compiles when it is called was not compiled; run it on a GPU node"
-_GPU_OR_EMULATED = f"{_GPU_ONLY}, or add --device emulated"
 KIT = "peerlane.device"
 
 
@@ -185,10 +184,10 @@ class EvaluationPipeline:
             return NotRun(missing=missing)
         if job.candidate.compiles:
             with self._in("build"):
-                build_s = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
-            self.stage_seconds["build"] = round(build_s, 3)  # most of it was ahead
+                built = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
+            self.stage_seconds["build"] = round(built.seconds, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
-                return NotRun(missing=_GPU_OR_EMULATED if KIT in (self.source or "") else _GPU_ONLY)
+                return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=KIT in (self.source or "")))
         self._spawn()
         self._load()
         checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]

@@ -32,9 +32,11 @@ class EmulatedPipeline(EvaluationPipeline):
     calls: int = 0
     """of the candidate, on every rank"""
     launches: dict[str, int] = field(default_factory=dict)
+    """by kernel, of all ranks together"""
     library: set[str] = field(default_factory=set)
     """kernels of the kit's library that were launched"""
-    """by kernel, of all ranks together"""
+    compiled: list[str] | None = None
+    """what the launched kernels need of a GPU; None: not compiled for one"""
 
     def _run_stages(self) -> Verdict:
         job = self.job
@@ -68,6 +70,9 @@ class EmulatedPipeline(EvaluationPipeline):
             report = self.group.present.ask(wire.ReportRaces(), "stress", self.session.deadlines.calls, calls=False)[0]
         self.calls += CHECKED_SLOTS
         self.launches = sanitize(report.launches)
+        self.compiled = None if report.kernels is None else sanitize(report.kernels)
+        if report.kernels is None:
+            self.flags.add("not_compiled")
         self.library |= {name for tokens in report.sources if (name := library_kernels().get(tokens)) is not None}
         if report.findings:
             first = report.findings[0]
@@ -107,6 +112,7 @@ class EmulatedPipeline(EvaluationPipeline):
             operators={},
             other=0,
             kernel_names=tuple(names),
+            compiled=tuple((self.compiled or [])[:_MOST_KERNELS]),
             unrecorded_collectives=0,
             complete=True,
         )

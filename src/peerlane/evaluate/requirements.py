@@ -78,6 +78,16 @@ def _shows_multicast(node: ast.AST) -> bool:
     return False
 
 
+def needs_gpu(raised: str, by_nvcc: bool, *, emulated: bool) -> str:
+    """Says of a CUDA candidate on CPU ranks what was tried: ``raised`` is what its import raised, ``by_nvcc`` whether nvcc compiled its
+    extensions' device code, ``emulated`` whether emulated ranks could run it."""
+    tried = f"its import here ended in {raised}" if raised else "its import works here"
+    if by_nvcc and not raised:
+        tried += ", nvcc compiles the device code of its extensions"
+    where = "run it on a GPU node" + (", or add --device emulated" if emulated else "")
+    return f"needs a GPU: {tried}; what it compiles when it is called was not compiled; {where}"
+
+
 def missing_on_virtual_node(message: str) -> str | None:
     """Returns what the ranks of a virtual node lack, if this failure shows that the candidate needs it; None if it does not."""
     if "invalid device ordinal" in message or "Duplicate GPU" in message:

@@ -21,6 +21,7 @@ from peerlane.evaluate.wire_records import Count as Count
 from peerlane.evaluate.wire_records import LaunchMode as LaunchMode
 from peerlane.evaluate.wire_records import LoadedKernel as LoadedKernel
 from peerlane.evaluate.wire_records import Microseconds as Microseconds
+from peerlane.evaluate.wire_records import Name as Name
 from peerlane.evaluate.wire_records import OutOfBounds as OutOfBounds
 from peerlane.evaluate.wire_records import Outputs as Outputs
 from peerlane.evaluate.wire_records import RaceFinding as RaceFinding
@@ -41,6 +42,14 @@ class Answer:
 @dataclass(frozen=True)
 class Done(Answer):
     """The request has been carried out; there is nothing else to say."""
+
+
+@dataclass(frozen=True)
+class Built(Answer):
+    """``raised``: what the import raised that a GPU may mend, in a line; ``by_nvcc``: device code of extensions was compiled for a GPU."""
+
+    raised: Name | None
+    by_nvcc: bool
 
 
 @dataclass(frozen=True)
@@ -183,6 +192,8 @@ class RaceReport(Answer):
     findings: Annotated[list[RaceFinding], at_most(MOST_FINDINGS)]
     launches: dict[str, Count]
     sources: Annotated[list[str], at_most(MOST_NAMES)]
+    kernels: Annotated[list[Name], at_most(MOST_NAMES)] | None
+    """what each needs of a GPU, in words; None: there is no compiler for GPUs here"""
 
 
 # --- requests ---
@@ -531,7 +542,7 @@ class ReportRaces(Request[RaceReport]):
 
 
 @dataclass(frozen=True)
-class BuildCandidate(Request[Done]):
+class BuildCandidate(Request[Built]):
     """Imports the candidate, so that what it compiles is in its cache. ``gpu_only``: no rank of this run will import it."""
 
     failure_kind = "import_error"

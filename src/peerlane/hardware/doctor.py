@@ -19,6 +19,7 @@ import torch
 
 from peerlane.hardware.environment import installed_version, software_versions
 from peerlane.hardware.profiles import profile_for
+from peerlane.hardware.toolkit import find_nvcc
 from peerlane.hardware.topology import Topology, discover
 from peerlane.hardware.virtual_node import CONTROL, available_sharing
 
@@ -100,7 +101,7 @@ def check_gpus(topology: Topology) -> Check:
             "GPUs",
             "absent",
             f"{topology.reason}. PyTorch candidates run on CPU ranks, those of the device kit on emulated ranks; other CUDA candidates are "
-            "only imported, and nothing is timed",
+            "only compiled and imported, and nothing is timed",
             "install the NVIDIA driver, or use a machine with GPUs",
         )
     names = ", ".join(f"GPU {gpu.index}: {gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in topology.gpus)
@@ -182,9 +183,7 @@ def check_nvrtc() -> Check:
 
 
 def check_nvcc(environ: Mapping[str, str]) -> Check:
-    homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join([environ.get("PATH", ""), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]))
-    if nvcc:
+    if nvcc := find_nvcc(environ):
         return Check("nvcc", "ok", nvcc)
     return Check(
         "nvcc", "absent", "candidates that use torch's load_inline or nvcc cannot be built", "install the CUDA toolkit, or put nvcc on PATH"

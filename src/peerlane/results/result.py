@@ -74,6 +74,9 @@ class Audit(Record):
     operators: dict[str, int] = Field(description="PyTorch's operators of communication, by name")
     other: int = Field(ge=0, description="all else that was recorded: other operators, calls of the CUDA runtime")
     kernel_names: tuple[str, ...] = Field(description="of the kernels that ran, the most frequent first, 32 at most")
+    compiled: tuple[str, ...] = Field(
+        default=(), description="on emulated ranks: registers and shared memory of the kernels, as the GPU's compiler says; 32 at most"
+    )
     choices: tuple[str, ...] = Field(default=(), description="of the kit's tuner, as rank 0 tells them; 16 at most")
     unrecorded_collectives: int = Field(ge=0, description="that process groups counted in calls which were not recorded")
     complete: bool = Field(description="every record has both marks that were set at its ends, and the profiler was left alone")

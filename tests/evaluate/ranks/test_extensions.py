@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import functools
 import importlib
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import cpp_extension
 
+from peerlane.errors import CompileError
 from peerlane.evaluate import wire
-from peerlane.evaluate.ranks import extensions
+from peerlane.evaluate.ranks import device_check, extensions
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import import_candidate
 from peerlane.evaluate.ranks.rank import wants_gpu
+from peerlane.evaluate.requirements import needs_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +54,7 @@ def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
     lock.parent.mkdir(parents=True)
     lock.touch()
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build_candidate(request_of(candidate)) == wire.Done()
+    assert builder.build_candidate(request_of(candidate)) == wire.Built(None, False)
     assert not lock.exists()
 
 
@@ -72,7 +76,7 @@ def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
     candidate = tmp_path / "1_allreduce_cuda.py"
     candidate.write_text("raise RuntimeError('no GPU here')\n")
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build_candidate(request_of(candidate)) == wire.Done()
+    assert builder.build_candidate(request_of(candidate)) == wire.Built("RuntimeError: no GPU here", False)
 
 
 def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +165,52 @@ def test_a_lock_that_somebody_else_holds_stops_nobody(tmp_path: Path, monkeypatc
     (folder / "built").unlink()
     assert extensions.compile_cuda_extension("kernel", "source") == "just built"
     assert built == [False, True, False]
+
+
+NVCC = """#!/bin/sh
+for last; do case "$last" in *.cu) source="$last";; esac; done
+if grep -q 'float x y' "$source"; then echo 'add.cu(3): error: expected a ";"' >&2; exit 2; fi
+"""
+EXTENSION = """
+from torch.utils.cpp_extension import load_inline
+
+extension = load_inline("add", cpp_sources="", cuda_sources="__global__ void add(float* p) { BODY }", functions=["add"])
+
+def solution(tensor):
+    return extension.add(tensor)
+"""
+
+
+def gpu_only(tmp_path: Path, body: str) -> wire.BuildCandidate:
+    candidate = tmp_path / "1_add_cuda.py"
+    candidate.write_text(EXTENSION.replace("BODY", body))
+    return dataclasses.replace(request_of(candidate), on_cpu=True, gpu_only=True)
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Builder:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(cpp_extension, "load_inline", cpp_extension.load_inline)
+    monkeypatch.setattr(cpp_extension, "load", cpp_extension.load)
+    return Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
+
+
+def test_device_code_is_compiled_by_the_nvcc_that_is_here(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvcc").write_text(NVCC)
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert builder.build_candidate(gpu_only(tmp_path, "p[0] = 1;")) == wire.Built(None, True)
+    with pytest.raises(CompileError, match=r"nvcc refuses the device code(.|\n)*expected a"):
+        builder.build_candidate(gpu_only(tmp_path, "float x y;"))
+
+
+def test_without_nvcc_the_import_s_own_error_is_told(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_check, "find_nvcc", lambda: None)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    built = builder.build_candidate(gpu_only(tmp_path, "p[0] = 1;"))
+    assert built.raised is not None and "CUDA_HOME environment variable is not set" in built.raised and not built.by_nvcc
+    said = needs_gpu(built.raised, built.by_nvcc, emulated=False)
+    assert "its import here ended in OSError: CUDA_HOME" in said
+    assert "nvcc compiles the device code" in needs_gpu("", True, emulated=True) and "--device emulated" in needs_gpu(
+        "", True, emulated=True
+    )

@@ -17,6 +17,7 @@ import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -255,17 +256,20 @@ class Communicator:
 
     def _run(
         self,
-        key: Hashable,
+        key: tuple[Any, ...],
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         make: Callable[[], tuple[Plan, Messages, int]],
         reduction: Reduction = SUM,
     ) -> None:
-        """Launches what ``make`` plans, once per ``key``. Nothing to move on one rank means nothing to move on any."""
+        """Launches what ``make`` plans, once per ``key``: the operation, its bytes, and what else all ranks agree on.
+
+        Nothing to move on one rank means nothing to move on any."""
         shape = source if source is not None else target
         if shape is None or shape.nbytes == 0:
             return
         with self.group.lock:
+            self.group.announce(key)
             self._start(self._launch(key, shape, make, reduction), source, target)
 
     def _launch(

@@ -8,8 +8,10 @@ print(check(scenario, schedules=300))
 """
 
 from peerlane.device.emulator.build import Program, compile_program
-from peerlane.device.emulator.check import Finding, Frame, Report, Side, check
+from peerlane.device.emulator.check import Report, check
+from peerlane.device.emulator.findings import Finding, Frame, Place, Side
 from peerlane.device.emulator.job import Launch
+from peerlane.device.emulator.ptx_front_end import Ptx, UnknownPtx
 from peerlane.device.emulator.scenario import Buffer, EmulatedArena, Scenario
 
 __all__ = [
@@ -18,10 +20,13 @@ __all__ = [
     "Finding",
     "Frame",
     "Launch",
+    "Place",
     "Program",
+    "Ptx",
     "Report",
     "Scenario",
     "Side",
+    "UnknownPtx",
     "check",
     "compile_program",
 ]

@@ -31,6 +31,7 @@ class _Launch(ctypes.Structure):
         ("stream", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
         ("cluster", ctypes.c_uint32),
+        ("resident_blocks", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
     )
@@ -44,13 +45,14 @@ class _Run(ctypes.Structure):
         ("contents", ctypes.POINTER(_Content)),
         ("launches", ctypes.POINTER(_Launch)),
         ("faults", ctypes.POINTER(ctypes.c_int32)),
+        ("globals", ctypes.POINTER(ctypes.c_int32)),
         ("region_count", ctypes.c_uint32),
         ("content_count", ctypes.c_uint32),
         ("launch_count", ctypes.c_uint32),
         ("fault_count", ctypes.c_uint32),
+        ("global_count", ctypes.c_uint32),
         ("first_schedule", ctypes.c_uint32),
         ("schedules", ctypes.c_uint32),
-        ("resident_blocks", ctypes.c_uint32),
     )
 
 
@@ -77,6 +79,7 @@ def main() -> str:
             item["stream"],
             item["shared_bytes"],
             item["cluster"],
+            item["resident_blocks"],
             (ctypes.c_uint32 * 3)(*item["grid"]),
             (ctypes.c_uint32 * 3)(*item["block"]),
         )
@@ -89,13 +92,14 @@ def main() -> str:
         (_Content * max(len(contents), 1))(*contents),
         (_Launch * len(launches))(*launches),
         (ctypes.c_int32 * max(len(job["faults"]), 1))(*job["faults"]),
+        (ctypes.c_int32 * max(len(job["globals"]), 1))(*job["globals"]),
         len(regions),
         len(contents),
         len(launches),
         len(job["faults"]),
+        len(job["globals"]),
         job["first_schedule"],
         job["schedules"],
-        job["resident_blocks"],
     )
     program.peerlane_emulator_run.restype = ctypes.c_char_p
     said: str = program.peerlane_emulator_run(ctypes.byref(run)).decode()

@@ -13,7 +13,9 @@ from functools import cache
 from pathlib import Path
 
 from peerlane import settings
+from peerlane.device.emulator.ptx_front_end import Ptx, translate
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.host.resources import elf_section
 from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.files import one_process, write_atomically
 
@@ -40,6 +42,13 @@ _DEVICE = (
 )
 _RUNTIME_FLAGS = ("-O3", "-g1", "-fno-exceptions", "-fno-semantic-interposition", "-fvisibility-inlines-hidden")
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs")
+_GLOBALS = "peerlane_globals"
+# Variables of device code come into one section, of which every rank has a copy: the linker names its ends for the runtime.
+_OWN_SECTION = (
+    *(f"--rename-section={name}={_GLOBALS},alloc,load,data,contents" for name in (".data", ".data.rel.local", ".data.rel")),
+    "--set-section-flags=.bss=alloc,load,data,contents",
+    f"--rename-section=.bss={_GLOBALS},alloc,load,data,contents",
+)
 
 # What cuda.h makes of __global__.
 _KERNEL = re.compile(r'extern "C"\s+__attribute__\(\(__flatten__, noinline\)\)\s+void\s+(\w+)\s*\(')
@@ -78,26 +87,31 @@ class Program:
 
     path: Path
     kernels: tuple[str, ...]
+    globals: bytes = b""
+    """the device variables as they are at first, one rank's"""
 
 
-def compile_program(source: str | Path, *, defines: Mapping[str, str | int] | None = None, include_dirs: Sequence[Path] = ()) -> Program:
-    """Compiles ``source`` (text, or the Path of a file) for the emulator.
+def compile_program(
+    source: str | Path | Ptx, *, defines: Mapping[str, str | int] | None = None, include_dirs: Sequence[Path] = ()
+) -> Program:
+    """Compiles ``source`` (text, the Path of a file, or PTX) for the emulator.
 
     Takes what ``compile_cubin`` takes; kernels are declared ``extern "C" __global__``. Raises CompileError with the compiler's log and
     MissingDependency where there is no g++.
     """
+    source = translate(source) if isinstance(source, Ptx) else source
     own_dir = [source.resolve().parent] if isinstance(source, Path) else []
     unit, kernels = _kernels(_preprocess(source, [*own_dir, *include_dirs], defines or {}))
     if not kernels:
         raise UsageError('the source has no kernel that can be found by name; declare it extern "C" __global__ void name(...)')
     emulator = runtime()
-    key = hashlib.sha256("\0".join((_version(), emulator.name, *_LANGUAGE, *_DEVICE, unit)).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((_version(), emulator.name, *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
     path = _cached(f"{key}.so")
     if not path.exists():
         with one_process(path.with_suffix(".lock")):
             if not path.exists():
                 _build(unit, path, emulator)
-    return Program(path, kernels)
+    return Program(path, kernels, elf_section(path, _GLOBALS))
 
 
 def _build(unit: str, path: Path, emulator: Path) -> None:
@@ -105,8 +119,18 @@ def _build(unit: str, path: Path, emulator: Path) -> None:
         text, code, program = (Path(scratch) / name for name in ("source.ii", "source.o", "program.so"))
         text.write_text(unit, encoding="utf-8")
         _run([*_LANGUAGE, *_DEVICE, "-c", str(text), "-o", str(code)])
+        _set_variables_apart(code)
         _run([*_LINK, str(code), str(emulator), "-o", str(program)])
         write_atomically(path, program.read_bytes())
+
+
+def _set_variables_apart(code: Path) -> None:
+    try:
+        subprocess.run(["objcopy", *_OWN_SECTION, str(code)], capture_output=True, text=True, check=True)
+    except OSError as error:
+        raise MissingDependency("the emulator needs objcopy of binutils, which comes with g++: apt-get install binutils") from error
+    except subprocess.CalledProcessError as error:
+        raise CompileError(f"objcopy cannot set the device variables apart:\n{error.stderr.rstrip()}") from error
 
 
 def runtime() -> Path:

@@ -6,88 +6,19 @@ import re
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from peerlane.device.emulator import build
+from peerlane.device.emulator.findings import Finding, Frame, Place, Side, merged
+from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.job import Answer, Job, Launch, run_job
 from peerlane.device.emulator.scenario import Scenario
 from peerlane.device.host.waits import describe_fault
 from peerlane.errors import UsageError
 
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))
-
-MEANINGS = {
-    "race": "nothing orders the two: release after the first and acquire before the second, in a scope that spans both threads",
-    "lost_update": "both write the same flag, nothing orders them and one is lost: let flags only grow, each with one writer or by adding",
-    "proxy_fence": "the asynchronous copy may miss the write: fence_proxy_async after what orders the two, before the copy is started",
-    "deadlock": "nobody can go on",
-    "trap": "a kernel stopped itself",
-    "illegal_address": "memory that this thread may not use",
-    "unfinished_copy": "the block ended while a copy may still use its shared memory: wait for it first",
-    "wrong_result": "the memory does not hold what was expected",
-    "misuse": "an mbarrier is used against its rules",
-    "crash": "the device code crashed: look for a null pointer or an index out of range",
-    "endless": "the launches do not end: look for a loop without an end, or one that polls memory without ptx:: loads or volatile",
-}
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A source line; several make the chain of calls that ends there, innermost first."""
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True)
-class Side:
-    """One thread's part in a finding."""
-
-    rank: int
-    launch: int
-    block: tuple[int, int, int]
-    thread: tuple[int, int, int]
-    action: str
-    frames: tuple[Frame, ...]
-    at: str
-    """the memory that a stuck thread looks at, in words"""
-
-    def __str__(self) -> str:
-        where = f"rank {self.rank}, launch {self.launch}, block {_short(self.block)}, thread {_short(self.thread)}"
-        chain = " <- ".join(f"{frame.file}:{frame.line}" for frame in self.frames) or "unknown line"
-        return f"{where} {self.action}{' at ' + self.at if self.at else ''}: {chain}"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """An error, and in how many of the schedules it was seen."""
-
-    kind: str
-    detail: str
-    memory: str
-    """the bytes concerned, in words; empty if there are none"""
-    sides: tuple[Side, ...]
-    schedule: int
-    """the first that showed it; run it alone with ``check(scenario, schedules=1, first_schedule=...)``"""
-    schedules: int
-
-    @property
-    def summary(self) -> str:
-        """One line: what every side does, and in which line of the kernel."""
-        acts = [
-            f"rank {side.rank} {side.action}{f' in {side.frames[-1].file}:{side.frames[-1].line}' if side.frames else ''}"
-            for side in self.sides
-        ]
-        return f"{', '.join(acts) or self.detail}: {MEANINGS[self.kind]}"
-
-    def __str__(self) -> str:
-        head = f"{self.kind}{': ' + self.memory if self.memory else ''} (in {self.schedules} schedules, first in {self.schedule})"
-        return "\n".join(
-            [head, *(f"  {side}" for side in self.sides), *([f"  {self.detail}"] if self.detail else []), f"  {MEANINGS[self.kind]}"]
-        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +33,8 @@ class Report:
     """in how many schedules there was a finding"""
     findings: tuple[Finding, ...]
     seconds: float
+    kernels: tuple[KernelNeeds, ...] | None = None
+    """what the launched kernels need of a GPU; None: there was no compiler for it"""
 
     @property
     def clean(self) -> bool:
@@ -114,22 +47,45 @@ class Report:
         return "\n".join([f"{head}: {len(self.findings)} findings", *(str(finding) for finding in self.findings)])
 
 
-def check(scenario: Scenario, *, schedules: int = 300, seed: int = 0, first_schedule: int = 0, timeout_s: float = 300.0) -> Report:
+def check(
+    scenario: Scenario,
+    *,
+    schedules: int = 300,
+    seed: int = 0,
+    first_schedule: int = 0,
+    timeout_s: float = 300.0,
+    gpu: EmulatedGpu | None = None,
+    from_ptx: bool = False,
+) -> Report:
     """Runs the scenario under ``schedules`` schedules, the same for the same seed.
 
-    Raises UsageError for a scenario that cannot be run, CompileError, MissingDependency where there is no g++, and DeviceError if the
+    As many blocks run at a time as ``gpu`` (default: an H100) holds, unless the scenario says a number. ``from_ptx``: what the GPU's
+    compiler made of the source runs. Raises UsageError for a scenario that cannot be run, CompileError where g++ or the GPU's compiler
+    refuses the source, LaunchError for a block that no SM can hold, MissingDependency where there is no g++, and DeviceError if the
     emulator itself dies or does not end in time.
     """
-    program = build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
+    gpu = gpu or default_gpu()
+    for_gpu = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs)
+    if from_ptx:
+        program = build.compile_program(for_gpu.ptx())
+    else:
+        program = for_gpu.beside(
+            lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
+        )
     if not scenario.launches or schedules < 1:
         raise UsageError(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"
         )
     check_kernels(scenario.name, scenario.launches, program)
-    job = scenario.job()
+    job, kernels = scenario.job(program.globals), for_gpu.kernels()
+    job.launches = [
+        replace(launch, resident_blocks=scenario.resident_blocks or resident_blocks(launch, kernels, gpu.sm_count))
+        for launch in job.launches
+    ]
     started = time.monotonic()
     answer = run_job(job, program, schedules=schedules, seed=seed, first_schedule=first_schedule, timeout_s=timeout_s)
-    return report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
+    said = report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
+    return replace(said, kernels=needs(job.launches, kernels, gpu.arch))
 
 
 def check_kernels(name: str, launches: Sequence[Launch], program: build.Program) -> None:
@@ -141,8 +97,16 @@ def check_kernels(name: str, launches: Sequence[Launch], program: build.Program)
 def report(job: Job, program: build.Program, answer: Answer, *, schedules: int, seed: int, seconds: float) -> Report:
     """Returns the answer in words, with the source lines of the program."""
     frames = _frames(program.path, sorted({side["site"] for finding in answer.findings for side in finding["sides"]}))
-    findings = tuple(_finding(job, finding, frames) for finding in answer.findings)
-    return Report(job.name, job.world_size, schedules, seed, answer.caught, findings, seconds)
+    findings = tuple(merged(_finding(job, finding, frames) for finding in answer.findings if not _is_one_barrier(finding, frames)))
+    return Report(job.name, job.world_size, schedules, seed, answer.caught if findings else 0, findings, seconds)
+
+
+def _is_one_barrier(raw: Any, frames: dict[int, tuple[Frame, ...]]) -> bool:
+    """Tells whether two places of the program are one barrier in the source, which the compiler has put there twice."""
+    if raw["kind"] != "barrier" or len(raw["sides"]) < 2:
+        return False
+    first, second = (frames.get(side["site"], ()) for side in raw["sides"][:2])
+    return raw["sides"][0]["site"] != raw["sides"][1]["site"] and first == second
 
 
 def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Finding:
@@ -165,7 +129,16 @@ def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Findin
         )
         for side in raw["sides"]
     )
-    return Finding(raw["kind"], detail, _memory(job, raw["buffer"], raw["offset"]), sides, raw["schedule"], raw["schedules"])
+    places = tuple(_place(job, *place) for place in raw["places"])
+    memory = _memory(job, raw["buffer"], raw["offset"])
+    return Finding(raw["kind"], detail, memory, sides, raw["schedule"], raw["schedules"], places)
+
+
+def _place(job: Job, number: int, begin: int, end: int) -> Place:
+    if 1 <= number <= len(job.regions):
+        region = job.regions[number - 1]
+        return Place(region.name, region.rank, begin, end)
+    return Place("shared memory" if number else "outside all buffers", -1, begin, end)
 
 
 def _memory(job: Job, number: int, offset: int) -> str:
@@ -202,8 +175,3 @@ def _chains(text: str) -> Iterator[tuple[Frame, ...]]:
             if not file.startswith((*_OWN_CODE, "??")) and line.isdecimal():
                 chain.append(Frame(Path(file).name, int(line), function))
         yield tuple(chain)
-
-
-def _short(three: tuple[int, int, int]) -> str:
-    x, y, z = three
-    return str(x) if y == z == 0 else f"({x}, {y}, {z})"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from peerlane.device.emulator.job import BASE, PAGE_BYTES, Region
+from peerlane.device.emulator.job import BASE, PAGE_BYTES, Region, whole_pages
 
 
 class Part:
@@ -60,7 +60,7 @@ class AddressSpace:
     def reserve(self, nbytes: int) -> int:
         """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
         address = BASE + self._end
-        self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
+        self._end += whole_pages(nbytes)
         return address
 
     def place(self, part: Part) -> None:

@@ -21,8 +21,9 @@ BASE = 0x2000_0000_0000
 """Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
 PAGE_BYTES = 4096
 TIMEOUT_NS = 2_000_000_000
-DEFAULT_RESIDENT_BLOCKS = 132
-_MAX_THREADS = 31 << 10  # each has a stack of two mappings, and Linux allows a process 65530
+VARIABLES = "device variables"
+"""The name of the region of a rank's ``__device__`` variables."""
+MOST_THREADS = 31 << 10  # each has a stack of two mappings, and Linux allows a process 65530
 _MAX_BLOCK = 1024
 _CHILD = Path(__file__).with_name("_child.py")
 
@@ -54,6 +55,13 @@ class Launch:
     shared_bytes: int
     cluster: int
     arguments: tuple[bytes, ...]
+    resident_blocks: int = 1
+    """how many blocks of its rank can run at a time; more are started as others end"""
+
+    @property
+    def threads(self) -> int:
+        """of a block"""
+        return _product(self.block)
 
 
 @dataclass
@@ -66,7 +74,8 @@ class Job:
     launches: list[Launch]
     faults: Sequence[Region] = ()
     """the regions of the ranks' fault records"""
-    resident_blocks: int = DEFAULT_RESIDENT_BLOCKS
+    globals: Sequence[Region] = ()
+    """the regions of the ranks' device variables, if the program has any"""
 
     def describe(self, number: int, offset: int) -> str:
         """Describes a byte of region ``number`` (as the answer counts them, from 1) in words."""
@@ -84,14 +93,19 @@ class Answer:
     """the pages that the last schedule has written, by region: offset and content"""
 
 
+def whole_pages(nbytes: int) -> int:
+    """Returns the room that ``nbytes`` take in the ranks' memory: whole pages, and a guard page behind them."""
+    return (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
+
+
 def check_threads(name: str, launches: Sequence[Launch]) -> None:
     """Raises UsageError where launches that run at a time have more threads than the emulator can hold."""
     if large := [launch for launch in launches if _product(launch.block) > _MAX_BLOCK]:
         raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
     threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
-    if threads > _MAX_THREADS:
+    if threads > MOST_THREADS:
         raise UsageError(
-            f"{name!r} launches {threads} threads at a time; expected at most {_MAX_THREADS}: "
+            f"{name!r} launches {threads} threads at a time; expected at most {MOST_THREADS}: "
             "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
         )
 
@@ -169,16 +183,17 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
             "shared_bytes": launch.shared_bytes,
             "cluster": launch.cluster,
             "arguments": [put(argument) for argument in launch.arguments],
+            "resident_blocks": launch.resident_blocks,
         }
         for launch in job.launches
     ]
     return {
         "base": BASE,
-        "resident_blocks": job.resident_blocks,
         "regions": regions,
         "contents": contents,
         "launches": launches,
         "faults": [job.regions.index(region) + 1 for region in job.faults],
+        "globals": [job.regions.index(region) + 1 for region in job.globals],
     }
 
 

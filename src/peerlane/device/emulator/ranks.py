@@ -17,24 +17,27 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peerlane.device.emulator.check import Finding, Report
+from peerlane.device.emulator.build import Program
+from peerlane.device.emulator.check import Report
+from peerlane.device.emulator.findings import Finding
+from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import PAGE_BYTES, TIMEOUT_NS, Launch
+from peerlane.device.emulator.job import MOST_THREADS, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
-from peerlane.device.emulator.sequence import Code, LaunchSequence, Step, findings
+from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import Group, Small, entered
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.pool import check_sizes
-from peerlane.device.host.roles import BlockNeeds
+from peerlane.device.host.resources import Resources
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_in
 from peerlane.errors import UsageError
@@ -56,6 +59,10 @@ class Outcome:
     """the first rank that failed, and its error"""
     aliased: bool = False
     """whether an output of some call lies where one of the call before lay, which it has overwritten"""
+    kernels: list[KernelNeeds] | None = None
+    """what the launched kernels need of a GPU; None: there is no compiler for it, hence nothing is known to compile"""
+    codes: list[Code] = field(default_factory=list)
+    """the sources of the launched kernels"""
 
     @property
     def findings(self) -> list[Finding]:
@@ -70,12 +77,17 @@ class World:
     schedules: int
     seed: int
     sm_count: int
+    gpu: EmulatedGpu
+    from_ptx: bool
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
+    builds: Builds = field(init=False)
+    kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
+    """by name and threads of a block, if there is a compiler for GPUs"""
 
     def __post_init__(self) -> None:
-        self.turns = Turns(self.size)
+        self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
 
     def end_of_call(self, _: object) -> None:
         """Ends a call, once all ranks have returned from it."""
@@ -103,6 +115,7 @@ class Team:
         """hashes of the tokens of the launched kernels' sources"""
         """by kernel"""
         self._groups: dict[int, EmulatedGroup] = {}
+        self._variables: dict[Path, list[Part]] = {}
 
     def group(self, member: int) -> EmulatedGroup:
         """Returns the group as the rank with number ``member`` among all ranks sees it."""
@@ -129,14 +142,29 @@ class Team:
         if len(names) > 1:
             kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
+        compiled, sm_count = self.world.builds.compiled(launches[0].kernel.code), self.world.sm_count
         made = [launch.made(number) for number, launch in enumerate(launches)]
-        parts = dict.fromkeys(self.parts)
+        made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
+        for found in needs(made, compiled.kernels, self.world.gpu.arch) or ():
+            self.world.kernels[found.name, found.threads] = found
+        parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         for item in made:
             parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
-        step = Step(made, {part: part.contents() for part in parts}, min(launch.resident_blocks() for launch in launches))
+        step = Step(made, {part: part.contents() for part in parts})
         self.launches[launches[0].kernel.name] += len(launches)
         self.sources.add(launches[0].kernel.code.token_hash)
-        self.sequence.run(launches[0].kernel.name, launches[0].kernel.code, step, self.faults[: len(self.members)])
+        self.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)])
+
+    def variables(self, program: Program) -> list[Part]:
+        """Returns every rank's device variables of a program, which stay from launch to launch."""
+        if program.globals and program.path not in self._variables:
+            self._variables[program.path] = []
+            for rank in self.members:
+                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8)
+                part = Part(VARIABLES, rank, self.world.space.reserve(memory.nbytes), memory)
+                self.world.space.place(part)
+                self._variables[program.path].append(part)
+        return self._variables.get(program.path, [])
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
@@ -149,9 +177,17 @@ class EmulatedGroup(Group):
     def __init__(self, team: Team, member: int) -> None:
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
-        self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
+        world = team.world
+        fitting = MOST_THREADS // (world.size * world.sm_count)  # if every SM has a block
+        self.sm_count, self.max_threads = world.sm_count, max(32, min(MAX_THREADS, 1 << max(fitting.bit_length() - 1, 0)))
         self.waits = Waits(TIMEOUT_NS / 1e9, traps=True)  # a trap is what the emulator reports
         self._arenas: list[tuple[str, EmulatedMemory]] = []
+        self.announced = ""
+        """what the next launch is for"""
+
+    def announce(self, call: tuple[Any, ...]) -> None:
+        name, nbytes, *more = call
+        self.announced = f"{name} of {nbytes} bytes{''.join(f', {item}' for item in more)}"
 
     def exchange(self, value: Small) -> list[Small]:
         self.cache.exchanged()
@@ -170,7 +206,9 @@ class EmulatedGroup(Group):
     def kernel(
         self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
     ) -> EmulatedKernel:
-        return EmulatedKernel(self, Code(source, tuple(sorted(defines.items()))), name)
+        code = Code(source, tuple(sorted(defines.items())))
+        self.team.world.builds.begin(code)
+        return EmulatedKernel(self, code, name)
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)
@@ -237,8 +275,9 @@ class EmulatedKernel:
     name: str
 
     def attributes(self) -> dict[str, int]:
-        """Returns no registers: g++ has compiled the kernel."""
-        return {"registers": 0, "local_bytes": 0, "shared_bytes": 0}
+        """Returns what the GPU's compiler says; zeros where there is none."""
+        known = (self.group.team.world.builds.compiled(self.code).kernels or {}).get(self.name, Resources())
+        return {"registers": known.registers, "local_bytes": known.frame_bytes, "shared_bytes": known.static_bytes}
 
     def bind(
         self, grid: int | Sequence[int], block: int | Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0, cluster: int = 1
@@ -265,17 +304,14 @@ class EmulatedLaunch:
             if (check := getattr(value, "before_launch", None)) is not None:
                 check()
         group = self.kernel.group
-        group.team.meeting.meet(group.member, f"a launch of {self.kernel.name}", self, group.team.run)
+        purpose, group.announced = group.announced, ""
+        what = f"a launch of {self.kernel.name}{' for ' if purpose else ''}{purpose}"
+        group.team.meeting.meet(group.member, what, self, group.team.run)
 
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
         arguments = tuple(bytes(value) for value in self.args)
         return Launch(self.kernel.name, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
-
-    def resident_blocks(self) -> int:
-        """Returns how many blocks fit on the SMs of one rank."""
-        x, y, z = self.block
-        return BlockNeeds(x * y * z, 0, self.shared_bytes).per_sm() * self.kernel.group.sm_count
 
 
 class RankFailure(Exception):
@@ -289,8 +325,20 @@ class RankFailure(Exception):
 class EmulatedRanks:
     """The ranks of one solution, which stay from call to call. Every call may raise :class:`RankFailure`."""
 
-    def __init__(self, size: int, *, schedules: int = 4, seed: int = 0, sm_count: int = SM_COUNT) -> None:
-        self._world = World(size, schedules, seed, sm_count)
+    def __init__(
+        self,
+        size: int,
+        *,
+        schedules: int = 4,
+        seed: int = 0,
+        sm_count: int | None = None,
+        gpu: EmulatedGpu | None = None,
+        from_ptx: bool = False,
+    ) -> None:
+        """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100. ``from_ptx``: kernels run as
+        the PTX that the GPU's compiler makes of them."""
+        sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
+        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx)
         self._teams: dict[tuple[int, ...], Team] = {}
         self._everyone = self._team(range(size))
         self._solutions: list[Callable[..., Any]] = []
@@ -330,6 +378,16 @@ class EmulatedRanks:
         for team in self._world.teams:
             team.sequence.check()
         return [report for team in self._world.teams for report in team.sequence.reports]
+
+    @property
+    def kernels(self) -> list[KernelNeeds] | None:
+        """The launched kernels' needs of a GPU; None where no compiler is here that knows."""
+        return list(self._world.kernels.values()) if compiler_is_here() else None
+
+    @property
+    def codes(self) -> list[Code]:
+        """The sources of the launched kernels."""
+        return list(self._world.builds.done)
 
     @property
     def sources(self) -> set[str]:
@@ -374,13 +432,15 @@ def run(
     resolve: Callable[[Arguments, Mapping[str, Group]], Arguments] = lambda arguments, groups: arguments,
     schedules: int = 4,
     seed: int = 0,
-    sm_count: int = SM_COUNT,
+    sm_count: int | None = None,
+    gpu: EmulatedGpu | None = None,
+    from_ptx: bool = False,
 ) -> Outcome:
     """Calls the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
     ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
     """
-    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count)
+    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu, from_ptx=from_ptx)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
     latest: dict[int, Any] = {}
     reused: list[int] = []
@@ -398,7 +458,7 @@ def run(
             outputs.append(ranks.call(arguments, keep))
     except RankFailure as failed:
         failure = (failed.rank, failed.error)
-    return Outcome(outputs, ranks.reports(), failure, bool(reused))
+    return Outcome(outputs, ranks.reports(), failure, bool(reused), ranks.kernels, ranks.codes)
 
 
 def wants_distributed(message: str) -> bool:

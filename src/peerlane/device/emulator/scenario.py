@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator.job import BASE, DEFAULT_RESIDENT_BLOCKS, PAGE_BYTES, TIMEOUT_NS, Job, Launch, Region, check_threads
+from peerlane.device.emulator.job import BASE, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Job, Launch, Region, check_threads, whole_pages
+from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.arena import ArenaView
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
@@ -73,17 +74,18 @@ Argument = Any
 class Scenario:
     """A list of launches on ``world_size`` ranks, to be run under many schedules.
 
-    ``source`` and ``defines`` are what ``compile_cubin`` would get. Ranks start together and are not synchronised by anything but their
-    kernels. Launches of a rank run one after the other, as on one stream; those of different ``stream`` numbers run side by side.
+    ``source`` and ``defines`` are what ``compile_cubin`` would get; or ``source`` is PTX that a compiler made. Ranks start together and are
+    not synchronised by anything but their kernels. Launches of a rank run one after the other, as on one stream; those of different
+    ``stream`` numbers run side by side.
     """
 
     name: str
-    source: str | Path
+    source: str | Path | Ptx
     world_size: int
     defines: Mapping[str, str | int] = field(default_factory=dict)
     include_dirs: Sequence[Path] = ()
-    resident_blocks: int = DEFAULT_RESIDENT_BLOCKS
-    """how many blocks of a rank can run at a time; more are started as others end"""
+    resident_blocks: int | None = None
+    """how many blocks of a rank can run at a time; more are started as others end. None: as many as the GPU holds, see ``check``"""
     buffers: list[Buffer] = field(default_factory=list, init=False)
     arenas: list[EmulatedArena] = field(default_factory=list, init=False)
     launches: list[Launch] = field(default_factory=list, init=False)
@@ -141,8 +143,9 @@ class Scenario:
             self.launches.append(Launch(kernel, rank, stream, *sizes, shared_bytes, cluster, arguments))
         check_threads(self.name, self.launches[-self.world_size :])
 
-    def job(self) -> Job:
-        """Returns the scenario as the emulator runs it: every part of an arena is a region of its own."""
+    def job(self, variables: bytes = b"") -> Job:
+        """Returns the scenario as the emulator runs it: every part of an arena is a region of its own. ``variables`` are a rank's device
+        variables as they are at first."""
         regions: list[Region] = []
         for buffer in self.buffers:
             arena = next((arena for arena in self.arenas if arena.memory is buffer), None)
@@ -154,7 +157,11 @@ class Scenario:
                 _region(buffer, rank, *part) for rank in range(self.world_size) for part in parts or [(buffer.name, 0, buffer.nbytes)]
             ]
         faults = [next(region for region in regions if region.address == address) for address in self._fault_addresses()]
-        return Job(self.name, self.world_size, regions, self.launches, faults, self.resident_blocks)
+        kept = [
+            Region(VARIABLES, rank, BASE + self._end + rank * whole_pages(len(variables)), len(variables), False, contents=[(0, variables)])
+            for rank in range(self.world_size if variables else 0)
+        ]
+        return Job(self.name, self.world_size, [*regions, *kept], self.launches, faults, kept)
 
     def _fault_addresses(self) -> list[int]:
         return self.arenas[0].faults.addresses if self.arenas else []
@@ -164,7 +171,7 @@ class Scenario:
         for _ in range(self.world_size):
             addresses.append(BASE + self._end)
             # A guard page between any two buffers.
-            self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
+            self._end += whole_pages(nbytes)
         buffer = Buffer(name, addresses, nbytes, dtype, symmetric)
         self.buffers.append(buffer)
         return buffer

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from peerlane.device.emulator.build import HOST_READ, Program, compile_program
-from peerlane.device.emulator.check import Finding, Report, check_kernels, report
+from peerlane.device.emulator.check import Report, check_kernels, report
+from peerlane.device.emulator.findings import Finding, merged
+from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild
 from peerlane.device.emulator.host_memory import Part
-from peerlane.device.emulator.job import Job, Launch, check_threads, run_job
+from peerlane.device.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
+from peerlane.device.host.resources import Resources
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.errors import EmulatedFault
 
@@ -35,13 +38,45 @@ class Code:
     source: str | Path
     defines: tuple[tuple[str, str | int], ...]
 
-    def program(self) -> Program:
-        return compile_program(self.source, defines=dict(self.defines))
-
     @property
     def token_hash(self) -> str:
         """The hash of the source's tokens."""
         return _token_hash(self.source)
+
+
+@dataclass(eq=False)
+class Compiled:
+    """Code for the emulator, and what its kernels need of a GPU, if that is known."""
+
+    code: Code
+    program: Program
+    kernels: Mapping[str, Resources] | None
+
+
+class Builds:
+    """The code of a run, compiled once for the emulator, and meanwhile for a GPU."""
+
+    def __init__(self, gpu: EmulatedGpu, from_ptx: bool = False) -> None:
+        self.gpu, self.from_ptx = gpu, from_ptx
+        self._for_gpu: dict[Code, GpuBuild] = {}
+        self.done: dict[Code, Compiled] = {}
+
+    def begin(self, code: Code) -> None:
+        """Starts the GPU's compiler, which takes its time while others do something else."""
+        if code not in self._for_gpu:
+            self._for_gpu[code] = GpuBuild(code.source, arch=self.gpu.arch, defines=dict(code.defines))
+
+    def compiled(self, code: Code) -> Compiled:
+        """Returns the code compiled. Raises CompileError where one of the two compilers refuses it."""
+        if code not in self.done:
+            self.begin(code)
+            build = self._for_gpu[code]
+            if self.from_ptx:
+                program = compile_program(build.ptx())
+            else:
+                program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
+            self.done[code] = Compiled(code, program, build.kernels())
+        return self.done[code]
 
 
 @dataclass
@@ -50,7 +85,6 @@ class Step:
 
     launches: list[Launch]
     before: dict[Part, Contents]
-    resident_blocks: int
 
 
 class LaunchSequence:
@@ -59,17 +93,18 @@ class LaunchSequence:
     def __init__(self, members: Sequence[int], schedules: int, seed: int) -> None:
         self.members, self.schedules, self.seed = members, schedules, seed
         self.reports: list[Report] = []
-        self._code: Code | None = None
+        self._code: Compiled | None = None
         self._steps: list[Step] = []
         self._known: dict[Part, Contents] = {}
         self._written: set[Part] = set()
 
-    def run(self, name: str, code: Code, step: Step, faults: Sequence[Part]) -> None:
+    def run(self, name: str, code: Compiled, step: Step, faults: Sequence[Part]) -> None:
         """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end."""
-        program = code.program()
+        program = code.program
         check_kernels(name, step.launches, program)
         check_threads(name, step.launches)
-        if code != self._code or any(self._known[part] != now for part, now in step.before.items() if part.shown and part in self._known):
+        known = {part: now for part, now in step.before.items() if part.shown and part in self._known}
+        if code is not self._code or any(self._known[part] != now for part, now in known.items()):
             self.check()
         self._code = code
         job = self._job(name, [step], {})
@@ -102,7 +137,7 @@ class LaunchSequence:
                 Launch(HOST_READ, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, (_u64(part.address), _u64(part.nbytes)))
                 for part in reads
             ]
-            self._steps.append(Step(launches, {}, 1))
+            self._steps.append(Step(launches, {}))
 
     def check(self) -> None:
         """Runs the launches so far in a row under many schedules, and begins anew."""
@@ -113,7 +148,7 @@ class LaunchSequence:
             return
         expected = {part: part.memory.numpy().tobytes() for part in written if not part.symmetric}
         name = f"{steps[0].launches[0].kernel}{f', {launches} launches in a row' if launches > 1 else ''}"
-        job, program, started = self._job(name, steps, expected), code.program(), time.monotonic()
+        job, program, started = self._job(name, steps, expected), code.program, time.monotonic()
         answer = run_job(job, program, schedules=self.schedules, seed=self.seed)
         self.reports.append(report(job, program, answer, schedules=self.schedules, seed=self.seed, seconds=time.monotonic() - started))
 
@@ -127,16 +162,16 @@ class LaunchSequence:
                 first.setdefault(part, contents)
         regions = [part.region(self._number(part.rank), contents, expected.get(part)) for part, contents in first.items()]
         launches = [launch for step in steps for launch in step.launches]
-        return Job(name, len(self.members), regions, launches, resident_blocks=min(step.resident_blocks for step in steps if step.before))
+        kept = sorted((region for region in regions if region.name == VARIABLES), key=lambda region: region.rank)
+        return Job(name, len(self.members), regions, launches, globals=kept)
 
     def _number(self, rank: int) -> int:
         return self.members.index(rank) if rank in self.members else len(self.members)
 
 
 def findings(reports: Iterable[Report]) -> list[Finding]:
-    """Returns all findings, each kind and memory once."""
-    unique = {(finding.kind, finding.memory, finding.sides): finding for item in reports for finding in item.findings}
-    return list(unique.values())
+    """Returns all findings, those of one kind and the same lines as one."""
+    return merged(finding for item in reports for finding in item.findings)
 
 
 def _u64(value: int) -> bytes:

@@ -168,6 +168,10 @@ class Group(ABC):
     ) -> DeviceKernel:
         """The kernel ``name`` of a source, compiled for this rank's device. ``on_failure`` may raise what explains a failed launch."""
 
+    def announce(self, call: tuple[Any, ...]) -> None:
+        """Tell what the next launch is for: the operation, its bytes, and what else is the same on all ranks. Emulated ranks compare it."""
+        return
+
     def compile_ahead(self, kernels: Sequence[tuple[str | Path, Mapping[str, str | int]]]) -> None:
         """Compile sources with their defines for ``kernel``, where compiled code is kept: every rank begins with another one."""
         return  # emulated ranks compile as one

@@ -28,7 +28,9 @@ DEFAULT_ARCH = "sm_90a"
 INCLUDE_DIR = Path(__file__).parents[1] / "include"
 
 # Part of every key: raise it when the meaning of a cached file changes.
-_CACHE_FORMAT = "2"
+_CACHE_FORMAT = "3"
+# Before the first line of every source.
+_STANDARD_NAMES = "#include <peerlane/standard.cuh>\n"
 # Of another process's compile, which takes seconds at most. Who has waited longer compiles too, which the atomic rename makes harmless.
 _PATIENCE_S = 60.0
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
@@ -66,11 +68,12 @@ def compile_cubin(
     """
     arch = arch or device_arch()
     name, text, own_dir = _read(source)
+    tokens, text = token_hash(text), _with_standard_names(name, text)
     search = [*own_dir, *include_dirs, INCLUDE_DIR, *_toolkit_dirs()]
     options = [*_options(arch, defines or {}), *flags]
     key = _key(text, options, search)
     folder = settings.cache_dir() / "cubin" / key[:2]
-    path, tokens = folder / f"{key}.cubin", token_hash(text)
+    path = folder / f"{key}.cubin"
     if path.exists():
         return Cubin(path, arch, compiled_here=False, source_hash=tokens)
     try:
@@ -100,7 +103,11 @@ def compiler_report(source: str | Path, *, arch: str = DEFAULT_ARCH, defines: Ma
     name, text, own_dir = _read(source)
     search = [*own_dir, INCLUDE_DIR, *_toolkit_dirs()]
     options = [*_options(arch, defines or {}), "--ptxas-options=-v", *(f"--include-path={folder}" for folder in search)]
-    return _compile(name, text, options).log
+    return _compile(name, _with_standard_names(name, text), options).log
+
+
+def _with_standard_names(name: str, text: str) -> str:
+    return f'{_STANDARD_NAMES}#line 1 "{name}"\n{text}'
 
 
 def _options(arch: str, defines: Mapping[str, str | int]) -> list[str]:
@@ -186,8 +193,8 @@ def _compile(name: str, text: str, options: Sequence[str]) -> _Compiled:
         nvrtc.nvrtcGetProgramLog(program, log)
         text_log = log.decode(errors="replace").rstrip("\0\n")
         if status:
-            used = f"NVRTC {'.'.join(map(str, nvrtc_version()))}, {' '.join(options)}"
-            raise CompileError(f"{name} does not compile ({status.name}; {used}):\n{text_log}")
+            used = f"{status.name}; NVRTC {'.'.join(map(str, nvrtc_version()))}, {' '.join(options)}"
+            raise CompileError(f"{name} does not compile for a GPU:\n{text_log}\n({used})")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = bytearray(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)

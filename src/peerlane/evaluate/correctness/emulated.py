@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from peerlane.device.emulator.gpu_code import EmulatedGpu
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
 from peerlane.device.host.group import Group
+from peerlane.errors import CompileError
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
 from peerlane.problems.contract.judge import plainly, type_mismatch
@@ -44,17 +46,32 @@ class EmulatedJudgement:
         return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
 
     def _failure(self, rank: int, error: BaseException) -> str:
+        if isinstance(error, CompileError):
+            return f"build error: {_cut(str(error).splitlines())}"
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
-        told = str(error).splitlines()
-        if len(told) > _MOST_LINES:  # of a compiler
-            told[_MOST_LINES:] = [f"... and {len(told) - _MOST_LINES} more lines"]
+        told = _cut(str(error).splitlines()).splitlines()
         if wants_distributed(str(error)):
             told.append("emulated ranks do not have torch.distributed")
         return f"rank {rank} raised {type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: " + "\n".join(told)
 
 
-def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int = 4, seed: int = 0) -> EmulatedJudgement:
-    """Three calls in a row, with inputs of their own, whose launches are run under ``schedules`` schedules."""
+def _cut(lines: list[str]) -> str:
+    """Joins the lines, the first of them if they are many."""
+    return "\n".join([*lines[:_MOST_LINES], *([f"... and {len(lines) - _MOST_LINES} more lines"] if len(lines) > _MOST_LINES else [])])
+
+
+def judge_emulated(
+    file: Path,
+    problem: Problem,
+    case: Case,
+    *,
+    schedules: int = 4,
+    seed: int = 0,
+    gpu: EmulatedGpu | None = None,
+    from_ptx: bool = False,
+) -> EmulatedJudgement:
+    """Three calls in a row, with inputs of their own, whose launches are run under ``schedules`` schedules on two SMs a rank, or on those
+    of ``gpu``; ``from_ptx``: as the PTX that the GPU's compiler makes."""
     ranks = range(case.world_size)
     drawn = [
         [problem.inputs(case, rank, Draw(secret=f"emulated {seed}", case_key=case.key, slot=0, block=call, rank=rank)) for rank in ranks]
@@ -65,7 +82,9 @@ def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int =
         return tuple(groups[value.name] if isinstance(value, GroupRef) else value for value in arguments)
 
     calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
-    outcome = run(file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed)
+    outcome = run(
+        file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed, gpu=gpu, from_ptx=from_ptx
+    )
     if outcome.failure is not None:
         return EmulatedJudgement(file, outcome)
     for call, (inputs, own, outputs) in enumerate(zip(drawn, calls, outcome.outputs, strict=True)):

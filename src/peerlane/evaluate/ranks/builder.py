@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from peerlane.evaluate import messages, wire
-from peerlane.evaluate.ranks import extensions, out_of_reach
+from peerlane.evaluate.ranks import device_check, extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
 from peerlane.evaluate.ranks.extension_calls import find_extension_calls
 from peerlane.evaluate.ranks.rank import Rank, classify, refused_source, wants_gpu
 from peerlane.evaluate.timing.cores import cores_beside
+from peerlane.evaluate.wire_records import NAME_CHARACTERS
 
 _NICE = 10  # candidates may be timed meanwhile
 
@@ -35,7 +36,7 @@ class Builder(Rank):
         """There is nothing to join."""
         return wire.Initialized(os.getpid())
 
-    def build_candidate(self, request: wire.BuildCandidate) -> wire.Done:
+    def build_candidate(self, request: wire.BuildCandidate) -> wire.Built:
         """Imports the candidate, and compiles what its source shows that it will compile when it is called.
 
         Compiler errors of the import are raised; anything else is left to the ranks, where it may well work. With ``gpu_only`` no rank
@@ -46,7 +47,8 @@ class Builder(Rank):
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         out_of_reach.refuse_answers(request.granted)
         extensions.compile_cheaply(lambda building: self.send(messages.building_message(building)))
-        module = None
+        by_nvcc = request.gpu_only and device_check.check_extensions(lambda building: self.send(messages.building_message(building)))
+        module, raised = None, None
         try:
             module = import_candidate(path, source)
         except Exception as error:
@@ -56,10 +58,11 @@ class Builder(Rank):
                 mended = not request.gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
                 raise
+            raised = f"{type(error).__name__}: {' '.join(str(error).split())}"[:NAME_CHARACTERS]
         failure = extensions.compile_ahead(find_extension_calls(source, None if module is None else vars(module)))
         if request.gpu_only:
             if failure is not None:
                 raise failure
             if module is not None:
                 solution_of(module, path)
-        return wire.Done()
+        return wire.Built(raised, by_nvcc)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
@@ -35,6 +36,14 @@ def builds_at_a_time(session: Session) -> int:
     return max(1, min(len(cores), available_memory() // _COMPILER_BYTES))
 
 
+class Ended(NamedTuple):
+    """A build that has succeeded: its seconds, and what the builder says of the import (see :class:`wire.Built`)."""
+
+    seconds: float
+    raised: str
+    by_nvcc: bool
+
+
 @dataclass
 class _Build:
     candidate: CandidateFile
@@ -45,6 +54,7 @@ class _Build:
     ended: threading.Event = field(default_factory=threading.Event)
     failure: Exception | None = None
     seconds: float = 0.0
+    said: wire.Built = field(default_factory=lambda: wire.Built(None, False))
 
     @property
     def stuck(self) -> bool:
@@ -85,8 +95,8 @@ class Builds:
             self._start()  # one that is stuck may have made room meanwhile
         return build is None or build.ended.is_set()
 
-    def finish(self, candidate: CandidateFile, limit: Limit | None = None) -> float:
-        """Waits until the candidate is built; returns the seconds that it took.
+    def finish(self, candidate: CandidateFile, limit: Limit | None = None) -> Ended:
+        """Waits until the candidate is built; returns the seconds that it took, and what the builder said.
 
         Raises GroupFailure if it does not compile, HarnessError if the builder fails, CandidateChanged if it is not what it was; and what
         ``limit`` raises.
@@ -99,7 +109,7 @@ class Builds:
                 self._start()
             if build.failure is not None:
                 raise build.failure
-            return build.seconds
+            return Ended(build.seconds, build.said.raised or "", build.said.by_nvcc)
         finally:
             self.drop([candidate])
 
@@ -182,7 +192,7 @@ class Builds:
             request = wire.BuildCandidate(str(candidate.path), source, cache, family_sources(candidate.path), on_cpu, gpu_only)
             builder.building = BuildTime(deadlines.build)
             build.builder = builder
-            builder.ask(request, "build", deadlines.load)
+            build.said = builder.ask(request, "build", deadlines.load)[0]
         except Cancelled:
             raise
         except GroupFailure as failure:

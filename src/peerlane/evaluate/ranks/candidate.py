@@ -33,6 +33,7 @@ from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Solution
+from peerlane.evaluate.ranks.triton_bounds import check_bounds
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
 
 _data_ptr = torch.Tensor.data_ptr
@@ -186,6 +187,8 @@ class CandidateRank(Rank):
         monkeypatch_check.remember_originals()
         path = Path(request.path)
         solution = solution_of(import_candidate(path, request.source.encode("latin-1")), path)
+        if not self.place.has_gpus:
+            check_bounds()
         self._solution = problems.get(request.problem).accepting(request.variant, solution)
         return wire.Done()
 

@@ -23,7 +23,7 @@ from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import AttachedCase, import_candidate, poison_freed_memory, solution_of
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Solution
-from peerlane.evaluate.wire_records import FINDING_CHARACTERS, MOST_FINDINGS, MOST_NAMES
+from peerlane.evaluate.wire_records import FINDING_CHARACTERS, MOST_FINDINGS, MOST_NAMES, NAME_CHARACTERS
 from peerlane.problems.contract.tree import rebuild, tensor_descriptions
 
 
@@ -132,4 +132,5 @@ class EmulatedCandidate(Rank):
             )
             for finding in findings(self._ranks.reports())[:MOST_FINDINGS]
         ]
-        return wire.RaceReport(found, dict(self._ranks.launches), sorted(self._ranks.sources)[:MOST_NAMES])
+        needs = None if self._ranks.kernels is None else [str(item)[:NAME_CHARACTERS] for item in self._ranks.kernels[:MOST_NAMES]]
+        return wire.RaceReport(found, dict(self._ranks.launches), sorted(self._ranks.sources)[:MOST_NAMES], needs)

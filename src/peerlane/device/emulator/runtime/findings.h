@@ -33,6 +33,13 @@ struct Finding {
     std::vector<std::uint32_t> fault{};  // the record that a wait left behind, if any
     int schedule = 0;  // the first one that showed it
     int schedules = 1;
+    std::uint32_t bytes = 1;  // from `offset` on
+    // Where it was seen, by buffer: from the first byte to the end of the last. In the first schedule that showed it.
+    struct Place {
+        int buffer;
+        std::uint64_t begin, end;
+    };
+    std::vector<Place> places{};
 };
 
 class Findings {
@@ -49,10 +56,15 @@ class Findings {
         const auto [known, is_new] = seen_.try_emplace(key, Seen{schedule, list_.size()});
         if (is_new) {
             finding.schedule = schedule;
+            place(finding, finding);
             list_.push_back(std::move(finding));
-        } else if (known->second.schedule != schedule) {
+            return;
+        }
+        Finding& told = list_[known->second.index];
+        if (told.schedule == schedule) place(told, finding);
+        if (known->second.schedule != schedule) {
             known->second.schedule = schedule;
-            ++list_[known->second.index].schedules;
+            ++told.schedules;
         }
     }
 
@@ -68,6 +80,9 @@ class Findings {
                 {"schedules", std::to_string(finding.schedules)},
                 {"buffer", std::to_string(finding.buffer)},
                 {"offset", std::to_string(finding.offset)},
+                {"places", list(finding.places, [](const Finding::Place& place) {
+                     return "[" + std::to_string(place.buffer) + "," + std::to_string(place.begin) + "," + std::to_string(place.end) + "]";
+                 })},
                 {"fault", list(finding.fault, [](std::uint32_t word) { return std::to_string(word); })},
                 {"sides", list(finding.sides, json_of_side)},
             });
@@ -80,6 +95,18 @@ class Findings {
         int schedule;
         std::size_t index;
     };
+
+    static constexpr std::size_t most_places = 8;
+    static void place(Finding& first, const Finding& again) {
+        if (again.buffer < 0) return;
+        for (auto& known : first.places) {
+            if (known.buffer != again.buffer) continue;
+            known.begin = std::min(known.begin, again.offset);
+            known.end = std::max(known.end, again.offset + again.bytes);
+            return;
+        }
+        if (first.places.size() < most_places) first.places.push_back({again.buffer, again.offset, again.offset + again.bytes});
+    }
 
     static std::string json_of_side(const Side& side) {
         const auto three = [](const Uint3& value) {

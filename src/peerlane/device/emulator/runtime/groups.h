@@ -27,9 +27,64 @@ inline void Machine::conclude(Meeting& meeting) {
     ++version_;
 }
 
+// ---- whether those who meet are meant to ------------------------------------------------------------------------------------------------
+
+inline Finding Machine::mismatch(std::string detail, const Fiber& other, std::uint32_t other_site, std::uint32_t site) const {
+    Finding finding{"barrier", std::move(detail), {side(other, "waits"), side(*current, "comes")}};
+    finding.sides[0].site = other_site;
+    finding.sides[1].site = site;
+    return finding;
+}
+
+// What compute-sanitizer's synccheck says of barriers of a block.
+inline void Machine::check_barrier(const Meeting& meeting, std::uint32_t number, std::uint32_t threads, std::uint32_t site) {
+    if (number >= 16 || threads % 32) {
+        const std::string what = number >= 16 ? "number " + std::to_string(number) + ": a block has barriers 0 to 15"
+                                              : std::to_string(threads) + " threads: expected a multiple of 32";
+        Finding finding{"misuse", "a barrier of " + what, {side(*current, "comes to it")}};
+        finding.sides[0].site = site;
+        fatal(std::move(finding));
+    }
+    if (!meeting.arrived || !meeting.first) return;
+    const std::uint32_t all = (current->block->threads + 31) / 32 * 32, before = meeting.expected ? meeting.expected : all;
+    if (before != (threads ? threads : all)) {
+        const std::string number_text = std::to_string(number) + " is waited at for ";
+        fatal(mismatch("barrier " + number_text + std::to_string(before) + " threads and for " + std::to_string(threads ? threads : all),
+                       *meeting.first, meeting.site, site));
+    }
+    if (!threads && !meeting.expected && meeting.site != site) {
+        report(mismatch("some threads of the block meet in one __syncthreads(), others in another", *meeting.first, meeting.site, site));
+    }
+}
+
+// The same of a warp's operations. Two lanes that wait for each other in different ones never meet.
+inline void Machine::check_warp(const Warp& warp, const Warp::Exchange& own, const char* name, std::uint32_t site) {
+    const std::uint32_t lane = current->index % 32;
+    if (!(own.mask >> lane & 1)) {
+        Finding finding{"misuse", "the mask of a warp-wide operation does not name its caller", {side(*current, "calls it")}};
+        finding.sides[0].site = site;
+        fatal(std::move(finding));
+    }
+    for (const auto* exchanges : {&warp.barriers, &warp.exchanges}) {
+        for (const auto& known : *exchanges) {
+            if (known.get() == &own || !(known->mask >> lane & 1)) continue;
+            for (const Fiber* other : known->meeting.waiting) {
+                if (!(own.mask >> other->index % 32 & 1)) continue;
+                Finding finding = mismatch("lanes of a warp wait for each other in different operations, or with different masks", *other,
+                                           other->site, site);
+                finding.sides[0].action = other->waits_for;
+                finding.sides[1].action = name;
+                fatal(std::move(finding));
+            }
+        }
+    }
+}
+
 inline void Machine::barrier(std::uint32_t number, std::uint32_t threads, bool wait_for_it, std::uint32_t site) {
     Fiber& fiber = *current;
     Meeting& meeting = fiber.block->barriers[number % 16];
+    check_barrier(meeting, number, threads, site);
+    if (!meeting.arrived) meeting.first = &fiber, meeting.site = site;
     meeting.expected = threads;
     contribute(meeting, fiber);
     if (wait_for_it) meeting.waiting.push_back(&fiber);
@@ -55,6 +110,7 @@ inline void Machine::meet(Warp::Exchange& exchange, bool orders, const char* nam
     Fiber& fiber = *current;
     Warp& warp = fiber.block->warps[fiber.index / 32];
     Meeting& meeting = exchange.meeting;
+    check_warp(warp, exchange, name, site);
     if (orders) contribute(meeting, fiber);
     exchange.arrived |= 1u << fiber.index % 32;
     meeting.waiting.push_back(&fiber);

@@ -37,10 +37,17 @@ class Machine {
   public:
     // What the host says before the run.
     std::vector<Launch> launches;
-    std::uint32_t resident_blocks = 132;
     std::uint64_t max_switches = 50'000'000;
     std::uint64_t max_idle_switches = 4'000'000;  // during which nobody writes anything
     std::vector<int> fault_buffers;  // by rank
+    struct Globals {
+        char* section = nullptr;  // where the device code has its variables: those of one rank at a time
+        std::uint64_t bytes = 0;
+        std::vector<int> buffers{};  // by rank: where the others' are kept
+        int rank = -1;               // whose are in the section
+        std::uint64_t within(const void* address) const { return static_cast<std::uint64_t>(static_cast<const char*>(address) - section); }
+        bool holds(const void* address) const { return within(address) < bytes; }
+    } globals;
 
     void prepare(std::uint64_t base, std::vector<Buffer> buffers, const std::vector<Content>& contents, std::uint64_t static_shared_bytes);
     void run(int schedule, std::uint64_t seed);
@@ -84,6 +91,12 @@ class Machine {
     void async_commit(unsigned queue);
     void async_wait(unsigned queue, std::uint32_t pending, bool sources_only, std::uint32_t site);
 
+    // Where an address lies in the ranks' memory; device variables have a place of each rank's own.
+    std::uint64_t offset(const void* address) const {
+        if (!globals.holds(address) || !current) return memory.offset(address);
+        return memory.buffers()[globals.buffers[current->block->launch->rank]].begin + globals.within(address);
+    }
+
     char* shared_base() const { return memory.address(current->block->dynamic_shared); }
     char* static_shared_base() const { return memory.address(current->block->static_shared); }
     bool is_stack_guard(const void* address) const { return stacks_->is_guard(address); }
@@ -120,6 +133,9 @@ class Machine {
     // groups.h
     static void contribute(Meeting& meeting, Fiber& fiber);
     void conclude(Meeting& meeting);
+    void check_barrier(const Meeting& meeting, std::uint32_t number, std::uint32_t threads, std::uint32_t site);
+    void check_warp(const Warp& warp, const Warp::Exchange& own, const char* name, std::uint32_t site);
+    Finding mismatch(std::string detail, const Fiber& other, std::uint32_t other_site, std::uint32_t site) const;
     void meet(Warp::Exchange& exchange, bool orders, const char* name, std::uint32_t site);
     void warp_concludes(Warp::Exchange& exchange, bool orders);
     static Warp::Exchange& exchange(std::vector<std::unique_ptr<Warp::Exchange>>& exchanges, std::uint32_t mask);
@@ -150,6 +166,8 @@ class Machine {
     void poll(std::uint64_t offset, std::uint32_t bytes, std::uint32_t site);
     void maybe_pause();
     void start_blocks();
+    void draw_order(Stream& stream);
+    void bring_globals(int rank);
     Block& start_block(Stream& stream);
     void stream_goes_on(Stream& stream);
     static void thread_main();

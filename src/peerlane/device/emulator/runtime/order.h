@@ -48,7 +48,7 @@ inline void Machine::learn(Fiber& fiber, Scope needed, const Ref<Snapshot>& know
 
 // Whether the access is to no rank's memory: then it is done, but nothing is known about it.
 inline bool Machine::outside(const void* address, std::uint32_t bytes, std::uint32_t site) {
-    const std::uint64_t offset = memory.offset(address);
+    const std::uint64_t offset = this->offset(address);
     if (memory.holds(offset) && offset % bytes) {
         Finding finding{"illegal_address", "an atomic access that is not aligned to its size", {side(*current, "")}};
         finding.sides[0].site = site;
@@ -60,7 +60,7 @@ inline bool Machine::outside(const void* address, std::uint32_t bytes, std::uint
 inline void Machine::load(const void* address, void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site) {
     maybe_pause();
     if (!outside(address, bytes, site)) {
-        const std::uint64_t offset = memory.offset(address);
+        const std::uint64_t offset = this->offset(address);
         poll(offset, bytes, site);
         touch(offset, bytes, atomic | scope << scope_shift, site);
         if (const Handover* found = handover(offset)) {
@@ -78,7 +78,7 @@ inline void Machine::load(const void* address, void* value, std::uint32_t bytes,
 inline void Machine::store(void* address, const void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site) {
     maybe_pause();
     if (!outside(address, bytes, site)) {
-        const std::uint64_t offset = memory.offset(address);
+        const std::uint64_t offset = this->offset(address);
         const bool same = std::memcmp(address, value, bytes) == 0;
         touch(offset, bytes, writes | atomic | (same ? same_value : 0) | scope << scope_shift, site);
         Fiber& fiber = *current;
@@ -95,11 +95,11 @@ inline void Machine::store(void* address, const void* value, std::uint32_t bytes
 inline void Machine::update(
     void* address, std::uint32_t bytes, unsigned scope, unsigned order, Change change, void* context, std::uint32_t site) {
     maybe_pause();
+    const std::uint64_t offset = this->offset(address);
     Fiber* const fiber = std::exchange(current, nullptr);  // the change itself is no access
-    if (memory.holds(memory.offset(address))) {
+    if (memory.holds(offset)) {
         current = fiber;
         outside(address, bytes, site);
-        const std::uint64_t offset = memory.offset(address);
         poll(offset, bytes, site);
         current = nullptr;
         char before[16];

@@ -81,6 +81,8 @@ struct Meeting {
     View sum;
     View last;  // what was added last, to add it once
     std::vector<Fiber*> waiting;
+    const Fiber* first = nullptr;  // who came first, and where: at a barrier
+    std::uint32_t site = 0;
 };
 
 struct Warp {
@@ -110,6 +112,7 @@ struct Launch {
     Uint3 grid, block;
     std::uint32_t shared_bytes;
     std::uint32_t cluster;  // blocks of a cluster: neighbours in the grid
+    std::uint32_t resident_blocks;  // of its rank, at a time
     std::vector<void*> arguments;
     std::uint32_t number = 0;  // in its stream
 };
@@ -153,6 +156,7 @@ struct Stream {
     // New in every schedule.
     std::size_t next_launch = 0;
     std::uint32_t next_block = 0, live_blocks = 0;
+    std::vector<std::uint32_t> order;  // in which clusters of the current launch start, where not all are resident; empty: by their numbers
     View view;       // what is known at the start of the current launch
     View end;        // what its blocks knew that have ended
     int copies = 0;  // that it has started, still under way

@@ -83,6 +83,7 @@ inline void Machine::report_pair(
     finding.sides = {
         side(record.actor, record.clock, record.flags(), earlier_bytes, record.site),
         side(access.actor, access.clock, access.flags, bytes, access.site)};
+    finding.bytes = bytes;
     locate(finding, offset);
     report(std::move(finding));
 }
@@ -134,7 +135,7 @@ inline void Machine::touch(std::uint64_t offset, std::uint32_t bytes, std::uint8
 }
 
 inline void Machine::plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site) {
-    const std::uint64_t offset = memory.offset(address);
+    const std::uint64_t offset = this->offset(address);
     if (!memory.holds(offset)) return;
     if (--budget_ == 0) {
         budget_ = 1 + random_.below(2 * style_.accesses);

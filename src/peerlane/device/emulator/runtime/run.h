@@ -75,6 +75,7 @@ inline void Machine::run(int schedule, std::uint64_t seed) {
     random_ = Random(seed * 1'000'003 + static_cast<std::uint64_t>(schedule));
     for (int i = 0; i < 4; ++i) random_();
     memory.restore();
+    globals.rank = -1;  // what the section holds is of the last schedule
     time_ = 1'000'000 + random_.below(1'000'000);
     aborted_ = false;
     schedule_switches_ = 0;
@@ -84,6 +85,7 @@ inline void Machine::run(int schedule, std::uint64_t seed) {
         if (Fiber* fiber = next()) resume(*fiber);
     }
     switches += schedule_switches_;
+    if (globals.bytes) bring_globals(-1);
     if (!aborted_) compare();
     clear();
 }

@@ -12,6 +12,12 @@
 
 using namespace peerlane::emulator;
 
+// The linker's names for the section of the device code's variables, see build.py.
+extern "C" {
+extern char __start_peerlane_globals[] __attribute__((weak, visibility("hidden")));
+extern char __stop_peerlane_globals[] __attribute__((weak, visibility("hidden")));
+}
+
 namespace {
 
 struct Program {
@@ -48,13 +54,15 @@ inline void ordinary(const void* address, std::uint32_t bytes, std::uint8_t flag
     if (machine->current) machine->plain(address, bytes, flags, site);
 }
 
-[[noreturn]] void device_variable(std::uint32_t site) {
-    machine->crash("a write to a __device__ variable, of which there is one for all ranks here: keep state in the arena or a buffer", site);
+// Variables of templates lie outside the section that every rank has a copy of.
+[[noreturn]] void shared_variable(std::uint32_t site) {
+    machine->crash("a write to a variable of a template, of which there is one for all ranks here: use a plain __device__ variable", site);
 }
 
 inline void ordinary_write(const void* address, std::uint32_t bytes, std::uint32_t site) {
     const auto number = reinterpret_cast<std::uint64_t>(address);
-    if (machine->current && number >= program.data_begin && number < program.data_end) device_variable(site);
+    const bool in_program = number >= program.data_begin && number < program.data_end;
+    if (machine->current && in_program && !machine->globals.holds(address)) shared_variable(site);
     ordinary(address, bytes, writes, site);
 }
 
@@ -65,7 +73,7 @@ inline void volatile_read(const void* address, std::uint32_t bytes, std::uint32_
 }
 
 inline void volatile_write(void* address, std::uint32_t bytes, std::uint32_t site) {
-    if (!machine->current || !machine->memory.holds(machine->memory.offset(address))) return;
+    if (!machine->current || !machine->memory.holds(machine->offset(address))) return;
     char value[16];
     std::memcpy(value, address, bytes);
     value[0] ^= 1;  // not known here; differs from what is there
@@ -210,7 +218,7 @@ struct HostContent {
 struct HostLaunch {
     void (*kernel)(void**);
     void** arguments;
-    std::uint32_t argument_count, rank, stream, shared_bytes, cluster;
+    std::uint32_t argument_count, rank, stream, shared_bytes, cluster, resident_blocks;
     Uint3 grid, block;
 };
 struct HostRun {
@@ -219,7 +227,8 @@ struct HostRun {
     const HostContent* contents;
     const HostLaunch* launches;
     const std::int32_t* fault_buffers;
-    std::uint32_t buffer_count, content_count, launch_count, fault_count, first_schedule, schedules, resident_blocks;
+    const std::int32_t* global_buffers;
+    std::uint32_t buffer_count, content_count, launch_count, fault_count, global_count, first_schedule, schedules;
 };
 
 // Runs all schedules and returns what was found as JSON, which the caller does not free.
@@ -239,10 +248,15 @@ const char* peerlane_emulator_run(const HostRun* run) {
     for (std::uint32_t i = 0; i < run->launch_count; ++i) {
         const HostLaunch& from = run->launches[i];
         std::vector<void*> arguments(from.arguments, from.arguments + from.argument_count);
-        machine->launches.push_back({from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, std::move(arguments)});
+        machine->launches.push_back(
+            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, std::move(arguments)});
     }
     machine->fault_buffers.assign(run->fault_buffers, run->fault_buffers + run->fault_count);
-    machine->resident_blocks = run->resident_blocks;
+    if (__start_peerlane_globals) {
+        machine->globals.section = __start_peerlane_globals;
+        machine->globals.bytes = static_cast<std::uint64_t>(__stop_peerlane_globals - __start_peerlane_globals);
+        machine->globals.buffers.assign(run->global_buffers, run->global_buffers + run->global_count);
+    }
     machine->prepare(run->base, std::move(buffers), contents, program.static_shared_bytes);
 
     static char signal_stack[64 << 10];

@@ -41,6 +41,7 @@ inline void Machine::wait(const char* what, std::uint32_t site, bool for_copies)
 
 inline void Machine::resume(Fiber& fiber) {
     delist(fiber);
+    if (globals.bytes) bring_globals(static_cast<int>(fiber.block->launch->rank));
     fiber.state = State::running;
     current = &fiber;
     peerlane_switch(&scheduler_, fiber.stack_pointer);
@@ -142,7 +143,9 @@ inline void Machine::start_blocks() {
         while (stream.next_launch < stream.launches.size()) {
             const Uint3& grid = stream.launches[stream.next_launch].grid;
             const std::uint32_t cluster = stream.launches[stream.next_launch].cluster;
-            if (stream.next_block >= grid.x * grid.y * grid.z || resident_[stream.rank] + cluster > resident_blocks) break;
+            const std::uint32_t limit = std::max(stream.launches[stream.next_launch].resident_blocks, cluster);
+            if (stream.next_block >= grid.x * grid.y * grid.z || resident_[stream.rank] + cluster > limit) break;
+            if (stream.next_block == 0) draw_order(stream);
             Block& first = start_block(stream);
             first.cluster = &first;
             for (Block* last = &first; last->key + 1 < first.key + static_cast<int>(cluster); last = last->next) {
@@ -153,9 +156,36 @@ inline void Machine::start_blocks() {
     }
 }
 
+// A GPU may start blocks in any order. That shows only where some have to wait for others to end. Then schedules take turns: by their numbers,
+// on every second rank from the end, and anyhow.
+inline void Machine::draw_order(Stream& stream) {
+    const Launch& launch = stream.launches[stream.next_launch];
+    const std::uint32_t clusters = launch.grid.x * launch.grid.y * launch.grid.z / launch.cluster;
+    stream.order.clear();
+    const bool backward = schedule_ % 4 == 1 ? stream.rank % 2 == 1 : schedule_ % 4 == 3 && stream.rank % 2 == 0;
+    const bool shuffled = schedule_ % 4 == 2;
+    if (clusters * launch.cluster <= launch.resident_blocks || !(backward || shuffled)) return;
+    for (std::uint32_t i = 0; i < clusters; ++i) stream.order.push_back(backward ? clusters - 1 - i : i);
+    for (std::uint32_t i = clusters; shuffled && i > 1; --i) std::swap(stream.order[i - 1], stream.order[random_.below(i)]);
+}
+
+// Puts a rank's device variables where its code expects them.
+inline void Machine::bring_globals(int rank) {
+    if (globals.rank == rank) return;
+    const auto kept = [&](int of) {
+        const std::uint64_t begin = memory.buffers()[globals.buffers[of]].begin;
+        return memory.address(begin);
+    };
+    if (globals.rank >= 0) std::memcpy(kept(globals.rank), globals.section, globals.bytes);
+    if (rank >= 0) std::memcpy(globals.section, kept(rank), globals.bytes);
+    globals.rank = rank;
+}
+
 inline Block& Machine::start_block(Stream& stream) {
     const Launch& launch = stream.launches[stream.next_launch];
-    const std::uint32_t number = stream.next_block++;
+    const std::uint32_t turn = stream.next_block++;
+    const std::uint32_t number =
+        stream.order.empty() ? turn : stream.order[turn / launch.cluster] * launch.cluster + turn % launch.cluster;
     const std::uint64_t at_shared = stream.shared + number * stream.shared_stride;
     Block& block = blocks_.emplace_back();
     block.launch = &launch;
@@ -236,6 +266,7 @@ inline void Machine::no_progress() {
 }
 
 inline void Machine::deadlock() {
+    if (globals.bytes) bring_globals(-1);  // polled words are read below
     Finding finding{"deadlock", unstarted(), {}};
     std::map<std::tuple<std::uint32_t, std::uint32_t>, std::pair<std::size_t, int>> known;  // rank and site: side and threads
     for (const Fiber& fiber : fibers_) {
@@ -273,7 +304,8 @@ inline std::string Machine::unstarted() const {
         const Uint3& grid = stream.launches[stream.next_launch].grid;
         if (const std::uint32_t left = grid.x * grid.y * grid.z - stream.next_block) {
             text += (text.empty() ? "" : "; ") + std::to_string(left) + " blocks of rank " + std::to_string(stream.rank) +
-                    " have not started: only " + std::to_string(resident_blocks) + " are resident at a time";
+                    " have not started: only " + std::to_string(stream.launches[stream.next_launch].resident_blocks) +
+                    " are resident at a time, and a GPU starts them in any order";
         }
     }
     return text;

@@ -12,6 +12,21 @@
 #include "half.h"
 #include "hooks.h"
 
+// The C library's extras that the GPU's compiler does not have.
+#undef M_E
+#undef M_LOG2E
+#undef M_LOG10E
+#undef M_LN2
+#undef M_LN10
+#undef M_PI
+#undef M_PI_2
+#undef M_PI_4
+#undef M_1_PI
+#undef M_2_PI
+#undef M_2_SQRTPI
+#undef M_SQRT2
+#undef M_SQRT1_2
+
 // Everything is inlined into the kernel, so that debug information names the whole chain of calls of an access. The driver finds kernels by
 // this spelling.
 #define __global__ __attribute__((__flatten__, __noinline__))
@@ -232,6 +247,10 @@ PEERLANE_INLINE int __popc(unsigned v) { return __builtin_popcount(v); }
 PEERLANE_INLINE int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
 PEERLANE_INLINE int __clz(int v) { return v ? __builtin_clz(static_cast<unsigned>(v)) : 32; }
 PEERLANE_INLINE int __ffs(int v) { return __builtin_ffs(v); }
+PEERLANE_INLINE int __ffsll(long long v) { return __builtin_ffsll(v); }
+PEERLANE_INLINE int __clzll(long long v) { return v ? __builtin_clzll(static_cast<unsigned long long>(v)) : 64; }
+PEERLANE_INLINE unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32); }
+PEERLANE_INLINE int __mulhi(int a, int b) { return static_cast<int>(static_cast<long long>(a) * b >> 32); }
 PEERLANE_INLINE float __expf(float v) { return expf(v); }
 PEERLANE_INLINE float __logf(float v) { return logf(v); }
 PEERLANE_INLINE float rsqrtf(float v) { return 1.0f / sqrtf(v); }
@@ -239,6 +258,11 @@ PEERLANE_INLINE float __fdividef(float a, float b) { return a / b; }
 PEERLANE_INLINE float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 PEERLANE_INLINE float __fadd_rn(float a, float b) { return a + b; }
 PEERLANE_INLINE float __fmul_rn(float a, float b) { return a * b; }
+PEERLANE_INLINE float __fsub_rn(float a, float b) { return a - b; }
+PEERLANE_INLINE float __fdiv_rn(float a, float b) { return a / b; }
+PEERLANE_INLINE float __fsqrt_rn(float v) { return sqrtf(v); }
+PEERLANE_INLINE float __frcp_rn(float v) { return 1.0f / v; }
+PEERLANE_INLINE float __saturatef(float v) { return v > 0 ? (v < 1 ? v : 1.0f) : 0.0f; }
 template <class A, class B>
 constexpr std::common_type_t<A, B> min(A a, B b) { return b < a ? b : a; }
 template <class A, class B>

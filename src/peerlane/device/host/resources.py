@@ -1,9 +1,10 @@
-"""Resources that a kernel takes of an SM, read from its cubin without a driver or a GPU."""
+"""Resources that a kernel takes of an SM, read from its cubin without a driver or a GPU; and sections of ELF files."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from peerlane.device.host.jit import Cubin
 from peerlane.errors import DeviceError
@@ -11,16 +12,25 @@ from peerlane.errors import DeviceError
 # Of the section `.nv.info`: one attribute per kernel, as pairs of a symbol's number and a value.
 _SIZED_VALUE = 4
 _REGISTERS, _FRAME_BYTES = 0x2F, 0x11
+SYSTEM_BYTES = 1024
+"""What the system keeps of a block's shared memory."""
 _SYMBOL_TABLE, _NO_BITS = 2, 8
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers of a thread, bytes of its stack frame (spilled registers are there), bytes of a block's static shared memory."""
+    """Registers of a thread, bytes of its stack frame (spilled registers are there), bytes of a block's static shared memory.
+
+    Where there are static variables, ``shared_bytes`` counts what the system keeps of a block's shared memory, too."""
 
     registers: int = 0
     frame_bytes: int = 0
     shared_bytes: int = 0
+
+    @property
+    def static_bytes(self) -> int:
+        """The kernel's own variables in shared memory."""
+        return max(0, self.shared_bytes - SYSTEM_BYTES)
 
 
 def resources(cubin: Cubin) -> dict[str, Resources]:
@@ -47,6 +57,11 @@ def resources(cubin: Cubin) -> dict[str, Resources]:
         for kernel, known in by_kernel.items()
         if not kernel.startswith("$")  # functions that ptxas adds, a division say; their registers are the caller's
     }
+
+
+def elf_section(path: Path, name: str) -> bytes:
+    """Returns the content of the section ``name`` of a 64-bit ELF file; empty where there is none."""
+    return next((content for _, found, content in _sections(path.read_bytes()) if found == name), b"")
 
 
 def _sections(image: bytes) -> list[tuple[int, str, bytes]]:

@@ -1,0 +1,295 @@
+"""Rules for PTX instructions that compute: moves, conversions, comparisons, arithmetic. See ``ptx_rules.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, OperandRules, Operands, name_of, split_operands
+
+ROUNDING = {"rn": 0, "rz": 2, "rm": -1, "rp": 1, "rni": 0, "rzi": 2, "rmi": -1, "rpi": 1}
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+FUNCTIONS = {
+    "sqrt": "std::sqrt({a})",
+    "rsqrt": "(1 / std::sqrt({a}))",
+    "rcp": "(1 / {a})",
+    "ex2": "std::exp2({a})",
+    "lg2": "std::log2({a})",
+    "sin": "std::sin({a})",
+    "cos": "std::cos({a})",
+    "tanh": "std::tanh({a})",
+}
+
+
+class ArithmeticRules(OperandRules):
+    """Rules for instructions that touch registers alone. Each returns None for what it does not know."""
+
+    # ---- data
+
+    def _mov(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if len(modifiers) != 1 or (modifiers[0] not in TYPES and modifiers[0] != "pred"):
+            return None
+        (kind,), (target, source) = modifiers, operands
+        if source.startswith("{"):
+            parts = split_operands(source.strip("{}"))
+            whole, size = TYPES[kind][0], 8 * TYPES[kind][1] // len(parts)
+            joined = " | ".join(f"{whole}(as<u{size}>({self._part(part, size)})) << {i * size}" for i, part in enumerate(parts))
+            return f"set({name_of(target)}, {whole}({joined}));"
+        if target.startswith("{"):
+            parts = split_operands(target.strip("{}"))
+            size = 8 * TYPES[kind][1] // len(parts)
+            takes = " ".join(f"set({name_of(part)}, as<u{size}>(whole >> {i * size}));" for i, part in enumerate(parts))
+            return f"{{ const auto whole = {self.value(source, kind)}; {takes} }}"
+        return f"set({name_of(target)}, {self.value(source, kind)});"
+
+    def _part(self, operand: str, bits: int) -> str:
+        return self.value(operand, f"b{bits}")
+
+    def _cvta(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        to = "to" in modifiers
+        space = next((item for item in modifiers if item in SPACES), "")
+        if modifiers[-1] not in ("u64", "u32"):
+            return None
+        value = self.value(operands[1], "u64")
+        if space.startswith("shared"):
+            value = f"u64(peerlane_shared_address(generic({value})))" if to else f"reinterpret_cast<u64>(shared(u32({value})))"
+        return f"set({name_of(operands[0])}, {value});"
+
+    def _cvt(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        flags, (to, source) = modifiers[:-2], modifiers[-2:]
+        how = next((ROUNDING[item] for item in flags if item in ROUNDING), 0)
+        if any(item not in ROUNDING and item not in ("ftz", "sat", "satfinite", "relu") for item in flags) or "relu" in flags:
+            return None
+        if to in ("bf16x2", "f16x2") and source == "f32" and how == 0 and len(operands) == 3:
+            narrow = "narrow_bf16" if to == "bf16x2" else "narrow_f16"
+            high, low = (f"{narrow}({self.value(item, 'f32')})" for item in operands[1:])
+            return f"set({name_of(operands[0])}, u32({low}) | u32({high}) << 16);"
+        if to in ("e4m3x2", "e5m2x2") and source == "f32" and "satfinite" in flags and len(operands) == 3:
+            high, low = (f"narrow_{to}({self.value(item, 'f32')})" for item in operands[1:])
+            return f"set({name_of(operands[0])}, u16({low} | {high} << 8));"
+        if len(operands) != 2:
+            return None
+        target = name_of(operands[0])
+        if source in ("e4m3x2", "e5m2x2") and to == "f16x2" and how == 0:
+            return f"set({target}, widened_{source}({self.value(operands[1], 'b16')}));"
+        if source in ("f16", "bf16") and to in ("f32", "f64"):
+            widen = "widen_f16" if source == "f16" else "widen_bf16"
+            return f"set({target}, {TYPES[to][0]}({widen}({self.value(operands[1], 'b16')})));"
+        if to in ("f16", "bf16") and source == "f32" and how == 0:
+            narrow = "narrow_f16" if to == "f16" else "narrow_bf16"
+            return f"set({target}, u16({narrow}({self.value(operands[1], 'f32')})));"
+        if to not in NUMBERS or source not in NUMBERS or "satfinite" in flags:
+            return None
+        value, cpp = self.value(operands[1], source), TYPES[to][0]
+        floats = (to[0] == "f", source[0] == "f")
+        if floats == (True, True):
+            if any(item in ("rni", "rzi", "rmi", "rpi") for item in flags):
+                function = {0: "std::nearbyint", 2: "std::trunc", -1: "std::floor", 1: "std::ceil"}[how]
+                value = f"{cpp}({function}({value}))"
+            elif to == "f32" and source == "f64":
+                value = f"rounded({value}, {how})"
+            else:
+                value = f"{cpp}({value})"
+            if "sat" in flags:
+                value = f"{cpp}(saturated(float({value})))"
+        elif floats == (False, True):
+            value = f"to_integer<{cpp}>({value}, {how})"
+        elif floats == (True, False):
+            if how:
+                return None
+            value = f"{cpp}({value})"
+        elif "sat" in flags:
+            return None
+        else:
+            value = f"{cpp}({value})"
+        return f"set({target}, {value});"
+
+    def _selp(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        (kind,) = modifiers
+        target, first, second, which = operands
+        return f"set({name_of(target)}, {self.value(which, 'pred')} ? {self.value(first, kind)} : {self.value(second, kind)});"
+
+    def _setp(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        comparison, *more, kind = [item for item in modifiers if item != "ftz"]
+        if kind not in NUMBERS or (more and more != ["and"] and more != ["or"] and more != ["xor"]):
+            return None
+        target, first, second, *other = operands
+        a, b = self.value(first, kind), self.value(second, kind)
+        if comparison in ("num", "nan"):
+            said = f"({a} != {a} || {b} != {b})"
+            said = said if comparison == "nan" else f"!{said}"
+        elif kind[0] == "f" and comparison.endswith("u") and comparison[:-1] in _COMPARISONS:
+            said = f"(!({a} == {a} && {b} == {b}) || {a} {_COMPARISONS[comparison[:-1]]} {b})"
+        elif comparison == "ne" and kind[0] == "f":
+            said = f"({a} < {b} || {a} > {b})"
+        elif comparison in _COMPARISONS:
+            said = f"({a} {_COMPARISONS[comparison]} {b})"
+        else:
+            return None
+        targets = target.split("|")
+        results = [said, f"!{said}"]
+        if more:
+            sign = {"and": "&&", "or": "||", "xor": "!="}[more[0]]
+            results = [f"({result} {sign} {self.value(other[0], 'pred')})" for result in results]
+        taken = [f"const bool result{i} = {results[i]};" for i in range(len(targets))]
+        return "{ " + " ".join(taken + [f"set({name_of(item)}, result{i});" for i, item in enumerate(targets)]) + " }"
+
+    # ---- arithmetic
+
+    def _two(self, function: str, modifiers: Modifiers, operands: Operands, allowed: Sequence[str]) -> str | None:
+        *flags, kind = modifiers
+        if kind not in NUMBERS or any(flag not in allowed for flag in flags):
+            return None
+        value = f"{function}({self.value(operands[1], kind)}, {self.value(operands[2], kind)})"
+        if "ftz" in flags and kind == "f32":
+            value = f"flushed({value})"
+        if "sat" in flags:
+            value = f"saturated({value})" if kind == "f32" else ""
+        return f"set({name_of(operands[0])}, {value});" if value else None
+
+    def _add(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._two("add", modifiers, operands, ("rn", "ftz", "sat"))
+
+    def _sub(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._two("sub", modifiers, operands, ("rn", "ftz", "sat"))
+
+    def _mul(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        *flags, kind = modifiers
+        if "hi" in flags:
+            return self._two("high", [kind], operands, ())
+        if "wide" in flags:
+            wide = TYPES[f"{kind[0]}{16 * TYPES[kind][1]}"][0]
+            return (
+                f"set({name_of(operands[0])}, {wide}({wide}({self.value(operands[1], kind)}) * {wide}({self.value(operands[2], kind)})));"
+            )
+        return self._two("mul", modifiers, operands, ("lo", "rn", "ftz", "sat"))
+
+    def _mad(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        *flags, kind = modifiers
+        if kind[0] == "f":
+            return self._fma(modifiers, operands)
+        if "wide" in flags:
+            wide = f"{kind[0]}{16 * TYPES[kind][1]}"
+            product = f"{TYPES[wide][0]}({self.value(operands[1], kind)}) * {TYPES[wide][0]}({self.value(operands[2], kind)})"
+            return f"set({name_of(operands[0])}, add<{TYPES[wide][0]}>({product}, {self.value(operands[3], wide)}));"
+        if any(flag not in ("lo", "hi") for flag in flags):
+            return None
+        product = f"{'high' if 'hi' in flags else 'mul'}({self.value(operands[1], kind)}, {self.value(operands[2], kind)})"
+        return f"set({name_of(operands[0])}, add({product}, {self.value(operands[3], kind)}));"
+
+    def _fma(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        *flags, kind = modifiers
+        if kind not in ("f32", "f64") or any(flag not in (*ROUNDING, "ftz", "sat") for flag in flags):
+            return None
+        how = next((ROUNDING[flag] for flag in flags if flag in ROUNDING), 0)
+        a, b, c = (self.value(item, kind) for item in operands[1:])
+        if how and kind == "f64":
+            return None
+        value = f"rounded(double({a}) * double({b}) + double({c}), {how})" if how else f"std::fma({a}, {b}, {c})"
+        if "ftz" in flags:
+            value = f"flushed({value})"
+        if "sat" in flags:
+            value = f"saturated({value})"
+        return f"set({name_of(operands[0])}, {value});"
+
+    def _div(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._two("div", modifiers, operands, ("rn", "approx", "full", "ftz"))
+
+    def _rem(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._two("rem", modifiers, operands, ())
+
+    def _min(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._two("least", modifiers, operands, ("ftz",)) if len(operands) == 3 else None
+
+    def _max(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._two("greatest", modifiers, operands, ("ftz",)) if len(operands) == 3 else None
+
+    def _logic(self, sign: str, modifiers: Modifiers, operands: Operands) -> str | None:
+        (kind,) = modifiers
+        if kind == "pred":
+            return f"set({name_of(operands[0])}, bool({self.value(operands[1], kind)} {sign} {self.value(operands[2], kind)}));"
+        cpp = TYPES[kind][0]
+        return f"set({name_of(operands[0])}, {cpp}({self.value(operands[1], kind)} {sign} {self.value(operands[2], kind)}));"
+
+    def _and(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._logic("&", modifiers, operands)
+
+    def _or(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._logic("|", modifiers, operands)
+
+    def _xor(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._logic("^", modifiers, operands)
+
+    def _one(self, expression: str, modifiers: Modifiers, operands: Operands, result: str = "") -> str | None:
+        *flags, kind = modifiers
+        if (kind not in NUMBERS and kind != "pred") or any(flag != "ftz" for flag in flags):
+            return None
+        cpp = result or ("bool" if kind == "pred" else TYPES[kind][0])
+        return f"{{ const auto a = {self.value(operands[1], kind)}; set({name_of(operands[0])}, {cpp}({expression})); }}"
+
+    def _not(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._one("!a" if modifiers == ["pred"] else "~a", modifiers, operands)
+
+    def _cnot(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._one("a == 0", modifiers, operands)
+
+    def _neg(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._one("-a" if modifiers[-1][0] == "f" else "sub<decltype(+a)>(0, a)", modifiers, operands)
+
+    def _abs(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._one("std::fabs(a)" if modifiers[-1][0] == "f" else "a < 0 ? sub<decltype(+a)>(0, a) : a", modifiers, operands)
+
+    def _popc(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._one("__builtin_popcountll(a)", modifiers, operands, "u32")
+
+    def _clz(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        width = 8 * TYPES[modifiers[0]][1]
+        return self._one(f"a ? __builtin_clzll(a) - {64 - width} : {width}", modifiers, operands, "u32")
+
+    def _brev(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._one("reversed(a)", modifiers, operands)
+
+    def _shl(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return f"set({name_of(operands[0])}, shift_left({self.value(operands[1], modifiers[0])}, {self.value(operands[2], 'u32')}));"
+
+    def _shr(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return f"set({name_of(operands[0])}, shift_right({self.value(operands[1], modifiers[0])}, {self.value(operands[2], 'u32')}));"
+
+    def _shf(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        direction, mode, kind = modifiers
+        low, high, by = (self.value(item, "u32") for item in operands[1:])
+        count = f"({by} & 31)" if mode == "wrap" else f"({by} < 32 ? {by} : 32)"
+        if kind != "b32":
+            return None
+        both = f"(u64({high}) << 32 | {low})"
+        value = f"u32({both} >> {count})" if direction == "r" else f"u32({both} << {count} >> 32)"
+        return f"set({name_of(operands[0])}, {value});"
+
+    def _bfe(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        at, bits = (self.value(item, "u32") for item in operands[2:])
+        return f"set({name_of(operands[0])}, field({self.value(operands[1], modifiers[0])}, {at}, {bits}));"
+
+    def _bfi(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        a, b = (self.value(item, modifiers[0]) for item in operands[1:3])
+        at, bits = (self.value(item, "u32") for item in operands[3:])
+        return f"set({name_of(operands[0])}, inserted({a}, {b}, {at}, {bits}));"
+
+    def _prmt(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if modifiers != ["b32"]:
+            return None
+        return f"set({name_of(operands[0])}, permuted({', '.join(self.value(item, 'b32') for item in operands[1:])}));"
+
+    def _lop3(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if modifiers != ["b32"]:
+            return None
+        return f"set({name_of(operands[0])}, looked_up({', '.join(self.value(item, 'b32') for item in operands[1:])}));"
+
+    def _copysign(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        sign, size = (self.value(item, modifiers[0]) for item in operands[1:])
+        return f"set({name_of(operands[0])}, std::copysign({size}, {sign}));"
+
+    def _function(self, operation: str, modifiers: Modifiers, operands: Operands) -> str | None:
+        *flags, kind = modifiers
+        if kind not in ("f32", "f64") or any(flag not in ("approx", "rn", "ftz") for flag in flags):
+            return None
+        value = FUNCTIONS[operation].format(a=self.value(operands[1], kind))
+        return f"set({name_of(operands[0])}, {f'flushed({value})' if 'ftz' in flags and kind == 'f32' else value});"

@@ -1,0 +1,133 @@
+"""PTX to C++ for the emulator: what NVRTC, nvcc or Triton made of a kernel runs under the same scheduler, with the same checks.
+
+    scenario = Scenario("mine", Ptx(cubin.ptx()), world_size=2)
+
+Every instruction is translated by a rule of its own in ``ptx_rules.py``. One without a rule, or with a modifier that its rule does not
+know, is an error that quotes it: nothing is guessed. Source lines come from ``.loc``: those of the kernel, into which others were inlined.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from peerlane.device.emulator.ptx_operands import TYPES, name_of
+from peerlane.device.emulator.ptx_rules import Rules
+from peerlane.device.emulator.ptx_text import Function, Place, Variable, parse
+from peerlane.errors import UsageError
+
+_HEAD = """#include <peerlane_emulator/ptx_code.h>
+using namespace peerlane::emulator;
+using namespace peerlane::emulator::ptx_code;
+"""
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)")
+_STORED = {"pred": "bool", "b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64", "b128": "u128"}
+
+
+@dataclass(frozen=True)
+class Ptx:
+    """The text of a PTX module, as the source of a scenario."""
+
+    text: str
+
+
+class UnknownPtx(UsageError):
+    """PTX that the emulator cannot run."""
+
+
+def translate(ptx: Ptx) -> str:
+    """Returns the module's kernels as C++ for the emulator. Raises UnknownPtx, which quotes the instruction."""
+    module = parse(ptx.text)
+    if not module.entries:
+        raise UnknownPtx("the PTX has no .entry; expected that of one kernel or more")
+    used = ptx.text
+    shared = {variable.name for entry in module.entries for variable in _variables(entry) if variable.space == "shared"}
+    shared |= {variable.name for variable in module.variables if variable.space == "shared"}
+    dynamic = {variable.name for variable in module.variables if variable.space == "shared" and variable.length == 0}
+    lines = [_HEAD]
+    # Constants of headers come with every module, though nothing reads them.
+    kept = [variable for variable in module.variables if used.count(variable.name) > 1 or variable.space == "shared"]
+    lines += [_declared(variable) for variable in kept if variable.name not in dynamic]
+    for entry in module.entries:
+        lines += [_declared(variable) for variable in _variables(entry) if variable.space == "shared"]
+        lines += _kernel(entry, shared, dynamic)
+    return "\n".join(lines)
+
+
+def _variables(entry: Function) -> list[Variable]:
+    return [statement.variable for statement in entry.statements if statement.variable is not None]
+
+
+def _declared(variable: Variable) -> str:
+    """Returns the variable as bytes of a thread, of a block or of a rank."""
+    size = TYPES[variable.type][1] if variable.type in TYPES else 0
+    if not size:
+        raise UnknownPtx(f"a variable of type .{variable.type} ({variable.name}) is not known to the emulator")
+    align, nbytes = variable.align or size, size * max(variable.length, 1)
+    storage = {"shared": "thread_local ", "local": ""}.get(variable.space, "static ")
+    initial = ""
+    if variable.initial:
+        content = b"".join(_bytes_of(item, size, variable.name) for item in variable.initial.strip("{} ").split(","))
+        initial = " = {" + ", ".join(map(str, content)) + "}"
+    return f"alignas({align}) {storage}unsigned char {name_of(variable.name)}[{nbytes}]{initial};"
+
+
+def _bytes_of(item: str, size: int, name: str) -> bytes:
+    item = item.strip()
+    try:
+        value = int(item[2:], 16) if item[:2] in ("0f", "0d", "0F", "0D") else int(item, 0)
+    except ValueError:
+        raise UnknownPtx(f"the initial value {item!r} of variable {name} is not known to the emulator; expected a number") from None
+    return (value % (1 << 8 * size)).to_bytes(size, "little")
+
+
+def _kernel(entry: Function, shared: set[str], dynamic: set[str]) -> list[str]:
+    rules = Rules(shared, dynamic, {parameter[2] for parameter in entry.parameters})
+    structs, arguments = [], []
+    for kind, align, name, nbytes in entry.parameters:
+        spelt = name_of(name)
+        if nbytes:
+            structs.append(f"struct alignas({align or 1}) T_{spelt} {{ unsigned char at[{nbytes * TYPES[kind][1]}]; }};")
+            arguments.append(f"T_{spelt} {spelt}")
+        else:
+            arguments.append(f"{_STORED.get(kind) or 'u' + str(8 * TYPES[kind][1])} {spelt}")
+    lines = [*structs, f'extern "C" __global__ void {entry.name}({", ".join(arguments)}) {{']
+    place: Place = ("", 0)
+    for statement in entry.statements:
+        if statement.kind == "line":
+            if statement.place != place:
+                place = statement.place
+                lines.append(f'#line {place[1]} "{place[0]}"')
+            continue
+        if statement.kind == "instruction":
+            made = rules.translated(statement.text)
+            if made is None:
+                where = f" ({place[0]}:{place[1]})" if place[1] else ""
+                raise UnknownPtx(f"kernel {entry.name}: {statement.text!r}{where} is not known to the emulator; nothing was run")
+        elif statement.kind == "registers":
+            made = _registers(statement.text)
+        elif statement.kind == "label":
+            made = f"{name_of(statement.text)}: ;"
+        elif statement.variable is not None:
+            made = _declared(statement.variable) if statement.variable.space == "local" else ""
+        else:
+            made = "{" if statement.kind == "open" else "}"
+        lines.append(made)
+        if place[1]:
+            lines.append(f'#line {place[1]} "{place[0]}"')  # one statement of C++ is one line, but the next is of the same place
+    return [*lines, "}"]
+
+
+def _registers(text: str) -> str:
+    found = _REGISTERS.match(text)
+    if found is None or (found[1] not in TYPES and found[1] != "pred"):
+        raise UnknownPtx(f"the registers {text!r} are not known to the emulator")
+    stored = "bool" if found[1] == "pred" else f"u{8 * TYPES[found[1]][1]}"
+    names = []
+    for item in found[2].split(","):
+        item = item.strip()
+        if many := re.fullmatch(r"(.*)<(\d+)>", item):
+            names += [name_of(f"{many[1]}{number}") for number in range(int(many[2]))]
+        else:
+            names.append(name_of(item))
+    return f"{stored} {', '.join(names)};"

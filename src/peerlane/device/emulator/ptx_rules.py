@@ -1,0 +1,249 @@
+"""Rules for PTX instructions: each operation as C++, with the modifiers that it knows. Used by ``ptx_front_end.py``.
+
+A rule returns None for what it does not know. Rounding of approximate functions is the CPU's; everything else is as PTX defines it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from peerlane.device.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
+from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
+
+_SCOPES = {"cta": "block_scope", "gpu": "gpu_scope", "sys": "system_scope"}
+_ORDERS = {"relaxed": "relaxed", "acquire": "acquire", "release": "release", "acq_rel": "acquire_release"}
+_HINTS = re.compile(r"nc|ca|cg|cs|lu|cv|wb|wt|L1::\w+|L2::\w+|level::\w+|unified")
+_NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg", "createpolicy")
+
+
+class Rules(ArithmeticRules):
+    """The rules for one kernel: memory, threads, control and copies."""
+
+    def translated(self, text: str) -> str | None:
+        """Returns the instruction in C++; None if it is not known."""
+        found = re.match(r"(?:@(!?)([%$\w]+)\s+)?([a-z][\w.:]*)\s*(.*)$", text)
+        if found is None:
+            return None
+        operation, *modifiers = [part for part in re.split(r"\.", found[3]) if part]
+        operands = split_operands(found[4])
+        rule: Callable[[Modifiers, Operands], str | None] | None = getattr(self, f"_{operation}", None)
+        if operation in _NO_EFFECT:
+            made: str | None = ";"
+        elif operation in FUNCTIONS:
+            made = self._function(operation, modifiers, operands)
+        else:
+            made = rule(modifiers, operands) if rule is not None else None
+        if made is None or found[2] is None:
+            return made
+        return f"if ({found[1]}{name_of(found[2])}) {{ {made} }}"
+
+    # ---- memory
+
+    def _access(self, modifiers: Modifiers) -> tuple[str, str, str, str, int, str] | None:
+        """Returns space, order ("" for an ordinary access), scope, type, elements of a vector, and "volatile" if it is."""
+        *flags, kind = modifiers
+        if kind not in TYPES:
+            return None
+        space, order, scope, count, volatile = "", "", "", 1, ""
+        for flag in flags:
+            if flag in SPACES:
+                space = flag
+            elif flag in _ORDERS:
+                order = _ORDERS[flag]
+            elif flag in _SCOPES:
+                scope = _SCOPES[flag]
+            elif flag in ("v2", "v4"):
+                count = int(flag[1])
+            elif flag == "volatile":
+                order, scope, volatile = "relaxed", "system_scope", flag
+            elif flag not in ("weak",) and not _HINTS.fullmatch(flag):
+                return None
+        return space, order, scope or "gpu_scope", kind, count, volatile
+
+    def _ld(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if (access := self._access(modifiers)) is None or len(operands) != 2:
+            return None
+        space, order, scope, kind, count, _ = access
+        cpp = TYPES[kind][0]
+        place = self.pointer(operands[1], space)
+        targets = [name_of(item) for item in split_operands(operands[0].strip("{}"))]
+        whole = cpp if count == 1 else f"Vector<{cpp}, {count}>"
+        typed = f"reinterpret_cast<const {whole}*>({place})"
+        if space == "param":
+            value = f"[&] {{ {whole} read; __builtin_memcpy(&read, {place}, sizeof read); return read; }}()"
+        else:
+            value = f"load({typed}, {scope}, {order})" if order else f"*{typed}"
+        if count == 1:
+            return f"set({targets[0]}, {value});"
+        return f"{{ const {whole} read = {value}; {' '.join(f'set({item}, read.at[{i}]);' for i, item in enumerate(targets))} }}"
+
+    _ldu = _ld
+
+    def _st(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if (access := self._access(modifiers)) is None or len(operands) != 2:
+            return None
+        space, order, scope, kind, count, _ = access
+        cpp = TYPES[kind][0]
+        place = self.pointer(operands[0], space)
+        values = [self.value(item, kind) for item in split_operands(operands[1].strip("{}"))]
+        whole = cpp if count == 1 else f"Vector<{cpp}, {count}>"
+        value = values[0] if count == 1 else f"{whole}{{{{{', '.join(values)}}}}}"
+        typed = f"reinterpret_cast<{whole}*>({place})"
+        if space == "param":
+            return None
+        return f"store({typed}, {whole}({value}), {scope}, {order});" if order else f"*{typed} = {value};"
+
+    def _atom(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        *flags, operation, kind = modifiers
+        if (access := self._access([*flags, kind])) is None or access[4] != 1 or kind not in NUMBERS:
+            return None
+        space, order, scope, _, _, _ = access
+        cpp = TYPES[kind][0]
+        place = f"reinterpret_cast<{cpp}*>({self.pointer(operands[1], space)})"
+        values = [self.value(item, kind) for item in operands[2:]]
+        if operation == "cas":
+            return f"set({name_of(operands[0])}, compare_exchange({place}, {values[0]}, {values[1]}, {scope}, {order or 'relaxed'}));"
+        after = {
+            "add": "add(old, by)",
+            "min": "least(old, by)",
+            "max": "greatest(old, by)",
+            "and": "old & by",
+            "or": "old | by",
+            "xor": "old ^ by",
+            "exch": "by",
+            "inc": "old >= by ? 0 : old + 1",
+            "dec": "old == 0 || old > by ? by : old - 1",
+        }.get(operation)
+        if after is None or (kind[0] == "f" and operation not in ("add", "exch")):
+            return None
+        change = f"[by](const {cpp} old) {{ return static_cast<{cpp}>({after}); }}"
+        updated = f"update({place}, {scope}, {change}, {order or 'relaxed'})"
+        return f"{{ const {cpp} by = {values[0]}; set({name_of(operands[0])}, {updated}); }}"
+
+    def _red(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._atom(modifiers, ["_", *operands])
+
+    def _fence(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if modifiers[0] == "proxy":
+            if modifiers[1:] == ["async"]:
+                return "peerlane_proxy_fence(all_proxies);"
+            return "peerlane_proxy_fence(shared_proxy);" if modifiers[1:] == ["async", "shared::cta"] else None
+        if modifiers == ["mbarrier_init", "release", "cluster"]:
+            return "peerlane_mbarrier_init_fence();"
+        order, scope = modifiers if len(modifiers) == 2 else ("", "")
+        if order not in ("acq_rel", "sc", "acquire", "release") or scope not in _SCOPES:
+            return None
+        return f"peerlane_fence({_SCOPES[scope]});" if order in ("acq_rel", "sc") else None
+
+    def _membar(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        scope = {"cta": "block_scope", "gl": "gpu_scope", "sys": "system_scope"}.get(modifiers[0])
+        return f"peerlane_fence({scope});" if scope and len(modifiers) == 1 else None
+
+    # ---- threads
+
+    def _bar(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        kind = [item for item in modifiers if item not in ("cta", "aligned")]
+        if kind == ["warp", "sync"]:
+            return f"peerlane_warp_barrier({self.value(operands[0], 'u32')});"
+        if kind not in (["sync"], ["arrive"]):
+            return None
+        threads = self.value(operands[1], "u32") if len(operands) > 1 else "0"
+        return f"peerlane_barrier({self.value(operands[0], 'u32')}, {threads}, {'true' if kind == ['sync'] else 'false'});"
+
+    def _barrier(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return None if "cluster" in modifiers else self._bar(modifiers, operands)
+
+    def _shfl(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        sync, how, kind = modifiers
+        if sync != "sync" or kind != "b32" or how not in ("up", "down", "bfly", "idx"):
+            return None
+        target, _, inside = operands[0].partition("|")
+        arguments = ", ".join(self.value(item, "u32") for item in operands[1:])
+        taken = f"set({name_of(inside)}, inside); " if inside else ""
+        call = f"shuffled<Shuffle::{how}>({arguments}, inside)"
+        return f"{{ bool inside = false; const u32 got = {call}; set({name_of(target)}, got); {taken}}}"
+
+    def _vote(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        sync, how, kind = modifiers
+        said = {"any": "votes != 0", "all": "votes == voters", "uni": "votes == 0 || votes == voters", "ballot": "votes"}.get(how)
+        if sync != "sync" or said is None or kind != ("b32" if how == "ballot" else "pred"):
+            return None
+        call = f"ballot({self.value(operands[2], 'u32')}, {self.value(operands[1], 'pred')}, voters)"
+        return f"{{ u32 voters = 0; const u32 votes = {call}; set({name_of(operands[0])}, {said}); }}"
+
+    def _redux(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        sync, how, kind = modifiers
+        joined = {"add": "a + b", "min": "least(a, b)", "max": "greatest(a, b)", "and": "a & b", "or": "a | b", "xor": "a ^ b"}.get(how)
+        if sync != "sync" or joined is None or TYPES[kind][1] != 4:
+            return None
+        cpp = TYPES[kind][0]
+        call = (
+            f"fold({self.value(operands[2], 'u32')}, {self.value(operands[1], kind)}, []({cpp} a, {cpp} b) {{ return {cpp}({joined}); }})"
+        )
+        return f"set({name_of(operands[0])}, {call});"
+
+    def _activemask(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return f"set({name_of(operands[0])}, peerlane_active_mask());"
+
+    def _elect(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        target, _, elected = operands[0].partition("|")
+        first = f"u32(__builtin_ctz({self.value(operands[1], 'u32')}))"
+        return f"{{ set({name_of(target)}, {first}); set({name_of(elected)}, lane() == {first}); }}"
+
+    # ---- control
+
+    def _bra(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return f"goto {name_of(operands[0])};" if modifiers in ([], ["uni"]) else None
+
+    def _ret(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return "return;"
+
+    def _exit(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return "return;"
+
+    def _trap(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return "peerlane_trap();"
+
+    def _nanosleep(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return "peerlane_pause();"
+
+    # ---- asynchronous copies of plain bytes
+
+    def _mbarrier(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        operation, *more = modifiers
+        if not more or more[-1] != "b64":
+            return None
+        flags = more[:-1]
+        if operation == "init":
+            return f"peerlane_mbarrier_init({self._mbarrier_at(operands[0])}, {self.value(operands[1], 'u32')});"
+        if operation == "arrive" and flags in (["shared::cta"], ["expect_tx", "shared::cta"]):
+            nbytes = self.value(operands[2], "u32") if "expect_tx" in flags else "0"
+            return f"peerlane_mbarrier_arrive({self._mbarrier_at(operands[1])}, {nbytes});" if operands[0] == "_" else None
+        if operation == "try_wait" and flags == ["parity", "shared::cta"]:
+            call = f"peerlane_mbarrier_try_wait({self._mbarrier_at(operands[1])}, {self.value(operands[2], 'u32')})"
+            return f"set({name_of(operands[0])}, {call});"
+        return None
+
+    def _mbarrier_at(self, operand: str) -> str:
+        return f"reinterpret_cast<unsigned long long*>({self.pointer(operand, 'shared')})"
+
+    def _cp(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        said = ".".join(modifiers)
+        if said == "async.bulk.commit_group":
+            return "peerlane_async_commit(bulk_queue);"
+        if said in ("async.bulk.wait_group", "async.bulk.wait_group.read"):
+            return f"peerlane_async_wait(bulk_queue, {operands[0]}, {'true' if said.endswith('read') else 'false'});"
+        if said in (
+            "async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+            "async.bulk.shared::cta.global.mbarrier::complete_tx::bytes",
+        ):
+            target, source, nbytes, barrier = operands
+            at = self._mbarrier_at(barrier)
+            segment = f"{{{self.pointer(target, 'shared')}, {self.pointer(source, 'global')}, {self.value(nbytes, 'u32')}}}"
+            return f"{{ const Segment whole{segment}; peerlane_async(&whole, 1, Combine::replace, {at}, bulk_queue); }}"
+        if said == "async.bulk.global.shared::cta.bulk_group":
+            target, source, nbytes = operands
+            segment = f"{{{self.pointer(target, 'global')}, {self.pointer(source, 'shared')}, {self.value(nbytes, 'u32')}}}"
+            return f"{{ const Segment whole{segment}; peerlane_async(&whole, 1, Combine::replace, nullptr, bulk_queue); }}"
+        return None

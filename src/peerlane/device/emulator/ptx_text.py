@@ -1,0 +1,164 @@
+"""PTX text to statements: kernels with their parameters, and in each its declarations, labels, scopes and instructions, with lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"[^\n]*')
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:[^\n]*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?[^\n]*")
+_ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.(entry|func)\b([^{;]*)")
+_LABEL = re.compile(r"([$\w]+):(?!:)")
+_VARIABLE = re.compile(
+    r"(?:\.visible\s+|\.extern\s+|\.weak\s+|\.common\s+)*\.(global|shared|const|local)\s+(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?"
+    r"\.(\w+)\s+([$\w]+)\s*(?:\[(\d*)\])?\s*(?:=\s*(.*?))?\s*;",
+    re.DOTALL,
+)
+
+Place = tuple[str, int]
+"""file and line"""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable of a module or function: ``length`` elements of ``type``; 0 for a size that the launch says."""
+
+    space: str
+    align: int
+    type: str
+    name: str
+    length: int
+    initial: str
+
+
+@dataclass(frozen=True)
+class Statement:
+    """``kind`` is one of instruction, label, open, close, registers, variable and line."""
+
+    kind: str
+    text: str = ""
+    place: Place = ("", 0)
+    """of a line"""
+    variable: Variable | None = None
+
+
+@dataclass
+class Function:
+    """An entry: ``parameters`` are type, alignment, name and bytes in an array (0: a scalar)."""
+
+    name: str
+    parameters: list[tuple[str, int, str, int]]
+    statements: list[Statement] = field(default_factory=list)
+
+
+@dataclass
+class Module:
+    """A file of PTX."""
+
+    variables: list[Variable]
+    entries: list[Function]
+
+
+def parse(ptx: str) -> Module:
+    """Returns the module's variables and kernels. Functions that kernels could call are left out."""
+    text = _COMMENT.sub("", ptx)
+    files = {int(number): name for number, name in _FILE.findall(text)}
+    parents = _parents(text)
+    variables, entries, at = [], [], 0
+    while at < len(text):
+        if found := _ENTRY.match(text, at):
+            end = found.end()
+            if end < len(text) and text[end] == "{":
+                stop = _closing(text, end)
+                if found[1] == "entry":
+                    entries.append(_function(found[2], text[end + 1 : stop], files, parents))
+                at = stop + 1
+            else:
+                at = end + 1
+        elif variable := _VARIABLE.match(text, at):
+            variables.append(_variable(variable))
+            at = variable.end()
+        elif text.startswith(".section", at):
+            at = _closing(text, text.index("{", at)) + 1
+        else:
+            at += 1
+    return Module(variables, entries)
+
+
+def _closing(text: str, at: int) -> int:
+    depth = 0
+    for index in range(at, len(text)):
+        depth += (text[index] == "{") - (text[index] == "}")
+        if depth == 0:
+            return index
+    return len(text)
+
+
+Location = tuple[int, int, int]
+
+
+def _parents(text: str) -> dict[Location, Location]:
+    """Returns where each place was inlined."""
+    parents: dict[Location, Location] = {}
+    for found in _LOC.finditer(text):
+        numbers = [int(number) if number else 0 for number in found.groups()]
+        if numbers[4]:
+            parents[numbers[0], numbers[1], numbers[2]] = (numbers[3], numbers[4], numbers[5])
+    return parents
+
+
+def _variable(found: re.Match[str]) -> Variable:
+    length = 1 if found[5] is None else int(found[5] or 0)
+    return Variable(found[1], int(found[2] or 0), found[3], found[4], length, found[6] or "")
+
+
+def _function(head: str, body: str, files: dict[int, str], parents: dict[Location, Location]) -> Function:
+    name = re.search(r"[$\w]+", head)
+    assert name, "an entry has a name"
+    parameters = re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,)]*?)?([$\w]+)\s*(?:\[(\d+)\])?\s*(?=[,)])", head)
+    listed = [(kind, int(align or 0), parameter, int(length or 0)) for align, kind, parameter, length in parameters]
+    return Function(name[0], listed, list(_statements(body, files, parents)))
+
+
+def _statements(body: str, files: dict[int, str], parents: dict[Location, Location]) -> Iterator[Statement]:
+    at = 0
+    while True:
+        while at < len(body) and body[at].isspace():
+            at += 1
+        if at >= len(body):
+            return
+        if body[at] in "{}":
+            yield Statement("open" if body[at] == "{" else "close")
+            at += 1
+        elif found := _LOC.match(body, at):
+            place = _outermost((int(found[1]), int(found[2]), int(found[3])), found, parents)
+            yield Statement("line", place=(files.get(place[0], "?"), place[1]))
+            at = found.end()
+        elif variable := _VARIABLE.match(body, at):
+            yield Statement("variable", variable=_variable(variable))
+            at = variable.end()
+        elif label := _LABEL.match(body, at):
+            yield Statement("label", label[1])
+            at = label.end()
+        else:
+            end = body.find(";", at)
+            end = len(body) if end < 0 else end
+            text = " ".join(body[at:end].split())
+            if text.startswith(".reg"):
+                yield Statement("registers", text)
+            elif text and not text.startswith(".pragma"):
+                yield Statement("instruction", text)
+            at = end + 1
+
+
+def _outermost(place: Location, found: re.Match[str], parents: dict[Location, Location]) -> Location:
+    """Returns the place in the kernel itself, from which what lies here was inlined."""
+    if found[4]:
+        place = (int(found[4]), int(found[5]), int(found[6]))
+        for _ in range(64):
+            if place not in parents:
+                break
+            place = parents[place]
+    return place

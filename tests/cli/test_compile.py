@@ -1,0 +1,71 @@
+"""``peerlane compile``: what the GPU's compiler makes of a file's kernels."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.hardware import toolkit
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """extern "C" __global__ void scale(float* x, float by) {
+    __shared__ float part[128];
+    part[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = part[threadIdx.x ^ 1] * by + WIDTH;
+}
+"""
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "scale.cu"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_registers_and_shared_memory_of_a_source_are_told(file: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("compile", file, "-D", "WIDTH=3", "--json") == ExitCode.OK
+    (kernel,) = json.loads(capsys.readouterr().out)["kernels"]
+    assert kernel["name"] == "scale" and 8 <= kernel["resources"]["registers"] <= 32 and kernel["arch"] == "sm_90a"
+    assert peerlane("compile", file, "-D", "WIDTH=3", "--gpu", "b200") == ExitCode.OK
+    assert "512 bytes of shared memory (sm_100a)" in capsys.readouterr().out
+
+
+def test_ptx_lies_under_its_source_lines(file: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("compile", file, "-D", "WIDTH=3", "--ptx") == ExitCode.OK
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    barrier = lines.index("// scale.cu:4: __syncthreads();")
+    assert lines[barrier + 1].startswith("bar.sync") or lines[barrier + 1].startswith("barrier.sync")
+
+
+def test_sass_comes_from_the_disassembler_that_is_here(
+    file: Path, tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolkit, "find_disassembler", lambda: None)
+    assert peerlane("compile", file, "-D", "WIDTH=3", "--sass") == ExitCode.USAGE
+    assert "needs nvdisasm" in capsys.readouterr().err
+    tool = tmp_path / "nvdisasm"
+    tool.write_text("#!/bin/sh\nprintf '//---- .text.scale\\nBAR.SYNC 0x0\\n//---- .text.other\\nEXIT\\n'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(toolkit, "find_disassembler", lambda: str(tool))
+    assert peerlane("compile", file, "-D", "WIDTH=3", "--sass") == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "BAR.SYNC 0x0" in said and "EXIT" not in said
+
+
+def test_what_does_not_compile_is_told_with_its_line(file: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("compile", file) == ExitCode.NOT_CORRECT
+    assert 'scale.cu(5): error: identifier "WIDTH" is undefined' in capsys.readouterr().err
+
+
+def test_kernels_of_a_solution_come_with_their_occupancy(peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("compile", ROOT / "src" / "peerlane" / "solutions" / "p008_alltoall.py") == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "exchange_packets: " in said and "blocks of" in said and "% of an SM's threads" in said

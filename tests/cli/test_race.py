@@ -1,0 +1,158 @@
+"""``peerlane race``: what the GPU's compiler says, findings that people can read, and options to run less."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peerlane.cli import race as command
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.device.emulator import gpu_code
+
+GREET = '''
+import ctypes
+import torch
+from peerlane.device.emulator import Scenario
+
+SOURCE = """
+#include <peerlane/comm.cuh>
+using namespace peerlane;
+extern "C" __global__ void greet(const __grid_constant__ Arena arena, u64 words, u64 flag, float* out, u32 epoch) {
+    const u32 peer = arena.rank ^ 1;
+    for (u32 i = threadIdx.x; i < 128; i += blockDim.x) reinterpret_cast<float*>(arena.peer(peer, words))[i] = VALUE;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        ptx::fence_system();  // release
+        ptx::store_relaxed_system(reinterpret_cast<u32*>(arena.peer(peer, flag)), epoch);
+        while (ptx::load_relaxed_system(reinterpret_cast<u32*>(arena.local(flag))) < epoch) {}
+        ptx::fence_system();  // acquire
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < 128; i += blockDim.x) out[i] = reinterpret_cast<float*>(arena.local(words))[i];
+}
+"""
+
+
+def race(world_size):
+    for name in ("greet", "again"):
+        scenario = Scenario(name, SOURCE, world_size)
+        arena = scenario.arena(4096)
+        words, flag = arena.take(512), arena.take(128)
+        out = scenario.buffer("out", [torch.zeros(128)] * world_size)
+        scenario.launch("greet", grid=1, block=32, args=[arena, ctypes.c_uint64(words), ctypes.c_uint64(flag), out, ctypes.c_uint32(1)])
+        yield scenario
+'''
+Run = Callable[..., int]
+
+
+def written(tmp_path: Path, value: str = "float(arena.rank)", without: str = "") -> Path:
+    text = GREET.replace("VALUE", value)
+    assert without in text
+    path = tmp_path / "mine.py"
+    path.write_text(text.replace(without, "") if without else text)
+    return path
+
+
+RELEASE = "ptx::fence_system();  // release"
+
+
+@pytest.mark.parametrize("value", ["-INFINITY", "NAN", "uint64_t(arena.rank)", "int8_t(arena.rank)"])
+def test_names_that_both_worlds_know_are_right(value: str, tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("race", written(tmp_path, value), "--world-size", 2, "--schedules", 2, "--case", "greet") == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "nothing found" in said and "registers" in said and "bytes of shared memory" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("M_PI", 'identifier "M_PI" is undefined'),
+        ("std::max(1.0f, 2.0f)", "std"),
+        ("FLT_MAX", "FLT_MAX"),
+        (
+            "[]{ __shared__ char all[400000]; all[threadIdx.x] = 1; __syncthreads(); return all[threadIdx.x ^ 1]; }()",
+            "too much shared data",
+        ),
+    ],
+)
+def test_what_the_gpu_s_compiler_refuses_is_no_success(
+    value: str, says: str, tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    assert peerlane("race", written(tmp_path, value), "--world-size", 2, "--case", "greet") == ExitCode.NOT_CORRECT
+    said = capsys.readouterr().out
+    assert "build error" in said and says in said and time.monotonic() - begin < 20
+    if "shared" not in says:
+        assert "source.cu(6): error" in said or "source.cu:6" in said
+
+
+def test_without_a_compiler_for_gpus_the_result_says_so(
+    tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_code, "compiler_is_here", lambda: False)
+    file = written(tmp_path)
+    assert peerlane("race", file, "--world-size", 2, "--schedules", 2, "--case", "greet") == ExitCode.OK
+    assert "not compiled for a GPU" in capsys.readouterr().out
+    assert peerlane("race", file, "--world-size", 2, "--schedules", 2, "--case", "greet", "--json") == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["compiled"] is False
+
+
+def test_a_missing_release_is_one_finding_of_few_lines(tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, without=RELEASE)
+    asked = ("race", file, "--world-size", 2, "--schedules", 10, "--case", "greet")
+    assert peerlane(*asked) == ExitCode.NOT_CORRECT
+    said = capsys.readouterr().out
+    assert "1 findings" in said and len(said.splitlines()) < 10
+    assert "arena allocation 0+0 to +512 of ranks 0, 1" in said
+    assert "source.cu:6" in said and "source.cu:15" in said
+
+
+def test_cases_are_chosen_and_the_first_failure_ends_the_run(tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, without=RELEASE)
+    assert peerlane("race", file, "--world-size", "2,2", "--schedules", 2, "--case", "a*", "--json") == ExitCode.NOT_CORRECT
+    assert [row["scenario"] for row in json.loads(capsys.readouterr().out)["reports"]] == ["again"]
+    assert peerlane("race", file, "--world-size", 2, "--schedules", 2, "-x", "--json") == ExitCode.NOT_CORRECT
+    assert [row["scenario"] for row in json.loads(capsys.readouterr().out)["reports"]] == ["greet"]
+    assert peerlane("race", file, "--case", "none") == ExitCode.USAGE
+    assert "expected one or more of greet, again" in capsys.readouterr().err
+
+
+def test_a_watched_file_is_run_again_when_it_changes(
+    tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def race(world_size):\n    return 1\n")
+    texts = ["def race(\n", GREET.replace("VALUE", "1")]
+
+    def edit(_: float) -> None:
+        if not texts:
+            raise KeyboardInterrupt
+        file.write_text(texts.pop(0))
+
+    monkeypatch.setattr(command.time, "sleep", edit)
+    monkeypatch.setattr(command, "_race", lambda asked: command.imported(asked.file) is None)
+    assert peerlane("race", file, "--watch") == ExitCode.INTERRUPTED
+    assert "raised SyntaxError" in capsys.readouterr().err
+
+
+def test_a_problem_of_one_s_own_is_raced(tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from peerlane.settings import PROBLEM_FOLDERS
+
+    folder = tmp_path / "probs"
+    folder.mkdir()
+    source = Path(__file__).parents[2] / "src" / "peerlane" / "problems" / "p002_allgather.py"
+    (folder / "p1001_gather.py").write_text(source.read_text().replace("id=2,", "id=1001,").replace('slug="allgather"', 'slug="gather"'))
+    monkeypatch.setenv(PROBLEM_FOLDERS, f"{folder}/")  # the same folder, spelt in another way
+    monkeypatch.chdir(tmp_path)
+    assert peerlane("new", 1001, "--problems", "probs") == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "--problems probs --device emulated" in said and "peerlane race 1001_gather_cuda.py --problems probs" in said
+    file = next(tmp_path.glob("1001_*.py"))
+    asked = ("--world-size", 2, "--schedules", 1, "--case", "*bf16*", "-x")
+    assert peerlane("race", file, "--problems", "probs", *asked) == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "correct, nothing found" in said and " s)\n" in said and "registers" in said
