@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from peerlane import problems
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement, judge_emulated
 from peerlane.problems import Case, Problem
+
+OVERWRITES = "The next call overwrites"
+"""How a solution begins to say that its results do not last."""
 
 
 def cases(problem: Problem, world_size: int) -> list[Case]:
@@ -21,3 +25,6 @@ def require_correct(judged: EmulatedJudgement) -> None:
     if judged.outcome.failure is not None:
         raise judged.outcome.failure[1]
     assert judged.correct, str(judged)
+    if judged.outcome.aliased:
+        said = ast.get_docstring(ast.parse(judged.file.read_text(encoding="utf-8"))) or ""
+        assert OVERWRITES in said, f"{judged.file.name} gives out memory that its next call overwrites, and does not say so: {OVERWRITES!r}"

@@ -245,8 +245,8 @@ def test_shared_gpus_set_the_variables_of_nccl_but_no_users(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("ranks", "hosts", "reason"),
     [
-        (1, ["a"], "the group has 1 ranks; the kit serves 2 to 8"),
-        (9, ["a"] * 9, "the group has 9 ranks; the kit serves 2 to 8"),
+        (1, ["a"], ""),
+        (9, ["a"] * 9, "the group has 9 ranks; the kit serves up to 8"),
         (4, ["a", "a", "b", "b"], "the group spans 2 hosts; the kit serves groups of one host"),
         (8, ["a"] * 8, ""),
     ],
@@ -255,11 +255,10 @@ def test_groups_that_the_kit_does_not_serve(ranks: int, hosts: list[str], reason
     assert kit.refused_group(ranks, hosts) == reason
 
 
-def test_sums_that_the_kit_does_not_serve() -> None:
-    provider = kit.KitProvider()
-    assert kit.refused_sum(dist.ReduceOp.SUM, torch.bfloat16, provider.sum_dtypes) == ""
-    assert kit.refused_sum(dist.ReduceOp.AVG, torch.bfloat16, provider.sum_dtypes).startswith("ReduceOp.AVG; ")
-    assert "float8_e4m3fn" in kit.refused_sum(dist.ReduceOp.SUM, torch.int64, provider.sum_dtypes)
+def test_reductions_that_the_kit_does_not_serve() -> None:
+    assert kit.refused_reduction(dist.ReduceOp.AVG, torch.bfloat16) == ""
+    assert kit.refused_reduction(dist.ReduceOp.PRODUCT, torch.bfloat16).startswith("the reduction product; ")
+    assert "float8_e4m3fn" in kit.refused_reduction(dist.ReduceOp.SUM, torch.float64)
 
 
 def test_calls_are_counted_and_reasons_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def packets_per_source(kernel: str, nbytes: int, world_size: int) -> int:
         "all_reduce_two_shot": 2 * -(-packets // world_size),
         "reduce_two_shot": -(-packets // (world_size - 1)),
         "broadcast_two_shot": -(-packets // (world_size - 1)),
-    }.get(kernel.removesuffix(ROUNDS), 0 if kernel.endswith(("_ring", "_relay")) else packets)
+    }.get(kernel.removesuffix(ROUNDS), 0 if kernel.endswith(("_ring", "_relay", "_staged")) else packets)
 
 
 PLANS = (plans.all_reduce, plans.broadcast, plans.reduce, plans.exchange, plans.rooted_exchange, plans.reduce_scatter)
@@ -164,7 +165,7 @@ def test_all_ranks_plan_alike(world_size: int) -> None:
             self.planned: list[plans.Plan] = []
             self.longest: list[int] = []
 
-        def _run(self, key: object, source: object, target: object, make: Callable[[], tuple[plans.Plan, Messages, int]]) -> None:
+        def _run(self, key: object, source: object, target: object, make: Callable[[], Any], reduction: object = None) -> None:
             plan, table, _ = make()
             self.planned.append(plan)
             longest = max(*table.send_bytes, *table.receive_bytes)
@@ -197,6 +198,8 @@ def test_small_tensors_take_packets_and_large_ones_rings() -> None:
         "all_reduce_two_shot",
         "all_reduce_relay",
     ]
+    staged = [plans.all_reduce(size, Machine(4, 132, stages=True)).kernel for size in (4 << 20, (4 << 20) + 1, 64 << 20, (64 << 20) + 1)]
+    assert staged == ["all_reduce_two_shot", plans.STAGED, plans.STAGED, "all_reduce_relay"]
     assert plans.all_reduce(2 << 20, Machine(2, 132)).kernel == "all_reduce_one_shot"
     assert [plans.exchange(size, machine).kernel for size in (2048, 2 << 20, 4 << 20, 9 << 20)] == [
         "exchange_packets",

@@ -56,6 +56,14 @@ def test_a_bug_in_host_code_is_a_wrong_result(tmp_path: Path) -> None:
     assert re.search(r"^wrong result: gathered is wrong on rank 0 .*at \[.*\]: got .*, expected ", str(judged))
 
 
+def test_results_that_do_not_last_are_said_to(tmp_path: Path) -> None:
+    path = twin(tmp_path, 43, "The next call overwrites the results, which lie in the arena.", "")
+    judged = judge(path, 43, problems.get(43).case("small", "fp32", 2), schedules=1)
+    assert judged.correct and judged.outcome.aliased
+    with pytest.raises(AssertionError, match="memory that its next call overwrites, and does not say so"):
+        require_correct(judged)
+
+
 def test_an_argument_that_a_call_changes_is_told(tmp_path: Path) -> None:
     path = twin(
         tmp_path,

@@ -21,13 +21,18 @@ RESERVED_BYTES = 1024  # of a block's shared memory, which resources() counts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiling", [None, pytest.param(gemm.TILINGS[1], marks=pytest.mark.long)], ids=["chosen", "clusters"])
-def test_each_group_of_rows_meets_its_own_matrix(tiling: gemm.Tiling | None) -> None:
+@pytest.mark.parametrize(
+    ("tiling", "major"),
+    [(None, "k"), (None, "mn"), pytest.param(gemm.TILINGS[1], "k", marks=pytest.mark.long)],
+    ids=["chosen", "n contiguous", "clusters"],
+)
+def test_each_group_of_rows_meets_its_own_matrix(tiling: gemm.Tiling | None, major: str) -> None:
     counts, n, k = (67, 0, 9), 72, 72
     draw, rows = torch.Generator().manual_seed(0), sum(counts) + 5
     a, b = (torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in ((rows, k), (len(counts), n, k)))
     ends = torch.tensor(counts).cumsum(0).to(torch.int32)
-    own = [(a.clone(), b.clone(), ends.clone()) for _ in range(2)]
+    given = [b.clone() if major == "k" else b.transpose(1, 2).contiguous().transpose(1, 2) for _ in range(2)]
+    own = [(a.clone(), matrices, ends.clone()) for matrices in given]
     ranks = EmulatedRanks(2, schedules=1)
     ranks.load(lambda rank: lambda: GroupedProduct(group_of(), rows, (len(counts), n, k), torch.bfloat16, tiling)(*own[rank]))
     for out in ranks.call([(), ()], lambda rank, result: result.clone()):

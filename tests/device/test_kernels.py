@@ -18,6 +18,7 @@ REGISTER_BUDGET = {
     "all_reduce_one_shot": 96,
     "all_reduce_two_shot": 104,
     "reduce_two_shot": 112,
+    "all_reduce_staged": 128,
     "broadcast_two_shot": 96,
     "all_reduce_relay": 204,
     "reduce_relay": 204,

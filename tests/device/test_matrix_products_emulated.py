@@ -194,16 +194,17 @@ TWINS = {
     "no wait": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
-        "wait_for_rows(row, piece, rank_after<W>(arena.rank, W - before));",
+        "this->wait_for_rows(row, piece, rank_after<W>(arena.rank, W - before));",
         "",
         frozenset({"race", "wrong_result"}),
     ),
     "wait without acquire": Twin("all_gather", "peers.cuh", "        ptx::load_acquire_system(place);\n", "", frozenset({"race"})),
     "rows told of too early": Twin(
         "all_gather",
-        "all_gather_gemm.cuh",
-        "            push(at, rows);\n            peers(communicator).signal_all(flag, epoch);\n",
-        "            peers(communicator).signal_all(flag, epoch);\n            push(at, rows);\n",
+        "gathered_pieces.cuh",
+        "            for (u32 i = 0; i < now; ++i) {\n",
+        "            peers(communicator).signal_all_slots(now, [&](u32 i) { return flag_of_piece(index + i * parts); }, epoch);\n"
+        "            for (u32 i = 0; i < now; ++i) {\n",
         frozenset({"race"}),
     ),
     "own tile before the others'": Twin(
@@ -246,7 +247,7 @@ TWINS = {
         "reduce_scatter", "owner_sum.cuh", "epoch % buffers * W + source", "source", frozenset({"race", "wrong_result"})
     ),
     "one buffer for all calls": Twin(
-        "all_gather", "all_gather_gemm.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})
+        "all_gather", "gathered_pieces.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})
     ),
 }
 

@@ -71,6 +71,20 @@ def solution(x, weight):
     return found
 """
 
+FOLDED = """
+import torch
+from peerlane import ops
+
+def solution(x, w, whole):
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = ops.gemm_all_reduce(x, w).dtype
+    a, b, c = (value.clone().requires_grad_() for value in (x, w, x))
+    total = ops.gemm_all_reduce(a, b, gradient="replicated")
+    (total * whole).sum().backward()
+    part = ops.gemm_reduce_scatter(c, w)
+    return [total.detach(), a.grad, b.grad, part, list(part.shape), str(cast)]
+"""
+
 
 def outputs(tmp_path: Path, text: str, calls: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
     file = tmp_path / "step.py"
@@ -146,6 +160,19 @@ def test_attention_over_ranks_equals_attention_in_one_place(name: str, dtype: to
             assert float((got - part).norm() / part.norm()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
+def test_ring_attention_in_float32_shares_key_heads(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    heads, depths = (4, 2, 2, 4), (16, 16, 8, 8)
+    whole = [torch.randn(1, 8, h, depth, generator=generator) for h, depth in zip(heads, depths, strict=True)]
+    parts = [(*(value.chunk(2, 1)[rank].contiguous() for value in whole), "ring_attention") for rank in range(2)]
+    wide = [value.double().requires_grad_() for value in whole[:3]]
+    out, _ = expected(wide[0], wide[1], wide[2], None, True)
+    gradients = torch.autograd.grad((out * whole[3]).sum(), wide)
+    for rank, found in enumerate(outputs(tmp_path, ATTENTION, parts)):
+        for got, want in zip(found, (out.detach(), *gradients), strict=True):
+            torch.testing.assert_close(got.double(), want.chunk(2, 1)[rank], rtol=1e-4, atol=1e-5)
+
+
 def test_gradients_of_local_experts_match_finite_differences() -> None:
     generator = torch.Generator().manual_seed(1)
     experts = torch.rand(4, 3, generator=generator).topk(2).indices
@@ -211,6 +238,28 @@ def test_collectives_have_the_gradients_of_the_summed_losses(tmp_path: Path) -> 
             assert torch.equal(got, want) and torch.equal(grad.flatten(), want_grad.flatten())
 
 
+def test_leading_axes_are_rows_and_a_loss_may_be_replicated(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = [tuple(torch.randint(-2, 3, shape, generator=generator).float() for shape in ((4, 3, 8), (8, 16))) for _ in range(2)]
+    weight = torch.randint(-2, 3, (4, 3, 16), generator=generator).float()
+    wide = [[value.clone().requires_grad_() for value in part] for part in parts]
+    total = sum(x @ w for x, w in wide)
+    (total * weight).sum().backward()  # type: ignore[union-attr]
+    for rank, found in enumerate(outputs(tmp_path, FOLDED, [(*part, weight) for part in parts])):
+        whole = total.detach()  # type: ignore[union-attr]
+        for got, want in zip(found, (whole, *(value.grad for value in wide[rank]), whole.chunk(2)[rank]), strict=False):
+            assert want is not None and torch.equal(got, want)
+        assert found[4:] == [[2, 3, 16], "torch.bfloat16"]
+
+
+def test_different_shapes_on_the_ranks_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PEERLANE_CHECK", "1")
+    text = "from peerlane import ops\n\ndef solution(x):\n    return ops.all_reduce(x)\n"
+    assert len(outputs(tmp_path, text, [(torch.ones(4),), (torch.ones(4),)])) == 2
+    with pytest.raises(UsageError, match=r"rank 0: all_reduce sum\(\(4,\) float32\) at .*step.py:4\n  rank 1: all_reduce sum\(\(6,\)"):
+        outputs(tmp_path, text, [(torch.ones(4),), (torch.ones(6),)])
+
+
 def test_shapes_are_known_without_running(tmp_path: Path) -> None:
     text = """
 import torch
@@ -221,7 +270,7 @@ def solution():
     with FakeTensorMode():
         a, b = torch.empty(8, 4, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
         found = [ops.all_reduce(a), ops.all_gather(a), ops.reduce_scatter(a), ops.all_to_all(a)]
-        found += [ops.all_gather_gemm(a, torch.empty(8, 6)), ops.gemm_reduce_scatter(a, b)]
+        found += [ops.all_gather_gemm(a, torch.empty(8, 6, dtype=torch.bfloat16)), ops.gemm_reduce_scatter(a, b)]
         found += [ops.gemm_all_reduce(a, b), ops.gemm_all_gather(a, b)]
     return [list(value.shape) for value in found]
 """

@@ -133,6 +133,34 @@ def test_interval_holds_the_mean_and_a_model_equals_itself(values: list[float]) 
     assert same.difference == (0, 0, 0) and same.better == 0.5
 
 
+def test_a_share_is_never_certain() -> None:
+    """8 of 8 is no proof of 100 %: the Wilson interval says so, and 0 of 8 is its mirror image."""
+    value, low, high = metrics.share([1.0] * 8)
+    assert (value, high) == (1.0, 1.0) and low == pytest.approx(0.6756, abs=1e-4)
+    assert metrics.share([0.0] * 8) == pytest.approx((0.0, 0.0, 1 - low))
+    assert metrics.share([1.0]).low < 0.25
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_a_share_s_interval_holds_it(values: list[float]) -> None:
+    found = metrics.share(values)
+    assert 0 <= found.low <= found.value + 1e-12 and found.value - 1e-12 <= found.high <= 1 and found.low < found.high
+
+
+def test_a_share_s_interval_covers_as_often_as_it_says() -> None:
+    """Problems differ in difficulty, and each has three samples."""
+    draw, covered = random.Random(3), 0
+    for _ in range(300):
+        rates = [draw.choice((0.05, 0.5, 0.95)) for _ in range(40)]
+        found = metrics.share([sum(draw.random() < rate for _ in range(3)) / 3 for rate in rates])
+        covered += found.low <= 0.5 <= found.high
+    assert 0.92 <= covered / 300 <= 0.99
+
+
+def test_problems_without_a_judged_sample_are_not_tried() -> None:
+    assert metrics.tried(RUN) == [1, 2, 3] and metrics.tried([attempt(1, 0, "not_run")]) == []
+
+
 def test_pairing_tells_a_small_but_steady_lead() -> None:
     """Problems differ by 0.8, the models by 0.05 at each: unpaired intervals overlap, the paired one does not hold zero."""
     b = {number: 0.1 + 0.8 * (number % 2) for number in range(40)}

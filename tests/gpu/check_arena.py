@@ -8,9 +8,10 @@ of memory every rank runs three parts:
     growth     a captured all-reduce and a captured product are replayed right behind each growth of the pool
     reuse      arenas that were full of ones, written by peers until they were closed, are zero when they come again, and kernels run there
     sizes      GEMM + reduce-scatter and all-gather + GEMM of random m, each result compared in every word with torch's
+    mixed      behind ``ops.prepare``, operators of all kinds with 0 to 8,192 tokens at random, each word compared; then ``ops.close``
 
 Contents are -1, 0 and 1, so that every result is exact. The table has a line for each kind; FILE has all figures. Exits with 1 if a result
-was wrong or memory was asked for more than twice behind the largest m, with 3 at the time limit, which ends all ranks.
+was wrong, or if memory was asked for behind the largest m, with 3 at the time limit, which ends all ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from peerlane import ops
 from peerlane.device import Arena, Communicator, Group, group_of
 from peerlane.device.host.device_memory import bytes_at
+from peerlane.device.host.launch import loaded_cubins
 from peerlane.device.host.pool import LEASE_BYTES
 from peerlane.device.products.all_gather_gemm import all_gather_gemm
 from peerlane.device.products.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
@@ -48,7 +51,7 @@ from peerlane.settings import ARENA_MEMORY
 KINDS = ("vmm", "ipc")
 NAMES = {"vmm": "virtual memory", "ipc": "CUDA IPC"}
 BF16, N, K, LARGEST_M = torch.bfloat16, 512, 512, 8192
-ALLOWED_BEHIND_LARGEST = 2
+ALLOWED_BEHIND_LARGEST = 0
 GROWTHS, REUSES = 3, 40
 
 
@@ -200,6 +203,59 @@ def check_sizes(group: Group, products: Products, count: int, deadline: float) -
     }
 
 
+def check_mixed(group: Group, products: Products, count: int, deadline: float) -> dict[str, Any]:
+    """Calls of operators in a random order; what they take and exchange behind ``ops.prepare``, and what is left behind ``ops.close``."""
+    rank, world, draw, shard = group.rank, group.world_size, random.Random(11), N // group.world_size
+    x = ones_and_zeroes((world, LARGEST_M, N), 5, group.device)
+    summed, own = x.float().sum(0).to(BF16), x[rank]
+    columns = [b[:, q * shard : (q + 1) * shard].contiguous() for q, b in enumerate(products.b)]
+    sides = torch.cat([a[:LARGEST_M].float() @ b.float() for a, b in zip(products.a, columns, strict=True)], 1).to(BF16)
+    a, b, parts = products.a[rank, :LARGEST_M], products.b[rank], products.parts[rank, :LARGEST_M]
+    total, gathered = products.summed[:LARGEST_M].to(BF16), products.gathered[:LARGEST_M].to(BF16)
+    calls: list[tuple[Any, Any]] = [
+        (lambda t: ops.all_reduce(own[:t]), lambda t: summed[:t]),
+        (lambda t: ops.all_reduce(own[:t], reduce_op="max"), lambda t: x[:, :t].amax(0)),
+        (lambda t: ops.all_gather(own[:t]), lambda t: x[:, :t].flatten(0, 1)),
+        (lambda t: ops.reduce_scatter(own[:t]), lambda t: summed[:t].view(world, -1, N)[rank]),
+        (lambda t: ops.gemm_all_reduce(a[:t], b), lambda t: total[:t]),
+        (lambda t: ops.gemm_reduce_scatter(a[:t], b), lambda t: total[:t].view(world, -1, N)[rank]),
+        (lambda t: ops.gemm_all_gather(a[:t], columns[rank]), lambda t: sides[:t]),
+        (lambda t: ops.all_gather_gemm(parts[:t], products.own), lambda t: gathered[:t]),
+    ]
+
+    def state() -> dict[str, int]:
+        return {"allocations": group.memory_report().allocations, "exchanges": group._exchange._rounds, "cubins": len(loaded_cubins())}  # type: ignore[attr-defined]
+
+    prepared = ops.prepare(max_tokens=LARGEST_M, hidden=N)
+    for call, _ in calls:
+        call(LARGEST_M)
+    torch.cuda.synchronize(group.device)
+    group.agree(0)  # whose first call makes the board
+    begin, before, done = time.monotonic(), state(), 0
+    for _ in range(count):
+        call, answer = calls[draw.randrange(len(calls))]
+        tokens = world * draw.randrange(LARGEST_M // world + 1)
+        if tokens:
+            products.wrong += (call(tokens) != answer(tokens)).sum()
+        else:
+            call(0)
+        done += 1
+        if done % 250 == 0 and group.agree(int(time.monotonic() > deadline))[0]:
+            break
+    torch.cuda.synchronize(group.device)
+    seconds, after, report = time.monotonic() - begin, state(), ops.memory_report()
+    ops.close()
+    return {
+        "calls": done,
+        "ms_for_each_call": seconds * 1e3 / done,
+        **{f"{name}_behind_largest": after[name] - before[name] for name in after},
+        "prepared_bytes": prepared.reserved_bytes,
+        "reserved_bytes": report.reserved_bytes,
+        "left_bytes": group.memory_report().reserved_bytes,
+        "report": str(report),
+    }
+
+
 def rank_main(
     rank: int, options: argparse.Namespace, environments: list[dict[str, str]], kind: str, port: int, deadline: float, out: str
 ) -> None:
@@ -215,7 +271,8 @@ def rank_main(
     torch.cuda.synchronize(group.device)
     parts = {"growth": check_growth(group, products), "reuse": check_reuse(group, products)}
     parts["kind"] = group.memory_report().kind
-    parts["sizes"] = check_sizes(group, products, options.sizes, deadline)
+    parts["sizes"] = check_sizes(group, products, options.sizes, deadline - 0.5 * (deadline - time.monotonic()))
+    parts["mixed"] = check_mixed(group, products, options.calls, deadline)
     parts["wrong_words"] = int(products.wrong)
     parts["open_files"] = len(os.listdir("/proc/self/fd"))
     everyone = group.exchange(parts)
@@ -272,8 +329,12 @@ def line(kind: str, ranks: list[dict[str, Any]]) -> str:
         sizes["most_reserved_bytes"] / (1 << 20),
         sizes["ms_for_each_size"],
         wrong_words(ranks),
+        *(one["mixed"][name] for name in ("calls", "ms_for_each_call")),
+        *(one["mixed"][f"{name}_behind_largest"] for name in ("allocations", "exchanges", "cubins")),
+        one["mixed"]["left_bytes"],
     )
-    return "{:<5} {:<15} {:>9.1f} {:>8.2f} {:>6} {:>7} {:>12.0f} {:>8.2f} {:>6}".format(*cells)
+    mixed = "{:>6} {:>8.2f} {:>6} {:>5} {:>7} {:>5}"
+    return ("{:<5} {:<15} {:>9.1f} {:>8.2f} {:>6} {:>7} {:>12.0f} {:>8.2f} {:>6} " + mixed).format(*cells)
 
 
 def wrong_words(ranks: list[dict[str, Any]]) -> int:
@@ -283,7 +344,12 @@ def wrong_words(ranks: list[dict[str, Any]]) -> int:
 def good(kind: str, ranks: list[dict[str, Any]]) -> bool:
     behind = max(rank["sizes"]["allocations_behind_largest"] for rank in ranks)
     reused = all(rank["reuse"]["places"] < REUSES for rank in ranks)
-    return not wrong_words(ranks) and behind <= ALLOWED_BEHIND_LARGEST and reused and all(rank["kind"] == NAMES[kind] for rank in ranks)
+    quiet = all(
+        rank["mixed"]["allocations_behind_largest"] == 0 == rank["mixed"]["exchanges_behind_largest"] and rank["mixed"]["left_bytes"] == 0
+        for rank in ranks
+    )
+    kinds = all(rank["kind"] == NAMES[kind] for rank in ranks)
+    return not wrong_words(ranks) and behind <= ALLOWED_BEHIND_LARGEST and reused and quiet and kinds
 
 
 def main() -> int:
@@ -292,6 +358,7 @@ def main() -> int:
     parser.add_argument("--ranks-per-gpu", type=int, default=0, help="by default as many as share a GPU where all GPUs are used")
     parser.add_argument("--limit", type=float, default=85.0, help="seconds, after which all ranks are killed")
     parser.add_argument("--sizes", type=int, default=1000, help="random m of each kind of memory")
+    parser.add_argument("--calls", type=int, default=10_000, help="of operators with random numbers of tokens")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -304,7 +371,10 @@ def main() -> int:
     found: dict[str, Any] = {"environment": record(), "ranks": options.ranks, "ranks_per_gpu": options.per_gpu}
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"peerlane-check-arena-{os.getpid()}"
     folder.mkdir()
-    print("kind  memory          growth ms lease ms  sizes  behind reserved MiB  ms/size  wrong", flush=True)
+    print(
+        "kind  memory          growth ms lease ms  sizes  behind reserved MiB  ms/size  wrong  calls  ms/call  alloc  exch  cubins  left",
+        flush=True,
+    )
     for number, kind in enumerate(options.kinds):
         left = options.limit - (time.monotonic() - begin)
         share = 1.0 if number + 1 == len(options.kinds) else 0.6  # the first compiles

@@ -5,7 +5,8 @@
 
 Ranks share GPUs through an MPS daemon of the script's own where the machine has one, else (or with --no-mps) in time slices.
 Every operation runs blocking, asynchronously and as a replayed CUDA graph, with new contents each time; graphs take three dtypes: one that
-the kit sums, one that NCCL sums, one that is only moved. The table gives the time of a call
+the kit sums, one that NCCL sums, one that is only moved. ``--reductions`` checks only what reduces: SUM, AVG, PREMUL_SUM, MAX and MIN.
+Then FSDP2 and DDP take three steps each, whose gradients must have been reduced by the kit alone. The table gives the time of a call
 on the slowest rank: median and quartiles of ``STRETCHES`` stretches, in microseconds. ``bytes`` is what every rank has at first. All that
 was found is in FILE after every row. Exits with 1 if an answer was wrong, with 3 at the time limit, which ends all ranks.
 """
@@ -79,6 +80,7 @@ class Ranks:
     deadline: float
     found: dict[str, Any] = field(default_factory=dict)
     half: Any = None
+    reductions: bool = False
     members: tuple[int, ...] = ()
 
     def agree(self, value: Any) -> list[Any]:
@@ -117,6 +119,48 @@ def finish(work: Any) -> None:
         work.wait()
 
 
+def reductions(at: Ranks, count: int, dtype: torch.dtype) -> Iterator[Operation]:
+    """All-reduce, reduce and reduce-scatter by every reduction but the sum. Means are exact in every dtype where a power of two divides."""
+    rank, world, root = at.rank, at.world, at.world - 1
+    one, other = (torch.zeros(count, dtype=dtype, device=at.device) for _ in range(2))
+    wide = torch.zeros(count * world, dtype=dtype, device=at.device)
+    cases: list[tuple[str, Any, Callable[[torch.Tensor], torch.Tensor]]] = []
+    if dtype not in FP8:  # NCCL has these without, too
+        cases += [("max", dist.ReduceOp.MAX, lambda x: x.amax(0)), ("min", dist.ReduceOp.MIN, lambda x: x.amin(0))]
+    if dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cases += [("avg", dist.ReduceOp.AVG, lambda x: x.sum(0) / world)]
+        cases += [("premul_sum", dist.__dict__["_make_nccl_premul_sum"](0.25), lambda x: x.sum(0) / 4)]
+
+    def stacked(given: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([item.double() for item in given])
+
+    for name, op, answer in cases:
+
+        def all_reduce(later: bool, op: Any = op) -> None:
+            other.copy_(one)
+            finish(dist.all_reduce(other, op, async_op=later))
+
+        def reduce(later: bool, op: Any = op) -> None:
+            other.copy_(one)
+            finish(dist.reduce(other, root, op, async_op=later))
+
+        def scatter(later: bool, op: Any = op) -> None:
+            finish(dist.reduce_scatter_tensor(other, wide, op, async_op=later))
+
+        def whole(given: list[torch.Tensor], answer: Any = answer) -> torch.Tensor:
+            return answer(stacked(given))  # type: ignore[no-any-return]
+
+        def at_root(given: list[torch.Tensor], answer: Any = answer) -> torch.Tensor | None:
+            return answer(stacked(given)) if rank == root else None
+
+        def own(given: list[torch.Tensor], answer: Any = answer) -> torch.Tensor:
+            return answer(stacked(given)).view(world, -1)[rank]  # type: ignore[no-any-return]
+
+        yield Operation(f"all_reduce {name}", one, other, all_reduce, whole)
+        yield Operation(f"reduce {name}", one, other, reduce, at_root)
+        yield Operation(f"reduce_scatter_tensor {name}", wide, other, scatter, own)
+
+
 def operations(at: Ranks, count: int, dtype: torch.dtype, *, sums: bool) -> Iterator[Operation]:
     """Those that sum, or those that move, for ``count`` elements a part."""
     rank, world, root = at.rank, at.world, at.world - 1
@@ -143,11 +187,9 @@ def operations(at: Ranks, count: int, dtype: torch.dtype, *, sums: bool) -> Iter
         return call
 
     if sums:
+        yield from reductions(at, count, dtype)
         yield Operation("all_reduce", one, other, in_place(other, lambda t, later: dist.all_reduce(t, async_op=later)), total)
         yield Operation("all_reduce misaligned", one, odd, in_place(odd, lambda t, later: dist.all_reduce(t, async_op=later)), total)
-        if dtype not in FP8:
-            maximum = in_place(other, lambda t, later: dist.all_reduce(t, dist.ReduceOp.MAX, async_op=later))
-            yield Operation("all_reduce max", one, other, maximum, lambda given: torch.stack([x.double() for x in given]).amax(0))
         reduce = in_place(other, lambda t, later: dist.reduce(t, root, async_op=later))
         yield Operation("reduce", one, other, reduce, lambda given: total(given) if rank == root else None)
 
@@ -277,7 +319,7 @@ def capture(at: Ranks, call: Callable[[], None], calls: int = 1) -> Callable[[],
 def check_all(at: Ranks) -> int:
     """How many checks failed, of every operation, dtype and size. Graphs of messages come last: NCCL can not capture them everywhere."""
     cuda, bad = at.device.type == "cuda", 0
-    for messages, graph in itertools.product((False, True), (False, True) if cuda else (False,)):
+    for messages, graph in itertools.product((False,) if at.reductions else (False, True), (False, True) if cuda else (False,)):
         begin = time.monotonic()
         for dtype in IN_GRAPHS if graph else (*MOVED, *FP8) if cuda else MOVED:  # gloo moves no fp8
             bad += check_dtype(at, dtype, messages=messages, graph=graph)
@@ -293,7 +335,8 @@ def check_all(at: Ranks) -> int:
 def check_dtype(at: Ranks, dtype: torch.dtype, *, messages: bool, graph: bool) -> int:
     """How many checks failed on any rank."""
     rows = []
-    for sums, count in itertools.product((False, True) if dtype in (*SUMMED, *FP8) else (False,), COUNTS):
+    kinds = (True,) if at.reductions else (False, True)
+    for sums, count in itertools.product(kinds if dtype in (*SUMMED, *FP8, torch.uint8) else (False,) if not at.reductions else (), COUNTS):
         for operation in operations(at, count, dtype, sums=sums):
             if operation.message == messages:
                 wrong = check(at, operation, graph=graph)
@@ -304,6 +347,38 @@ def check_dtype(at: Ranks, dtype: torch.dtype, *, messages: bool, graph: bool) -
             print(f"FAIL {row}", flush=True)
     at.found.setdefault("checks", []).extend(rows)
     return sum(row["wrong"] != 0 for row in rows)
+
+
+def check_training(at: Ranks) -> int:
+    """How many of FSDP2's and DDP's kinds of gradient traffic ran elsewhere than on the kit."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def layers() -> torch.nn.Sequential:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).to(at.device)
+
+    sharded, bad = layers(), 0
+    mesh, policy = init_device_mesh("cuda", (at.world,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in (*sharded, sharded):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    replicated = torch.nn.parallel.DistributedDataParallel(layers(), device_ids=[at.device.index])
+    for name, model in (("FSDP2", sharded), ("DDP", replicated)):
+        backend.reset_counts()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for step in range(3):
+            model(torch.full((8, 512), float(step + at.rank), device=at.device)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        at.synchronize()
+        moved = [entry for entry in backend.counts() if "reduce" in entry.operation or "gather" in entry.operation]
+        elsewhere = [entry for entry in moved if entry.device == "cuda" and entry.ran_on != "kit"]
+        bad += len(elsewhere) + (not moved)
+        at.found.setdefault("training", {})[name] = [vars(entry) for entry in backend.counts()]
+        if at.rank == 0:
+            print(f"{name}: {len(elsewhere)} kinds of gradient traffic ran elsewhere\n{backend.report()}", flush=True)
+    at.save()
+    return bad
 
 
 def bench_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, Callable[[], Any]]:
@@ -438,7 +513,7 @@ def rank_main(
     dist.init_process_group(
         "peerlane", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks, timeout=GROUP_TIMEOUT
     )
-    at = Ranks(rank, options.ranks, device, options.out, deadline)
+    at = Ranks(rank, options.ranks, device, options.out, deadline, reductions=options.reductions)
     at.found = {"environment": record(), "ranks": options.ranks, "node": node.describe(), "cpu": options.cpu}
     halves = [tuple(range(options.ranks // 2)), tuple(range(options.ranks // 2, options.ranks))]
     if options.ranks >= 4:
@@ -449,6 +524,8 @@ def rank_main(
     at.found["calls"] = [vars(entry) for entry in backend.counts()]
     if rank == 0:
         print(backend.report(), flush=True)
+    if not options.cpu and not options.no_checks:
+        bad += check_training(at)
     if not options.no_table:
         plain = dist.new_group(list(range(options.ranks)), backend="gloo" if options.cpu else "nccl", timeout=GROUP_TIMEOUT)
         bench(at, plain)
@@ -466,6 +543,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which all ranks are killed")
     parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--no-mps", action="store_true")
+    parser.add_argument("--reductions", action="store_true", help="check only what reduces")
     parser.add_argument("--no-table", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="gloo and CPU tensors, to try this script")
     parser.add_argument("--out", type=Path)

@@ -203,3 +203,10 @@ def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text(text_of(result()))
     with pytest.raises(UsageError, match=r"ends in \.html"):
         write_page(gather([tmp_path]), tmp_path / "page.htm", "t")
+
+
+def test_latency_bound_tasks_are_told_apart_on_a_board(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", [1, 25])
+    (board, *_) = boards(gather([tmp_path / "run"]).samples)
+    sizes = {name: size for name, (size, _) in board.kinds().items()}
+    assert sizes == {"bound below 20 us (latency)": 1, "bound by bandwidth or compute": 1}

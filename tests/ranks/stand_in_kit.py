@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device.backend.ordering import NO_TIMEOUT, FinishedWork
+from peerlane.device.collectives.reductions import SUM, Reduction
 from peerlane.errors import DeviceError, DeviceTimeout
 
 WAIT_S = 10.0
@@ -66,21 +67,27 @@ class SharedMemoryKit:
                 raise DeviceTimeout(f"rank {self._rank} waited {WAIT_S} s for step {progress}; seen {self._progress.tolist()}")
             time.sleep(0.0002)
 
-    def _sums(self, title: str, tensor: torch.Tensor) -> torch.Tensor:
-        parts = [copy[: tensor.nbytes].view(tensor.dtype) for copy in self._exchange(title, tensor)]
-        wide = torch.int32 if tensor.dtype == torch.int32 else torch.float32
-        return torch.stack([part.to(wide) for part in parts]).sum(0, dtype=wide).to(tensor.dtype)
+    def _reduced(self, title: str, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        named = f"{title} {tensor.dtype} {reduction.name} {reduction.factor}"
+        parts = [copy[: tensor.nbytes].view(tensor.dtype) for copy in self._exchange(named, tensor)]
+        wide = torch.stack([part.to(torch.float32 if tensor.is_floating_point() else torch.int64) for part in parts])
+        if reduction.name in ("max", "min"):
+            return getattr(wide, f"a{reduction.name}")(0).to(tensor.dtype)  # type: ignore[no-any-return]
+        total = wide.sum(0)
+        if reduction.name == "avg":
+            total = total / self._world_size
+        return (total * reduction.factor if reduction.name == "premul_sum" else total).to(tensor.dtype)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        tensor.view(-1).copy_(self._sums(f"all_reduce {tensor.nbytes} {tensor.dtype}", tensor))
+    def all_reduce(self, tensor: torch.Tensor, *, reduction: Reduction = SUM) -> None:
+        tensor.view(-1).copy_(self._reduced(f"all_reduce {tensor.nbytes}", tensor, reduction))
 
-    def reduce(self, tensor: torch.Tensor, dst: int) -> None:
-        total = self._sums(f"reduce {tensor.nbytes} {tensor.dtype} {dst}", tensor)
+    def reduce(self, tensor: torch.Tensor, dst: int, *, reduction: Reduction = SUM) -> None:
+        total = self._reduced(f"reduce {tensor.nbytes} {dst}", tensor, reduction)
         if self._rank == dst:
             tensor.view(-1).copy_(total)
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        total = self._sums(f"reduce_scatter {input.nbytes} {input.dtype}", input)
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, *, reduction: Reduction = SUM) -> None:
+        total = self._reduced(f"reduce_scatter {input.nbytes}", input, reduction)
         output.view(-1).copy_(total.view(self._world_size, -1)[self._rank])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
@@ -178,7 +185,6 @@ class StandInProvider:
     """Serves CPU tensors. ``broken_ranks`` can not open the kit."""
 
     device_type = "cpu"
-    sum_dtypes = frozenset({torch.float32, torch.bfloat16, torch.int32})
 
     def __init__(self, folder: Path, broken_ranks: Sequence[int] = ()) -> None:
         self._folder, self._broken_ranks = folder, broken_ranks
@@ -191,6 +197,12 @@ class StandInProvider:
         kit = SharedMemoryKit(self._folder / f"group-{group.group_name}", group.rank(), group.size())
         self.opened[group.group_name] = kit
         return kit
+
+    def close(self, group: dist.ProcessGroup) -> None:
+        self.opened[group.group_name].close()
+
+    def device_of(self, group: dist.ProcessGroup) -> torch.device | None:
+        return torch.device("cpu") if group.group_name in self.opened else None
 
     def lane(self, device: torch.device) -> ThreadLane:
         self._lane = self._lane or ThreadLane()  # not before the fork

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 GLOO_RANKS, KIT_RANKS = 3, 4
 c10d: Any = distributed_c10d
+premul_sum: Any = dist.__dict__["_make_nccl_premul_sum"]
 
 
 @pytest.fixture(scope="module")
@@ -306,11 +307,8 @@ def test_cpu_tensors_go_to_gloo(gloo_ranks: RankPool) -> None:
 def test_what_the_kit_serves_goes_to_the_kit_and_the_rest_is_counted(kit_ranks: RankPool) -> None:
     for rank, counts in enumerate(kit_ranks.run(counted, every_operation)):
         assert {count.operation for count in counts if count.ran_on == "kit"} == OPERATIONS
-        assert {(count.operation, count.reason) for count in counts if count.ran_on != "kit"} >= {
-            ("all_reduce", "ReduceOp.MAX; the kit reduces with ReduceOp.SUM"),
-            ("send", "the kit has no point-to-point operations"),
-            ("barrier", ""),
-        }, rank
+        alone = {("send", "the kit has no point-to-point operations")} if rank == 0 else set()
+        assert {(count.operation, count.reason) for count in counts if count.ran_on != "kit"} >= {("barrier", ""), *alone}, rank
 
 
 @pytest.mark.parametrize("work", [coalesced_operations, functional_operations, calls_from_cpp, sub_groups], ids=lambda work: work.__name__)
@@ -334,7 +332,7 @@ def test_bad_calls_are_told_what_was_expected(gloo_ranks: RankPool) -> None:
 
 
 def moved_dtypes(rank: int, world: int) -> list[tuple[str, str]]:
-    """Any dtype can be moved by the kit; sums of what it does not sum go to the child."""
+    """Any dtype can be moved by the kit; reductions of what it does not reduce go to the child."""
     backend.reset_counts()
     for dtype in (torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.complex64):
         output = torch.empty(world, 2, dtype=dtype)
@@ -351,10 +349,88 @@ def moved_dtypes(rank: int, world: int) -> list[tuple[str, str]]:
     return [(count.ran_on, count.reason) for count in backend.counts() if count.operation == "all_reduce"]
 
 
-def test_a_dtype_that_the_kit_does_not_sum_goes_to_the_child(kit_ranks: RankPool) -> None:
-    known = "the kit sums bfloat16, float32, int32"
+def test_a_dtype_that_the_kit_does_not_reduce_goes_to_the_child(kit_ranks: RankPool) -> None:
     for found in kit_ranks.run(moved_dtypes):
-        assert found == [("gloo", f"a sum of torch.float64; {known}"), ("gloo", f"a sum of torch.int64; {known}"), ("kit", "")]
+        (place, reason), *others = found
+        assert place == "gloo" and reason.startswith("a reduction of torch.float64; the kit reduces bfloat16, "), reason
+        assert others == [("kit", "")]
+
+
+def reductions(rank: int, world: int) -> None:
+    """What FSDP2 and Megatron ask for, of each operation that reduces."""
+    everybody, kind = [numbers(other, 2 * world) for other in range(world)], dist.ReduceOp
+    whole = torch.stack(everybody)
+    wanted = {kind.SUM: whole.sum(0), kind.AVG: whole.mean(0), kind.MAX: whole.amax(0), kind.MIN: whole.amin(0)}
+    cases: list[tuple[Any, torch.Tensor]] = [*wanted.items(), (premul_sum(0.5), whole.sum(0) / 2)]
+    for (op, want), dtype in itertools.product(cases, (torch.float32, torch.bfloat16, torch.float16)):
+        want = want.to(dtype)
+        dist.all_reduce(tensor := numbers(rank, 2 * world, dtype), op)
+        check("all_reduce", tensor, want)
+        dist.reduce(tensor := numbers(rank, 2 * world, dtype), 1, op)
+        check("reduce", tensor, want if rank == 1 else numbers(rank, 2 * world, dtype))
+        dist.reduce_scatter_tensor(part := torch.empty(2, dtype=dtype), numbers(rank, 2 * world, dtype), op)
+        check("reduce_scatter_tensor", part, want.view(world, 2)[rank])
+        dist.reduce_scatter(part, list(numbers(rank, 2 * world, dtype).chunk(world)), op)
+        check("reduce_scatter", part, want.view(world, 2)[rank])
+    with _coalescing_manager():
+        for tensor in (tensors := [numbers(rank), numbers(rank, 3)]):
+            dist.all_reduce(tensor, premul_sum(0.25))
+    check("coalesced", tensors, [total(world) / 4, total(world, 3) / 4])
+    for op, dtype in itertools.product((kind.SUM, kind.MAX, kind.MIN), (torch.uint8, torch.int8, torch.int32, torch.int64)):
+        dist.all_reduce(tensor := numbers(rank, 2 * world, dtype), op)
+        check("all_reduce of integers", tensor, wanted[op].to(dtype))
+
+
+def test_reductions_of_training_run_on_the_kit(kit_ranks: RankPool) -> None:
+    for counts in kit_ranks.run(counted, reductions):
+        assert {(count.ran_on, count.reason) for count in counts} == {("kit", "")}
+
+
+def tensor_factor(rank: int, world: int) -> None:
+    with pytest.raises(RuntimeError, match="ReduceOp"):  # gloo has no such reduction at all
+        dist.all_reduce(torch.ones(1), premul_sum(torch.ones(1)))
+
+
+def test_reductions_that_the_kit_does_not_have_say_why(kit_ranks: RankPool) -> None:
+    reason = "ReduceOp.PREMUL_SUM with a tensor as its factor; the kit takes a number"
+    for counts in kit_ranks.run(counted, tensor_factor):
+        assert counts == [backend.Count("all_reduce", "cpu", "gloo", reason, 1)]
+
+
+def trains_with_fsdp(rank: int, world: int, factor: float | None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, whole = (torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)) for _ in range(2))
+    whole.load_state_dict(model.state_dict())
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh)
+        if factor is not None:
+            layer.set_gradient_divide_factor(factor)
+    inputs = torch.arange(float(world * 8)).view(world, 8) / 10
+    model(inputs[rank : rank + 1]).sum().backward()
+    (whole(inputs).sum() / (world if factor is None else factor)).backward()
+    for own, want in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), want.grad)
+
+
+def trains_with_ddp(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    replicated = torch.nn.parallel.DistributedDataParallel(model)
+    replicated(torch.full((1, 8), float(rank))).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "train", [functools.partial(trains_with_fsdp, factor=None), functools.partial(trains_with_fsdp, factor=6.0), trains_with_ddp],
+    ids=["FSDP2", "FSDP2 with a factor", "DDP"],
+)  # fmt: skip
+def test_gradients_of_fsdp_and_ddp_stay_on_the_kit(kit_ranks: RankPool, train: Callable[[int, int], None]) -> None:
+    for counts in kit_ranks.run(counted, train):
+        moved = {count.operation: count.ran_on for count in counts if "reduce" in count.operation or "gather_single" in count.operation}
+        assert moved and set(moved.values()) == {"kit"}, counts
 
 
 def asynchronous_calls(rank: int, world: int) -> tuple[bool, float]:
@@ -372,9 +448,9 @@ def asynchronous_calls(rank: int, world: int) -> tuple[bool, float]:
     for handle in (work, second):
         assert handle.wait() and handle.is_completed() and handle.is_success()
     check("the first result", work.get_future().value(), [total(world)])
-    maximum = first.clone()
-    dist.all_reduce(maximum, dist.ReduceOp.MAX)  # goes to the child
-    check("a child's call behind the kit's", maximum, total(world))
+    wide = first.double()
+    dist.all_reduce(wide)  # goes to the child
+    check("a child's call behind the kit's", wide, total(world) * world)
     return done, took
 
 

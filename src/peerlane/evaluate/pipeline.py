@@ -85,6 +85,8 @@ class EvaluationPipeline:
     """by case"""
     shown_right: bool = False
     """the outputs of all cases were right, at rest and under stress"""
+    short_of_memory: bool = False
+    """the evaluator's own ranks had too little memory on the GPU"""
     runners: list[CaseRunner] = field(default_factory=list)
     """of the cases that were opened, in their order"""
     missed_deadline: bool = False
@@ -138,7 +140,7 @@ class EvaluationPipeline:
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
-            self.group.healthy = False
+            self.group.healthy, self.short_of_memory = False, True
             return NotRun(missing=str(error))
         except HarnessError as error:
             self.group.healthy, self.group.no_ranks = False, isinstance(error, NoRanks)
@@ -183,7 +185,8 @@ class EvaluationPipeline:
             return NotRun(missing=missing)
         if job.candidate.compiles:
             with self._in("build"):
-                (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
+                build_s = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
+            self.stage_seconds["build"] = round(build_s, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
                 return NotRun(missing=_GPU_OR_EMULATED if KIT in (self.source or "") else _GPU_ONLY)
         self._spawn()

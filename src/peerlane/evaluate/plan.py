@@ -49,7 +49,7 @@ class EvaluationPlan:
         ranks_per_gpu: how many ranks may share a GPU; 0: as many as needed. Where some do, the machine is a virtual node.
         baseline: what serves torch.distributed: ``nccl``, or on virtual nodes ``peerlane``, the kit's collectives; None: the latter there.
         out: folder of ``results.jsonl``; None keeps nothing.
-        timeout: seconds that one evaluation may take, waiting for its turn apart; None: no limit but the deadlines of its phases.
+        timeout: seconds that one evaluation may take, waiting and compiling apart; None: no limit but the deadlines of its phases.
         rerun: judge again what ``out`` already holds.
         timelines: folder that gets a file ``NAME.MODE.json`` for every evaluation and launch mode: what every rank did when, in the timed
             case; on CPU ranks in one call. See :mod:`peerlane.evaluate.audit.timeline`.

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from peerlane.generate.attempts import NO_CODE, NO_REPLY, NOT_JUDGED, Attempt, Setting
+from peerlane.generate.attempts import NO_REPLY, NOT_JUDGED, Attempt, Setting
 from peerlane.generate.judging import speedups_of
 from peerlane.generate.run_folder import RunFolder, SampleKey
 from peerlane.results.result import NEEDS_MULTICAST, Result
@@ -53,5 +53,5 @@ def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str
     elif record.sha256 is not None:
         attempt = Attempt(key.problem, key.sample, NOT_JUDGED)
     else:
-        attempt = Attempt(key.problem, key.sample, NO_CODE if record.error is None else NO_REPLY)
-    return replace(attempt, usage=record.usage, steps=tuple(step.attempt(key) for step in run.steps(key))), judged
+        attempt = Attempt(key.problem, key.sample, record.status if record.error is None else NO_REPLY)
+    return replace(attempt, usage=record.usage, seconds=record.seconds, steps=tuple(step.attempt(key) for step in run.steps(key))), judged

@@ -18,12 +18,13 @@ from peerlane.generate.attempts import Attempt, Usage
 
 RESAMPLES = 2000
 _SEED = 20_26
+_Z = 1.959964  # of a 95 % interval
 
 Test = Callable[[Attempt], bool]
 
 
 class Estimate(NamedTuple):
-    """A value with its 95 % interval, from resampling problems."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
@@ -115,6 +116,28 @@ def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str
         number: expected_best([gain(attempt) for attempt in group], min(k, len(group))) if group else 0.0
         for number, group in by_problem(attempts, problems).items()
     }
+
+
+def share(values: Sequence[float]) -> Estimate:
+    """Returns the mean of probabilities by problem with its 95 % Wilson interval; raises ValueError for none.
+
+    The interval counts as many independent trials as explain the spread over problems, which holds the samples of a problem too, and at
+    least one a problem. So it is never of no width: 8 of 8 is 1 [0.68, 1].
+    """
+    if not values:
+        raise ValueError("the share of no problems: expected at least one")
+    count = len(values)
+    mean = sum(values) / count
+    spread = sum((value - mean) ** 2 for value in values) / (count - 1) / count if count > 1 else 0.0
+    trials = max(float(count), mean * (1 - mean) / spread) if spread > 0 else float(count)
+    centre, room = mean + _Z**2 / (2 * trials), _Z * math.sqrt(mean * (1 - mean) / trials + _Z**2 / (4 * trials**2))
+    whole = 1 + _Z**2 / trials
+    return Estimate(mean, min(mean, max(0.0, (centre - room) / whole)), max(mean, min(1.0, (centre + room) / whole)))
+
+
+def tried(attempts: Sequence[Attempt]) -> list[int]:
+    """Returns the problems that have a judged attempt, in order."""
+    return sorted({attempt.problem for attempt in attempts if attempt.judged})
 
 
 def geometric_mean(logarithms: Mapping[int, float]) -> Estimate:

@@ -7,7 +7,7 @@
     y.square().sum().backward()
 
 Gradients are those of the sum of all ranks' losses, as in ``torch.distributed.nn.functional``. The device kit does the work on GPUs and
-emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a process group; None means all ranks.
+emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a process group, its name or a DeviceMesh; None means all ranks.
 """
 
 from __future__ import annotations
@@ -16,90 +16,56 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from peerlane.device import communicator
 from peerlane.device.products import gemm
 from peerlane.device.products.all_gather_gemm import all_gather_gemm as _fused_gather
 from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_columns
-from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
-from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
-from peerlane.errors import UsageError
+from peerlane.ops import replicated
 from peerlane.ops.attention import ring_attention, ulysses_attention
+from peerlane.ops.check import same_call
+from peerlane.ops.collectives import (
+    Gradient,
+    _all_gather,
+    _reduce_scatter,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+    replicate,
+)
+from peerlane.ops.collectives import replicates as _replicates
 from peerlane.ops.experts import gated_experts
+from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
-from peerlane.ops.groups import process_group as _process_group
 from peerlane.ops.groups import world_size as _world_size
+from peerlane.ops.memory import close, memory_report
+from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
+from peerlane.ops.preparation import prepare
+from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
+from peerlane.ops.shapes import product as _product
+from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
     "all_gather",
     "all_gather_gemm",
     "all_reduce",
+    "all_reduce_rms_norm",
+    "all_reduce_rms_norm_fp8",
     "all_to_all",
+    "close",
     "gated_experts",
     "gemm_all_gather",
     "gemm_all_reduce",
     "gemm_reduce_scatter",
+    "memory_report",
+    "prepare",
     "reduce_scatter",
+    "replicate",
     "ring_attention",
+    "row_gather_gemm",
     "ulysses_attention",
 ]
-
-
-def _rows(x: torch.Tensor, world_size: int, what: str) -> int:
-    if not x.dim() or x.shape[0] % world_size:
-        raise UsageError(f"{what} got shape {tuple(x.shape)}: expected rows that {world_size} ranks share equally; pad axis 0")
-    return x.shape[0] // world_size
-
-
-# --- collectives; each operator takes and gives contiguous tensors, and never its own input ---
-
-
-@torch.library.custom_op("peerlane::all_reduce", mutates_args=())
-def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
-    x, kit = x.contiguous(), _kit(x, group)
-    if kit is None:
-        total = x.clone()
-        dist.all_reduce(total, group=_process_group(group))
-        return total
-    total = torch.empty_like(x)
-    communicator(kit).all_reduce(x, total)
-    return total
-
-
-@torch.library.custom_op("peerlane::all_gather", mutates_args=())
-def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
-    whole = x.new_empty((world_size * x.shape[0], *x.shape[1:]))
-    if kit is None:
-        dist.all_gather_into_tensor(whole, x, group=_process_group(group))
-    else:
-        communicator(kit).all_gather_into_tensor(whole, x)
-    return whole
-
-
-@torch.library.custom_op("peerlane::reduce_scatter", mutates_args=())
-def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
-    x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
-    part = x.new_empty((_rows(x, world_size, "reduce_scatter"), *x.shape[1:]))
-    if kit is None:
-        dist.reduce_scatter_tensor(part, x, group=_process_group(group))
-    else:
-        communicator(kit).reduce_scatter_tensor(part, x)
-    return part
-
-
-@torch.library.custom_op("peerlane::all_to_all", mutates_args=())
-def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
-    x, kit = x.contiguous(), _kit(x, group)
-    _rows(x, _world_size(group), "all_to_all")
-    received = torch.empty_like(x)
-    if kit is None:
-        dist.all_to_all_single(received, x, group=_process_group(group))
-    else:
-        communicator(kit).all_to_all_single(received, x)
-    return received
 
 
 # --- fused products ---
@@ -107,77 +73,47 @@ def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
 
 def _scatter_columns(columns: torch.Tensor, width: int, group: str) -> torch.Tensor:
     """Returns this rank's columns of the sum."""
-    parts = columns.reshape(columns.shape[0], -1, width).transpose(0, 1)
-    own: torch.Tensor = _reduce_scatter(parts.reshape(-1, width), group)
+    parts = columns.reshape(columns.shape[0], _world_size(group), width).transpose(0, 1)
+    own: torch.Tensor = _reduce_scatter(parts.flatten(0, 1), group)
     return own
 
 
 def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
     """Returns every rank's columns side by side."""
     shards: torch.Tensor = _all_gather(a, group).view(_world_size(group), *a.shape)
-    return shards.transpose(0, 1).reshape(a.shape[0], -1)
+    return shards.transpose(0, 1).flatten(1, 2)
 
 
 @torch.library.custom_op("peerlane::all_gather_gemm", mutates_args=())
 def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("all_gather_gemm", group, a, b)
     kit = _kit(a, group)
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         gathered: torch.Tensor = _gather_columns(a, group) @ b
         return gathered
     multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, n=b.shape[1])
-    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
+    product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
     return product
-
-
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
-def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    kit = _kit(a, group)
-    _rows(a, _world_size(group), "gemm_reduce_scatter")
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        rows: torch.Tensor = _reduce_scatter(a @ b, group)
-        return rows
-    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype)
-    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
-    return product
-
-
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
-def _gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
-        total: torch.Tensor = _all_reduce(a @ b, group)
-        return total
-    multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype)
-    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
 def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    same_call("gemm_all_gather", group, a, b)
     kit = _kit(a, group)
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         return _gather_columns(a @ b, group)
     multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype)
-    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
+    return multiply(gemm.aligned(a), b).clone(memory_format=torch.contiguous_format)
 
 
 # --- shapes ---
 
 
-for _same_shape in (_all_reduce, _all_to_all):
-    _same_shape.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
-_all_gather.register_fake(lambda x, group: x.new_empty((_world_size(group) * x.shape[0], *x.shape[1:])))
-_reduce_scatter.register_fake(lambda x, group: x.new_empty((x.shape[0] // _world_size(group), *x.shape[1:])))
-for _whole in (_all_gather_gemm, _gemm_all_reduce):
-    _whole.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
-_gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((a.shape[0] // _world_size(group), b.shape[1])))
+_all_gather_gemm.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
 _gemm_all_gather.register_fake(lambda a, b, group: a.new_empty((a.shape[0], _world_size(group) * b.shape[1])))
 
 
 # --- gradients ---
-
-
-def _remember_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.group = inputs[-1]
 
 
 def _remember_product(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -200,65 +136,34 @@ def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Call
     return gradients
 
 
-_of_rows = _product_gradients(lambda ctx, grad: _all_gather(grad, ctx.group))
-_of_sum = _product_gradients(lambda ctx, grad: _all_reduce(grad, ctx.group))
 _of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
-_all_reduce.register_autograd(lambda ctx, grad: (_all_reduce(grad, ctx.group), None), setup_context=_remember_group)
-_all_gather.register_autograd(lambda ctx, grad: (_reduce_scatter(grad, ctx.group), None), setup_context=_remember_group)
-_reduce_scatter.register_autograd(lambda ctx, grad: (_all_gather(grad, ctx.group), None), setup_context=_remember_group)
-_all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
-_gemm_reduce_scatter.register_autograd(_of_rows, setup_context=_remember_product)
-_gemm_all_reduce.register_autograd(_of_sum, setup_context=_remember_product)
 _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 
 # --- what users call ---
 
 
-def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the sum of all ranks' ``x``."""
-    total: torch.Tensor = _all_reduce(x, _name(group))
-    return total
+@takes_dtensors
+def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
+    """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
+    name = _name(group)
+
+    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+        product: torch.Tensor = _all_gather_gemm(a, b, name)
+        return product
+
+    return _product(call, "all_gather_gemm", (a, b), depth=_world_size(name))
 
 
-def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns all ranks' ``x`` along axis 0, in rank order."""
-    gathered: torch.Tensor = _all_gather(x, _name(group))
-    return gathered
+@takes_dtensors
+def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *, gradient: Gradient = "summed") -> torch.Tensor:
+    """Returns all ranks' ``a @ b`` side by side. a (..., k), b (k, n); (..., W n). ``gradient``: as :func:`gemm_all_reduce`."""
+    name = _name(group)
+    multiply: Any = replicated.GemmAllGather.apply if _replicates(gradient) else _gemm_all_gather
 
+    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
+        whole: torch.Tensor = multiply(a, b, name)
+        return whole
 
-def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns this rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
-    part: torch.Tensor = _reduce_scatter(x, _name(group))
-    return part
-
-
-def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
-    received: torch.Tensor = _all_to_all(x, _name(group))
-    return received
-
-
-def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns ``cat(all ranks' a, dim=1) @ b``: (m, k/W) and (k, n) give (m, n). bfloat16 and float16 run as one kernel."""
-    product: torch.Tensor = _all_gather_gemm(a, b, _name(group))
-    return product
-
-
-def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns this rank's rows of the summed ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
-    product: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
-    return product
-
-
-def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns the sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n)."""
-    product: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
-    return product
-
-
-def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Returns all ranks' ``a @ b`` side by side. a (m, k), b (k, n); (m, W n)."""
-    product: torch.Tensor = _gemm_all_gather(a, b, _name(group))
-    return product
+    return _product(call, "gemm_all_gather", (a, b))

@@ -6,32 +6,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.nn.functional as differentiable
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from peerlane.device import Group
+from peerlane.device.attention.forward import supports
 from peerlane.device.attention.ring import attend_over_ranks
 from peerlane.device.attention.ring_backward import attend_over_ranks_backward
 from peerlane.device.attention.ulysses import attend_by_heads, attend_by_heads_backward
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name, kit_group, process_group, world_size
+from peerlane.ops import dense_attention
+from peerlane.ops.check import same_call
+from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
+from peerlane.ops.shapes import cast, without_autocast
+from peerlane.ops.sharding import takes_dtensors
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _kit(x: torch.Tensor, name: str) -> Group:
-    group = kit_group(x, name)
-    if group is None:
-        raise UsageError(
-            "a kernel of the device kit got CPU tensors: expected GPU tensors; call ops.ring_attention or ops.ulysses_attention"
-        )
-    return group
-
-
 @torch.library.custom_op("peerlane::ring_attention", mutates_args=())
 def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-    out, logarithms = attend_over_ranks(q, k, v, scale=scale, causal=causal, group=_kit(q, group))
+    same_call("ring_attention", group, q, k, v)
+    kit = kit_group(q, group)
+    with without_autocast(q):
+        if kit is None:
+            return dense_attention.attend(q, k, v, scale, causal, group)
+        out, logarithms = attend_over_ranks(q, k, v, scale=scale, causal=causal, group=kit)
     return out.clone(memory_format=torch.contiguous_format), logarithms.clone()
 
 
@@ -47,20 +46,47 @@ def _ring_backward(
     causal: bool,
     group: str,
 ) -> Tensors:
-    known = dout, q, k, v, out, logarithms
-    return _contiguous(attend_over_ranks_backward(*known, scale=scale, causal=causal, group=_kit(q, group)))
+    kit = kit_group(q, group)
+    with without_autocast(q):
+        if kit is None:
+            return _contiguous(dense_attention.attend_backward(dout, q, k, v, scale, causal, group))
+        known = dout, q, k, v, out, logarithms
+        if supports(q, k, v) or q.shape == k.shape == v.shape:
+            return _contiguous(attend_over_ranks_backward(*known, scale=scale, causal=causal, group=kit))
+        return _backward_of_one_shape(known, scale, causal, kit)
+
+
+def _backward_of_one_shape(known: tuple[torch.Tensor, ...], scale: float, causal: bool, kit: Group) -> Tensors:
+    """Returns the gradients where the kit's other path wants one shape: key heads are repeated, depths padded with zeros, which changes no
+    score."""
+    dout, q, k, v, out, logarithms = known
+    shared, depth = q.shape[2] // k.shape[2], max(q.shape[3], v.shape[3])
+    dout, query, key, value, result = (pad(tensor, (0, depth - tensor.shape[3])) for tensor in (dout, q, k, v, out))
+    key, value = (tensor.repeat_interleave(shared, 2) for tensor in (key, value))
+    dq, dk, dv = attend_over_ranks_backward(dout, query, key, value, result, logarithms, scale=scale, causal=causal, group=kit)
+    dk, dv = (gradient.unflatten(2, (-1, shared)).sum(3) for gradient in (dk, dv))  # type: ignore[no-untyped-call]
+    return _contiguous((dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]))
 
 
 @torch.library.custom_op("peerlane::ulysses_attention", mutates_args=())
 def _ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> torch.Tensor:
-    return attend_by_heads(q, k, v, scale=scale, causal=causal, group=_kit(q, group)).clone(memory_format=torch.contiguous_format)
+    same_call("ulysses_attention", group, q, k, v)
+    kit = kit_group(q, group)
+    with without_autocast(q):
+        if kit is None:
+            return dense_attention.attend(q, k, v, scale, causal, group)[0]
+        return attend_by_heads(q, k, v, scale=scale, causal=causal, group=kit).clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("peerlane::ulysses_attention_backward", mutates_args=())
 def _ulysses_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str
 ) -> Tensors:
-    return _contiguous(attend_by_heads_backward(dout, q, k, v, scale=scale, causal=causal, group=_kit(q, group)))
+    kit = kit_group(q, group)
+    with without_autocast(q):
+        if kit is None:
+            return _contiguous(dense_attention.attend_backward(dout, q, k, v, scale, causal, group))
+        return _contiguous(attend_by_heads_backward(dout, q, k, v, scale=scale, causal=causal, group=kit))
 
 
 def _contiguous(gradients: Tensors) -> Tensors:
@@ -117,18 +143,11 @@ def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) 
         raise UsageError(f"{given} on {ranks} ranks: expected one shape, with heads that the ranks divide; repeat shared key heads")
     if q[:2] != k[:2] or k[:3] != v[:3] or q[3] != k[3] or q[2] % max(k[2], 1):
         raise UsageError(f"{given}: expected one batch and length, one depth of q and k, and heads of q a multiple of k's")
+    if len(dtypes := {tensor.dtype for tensor in tensors}) > 1 or not tensors[0].is_floating_point():
+        raise UsageError(f"{given} in {sorted(map(str, dtypes))}: expected one floating-point dtype; convert the tensors")
 
 
-def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, name: str) -> torch.Tensor:
-    """Computes attention on CPU ranks: keys and values are gathered."""
-    group, mask = process_group(name), None
-    gather: Any = differentiable.all_gather
-    keys, values = (torch.cat(gather(tensor.contiguous(), group or dist.group.WORLD), 1).transpose(1, 2) for tensor in (k, v))
-    if causal:
-        mask = torch.ones(q.shape[1], keys.shape[2], dtype=torch.bool).tril_(dist.get_rank(group) * q.shape[1])
-    return scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, scale=scale, enable_gqa=True).transpose(1, 2)
-
-
+@takes_dtensors
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -136,19 +155,18 @@ def ring_attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     """Returns attention of this rank's queries to all ranks' keys, of shards q (B, S, h, D), k (B, S, h_kv, D), v (B, S, h_kv, D_v) in rank
     order: (B, S, h, D_v). ``causal`` counts in the whole sequence."""
-    name = group_name(group)
+    name, (q, k, v) = group_name(group), cast(q, k, v)
     _require_heads("ring_attention", (q, k, v), world_size(name), one_shape=False)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    if kit_group(q, name) is None and q.device.type == "cpu":
-        return _by_torch(q, k, v, factor, causal, name)
     out: torch.Tensor = _ring(q, k, v, factor, causal, name)[0]
     return out
 
 
+@takes_dtensors
 def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -156,14 +174,12 @@ def ulysses_attention(
     *,
     scale: float | None = None,
     causal: bool = False,
-    group: dist.ProcessGroup | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     """Returns the result of :func:`ring_attention`, where each rank computes its part of the heads for the whole sequence. q, k and v have
     one shape, and the ranks divide h."""
-    name = group_name(group)
+    name, (q, k, v) = group_name(group), cast(q, k, v)
     _require_heads("ulysses_attention", (q, k, v), world_size(name), one_shape=True)
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    if kit_group(q, name) is None and q.device.type == "cpu":
-        return _by_torch(q, k, v, factor, causal, name)
     out: torch.Tensor = _ulysses(q, k, v, factor, causal, name)
     return out

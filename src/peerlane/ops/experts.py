@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import silu
 
-from peerlane.device import communicator
 from peerlane.device.moe.exchange import room_for
 from peerlane.device.moe.layer import MAX_GROUPS, ExpertSizes, expert_layer
 from peerlane.device.products import gemm
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name, kit_group, process_group, world_size
+from peerlane.ops.check import same_call
+from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
+from peerlane.ops.shapes import cast
+from peerlane.ops.sharding import takes_dtensors
+from peerlane.ops.transport import transport
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -59,11 +61,8 @@ class _Routes(NamedTuple):
 
 
 def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
-    rows, result, kit = rows.contiguous(), rows.new_empty((sum(received), *rows.shape[1:])), kit_group(rows, group)
-    if kit is None:
-        dist.all_to_all_single(result, rows, received, sent, group=process_group(group))
-    else:
-        communicator(kit).all_to_all_single(result, rows, received, sent)
+    rows, result = rows.contiguous(), rows.new_empty((sum(received), *rows.shape[1:]))
+    transport(rows, group).all_to_all_single(result, rows, received, sent)
     return result
 
 
@@ -71,9 +70,10 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: 
 def _experts(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: str
 ) -> torch.Tensor:
+    same_call("gated_experts", group, x[:0], experts[:0], weights[:0], gate, up, down)  # ranks may have different numbers of tokens
     kit, (own, inner, h), ranks = kit_group(x, group), gate.shape, world_size(group)
     fits = x.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8 and own * ranks <= MAX_GROUPS
-    if kit is not None and fits and ranks > 1:
+    if kit is not None and fits:
         layer = expert_layer(kit, ExpertSizes(room_for(kit, x.shape[0]), experts.shape[1], h, inner, own, 1, x.dtype))
         return layer(x, experts, weights, (gate.flatten(0, 1), up.flatten(0, 1), down.flatten(0, 1)))
     routes = _Routes.of(experts, own, group)
@@ -136,6 +136,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 _experts.register_autograd(_gradients, setup_context=_remember)
 
 
+@takes_dtensors
 def gated_experts(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -143,24 +144,30 @@ def gated_experts(
     gate: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    group: GroupLike = None,
 ) -> torch.Tensor:
     """Returns for every token the weighted sum of ``silu(x @ gate.T) * (x @ up.T) @ down.T`` of its experts: (T, H).
 
-    x (T, H), experts (T, k) int64, different ones for a token, weights (T, k). Rank r holds experts r E to r E + E - 1: gate and up
-    (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype."""
+    x (T, H), experts (T, k) int64, different ones for a token, weights (T, k); T may be several axes. Rank r holds experts r E to
+    r E + E - 1: gate and up (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype."""
+    x, weights, gate, up, down = cast(x, weights, gate, up, down)
     shapes = [tuple(value.shape) for value in (x, experts, weights, gate, up, down)]
     (own, inner, h) = gate.shape if gate.dim() == 3 else (0, 0, 0)
-    slots = (x.shape[0], experts.shape[-1])
-    if shapes != [(x.shape[0], h), slots, slots, (own, inner, h), (own, inner, h), (own, h, inner)] or experts.dtype != torch.int64:
+    slots = (*x.shape[:-1], experts.shape[-1] if experts.dim() else 0)
+    if (
+        x.dim() < 2
+        or shapes != [(*x.shape[:-1], h), slots, slots, (own, inner, h), (own, inner, h), (own, h, inner)]
+        or experts.dtype != torch.int64
+    ):
         raise UsageError(
             f"gated_experts got x, experts, weights, gate, up, down of {shapes}, experts in {experts.dtype}: expected "
-            "(T, H), (T, k), (T, k), (E, inner, H), (E, inner, H), (E, H, inner), experts in torch.int64"
+            "(T, H), (T, k), (T, k), (E, inner, H), (E, inner, H), (E, H, inner), experts in torch.int64; T may be several axes"
         )
     if len({value.dtype for value in (x, weights, gate, up, down)}) > 1:
         raise UsageError(
             f"gated_experts got x in {x.dtype}, weights in {weights.dtype}, experts' layers in {gate.dtype}, {up.dtype}, {down.dtype}: "
             "expected one dtype; call .to(x.dtype) on the others"
         )
-    result: torch.Tensor = _experts(x, experts, weights, gate, up, down, group_name(group))
-    return result
+    rows = [value.flatten(0, -2) for value in (x, experts, weights)]
+    result: torch.Tensor = _experts(*rows, gate, up, down, group_name(group))
+    return result.view(x.shape)

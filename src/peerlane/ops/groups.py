@@ -2,30 +2,129 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 
-from peerlane.device import Group, group_of
-from peerlane.device.host.group import current_group
+from peerlane.device import Arena, Group, group_of, per_group
+from peerlane.device.host.group import MAX_RANKS, current_group
+from peerlane.device.host.ipc import StoreExchange, host_name
+from peerlane.errors import PeerlaneError, UsageError
+
+GroupLike = dist.ProcessGroup | DeviceMesh | str | None
+"""What ``group=`` takes: a process group, its name, a DeviceMesh of one dimension, or None for all ranks."""
+
+_log = logging.getLogger("peerlane.ops")
+_joined: WeakKeyDictionary[dist.ProcessGroup, Group | None] = WeakKeyDictionary()
+"""The kit's groups; None where operators run on torch.distributed."""
 
 
-def group_name(group: dist.ProcessGroup | None) -> str:
-    return "" if group is None else group.group_name
+def group_name(group: GroupLike) -> str:
+    """Returns the name of a group, empty for all ranks. Raises UsageError for what is no group, or none of this rank's."""
+    if group is None:
+        return ""
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name
+    if isinstance(group, str):
+        return _known_name(group)
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise UsageError(f"group= got a DeviceMesh of {group.ndim} dimensions: expected one; pass a slice such as mesh['tp']")
+        if group.get_coordinate() is None:
+            raise UsageError("group= got a DeviceMesh that this rank is not in: only its ranks may call")
+        return group.get_group().group_name
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("group= got a group that this rank is not in: only ranks that new_group listed may call")
+    raise UsageError(f"group= got {type(group).__name__}: expected a process group, its name, a DeviceMesh of one dimension, or None")
 
 
 def process_group(name: str) -> dist.ProcessGroup | None:
+    """Returns the group of a name; None, which stands for all ranks, if that is empty."""
     resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
     resolved: dist.ProcessGroup | None = resolve(name) if name else None
     return resolved
 
 
 def kit_group(x: torch.Tensor, name: str) -> Group | None:
-    """Returns the kit's group; None on CPU ranks, which have none."""
-    return group_of(process_group(name)) if x.is_cuda or current_group() is not None else None
+    """Returns the kit's group for ``x``; None where operators run on torch.distributed: on CPU ranks, and in groups the kit can not join.
+
+    The first call for a group is collective. A group of one rank needs neither."""
+    emulated = current_group()
+    if emulated is not None:
+        return emulated if emulated.world_size > 1 else None
+    if not x.is_cuda:
+        return None
+    return joined(_existing(name))
 
 
+def joined(group: dist.ProcessGroup) -> Group | None:
+    """Returns the kit's group of a process group; None, on all its ranks, if the kit can not join it. The first call is collective."""
+    try:
+        return _joined[group]
+    except KeyError:
+        pass
+    _joined[group], reason = _join(group)
+    if reason:
+        _log.warning("operators of group %s run on torch.distributed: %s", group.group_name, reason)
+    return _joined[group]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def world_size(name: str) -> int:
     emulated = current_group()
     return emulated.world_size if emulated is not None else dist.get_world_size(process_group(name))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rank(name: str) -> int:
+    emulated = current_group()
+    return emulated.rank if emulated is not None else dist.get_rank(process_group(name))
+
+
+def _known_name(name: str) -> str:
+    try:
+        process_group(name)
+    except RuntimeError as error:
+        raise UsageError(f"group= got the name {name!r}: expected one of a group, as group.group_name gives it") from error
+    return name
+
+
+def _existing(name: str) -> dist.ProcessGroup:
+    group = process_group(name) or dist.group.WORLD
+    if group is None:
+        raise UsageError("there is no process group; call torch.distributed.init_process_group first")
+    return group
+
+
+@per_group
+def _probe(group: Group) -> Arena:
+    """Collective: a little memory, which shows that the ranks can address each other's."""
+    return Arena(1, group, name="probe")
+
+
+def _join(group: dist.ProcessGroup) -> tuple[Group | None, str]:
+    """Collective: returns the kit's group, or None and the reason why not; alike on all ranks."""
+    size = group.size()
+    if size == 1:
+        return None, ""
+    if size > MAX_RANKS:
+        return None, f"the group has {size} ranks; the kit serves up to {MAX_RANKS}"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UsageError("the group's first operator came while a graph was captured; call it once before, on every rank")
+    exchange = StoreExchange(PrefixStore("peerlane.ops", group.get_group_store()), group.rank(), size)
+    if len(hosts := set(exchange(host_name()))) > 1:
+        return None, f"the group spans {len(hosts)} hosts; the kit serves groups of one host"
+    opened, problem = None, ""
+    try:
+        opened = group_of(group)
+        _probe(opened)
+    except (PeerlaneError, ImportError, RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        problem = f"{type(error).__name__}: {error}"
+    if failed := [f"rank {rank}: {answer}" for rank, answer in enumerate(exchange(problem)) if answer]:
+        return None, f"the kit could not be opened on {'; '.join(failed)}"
+    return opened, ""

@@ -31,6 +31,7 @@ PURPOSES = {
     "peerlane.problems": "inputs, oracles",
     "peerlane.hardware": "GPUs, rooflines",
     "peerlane.ops": "operators",
+    "peerlane.nn": "sharded layers",
     "peerlane.device": "the device kit",
     "peerlane.evaluate.evaluator": "sessions, many candidates, the store",
     "peerlane.evaluate.pipeline": "the stages of one evaluation",

@@ -21,6 +21,7 @@ PAGE_WORLD_SIZE = 4
 EARLIER = "Times are of an [earlier protocol of speed](../measurements/earlier.md)."
 _NUMBER_OF_RANKS = re.compile(r"/w\d+$")
 _FEW_CASES, _MANY_CASES = 3, 8
+_BOUNDS = ("relative", "magnitude", "rms", "normwise", "rowwise")
 FAR = 0.3
 """A reference whose eager time differs from the public benchmark's by more than this share has a page that says why."""
 
@@ -218,12 +219,12 @@ def _text(value: Any) -> str:
 
 
 def _error_model(detail: Entry) -> str:
-    table = TextTable(("output", "cases", "relative", "magnitude", "rms", "normwise", "rowwise"))
+    table = TextTable(("output", "cases", *_BOUNDS))
     groups: dict[tuple[str, ...], list[str]] = {}
     for preset in detail["presets"]:
         for case in preset["cases"]:
             for output, tolerance in (case["tolerance"] or {}).items():
-                cells = tuple(f"{value:.3g}" if value else "-" for value in tolerance.values())
+                cells = tuple(f"{tolerance[name]:.3g}" if tolerance[name] else "-" for name in _BOUNDS)
                 groups.setdefault((output, *cells), []).append(f"{preset['name']}/{case['label']}")
     for (output, *limits), labels in groups.items():
         table.add(output, ", ".join(labels) if len(labels) <= _MANY_CASES else f"{len(labels)} cases", *limits)

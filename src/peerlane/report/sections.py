@@ -14,6 +14,7 @@ from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PR
 from peerlane.report.kernels import backend_report, collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import accuracy
+from peerlane.report.operators import operators_table
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines
@@ -62,6 +63,10 @@ def _selftest(path: Path) -> str:
     return selftest_report(corpus, attributed(corpus, outcomes)) if outcomes else "No run is recorded here.\n"
 
 
+def _operators(_: Path) -> str:
+    return operators_table()
+
+
 def _mechanisms(path: Path) -> str:
     return mechanisms_report(read_mechanisms(path)) if path.is_file() else "No measurement is recorded here.\n"
 
@@ -91,6 +96,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "backend_virtual": (ONE_GPU / "backend.json", backend_report),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
+    "operators": (Path("src/peerlane/ops/support.py"), _operators),
     "mechanisms": (MECHANISMS, _mechanisms),
     "collectives": (NODE / "collectives.json", collectives_report),
     "fused": (NODE / "fused.json", fused_report),
@@ -109,6 +115,7 @@ DOCUMENTS = (
     Path("docs/measurements.md"),
     *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "virtual-node")),
     Path("docs/calibration.md"),
+    Path("docs/ops-support.md"),
     Path("docs/device/collectives.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),

@@ -45,11 +45,12 @@ class Limits:
     files: int
 
     @classmethod
-    def of_machine(cls, scratch: Path) -> Self:
-        """Shares of what is free now: of memory, unless a setting says how much, and of the disk that holds ``scratch``."""
+    def of_machine(cls, scratch: Path, sharers: int = 1) -> Self:
+        """Shares of what is free now, for one of so many groups that run side by side: of memory, unless a setting says how much, and of
+        the disk that holds ``scratch``."""
         disk = os.statvfs(scratch)
         return cls(
-            candidate_memory_bytes() or max(_LEAST_MEMORY_BYTES, int(available_memory() * _MEMORY_SHARE)),
+            candidate_memory_bytes() or max(_LEAST_MEMORY_BYTES, int(available_memory() * _MEMORY_SHARE / sharers)),
             _MOST_PROCESSES,
             max(_LEAST_DISK_BYTES, int(disk.f_bavail * disk.f_frsize * _DISK_SHARE)),
             _MOST_FILES,

@@ -1,7 +1,9 @@
 """Problem 17, rotary embedding and an all-gather along the sequence: one kernel rotates in registers and stores to all ranks' results.
 
 Queries and keys are one list of rows, so that two gathers and two copies are gone. Bound by the links: W - 1 copies of the rotated rows
-leave each rank. The public shape is bound by the launch and two trips of a flag: peers have begun, peers have stored."""
+leave each rank. The public shape is bound by the launch and two trips of a flag: peers have begun, peers have stored.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Problem 19, block-wise quantisation and an all-gather: one kernel stores codes and scales where they belong in all ranks' results.
 
 A byte an element and four a block cross the links. Bound by the links at large sizes, as W - 1 copies of every code leave the rank; small
-tensors are bound by the launch and two trips of a flag."""
+tensors are bound by the launch and two trips of a flag.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

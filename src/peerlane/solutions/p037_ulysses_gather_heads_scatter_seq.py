@@ -1,6 +1,8 @@
 """Problem 37, the Ulysses exchange out of attention: one kernel, behind a copy where the sequence has to be padded.
 
-``device/include/peerlane/strided.cuh``."""
+``device/include/peerlane/strided.cuh``.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

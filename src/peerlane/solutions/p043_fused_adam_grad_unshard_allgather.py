@@ -1,7 +1,9 @@
 """Problem 43, Adam on a shard and an all-gather: one kernel stores every new parameter where it belongs in all ranks' results.
 
 Bound by HBM at large sizes: gradient, parameter and both moments are read once, results are written W times. Small shards are bound by
-the launch and two trips of a flag: peers have begun, peers have stored."""
+the launch and two trips of a flag: peers have begun, peers have stored.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

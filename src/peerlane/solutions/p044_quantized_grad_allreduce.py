@@ -3,7 +3,9 @@
 Codes and scales of a part of the blocks go to their owner, who adds what they stand for in float32 and stores the mean to all ranks.
 A byte an element leaves and the result's dtype comes back, where the reference sends float32 both ways. Bound by the links at large
 sizes, by the launch and two trips of a flag at small ones. Codes lie in one of two buffers by the launch's parity. Results are stored
-behind the first barrier: all callers have then read those of the launch before."""
+behind the first barrier: all callers have then read those of the launch before.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

@@ -2,7 +2,9 @@
 
 A warp takes as few rows of the weight as give all warps work, two to eight, and has eight loads a lane under way. Bound by HBM, which
 reads the weight once; the public shape by the launch and two trips of a flag.
-More than eight tokens are a matrix product: cuBLAS makes it, and the kernel distributes it."""
+More than eight tokens are a matrix product: cuBLAS makes it, and the kernel distributes it.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

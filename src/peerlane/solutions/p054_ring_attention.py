@@ -2,7 +2,9 @@
 
 A warp of every block pushes keys and values to the ranks that need them while the others compute. Under a causal mask ranks with little to
 do compute some of the others' tiles. The device code is ``device/include/peerlane/ring_attention.cuh``. float32, which its tensor cores
-do not take, is gathered and computed by torch."""
+do not take, is gathered and computed by torch.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Problem 61, Gaussians seen by all ranks' cameras: one kernel marks what is seen, and one stores every row where it belongs.
 
 The first kernel leaves a bit for each Gaussian and camera. Shapes need one question to the device. The second kernel projects again what
-is seen, and stores it at the camera's rank. The reference launches some 150 kernels. Bound by the question, and at large sizes by links."""
+is seen, and stores it at the camera's rank. The reference launches some 150 kernels. Bound by the question, and at large sizes by links.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

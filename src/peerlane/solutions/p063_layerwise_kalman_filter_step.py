@@ -163,5 +163,5 @@ def solution(
         for tensor, copy in zip(tensors, used, strict=True):
             if copy.data_ptr() != tensor.data_ptr():
                 tensor.copy_(copy)
-    everywhere = launch.tensor("out", (sum(totals), 1), torch.float64)
+    everywhere = launch.tensor("out", (sum(totals), 1), torch.float64).clone()  # little beside the covariances
     return list(torch.split(everywhere, [size for row in by_rank for size in row])), P, following

@@ -1,7 +1,9 @@
 """Problem 70, a keyed jagged tensor handed to its features' owners: one question to the device, and one kernel that stores bags in place.
 
 From the table of all ranks' sizes every block computes where each feature's lengths, values and weights lie here and at their owner.
-Bound by that question, as shapes follow from data, and at large sizes by the links, which carry each bag once, uncompressed."""
+Bound by that question, as shapes follow from data, and at large sizes by the links, which carry each bag once, uncompressed.
+
+The next call overwrites the results, which lie in the arena."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from peerlane.evaluate.memory import slots
-from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, place_all, strip_overlap
+from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, place_all, place_slots, strip_overlap
 from peerlane.problems.contract import Tree, describe, leaves, linear_over
 
 
@@ -58,3 +58,23 @@ def test_tensors_are_copied_many_at_a_time() -> None:
     with _Counted() as counted:
         private.fill(trees)
     assert counted.copies == 3  # one for each of float32, bfloat16 and int64
+
+
+@pytest.mark.parametrize(
+    ("again", "aliased"),
+    [
+        (lambda first, second: (first, second), True),
+        (lambda first, second: (first.clone(), second), True),
+        (lambda first, second: (second, first.clone()), True),  # also as another output
+        (lambda first, second: (first.clone(), second.clone()), False),
+        (lambda first, second: (first.clone(), torch.empty(0)), False),
+    ],
+    ids=["all", "one", "another", "none", "empty"],
+)
+def test_one_output_in_the_last_calls_place_is_aliased(again: Any, aliased: bool) -> None:
+    layout, size = place_slots([describe((torch.empty(2), torch.empty(2)))] * 2)
+    outputs, kept = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, torch.device("cpu")), (torch.zeros(2), torch.ones(2))
+    returned = again(*kept)
+    outputs.take(0, kept, ())
+    outputs.take(1, returned, ())
+    assert outputs.aliased([0, 1]) is aliased

@@ -76,19 +76,6 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
     assert len(group.finish()) == 2
 
 
-def test_whether_a_group_answers_is_known_without_waiting(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
-    group.begin(wire.UseDevice(), "build", 5)
-    assert not group.answering
-    far.ranks[1].send({"ok": True})
-    assert group.answering
-    far.ranks[0].send({"ok": True})
-    assert len(group.finish()) == 2
-    assert not group.answering
-    far.leader.send({"exited": 0, "status": 1})
-    assert group.answering
-
-
 def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin(wire.UseDevice(), "first_call", 0.1)
@@ -132,9 +119,10 @@ def test_a_limit_blames_no_rank_for_what_is_not_its_code(pair: tuple[RankGroup, 
     group.limit.close()
 
 
-def test_time_to_compile_is_not_taken_from_a_call(pair: tuple[RankGroup, Far]) -> None:
+def test_time_to_compile_is_taken_from_no_call_and_no_time_limit(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.building = BuildTime(60)
+    group.building, group.limit = BuildTime(60), Limit(0.2)
+    group.limit.start()
     group.begin(wire.UseDevice(), "first_call", 0.1)
 
     def compile_and_answer() -> None:

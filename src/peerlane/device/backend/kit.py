@@ -6,23 +6,25 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+from torch._C._distributed_c10d import ProcessGroup
 
 from peerlane.device.backend.ordering import CudaLane, Lane
-from peerlane.device.collectives.communicator import Communicator
-from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.collectives.alone import Alone
+from peerlane.device.collectives.communicator import communicator
+from peerlane.device.collectives.reductions import SUM, Reduction, reduction_of, refusal
 from peerlane.device.host.group import MAX_RANKS
+from peerlane.device.host.ipc import known_group
 from peerlane.errors import UsageError
 
 
 class Collectives(Protocol):
     """The calls of the backend; ``Communicator`` says what each method does."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> None: ...
+    def all_reduce(self, tensor: torch.Tensor, *, reduction: Reduction = SUM) -> None: ...
 
-    def reduce(self, tensor: torch.Tensor, dst: int) -> None: ...
+    def reduce(self, tensor: torch.Tensor, dst: int, *, reduction: Reduction = SUM) -> None: ...
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, *, reduction: Reduction = SUM) -> None: ...
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
 
@@ -40,6 +42,9 @@ class Collectives(Protocol):
         input_split_sizes: Sequence[int] | None = None,
     ) -> None: ...
 
+    @property
+    def closed(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -48,10 +53,17 @@ class Provider(Protocol):
 
     device_type: str
     """Tensors of this type of device are offered to the kit."""
-    sum_dtypes: Collection[torch.dtype]
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
+        ...
+
+    def close(self, group: ProcessGroup) -> None:
+        """Collective: gives back all memory of the group's collectives and operators, which no rank uses any more."""
+        ...
+
+    def device_of(self, group: ProcessGroup) -> torch.device | None:
+        """Returns the device where the group has such memory; None if it has none."""
         ...
 
     def lane(self, device: torch.device) -> Lane:
@@ -63,14 +75,24 @@ class KitProvider:
     """The provider of communicators on CUDA devices."""
 
     device_type = "cuda"
-    sum_dtypes: Collection[torch.dtype] = frozenset(ELEMENT_TYPES)
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, CudaLane] = {}
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         with torch.cuda.device(device):
-            return Communicator(group, serves_backend=True)
+            return Alone() if group.size() == 1 else communicator(group).serving_backend()
+
+    def close(self, group: ProcessGroup) -> None:
+        if (ranks := known_group(group)) is None:
+            return
+        ranks.close()
+        if not ranks.waits.stopped:  # else some rank may never come: the end of the process frees what peers had mapped
+            ranks.free_closed()
+
+    def device_of(self, group: ProcessGroup) -> torch.device | None:
+        ranks = known_group(group)
+        return None if ranks is None else ranks.device
 
     def lane(self, device: torch.device) -> Lane:
         if device not in self._lanes:
@@ -80,21 +102,19 @@ class KitProvider:
 
 def refused_group(world_size: int, hosts: Collection[str]) -> str:
     """Returns the reason why the kit does not serve a group at all; empty if it does."""
-    if not 2 <= world_size <= MAX_RANKS:
-        return f"the group has {world_size} ranks; the kit serves 2 to {MAX_RANKS}"
+    if world_size > MAX_RANKS:
+        return f"the group has {world_size} ranks; the kit serves up to {MAX_RANKS}"
     if len(set(hosts)) > 1:
         return f"the group spans {len(set(hosts))} hosts; the kit serves groups of one host"
     return ""
 
 
-def refused_sum(op: Any, dtype: torch.dtype, sum_dtypes: Collection[torch.dtype]) -> str:
-    """Returns the reason why the kit does not reduce with ``op`` in ``dtype``; empty if it does."""
-    if op != ReduceOp.SUM:
-        name = next((name for name, kind in ReduceOp.RedOpType.__members__.items() if op == kind), str(op))
-        return f"ReduceOp.{name}; the kit reduces with ReduceOp.SUM"
-    if dtype not in sum_dtypes:
-        return f"a sum of {dtype}; the kit sums {', '.join(sorted(str(known).removeprefix('torch.') for known in sum_dtypes))}"
-    return ""
+def refused_reduction(op: Any, dtype: torch.dtype) -> str:
+    """Returns the reason why the kit does not reduce with the ``ReduceOp`` in ``dtype``; empty if it does."""
+    try:
+        return refusal(reduction_of(op).name, dtype)
+    except UsageError as error:
+        return str(error)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives
 from peerlane.device.backend.ordering import JointWork
 from peerlane.device.backend.routing import LIBRARIES, RoutedGroup, c10d
+from peerlane.device.collectives.reductions import reduction_of
 from peerlane.device.host.tally import count
 from peerlane.errors import UsageError
 
@@ -45,7 +46,8 @@ class PeerlaneGroup(RoutedGroup):
         opts = opts or c10d.AllreduceOptions()
         (tensor,) = _one(tensors, "all_reduce")
         if (served := self._served("all_reduce", tensor, opts.reduceOp)) is not None:
-            return self._on_kit(lambda: served.all_reduce(kit.flat(tensor)), tensors, opts)
+            reduction = reduction_of(opts.reduceOp)
+            return self._on_kit(lambda: served.all_reduce(kit.flat(tensor), reduction=reduction), tensors, opts)
         return self._on_child(tensor, lambda child: child.allreduce(tensors, opts))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
@@ -56,13 +58,15 @@ class PeerlaneGroup(RoutedGroup):
         opts = opts or c10d.ReduceOptions()
         (tensor,) = _one(tensors, "reduce")
         if (served := self._served("reduce", tensor, opts.reduceOp)) is not None:
-            return self._on_kit(lambda: served.reduce(kit.flat(tensor), opts.rootRank), tensors, opts)
+            reduction = reduction_of(opts.reduceOp)
+            return self._on_kit(lambda: served.reduce(kit.flat(tensor), opts.rootRank, reduction=reduction), tensors, opts)
         return self._on_child(tensor, lambda child: child.reduce(tensors, opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
         opts = opts or c10d.ReduceScatterOptions()
         if (served := self._served("reduce_scatter_single", input, opts.reduceOp)) is not None:
-            return self._on_kit(lambda: served.reduce_scatter_tensor(output, input), [output, input], opts)
+            reduction = reduction_of(opts.reduceOp)
+            return self._on_kit(lambda: served.reduce_scatter_tensor(output, input, reduction=reduction), [output, input], opts)
         return self._on_child(input, lambda child: child._reduce_scatter_base(output, input, opts))
 
     def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
@@ -73,7 +77,9 @@ class PeerlaneGroup(RoutedGroup):
         (output,), (parts,) = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
         refusal = "" if kit.same_sizes([*parts, output]) else "parts of different sizes; the kit reduces and scatters equal ones"
         if (served := self._served("reduce_scatter", output, opts.reduceOp, refusal)) is not None:
-            return self._on_kit(lambda: served.reduce_scatter_tensor(output, kit.joined(parts)), [output, *parts], opts)
+            reduction = reduction_of(opts.reduceOp)
+            call = lambda: served.reduce_scatter_tensor(output, kit.joined(parts), reduction=reduction)  # noqa: E731
+            return self._on_kit(call, [output, *parts], opts)
         return self._on_child(output, lambda child: child.reduce_scatter(outputs, inputs, opts))
 
     # ---- moves -----------------------------------------------------------------------------------------------------------------------

@@ -94,8 +94,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
                 call_order().enter(self._name, self._ranks, what, self._timeout.total_seconds())
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
-        refusal = refusal or self._refusal or ("" if op is None else kit.refused_sum(op, tensor.dtype, self._provider.sum_dtypes))
-        if not refusal and self._kit is None:
+        refusal = refusal or self._refusal or ("" if op is None else kit.refused_reduction(op, tensor.dtype))
+        if not refusal and (self._kit is None or self._kit.closed):
             self._open_kit(device)
             refusal = self._refusal
         if not refusal and device != self._kit_device:
@@ -251,20 +251,21 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         Nobody waits long for ranks of a group that has stopped, and an aborted group stops here."""
         forget_symmetric_memory(self._name)
         opened, self._kit = self._kit, None
+        device = self._provider.device_of(self)  # also where operators alone have used the group
         if not waits and opened is not None:
             self.waits.stop("this rank has aborted the group")
-        if opened is None or not waits or self._kit_device is None:
+        if device is None or not waits or self._refusal:  # what opened on some of the ranks only is closed there
             leave(self)
             return
         with contextlib.suppress(RuntimeError):
             try:
-                self._provider.lane(self._kit_device).synchronize()
+                self._provider.lane(device).synchronize()
             finally:
                 leave(self)  # not before: a rank may die while this one's kernels wait for it
             opts = c10d.BarrierOptions()
             opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
             self._children["cpu"].barrier(opts).wait(opts.timeout)
-            opened.close()
+            self._provider.close(self)
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Any:

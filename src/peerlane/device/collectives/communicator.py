@@ -5,12 +5,14 @@
     group.all_gather_into_tensor(output, input)
 
 Every method is called by all ranks of the group, in the same order, on streams that are ordered alike. Sums are taken in rank order in fp32
-(int32: in int32) and rounded once; all ranks get the same bits. Roots are numbers within the group. Which kernel serves which size is in
-``plans.py``, who sends what to whom in ``messages.py``, the kernels in ``kernels.py``.
+(of integers: in integers, which wrap around) and rounded once; all ranks get the same bits. Roots are numbers within the group. Other
+reductions are in ``reductions.py``. Which kernel serves which size is in ``plans.py``, who sends what to whom in ``messages.py``, the
+kernels in ``kernels.py``.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -24,7 +26,8 @@ from peerlane.device.collectives import plans
 from peerlane.device.collectives.kernels import kernel_source
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine, Plan
-from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, workspace_bytes
+from peerlane.device.collectives.reductions import SUM, Reduction, fills_packets
+from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, staged_bytes, workspace_bytes
 from peerlane.device.host.arena import Arena
 from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
 from peerlane.device.host.group_of import group_of
@@ -40,22 +43,17 @@ _MOST_LAUNCHES = 1024
 class Communicator:
     """The collectives of one group of 2 to 8 ranks of one node, on the current device. Creating one is collective.
 
-    Tensors are contiguous, on that device and of any shape. Sums take bfloat16, float16, float32, int32 and both float8 types; moves take
-    any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape compiles and
-    loads; do that before a graph is captured. A wait of more than ``timeout_s``
-    (default: the group's limit) ends in DeviceTimeout, which says who waited for whom.
-    ``rings`` is for tuning, the same on all ranks. ``serves_backend``: its calls are those of torch.distributed, which are counted there.
+    Tensors are contiguous, on that device and of any shape. Reductions take bfloat16, float16, float32, both float8 types and integers;
+    moves take any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape
+    compiles and loads; do that before a graph is captured. A wait of more than ``timeout_s`` (default: the group's limit) ends in
+    DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks. ``stages``: sums of
+    4 to 64 MiB go by ordinary stores in place of packets and rings, which has not been measured on GPUs yet.
     """
 
     def __init__(
-        self,
-        group: Group | dist.ProcessGroup | None = None,
-        *,
-        timeout_s: float | None = None,
-        rings: Rings = RINGS,
-        serves_backend: bool = False,
+        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS, stages: bool = False
     ) -> None:
-        self._serves_backend = serves_backend
+        self._serves_backend = False
         self.group = group_of(group)
         sm_count = self.group.waiting_blocks
         rings = replace(rings, blocks=min(rings.blocks, sm_count))  # no grid is larger
@@ -63,46 +61,89 @@ class Communicator:
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)
-        self.machine = Machine(self.arena.world_size, sm_count, rings)
+        self.machine = Machine(self.arena.world_size, sm_count, rings, stages)
         self._launches: dict[Hashable, DeviceLaunch] = {}
-        self._kernels: dict[tuple[str, torch.dtype], DeviceKernel] = {}
+        self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
+        self._timeout_s = timeout_s
+        self._stages: dict[int, tuple[Arena, Workspace]] = {}
+        """of staged all-reduces, by the largest tensor that they hold"""
+
+    def load(self, dtype: torch.dtype, most_bytes: int) -> None:
+        """Collective: makes the kernels and memory of all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes."""
+        fits = fills_packets(dtype)
+        if self.machine.stages and most_bytes > plans.STAGED_FROM_BYTES:
+            self._stage(min(most_bytes, plans.STAGED_LIMIT_BYTES))
+        octaves = [1 << power for power in range(2, most_bytes.bit_length() + 1)]
+        for nbytes in {size for octave in octaves for size in (octave, octave + 12, octave * 3 // 2)}:
+            sums = (plan(nbytes, self.machine, packets_fit=fits) for plan in (plans.all_reduce, plans.reduce_scatter))
+            for plan in (*sums, plans.exchange(nbytes, self.machine)):
+                self._kernel(plan.kernel, dtype, SUM.name)
+
+    def serving_backend(self) -> Communicator:
+        """Returns this communicator, with the same memory, for the backend. Closing that closes all that the group keeps."""
+        other = copy.copy(self)
+        other._serves_backend, other._launches, other._kernels = True, {}, {}
+        return other
+
+    @property
+    def closed(self) -> bool:
+        """Tells whether the memory was given back."""
+        return self.arena.closed
 
     def close(self) -> None:
         """Gives the memory back, once all ranks have finished all calls."""
         self._launches.clear()
+        if self._serves_backend:
+            self.group.close()
+            return
+        for arena, _ in self._stages.values():
+            arena.close()
+        self._stages.clear()
         self.arena.close()
 
     # ---- sums ------------------------------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor | None = None) -> None:
-        """Writes the sum of all ranks' tensors to ``output`` (default: in place)."""
+    def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor | None = None, reduction: Reduction = SUM) -> None:
+        """Writes the sum, or another reduction, of all ranks' tensors to ``output`` (default: in place)."""
         output = tensor if output is None else output
         self._same_size(output, tensor, 1, 1)
-        nbytes = tensor.nbytes
-        self._run(("all_reduce", nbytes, tensor.dtype), tensor, output, lambda: (plans.all_reduce(nbytes, self.machine), Messages(), 0))
+        nbytes, packets_fit = tensor.nbytes, fills_packets(tensor.dtype)
+        self._run(
+            ("all_reduce", nbytes, tensor.dtype, reduction),
+            tensor,
+            output,
+            lambda: (plans.all_reduce(nbytes, self.machine, packets_fit=packets_fit), Messages(), 0),
+            reduction,
+        )
 
-    def reduce(self, tensor: torch.Tensor, dst: int, output: torch.Tensor | None = None) -> None:
-        """Writes the sum of all ranks' tensors to ``output`` on rank ``dst``; elsewhere ``output`` gets the rank's own tensor."""
+    def reduce(self, tensor: torch.Tensor, dst: int, output: torch.Tensor | None = None, reduction: Reduction = SUM) -> None:
+        """Writes the reduction of all ranks' tensors to ``output`` on rank ``dst``; elsewhere ``output`` gets the rank's own tensor."""
         output = tensor if output is None else output
         self._same_size(output, tensor, 1, 1)
         self._root(dst)
-        nbytes = tensor.nbytes
+        nbytes, packets_fit = tensor.nbytes, fills_packets(tensor.dtype)
         self._run(
-            ("reduce", nbytes, tensor.dtype, dst),
+            ("reduce", nbytes, tensor.dtype, dst, reduction),
             tensor,
             output,
-            lambda: (plans.reduce(nbytes, self.machine), message_tables.reduce(self.member, nbytes, dst), dst),
+            lambda: (plans.reduce(nbytes, self.machine, packets_fit=packets_fit), message_tables.reduce(self.member, nbytes, dst), dst),
+            reduction,
         )
 
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Writes the sum of all ranks' parts number r, of W equal ones in ``input``, to rank r's ``output``."""
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, reduction: Reduction = SUM) -> None:
+        """Writes the reduction of all ranks' parts number r, of W equal ones in ``input``, to rank r's ``output``."""
         self._same_size(output, input, self.machine.world_size, 1)
-        shard = output.nbytes
+        shard, packets_fit = output.nbytes, fills_packets(input.dtype)
         self._run(
-            ("reduce_scatter", shard, input.dtype),
+            ("reduce_scatter", shard, input.dtype, reduction),
             input,
             output,
-            lambda: (plans.reduce_scatter(shard, self.machine), message_tables.reduce_scatter(self.member, shard), 0),
+            lambda: (
+                plans.reduce_scatter(shard, self.machine, packets_fit=packets_fit),
+                message_tables.reduce_scatter(self.member, shard),
+                0,
+            ),
+            reduction,
         )
 
     # ---- moves -----------------------------------------------------------------------------------------------------------------------
@@ -218,34 +259,55 @@ class Communicator:
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         make: Callable[[], tuple[Plan, Messages, int]],
+        reduction: Reduction = SUM,
     ) -> None:
         """Launches what ``make`` plans, once per ``key``. Nothing to move on one rank means nothing to move on any."""
         shape = source if source is not None else target
         if shape is None or shape.nbytes == 0:
             return
         with self.group.lock:
-            self._start(self._launch(key, shape, make), source, target)
+            self._start(self._launch(key, shape, make, reduction), source, target)
 
-    def _launch(self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]]) -> DeviceLaunch:
+    def _launch(
+        self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]], reduction: Reduction = SUM
+    ) -> DeviceLaunch:
         launch = self._launches.get(key)
         if launch is None:
             plan, messages, root = make()
             pointers = (ctypes.c_void_p(), ctypes.c_void_p())
-            args = (self.arena.view, self.workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
-            launch = self._kernel(plan.kernel, tensor.dtype).bind(plan.grid, plan.block, args, shared_bytes=plan.shared_bytes)
+            arena, shared = self._stage(tensor.nbytes) if plan.kernel == plans.STAGED else (self.arena, self.workspace)
+            workspace = Workspace.from_buffer_copy(shared)
+            workspace.factor = reduction.factor
+            args = (arena.view, workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
+            launch = self._kernel(plan.kernel, tensor.dtype, reduction.name).bind(
+                plan.grid, plan.block, args, shared_bytes=plan.shared_bytes
+            )
             if len(self._launches) == _MOST_LAUNCHES:
                 self._launches.clear()
             self._launches[key] = launch
         return launch
 
-    def _kernel(self, name: str, dtype: torch.dtype) -> DeviceKernel:
+    def _kernel(self, name: str, dtype: torch.dtype, reduction: str) -> DeviceKernel:
         """The kernel, found and loaded once however many sizes it serves."""
-        if (name, dtype) not in self._kernels:
-            source, defines = kernel_source(name, self.machine.world_size, dtype, self.machine.rings)
-            kernel = self._kernels[name, dtype] = self.group.kernel(source, name, defines=defines, on_failure=self.arena.raise_fault)
+        if (name, dtype, reduction) not in self._kernels:
+            source, defines = kernel_source(name, self.machine.world_size, dtype, self.machine.rings, reduction)
+            kernel = self._kernels[name, dtype, reduction] = self.group.kernel(
+                source, name, defines=defines, on_failure=self.arena.raise_fault
+            )
             if self._serves_backend:
                 excuse(kernel)
-        return self._kernels[name, dtype]
+        return self._kernels[name, dtype, reduction]
+
+    def _stage(self, nbytes: int) -> tuple[Arena, Workspace]:
+        """Collective for a larger tensor than all before: the arena of staged all-reduces, with room for the next power of two of bytes."""
+        most = next((kept for kept in sorted(self._stages) if kept >= nbytes), 1 << (nbytes - 1).bit_length())
+        if most not in self._stages:
+            world_size, blocks = self.machine.world_size, self.machine.sm_count
+            arena = Arena(staged_bytes(world_size, most, blocks), self.group, timeout_s=self._timeout_s, name="collectives")
+            self._stages[most] = arena, Workspace.take_staged(arena, world_size, most, blocks)
+            arena.seal()
+            arena.belong_to(self.arena)
+        return self._stages[most]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         for place, tensor in ((_IN, source), (_OUT, target)):

@@ -1,4 +1,4 @@
-"""The kernels of the collectives: one source each, compiled when it is first used, for one world size and element type."""
+"""The kernels of the collectives: one source each, compiled when it is first used, for one world size, element type and reduction."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from peerlane.device.collectives.reductions import reduced_type
 from peerlane.device.collectives.workspace import RINGS, Rings
-from peerlane.device.host.element_types import element_type
 from peerlane.device.host.jit import Cubin, compile_cubin
 
 _SOURCE = """
@@ -61,6 +61,7 @@ KERNELS = {
         sums=True,
         threads="relay_threads",
     ),
+    "all_reduce_staged": Source("staged", "all_reduce_staged<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
     "reduce_relay": Source(
         "relay",
         "relay<ELEMENT, WORLD_SIZE>(arena, space, ReduceRoute<WORLD_SIZE>{root}, in, out, bytes)",
@@ -85,10 +86,12 @@ def compile_kernel(name: str, world_size: int, dtype: torch.dtype, arch: str | N
     return compile_cubin(source, arch=arch, defines=defines)
 
 
-def kernel_source(name: str, world_size: int, dtype: torch.dtype, rings: Rings = RINGS) -> tuple[str, dict[str, str | int]]:
-    """Returns the source and the macros of a kernel."""
+def kernel_source(
+    name: str, world_size: int, dtype: torch.dtype, rings: Rings = RINGS, reduction: str = "sum"
+) -> tuple[str, dict[str, str | int]]:
+    """Returns the source and the macros of a kernel. ``reduction`` is the name of one, for kernels that sum."""
     kernel = KERNELS[name]
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, **rings.defines()}
     if kernel.sums:
-        defines["ELEMENT"] = element_type(dtype)
+        defines["ELEMENT"] = reduced_type(reduction, dtype)
     return kernel.text(name), defines

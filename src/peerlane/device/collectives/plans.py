@@ -21,6 +21,11 @@ ROOTED_PACKET_LIMIT_BYTES = 6 << 20
 """The same where all is for one rank, or from one."""
 TWO_SHOT_LIMIT_BYTES, TWO_SHOT_LIMIT_BYTES_OF_TWO = 16 << 20, 8 << 20
 """Largest tensor that goes by packets in two trips, in as many rounds as that takes, and the same for two ranks."""
+STAGED_FROM_BYTES, STAGED_LIMIT_BYTES = workspace.PACKET_BUFFER_TENSOR_BYTES, 64 << 20
+"""Sizes that may be staged. Above the first, what packets carry besides data should take longer than the signals of a staged all-reduce;
+from the second on its memory, twice the tensor, is better spent on rings."""
+STAGED = "all_reduce_staged"
+"""The kernel whose memory is an arena of its own, made when a tensor first needs one of its size."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,16 @@ class Machine:
     world_size: int
     sm_count: int
     rings: Rings = RINGS
+    stages: bool = False
+    """whether all-reduces of 4 to 64 MiB are staged"""
 
 
-def all_reduce(nbytes: int, machine: Machine) -> Plan:
-    """Plans a sum of ``nbytes`` > 0 on every rank."""
+def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
+    """Plans a sum of ``nbytes`` > 0 on every rank. ``packets_fit``: no element lies in two packets; else sums take rings."""
+    if machine.stages and STAGED_FROM_BYTES < nbytes <= STAGED_LIMIT_BYTES:
+        return Plan(STAGED, machine.sm_count, 512)
+    if not packets_fit:
+        return _ring("all_reduce_relay", machine)
     packets = _packets(nbytes)
     others = machine.world_size - 1
     # Per port, one shot sends (W - 1) S and two shots 2 (W - 1) / W S, each times 4 / 3.
@@ -63,8 +74,10 @@ def broadcast(nbytes: int, machine: Machine) -> Plan:
     return _rooted("exchange_packets", "broadcast_two_shot", "broadcast_relay", nbytes, machine)
 
 
-def reduce(nbytes: int, machine: Machine) -> Plan:
+def reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
     """Plans the sum of every rank's ``nbytes`` > 0 on one."""
+    if not packets_fit:
+        return _ring("reduce_ring" if machine.world_size == 2 else "reduce_relay", machine)
     if machine.world_size == 2:
         return _messages("reduce_packets", "reduce_ring", nbytes, machine, ROOTED_PACKET_LIMIT_BYTES)
     return _rooted("reduce_packets", "reduce_two_shot", "reduce_relay", nbytes, machine)
@@ -80,8 +93,10 @@ def rooted_exchange(message: int, machine: Machine) -> Plan:
     return _messages("exchange_packets", "exchange_ring", message, machine, ROOTED_PACKET_LIMIT_BYTES)
 
 
-def reduce_scatter(shard: int, machine: Machine) -> Plan:
+def reduce_scatter(shard: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
     """Plans sums of ``shard`` > 0 bytes on every rank."""
+    if not packets_fit:
+        return _ring("reduce_ring", machine)
     return _messages("reduce_packets", "reduce_ring", shard, machine)
 
 

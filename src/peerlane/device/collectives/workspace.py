@@ -137,6 +137,7 @@ class Workspace(ctypes.Structure):
         ("packet_buffer_bytes", ctypes.c_uint64),
         ("copies", Channels),
         ("sums", Channels),
+        ("factor", ctypes.c_float),
     )
 
     @classmethod
@@ -151,6 +152,18 @@ class Workspace(ctypes.Structure):
             sums=Channels.take(arena, world_size, rings),
         )
 
+    @classmethod
+    def take_staged(cls, arena: Taker, world_size: int, nbytes: int, blocks: int) -> Workspace:
+        """Takes ``staged_bytes`` of an arena: what a staged all-reduce of up to ``nbytes`` by so many blocks uses of a workspace."""
+        vectors = -(-nbytes // 16)
+
+        def channels(vectors: int) -> Channels:
+            return Channels(tiles=arena.take(16 * vectors), flags=arena.take(blocks * world_size * LINE_BYTES), counters=0, blocks=blocks)
+
+        shares = world_size * -(-vectors // world_size)
+        epochs, copies, sums = arena.take(4 * MAX_EPOCH_BLOCKS), channels(shares), channels(shares)
+        return cls(epochs=epochs, packets=0, packet_buffer_bytes=0, copies=copies, sums=sums)
+
 
 class Messages(ctypes.Structure):
     """The messages between a rank and every rank of its group. Mirrors ``peerlane::Messages``; bytes."""
@@ -162,6 +175,13 @@ def workspace_bytes(world_size: int, rings: Rings = RINGS) -> int:
     """Returns the bytes of an arena that hold a workspace."""
     counter = _Counter()
     Workspace.take(counter, world_size, rings)
+    return counter.taken
+
+
+def staged_bytes(world_size: int, nbytes: int, blocks: int) -> int:
+    """Returns the bytes of an arena for staged all-reduces of up to ``nbytes``."""
+    counter = _Counter()
+    Workspace.take_staged(counter, world_size, nbytes, blocks)
     return counter.taken
 
 

@@ -54,6 +54,8 @@ class Outcome:
     """of every sequence of launches, and of launches that went wrong by themselves"""
     failure: tuple[int, BaseException] | None
     """the first rank that failed, and its error"""
+    aliased: bool = False
+    """whether an output of some call lies where one of the call before lay, which it has overwritten"""
 
     @property
     def findings(self) -> list[Finding]:
@@ -380,14 +382,23 @@ def run(
     """
     ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
+    latest: dict[int, Any] = {}
+    reused: list[int] = []
+
+    def keep(rank: int, output: Any) -> Any:
+        if _places(latest.get(rank)) & _places(output):
+            reused.append(rank)
+        latest[rank] = output  # kept until the next call is over: the same place again is the solution's own reuse
+        return _copied(output)
+
     try:
         ranks.load(lambda rank: load(solution, rank))
         for call in calls:
             arguments = [resolve(own, named) for own, named in zip(call, groups, strict=True)]
-            outputs.append(ranks.call(arguments, lambda rank, output: _copied(output)))
+            outputs.append(ranks.call(arguments, keep))
     except RankFailure as failed:
         failure = (failed.rank, failed.error)
-    return Outcome(outputs, ranks.reports(), failure)
+    return Outcome(outputs, ranks.reports(), failure, bool(reused))
 
 
 def wants_distributed(message: str) -> bool:
@@ -411,6 +422,14 @@ def load(file: Path, rank: int) -> Callable[..., Any]:
     if not callable(solution):
         raise UsageError(f"{file} has no function solution; define one with the problem's parameters")
     return solution  # type: ignore[no-any-return]
+
+
+def _places(output: Any) -> set[int]:
+    """Returns where the tensors of an output lie that are not empty."""
+    if isinstance(output, torch.Tensor):
+        return {output.data_ptr()} - {0}
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return set[int]().union(*map(_places, items))
 
 
 def _copied(output: Any) -> Any:

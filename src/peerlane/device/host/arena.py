@@ -136,6 +136,11 @@ class Arena:
             self.closed, self.view.before_launch = True, refuse
             self._memory.close()
 
+    def belong_to(self, other: Arena) -> None:
+        """Close this arena too when what keeps ``other`` goes, or is closed."""
+        if other._entry is not None:
+            other._entry.arenas.append(self)
+
     def stay(self) -> None:
         """Never make room for others: the addresses are known where no launch can ask whether the arena is closed."""
         if self._entry is not None:

@@ -149,6 +149,15 @@ class Group(ABC):
     def allocate(self, nbytes: int, name: str = "") -> Memory:
         """Collective: zeroed memory on every rank, for the kernel ``name``. Raises UsageError on every rank if they differ in the size."""
 
+    def close(self) -> None:
+        """Give back the memory of all that ``per_group`` keeps, once no kernel of any rank uses it and all ranks have come here. Graphs
+        that were captured are not to be replayed. The group can be used again; what it needs is made anew, collectively."""
+        self.cache.clear()
+
+    def free_closed(self) -> None:
+        """Collective: free memory of closed arenas that has to be unmapped on all ranks first. Otherwise the next arena does."""
+        return
+
     @abstractmethod
     def memory_report(self) -> MemoryReport:
         """What this rank's arenas take at present, and which kernels use them."""
@@ -174,6 +183,11 @@ class Group(ABC):
     @abstractmethod
     def encode(self, spec: TensorMapSpec) -> TensorMap:
         """A tensor map as kernels of this group want it."""
+
+
+def is_kept(function: Callable[..., Any], group: Group, *args: Any) -> bool:
+    """Whether the group keeps the result of a function of ``per_group`` for these arguments."""
+    return (function.__wrapped__, args) in group.cache.entries  # type: ignore[attr-defined]
 
 
 _current = threading.local()

@@ -27,6 +27,8 @@ class Evictable(Protocol):
 
     def evict(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Entry:
     """A value that is kept, and what it has to do with others."""
@@ -129,6 +131,13 @@ class GroupCache:
                 return
             for entry in list(collective[number].above()):
                 entry.home._remove(entry)
+
+    def clear(self) -> None:
+        """Forget all entries and close their arenas, those for ever included. No kernel of any rank uses them."""
+        for entry in list(self.entries.values()):
+            for arena in entry.arenas:
+                arena.close()
+            self._remove(entry)
 
     def _drop_local(self) -> None:
         """Evict the rank's own entry that was not used for longest, if there are too many."""

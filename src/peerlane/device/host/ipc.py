@@ -25,14 +25,14 @@ from peerlane.device.host import cuda_bindings
 from peerlane.device.host.call_order import call_order
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.device_memory import checked, pinned_word
-from peerlane.device.host.group import Small
+from peerlane.device.host.group import Group, Small
 from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.lane import lane_of
 from peerlane.device.host.process_memory import ProcessMemory
 from peerlane.device.host.shared_page import share_page
 from peerlane.device.host.waits import DEFAULT_LIMIT_S, LONGEST_LIMIT_S, Waits
 from peerlane.device.host.watch import Life, Watch
-from peerlane.errors import DeviceError, DeviceTimeout, UsageError
+from peerlane.errors import DeviceError, DeviceTimeout, PeerlaneError, UsageError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _STEP_S = 1.0
@@ -44,14 +44,25 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictio
 def process_group(group: dist.ProcessGroup | None) -> ProcessGroupRanks:
     """The ranks of ``group`` (default: all). The first call for a process group is collective.
 
-    Close its arenas and communicators before the process group is destroyed: their device memory is not freed with it.
+    When the process group is no more, the memory of what ``per_group`` keeps goes back. Close arenas and communicators of your own before.
     """
     chosen = group if group is not None else dist.group.WORLD
     if chosen is None:
         raise UsageError("there is no process group; call torch.distributed.init_process_group first")
     if chosen not in _groups:
         _groups[chosen] = ProcessGroupRanks(chosen)
+        weakref.finalize(chosen, _give_back, _groups[chosen]).atexit = False  # the end of the process frees it
     return _groups[chosen]
+
+
+def _give_back(ranks: Group) -> None:
+    with contextlib.suppress(RuntimeError, PeerlaneError):  # a lost device: its memory is gone with it
+        ranks.close()
+
+
+def known_group(group: dist.ProcessGroup) -> ProcessGroupRanks | None:
+    """The ranks of a process group, if there was a call of ``process_group`` for it."""
+    return _groups.get(group)
 
 
 def leave(group: dist.ProcessGroup) -> None:
@@ -71,7 +82,7 @@ class ProcessGroupRanks(CudaGroup):
         rank, device = group.rank(), torch.device("cuda", torch.cuda.current_device())
         waits = _waits_of(group)
         self._exchange = StoreExchange(store, rank, group.size(), waits)
-        memory = ProcessMemory(self._exchange, rank, group.size(), device)
+        self._memory = memory = ProcessMemory(self._exchange, rank, group.size(), device)
         super().__init__(rank, group.size(), device, memory)
         self.waits, self.lane = waits, lane_of(device)
         self.watch = None if waits.traps else self._begin_watch(group, store)
@@ -90,6 +101,9 @@ class ProcessGroupRanks(CudaGroup):
     def exchange(self, value: Small) -> list[Small]:
         self.cache.exchanged()
         return self._exchange(value)
+
+    def free_closed(self) -> None:
+        self._memory.free_released()
 
     def agree(self, number: int) -> list[int]:
         if self._board is None:

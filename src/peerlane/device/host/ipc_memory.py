@@ -28,10 +28,7 @@ class IpcMemory:
 
     def add(self, nbytes: int) -> IpcRegion:
         """Collective: a region of zeroes. Raises DeviceError on all ranks if it failed on one."""
-        if self._released:
-            self._exchange(None)  # all ranks have unmapped what they released
-            while self._released:
-                checked(cuda_bindings.driver().cuMemFree(self._released.pop()), "freeing memory of closed arenas")
+        self.free_released()
         region = IpcRegion(self.rank, self.device, whole_granules(nbytes))
         try:
             handles = together(self._exchange, region.allocate)
@@ -45,6 +42,13 @@ class IpcMemory:
             self._forget(region)
             raise
         return region
+
+    def free_released(self) -> None:
+        """Collective, if anything was released: free own memory, which no rank maps any more."""
+        if self._released:
+            self._exchange(None)  # all ranks have unmapped what they released
+            while self._released:
+                checked(cuda_bindings.driver().cuMemFree(self._released.pop()), "freeing memory of closed arenas")
 
     def release(self) -> None:
         """Unmap everything; own memory is freed once the other ranks have done so too."""

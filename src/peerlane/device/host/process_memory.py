@@ -71,5 +71,9 @@ class ProcessMemory:
             self._virtual.release()
             self._virtual = None
 
+    def free_released(self) -> None:
+        """Collective: free what other ranks had mapped before it was released."""
+        self._ipc.free_released()
+
     def fault_record(self) -> torch.Tensor:
         return pinned_fault()

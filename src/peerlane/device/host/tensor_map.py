@@ -104,6 +104,12 @@ class TensorPlace:
         extent = self.shape[0] // parts
         return TensorPlace(self.address, self.dtype, (parts, extent, *self.shape[1:]), (extent * self.strides[0], *self.strides))
 
+    def split_columns(self, parts: int) -> TensorPlace:
+        """The columns of a matrix in as many equal parts, the outermost dimension."""
+        (rows, columns), (row_stride, stride) = self.shape, self.strides
+        extent = columns // parts
+        return TensorPlace(self.address, self.dtype, (parts, rows, extent), (extent * stride, row_stride, stride))
+
     def map(self, box: tuple[int, ...], *, swizzled: bool = True) -> TensorMapSpec:
         """``box`` has as many dimensions as the tensor, or fewer: then it is 1 along the outer ones."""
         full = (1,) * (len(self.shape) - len(box)) + box

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -28,7 +28,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.capacity import capacity
+from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.gathering import Plan, Workspace, arena_sizes, choose_pieces, most_pieces, plan
 from peerlane.device.products.gemm import Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
@@ -82,10 +82,10 @@ class AllGatherGemm:
     """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b. With ``scatters`` every rank
     has W m rows, and rank r gets rows [r m, (r + 1) m) of that product.
 
-    a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks.
-    The result is laid out in the same way. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier
-    between them and can be captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every
-    block does. The epilogue's bias (n), residual (m, n) and scale are this rank's."""
+    a (m, local_k), as ``gemm.aligned`` gives it, and b (W local_k, n), as it lies (``gemm.stored``): bfloat16 or float16; m, local_k and
+    the dtype the same on all ranks. The result is laid out as ``gemm.aligned`` does. Creating one is collective, unless its ``memory`` is
+    given. Calls in one stream need no barrier between them and can be captured in a graph. ``communicator_blocks`` of the blocks only send;
+    with 0, the default, a spare warp of every block does. The epilogue's bias (n), residual (m, n) and scale are this rank's."""
 
     def __init__(
         self,
@@ -115,11 +115,13 @@ class AllGatherGemm:
         self.memory = memory or _memory(self.group, m, local_k, [communicator_blocks])
         pieces = choose_pieces(m, local_k, world_size, communicator_blocks)
         self.workspace = Workspace(pieces, self.memory.capacity, dtype, world_size, scatters)
-        self._launches = BoundLaunches[tuple[int, int, int, int]]()
+        self._launches = BoundLaunches[Hashable]()
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         out = gemm.empty_aligned(self.workspace.m, b.shape[1], a)
-        key = self.group.address(a), self.group.address(b), self.group.address(out), b.shape[1]
+        right, major = self._stored(b)
+        b = right if major == "mn" else right.T
+        key = self.group.address(a), self.group.address(b), self.group.address(out), b.shape[1], b.stride()
         launch = self._launches.get(key, lambda: self.bind(a, b, out))
         if terms or not self._plain:
             rows = self.plan_for(b).tiling.block_rows
@@ -130,6 +132,13 @@ class AllGatherGemm:
     def close(self) -> None:
         """Give the memory back, once no rank's calls use it."""
         self.memory.reserved.close()
+
+    def _stored(self, b: torch.Tensor) -> tuple[torch.Tensor, gemm.Major]:
+        """Returns the right operand as it lies, or a copy, for copies of every rank's part of it."""
+        right, major = gemm.stored(b)
+        if major == "k" and self.workspace.local_k % 8:  # parts begin between multiples of 16 bytes
+            return gemm.aligned(b), "mn"
+        return right, major
 
     def plan_for(self, b: torch.Tensor) -> Plan:
         return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.group.sm_count, self.communicator_blocks, self.tilings)
@@ -146,15 +155,15 @@ class AllGatherGemm:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.a_rows}, {space.local_k}) and "
                 f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
             )
-        chosen = self.plan_for(b)
+        chosen, (right, major) = self.plan_for(b), self._stored(b)
         tiling, place = chosen.tiling, self.group.place
         gathered = self.memory.reserved.addresses("gathered_memory")[self.group.rank]
         return self.memory.reserved.bind(
             **tiling.shape(chosen.grid),
             resident=True,
-            defines={**tiling.defines(a.dtype, "k", "mn", self.epilogue), "SCATTERS": int(space.scatters)},
+            defines={**tiling.defines(a.dtype, "k", major, self.epilogue), "SCATTERS": int(space.scatters)},
             **space.fields(chosen),
-            **space.specs(place(a), place(b), place(out), gathered, tiling),
+            **space.specs(place(a), place(right), place(out), gathered, tiling, major),
             n=b.shape[1],
             local=a,
         )
@@ -164,19 +173,18 @@ class AllGatherGemm:
 def all_gather_gemm(
     group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN, n: int = 0
 ) -> AllGatherGemm:
-    """The group's one :class:`AllGatherGemm` of this kind and size; the first call of a capacity is collective. It is tuned for ``n``
-    columns, the same on all ranks; 0: it follows the model."""
-    room = capacity(m)
-    blocks, tiling = _fastest(group, room, local_k, dtype, scatters, n) if n else (0, None)
-    memory = _of_capacity(group, room, local_k, dtype, scatters)
+    """The group's one :class:`AllGatherGemm` of this kind and size; the first call of more rows than all before is collective. It is
+    tuned for ``n`` columns, the same on all ranks; 0: it follows the model."""
+    blocks, tiling = _fastest(group, capacity(m), local_k, dtype, scatters, n) if n else (0, None)
+    memory = with_room(memory_of, group, m, local_k, scatters)
     return AllGatherGemm(
         m, local_k, dtype, group, communicator_blocks=blocks, scatters=scatters, epilogue=epilogue, tiling=tiling, memory=memory
     )
 
 
 @per_group
-def _of_capacity(group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool) -> Memory:
-    """Memory for all sizes of up to ``m`` rows."""
+def memory_of(group: Group, m: int, local_k: int, scatters: bool) -> Memory:
+    """Collective: memory for all sizes of up to ``m`` rows."""
     return _memory(group, m, local_k, [0] if scatters else [0, *COMMUNICATOR_BLOCKS])
 
 

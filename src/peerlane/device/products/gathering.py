@@ -96,12 +96,16 @@ class Workspace:
     def slot_bytes(self) -> int:
         return self.capacity * self.row_elements * ELEMENT_BYTES
 
-    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
-        """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
+    def specs(
+        self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling, major: gemm.Major = "mn"
+    ) -> dict[str, TensorMapSpec]:
+        """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows. ``b`` is as it lies:
+        (W local_k, n), or (n, W local_k) if k is contiguous."""
+        parts = b.split(self.world_size) if major == "mn" else b.split_columns(self.world_size)
         return {
             "a": gemm.operand_map(a.split(self.world_size if self.scatters else 1), "k", tiling.block_rows),
             "gathered": self.gathered_map(gathered, tiling),
-            "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns // tiling.blocks),
+            "b": parts.map(tiling.b_box(major)),
             "out": gemm.result_map(out.split(1)),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,6 +148,10 @@ class Tiling:
         """``sizeof(RoleMemory)``: both rings' buffers, and their barriers in the last 1024 bytes."""
         return (self.slots * (self.block_rows + self.columns) + self.groups * 2 * 64) * PANEL * ELEMENT_BYTES + 1024
 
+    def b_box(self, major: Major) -> tuple[int, int]:
+        """What a block loads of the right operand at a time."""
+        return operand_box(major, self.columns // self.blocks)
+
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Row and column tiles of an (m, n) result."""
         return -(-m // self.rows), -(-n // self.columns)
@@ -288,6 +293,19 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return empty_aligned(rows, columns, tensor).copy_(tensor)
 
 
+def fits_map(matrix: torch.Tensor) -> bool:
+    """Whether copies can read the matrix as it lies: rows are contiguous and begin at multiples of 16 bytes."""
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.stride(0) >= matrix.shape[1] and matrix.data_ptr() % 16 == 0
+
+
+def stored(b: torch.Tensor) -> tuple[torch.Tensor, Major]:
+    """A right operand (k, n) as it lies in memory, and which dimension is contiguous there: itself, or its transpose (n, k), which is what
+    ``torch.nn.Linear`` keeps as weight. Copies it only if rows of neither begin at multiples of 16 bytes."""
+    if fits_map(b):
+        return b, "mn"
+    return (b.T, "k") if fits_map(b.T) else (aligned(b), "mn")
+
+
 def empty_aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((rows, row_stride(columns)))[:, :columns]
 
@@ -323,23 +341,25 @@ def bind(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tili
     return bound
 
 
-def _bound(group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue, tiling: Tiling) -> BoundKernel:
+def _bound(
+    group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue, tiling: Tiling, major: Major = "mn"
+) -> BoundKernel:
     m, n, k = shape
     tiles = tiling.grouped(m, n)
     blocks = min(tiles.rows * tiles.columns * tiling.blocks, group.sm_count)
-    return GEMM.bind(group, **tiling.shape(blocks), defines=tiling.defines(dtype, "k", "mn", epilogue), tiles=tiles, n=n, k=k)
+    return GEMM.bind(group, **tiling.shape(blocks), defines=tiling.defines(dtype, "k", major, epilogue), tiles=tiles, n=n, k=k)
 
 
 class Product:
-    """``call(a, b)`` for one shape: ``a @ b`` with an epilogue, on a rank of ``group`` alone. a (m, k), b (k, n), all ``aligned``."""
+    """``call(a, b)`` for one shape: ``a @ b`` with an epilogue, on a rank of ``group`` alone. a (m, k) ``aligned``, b (k, n) as it lies,
+    see ``stored``."""
 
     def __init__(
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
     ) -> None:
         self.shape, self.epilogue, self.maps = shape, epilogue, tensor_maps(group)
         self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group))
-        self.bound = _bound(group, shape, dtype, epilogue, self.tiling)
-        self._boxes = operand_box("k", self.tiling.block_rows), operand_box("mn", self.tiling.columns // self.tiling.blocks)
+        self._bind: Callable[[Major], BoundKernel] = functools.cache(functools.partial(_bound, group, shape, dtype, epilogue, self.tiling))
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:
         check_operands(a, b)
@@ -348,9 +368,10 @@ class Product:
             raise UsageError(
                 f"operands {tuple(a.shape)} and {tuple(b.shape)}: expected ({m}, {k}) and ({k}, {n}); create a Product for each size"
             )
-        out, maps, (a_box, b_box) = empty_aligned(m, n, a), self.maps, self._boxes
-        last = self.epilogue.fields(maps, (m, n), self.tiling.block_rows, **terms)
-        self.bound(a=maps(a, a_box), b=maps(b, b_box), c=maps(out, (64, PANEL)), **last)
+        out, maps, tiling, (right, major) = empty_aligned(m, n, a), self.maps, self.tiling, stored(b)
+        last = self.epilogue.fields(maps, (m, n), tiling.block_rows, **terms)
+        a_map, b_map = maps(a, operand_box("k", tiling.block_rows)), maps(right, tiling.b_box(major))
+        self._bind(major)(a=a_map, b=b_map, c=maps(out, (64, PANEL)), **last)
         return out
 
 

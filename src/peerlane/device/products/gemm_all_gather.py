@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Unpack
@@ -9,14 +10,14 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 
-from peerlane.device.host.declare import Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
+from peerlane.device.host.declare import BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.capacity import capacity
-from peerlane.device.products.gemm import Epilogue, Tiling
+from peerlane.device.products.capacity import capacity, with_room
+from peerlane.device.products.gemm import Epilogue, Major, Tiling
 from peerlane.errors import UsageError
 
 SOURCE = r"""
@@ -53,10 +54,10 @@ def _memory(group: Group, m: int, n: int, tilings: Sequence[Tiling]) -> Memory:
 class GemmAllGather:
     """``call(a, b)`` for one shape: every rank gets ``[a_0 @ b_0 | a_1 @ b_1 | ...]`` (m, W n), the same bits on all.
 
-    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, n and the dtype the same on all ranks, k as it comes, but
-    not 0. The epilogue's bias (n) and residual (m, n) are of this rank's columns. The result lies in the arena and is valid until the next
-    call with the same memory; if n is no multiple of 8, it is a copy. Creating one is collective, unless its ``memory`` is given. Calls in
-    one stream need no barrier between them and can be captured in a graph."""
+    a (m, k), as ``gemm.aligned`` gives it, and b (k, n), as it lies: bfloat16 or float16; m, n and the dtype the same on all ranks, k as it
+    comes, but not 0. The epilogue's bias (n) and residual (m, n) are of this rank's columns. The result lies in the arena and is valid
+    until the next call with the same memory; if n is no multiple of 8, it is a copy. Creating one is collective, unless its ``memory`` is
+    given. Calls in one stream need no barrier between them and can be captured in a graph."""
 
     def __init__(
         self,
@@ -82,14 +83,19 @@ class GemmAllGather:
         # Blocks of columns side by side where they begin at multiples of 16 bytes, one behind the other elsewhere.
         strides = (n, world_size * n, 1) if n == stride else (self.memory.capacity * stride, stride, 1)
         box, addresses = (1, 64, gemm.PANEL), reserved.addresses("result")
-        self.bound = reserved.bind(
-            **tiling.shape(min(tiles.rows * tiles.columns * tiling.blocks, sm_count)),
-            resident=True,
-            defines=tiling.defines(dtype, "k", "mn", epilogue),
-            tiles=tiles,
-            n=n,
-            out=[TensorMapSpec(address, dtype, (world_size, m, n), strides, box) for address in addresses],
-        )
+
+        def bind(major: Major) -> BoundKernel:
+            return reserved.bind(
+                **tiling.shape(min(tiles.rows * tiles.columns * tiling.blocks, sm_count)),
+                resident=True,
+                defines=tiling.defines(dtype, "k", major, epilogue),
+                tiles=tiles,
+                n=n,
+                out=[TensorMapSpec(address, dtype, (world_size, m, n), strides, box) for address in addresses],
+            )
+
+        self._bind = functools.cache(bind)
+        self._bind("mn")
         flat = reserved.tensor("result", (world_size * self.memory.capacity * stride,), dtype)
         self.result = flat.as_strided((m, world_size, n), (strides[1], strides[0], 1), flat.storage_offset())
 
@@ -106,9 +112,10 @@ class GemmAllGather:
                 "GemmAllGather for each size"
             )
         last = self.epilogue.fields(self.maps, self.shape, tiling.block_rows, **terms)
-        self.bound(
+        right, major = gemm.stored(b)
+        self._bind(major)(
             a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
-            b=self.maps(b, gemm.operand_box("mn", tiling.columns // tiling.blocks)),
+            b=self.maps(right, tiling.b_box(major)),
             k=a.shape[1],
             **last,
         )
@@ -117,14 +124,19 @@ class GemmAllGather:
 
 @per_group
 def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
-    """The group's one :class:`GemmAllGather` of this size; the first call of a capacity is collective. k is no part of it: ranks may
-    differ. A result is valid until the next call of any size of its capacity."""
-    tiling, memory = _of_capacity(group, capacity(m), n, dtype)
+    """The group's one :class:`GemmAllGather` of this size; the first call of more rows than all before is collective. k is no part of
+    it: ranks may differ. A result is valid until the next call with as many columns."""
+    memory, tiling = with_room(memory_of, group, m, n), tiling_of(group, capacity(m), n, dtype)
     return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
 
 
 @per_group
-def _of_capacity(group: Group, m: int, n: int, dtype: torch.dtype) -> tuple[Tiling | None, Memory]:
-    """The tiling that was measured to be best, if one was, and memory for all sizes of up to ``m`` rows."""
-    tiling = gemm.tuned_tiling(group, "gemm_all_gather", m, n, dtype, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
-    return tiling, _memory(group, m, n, gemm.tilings_for(group))
+def tiling_of(group: Group, m: int, n: int, dtype: torch.dtype) -> Tiling | None:
+    """Collective: the tiling that was measured to be best, if one was."""
+    return gemm.tuned_tiling(group, "gemm_all_gather", m, n, dtype, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
+
+
+@per_group
+def memory_of(group: Group, m: int, n: int) -> Memory:
+    """Collective: memory for all sizes of up to ``m`` rows."""
+    return _memory(group, m, n, gemm.tilings_for(group))

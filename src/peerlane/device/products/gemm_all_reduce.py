@@ -13,7 +13,7 @@ from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.products import gemm, owner_sum
-from peerlane.device.products.capacity import capacity
+from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
@@ -47,10 +47,10 @@ def _memory(group: Group, m: int, n: int, dtype: torch.dtype, tilings: Sequence[
 class GemmAllReduce(OwnerSum):
     """``call(a, b)`` for one shape of result: every rank gets the sum over ranks of ``a @ b``, the same bits on all.
 
-    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, n and the dtype the same on all ranks, k as it comes, but
-    not 0. The epilogue's bias, residual (m, n) and scale are the same on all ranks. The result lies in the arena and is valid until the
-    next call with the same memory. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between
-    them and can be captured in a graph."""
+    a (m, k), as ``gemm.aligned`` gives it, and b (k, n), as it lies: bfloat16 or float16; m, n and the dtype the same on all ranks, k as it
+    comes, but not 0. The epilogue's bias, residual (m, n) and scale are the same on all ranks. The result lies in the arena and is valid
+    until the next call with the same memory. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no
+    barrier between them and can be captured in a graph."""
 
     def __init__(
         self,
@@ -83,14 +83,19 @@ class GemmAllReduce(OwnerSum):
 
 @per_group
 def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
-    """The group's one :class:`GemmAllReduce` of this size; the first call of a capacity is collective. k is no part of it: ranks may
-    differ. A result is valid until the next call of any size of its capacity."""
-    tiling, memory = _of_capacity(group, capacity(m), n, dtype)
+    """The group's one :class:`GemmAllReduce` of this size; the first call of more rows than all before is collective. k is no part of
+    it: ranks may differ. A result is valid until the next call with as many columns."""
+    memory, tiling = with_room(memory_of, group, m, n, dtype), tiling_of(group, capacity(m), n, dtype)
     return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
 
 
 @per_group
-def _of_capacity(group: Group, m: int, n: int, dtype: torch.dtype) -> tuple[Tiling | None, SumMemory]:
-    """The tiling that was measured to be best, if one was, and memory for all sizes of up to ``m`` rows."""
-    tiling = gemm.tuned_tiling(group, "gemm_all_reduce", m, n, dtype, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
-    return tiling, _memory(group, m, n, dtype, gemm.tilings_for(group))
+def tiling_of(group: Group, m: int, n: int, dtype: torch.dtype) -> Tiling | None:
+    """Collective: the tiling that was measured to be best, if one was."""
+    return gemm.tuned_tiling(group, "gemm_all_reduce", m, n, dtype, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
+
+
+@per_group
+def memory_of(group: Group, m: int, n: int, dtype: torch.dtype) -> SumMemory:
+    """Collective: memory for all sizes of up to ``m`` rows."""
+    return _memory(group, m, n, dtype, gemm.tilings_for(group))

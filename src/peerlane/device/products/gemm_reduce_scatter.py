@@ -12,7 +12,7 @@ from peerlane.device.host.declare import U32, DeclaredKernel, Map
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.products import gemm, owner_sum
-from peerlane.device.products.capacity import capacity
+from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
@@ -45,10 +45,10 @@ def _memory(group: Group, rows: int, n: int, dtype: torch.dtype, tilings: Sequen
 class GemmReduceScatter(OwnerSum):
     """``call(a, b)`` for one shape of result: rank r gets rows [r m / W, (r + 1) m / W) of the sum over ranks of ``a @ b``.
 
-    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m divisible by the world size; m, n and the dtype the same on
-    all ranks, k as it comes, but not 0. The result is laid out in the same way; bias and residual (m / W, n) of the epilogue are this
-    rank's. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between them and can be captured
-    in a graph."""
+    a (m, k), as ``gemm.aligned`` gives it, and b (k, n), as it lies: bfloat16 or float16; m divisible by the world size; m, n and the dtype
+    the same on all ranks, k as it comes, but not 0. The result is laid out in the same way; bias and residual (m / W, n) of the epilogue
+    are this rank's. Creating one is collective, unless its ``memory`` is given. Calls in one stream need no barrier between them and can be
+    captured in a graph."""
 
     def __init__(
         self,
@@ -82,16 +82,22 @@ class GemmReduceScatter(OwnerSum):
 
 @per_group
 def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmReduceScatter:
-    """The group's one :class:`GemmReduceScatter` of this size; the first call of a capacity is collective. k is no part of it: ranks may
-    differ."""
-    tiling, memory = _of_capacity(group, capacity(m // group.world_size), n, dtype)
+    """The group's one :class:`GemmReduceScatter` of this size; the first call of more rows than all before is collective. k is no part
+    of it: ranks may differ."""
+    rows = m // group.world_size
+    memory, tiling = with_room(memory_of, group, rows, n, dtype), tiling_of(group, capacity(rows), n, dtype)
     return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
 
 
 @per_group
-def _of_capacity(group: Group, rows: int, n: int, dtype: torch.dtype) -> tuple[Tiling | None, SumMemory]:
-    """The tiling that was measured to be best, if one was, and memory for all sizes of up to ``rows`` rows on each rank."""
+def tiling_of(group: Group, rows: int, n: int, dtype: torch.dtype) -> Tiling | None:
+    """Collective: the tiling that was measured to be best, if one was."""
     m = rows * group.world_size
     make = lambda option: GemmReduceScatter(m, n, dtype, group, tiling=option)  # noqa: E731
-    tiling = gemm.tuned_tiling(group, "gemm_reduce_scatter", m, n, dtype, make, parts=group.world_size)
-    return tiling, _memory(group, rows, n, dtype, gemm.tilings_for(group))
+    return gemm.tuned_tiling(group, "gemm_reduce_scatter", m, n, dtype, make, parts=group.world_size)
+
+
+@per_group
+def memory_of(group: Group, rows: int, n: int, dtype: torch.dtype) -> SumMemory:
+    """Collective: memory for all sizes of up to ``rows`` rows on each rank."""
+    return _memory(group, rows, n, dtype, gemm.tilings_for(group))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from peerlane.device.host.declare import U32, LocalKernel, Map, Pointer
+from peerlane.device.host.declare import U32, BoundKernel, LocalKernel, Map, Pointer
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.gemm import ELEMENT_BYTES, PANEL, Tiling
+from peerlane.device.products.gemm import ELEMENT_BYTES, PANEL, Major, Tiling
 from peerlane.errors import UsageError
 
 MAX_GROUPS = 511  # of grouped_gemm.cuh
@@ -33,6 +35,8 @@ GROUPED_GEMM = LocalKernel(
 class GroupedProduct:
     """``call(a, b, ends)``: rows [ends[g - 1], ends[g]) of the result are those of ``a`` (rows, k) times ``b[g]`` (n, k) transposed.
 
+    Either dimension of b's matrices may be contiguous: ``b.transpose(1, 2)`` of matrices (k, n) is not copied.
+
     ``ends``: int32, one for each group, never falling, on the device; the host does not read them. Rows behind the last end are not
     written. ``rows`` is how many rows are expected in all, by which tiles are chosen; any number will do. k and n are multiples of 8."""
 
@@ -45,16 +49,20 @@ class GroupedProduct:
         self.shape, self.maps = shape, tensor_maps(group)
         each = max(1, rows // groups)
         tiling = tiling or gemm.choose_tiling(each, n, k, group.sm_count, groups, tilings=gemm.tilings_for(group))
-        self.tiling, self._boxes = tiling, ((tiling.block_rows, PANEL), (tiling.columns // tiling.blocks, PANEL))
-        self.bound = GROUPED_GEMM.bind(
-            group,
-            **tiling.shape(group.sm_count),
-            defines=tiling.defines(dtype, "k", "k"),
-            groups=groups,
-            n=n,
-            k=k,
-            row_bytes=n * ELEMENT_BYTES,
-        )
+        self.tiling = tiling
+
+        def bind(major: Major) -> BoundKernel:
+            return GROUPED_GEMM.bind(
+                group,
+                **tiling.shape(group.sm_count),
+                defines=tiling.defines(dtype, "k", major),
+                groups=groups,
+                n=n,
+                k=k,
+                row_bytes=n * ELEMENT_BYTES,
+            )
+
+        self._bind = functools.cache(bind)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         groups, n, k = self.shape
@@ -63,9 +71,11 @@ class GroupedProduct:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} with ends {tuple(ends.shape)} in {ends.dtype}: expected (rows, {k}), "
                 f"{(groups, n, k)} and ({groups},) in int32; create a GroupedProduct for each size"
             )
-        a, out, maps, (a_box, b_box) = gemm.aligned(a), a.new_empty((a.shape[0], n)), self.maps, self._boxes
-        b_map = maps(b.contiguous().view(groups * n, k), b_box, groups)
-        self.bound(a=maps(a, a_box), b=b_map, c=maps(out, (64, PANEL)), ends=ends, out=out)
+        a, out, maps, tiling = gemm.aligned(a), a.new_empty((a.shape[0], n)), self.maps, self.tiling
+        major: Major = "mn" if b.transpose(1, 2).is_contiguous() and not b.is_contiguous() else "k"
+        stored = b.contiguous() if major == "k" else b.transpose(1, 2)
+        b_map = maps(stored.flatten(0, 1), tiling.b_box(major), groups)
+        self._bind(major)(a=maps(a, (tiling.block_rows, PANEL)), b=b_map, c=maps(out, (64, PANEL)), ends=ends, out=out)
         return out
 
 

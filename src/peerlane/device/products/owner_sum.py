@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from peerlane.device.host.declare import U32, Buffer, DeclaredKernel, Epochs, Field, Flags, Map
+from peerlane.device.host.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map
 from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Tiling
+from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Major, Tiling
 from peerlane.errors import UsageError
 
 FIELDS: Mapping[str, Field] = {
@@ -77,13 +78,18 @@ class OwnerSum:
     """The launch of a plan, and the maps of its calls' tensors."""
 
     def __init__(self, memory: SumMemory, plan: SumPlan, epilogue: Epilogue, **fields: Any) -> None:
-        tiling, group = plan.tiling, memory.reserved.group
+        group = memory.reserved.group
         self.memory, self.plan, self.group, self.epilogue, self.maps = memory, plan, group, epilogue, tensor_maps(group)
         bases = memory.reserved.addresses("slot_memory")
-        self.bound = memory.reserved.bind(
+        self._bind = functools.cache(functools.partial(self._bound, bases, fields))
+        self._bind("mn")
+
+    def _bound(self, bases: Sequence[int], fields: Mapping[str, Any], major: Major) -> BoundKernel:
+        memory, plan, tiling, group = self.memory, self.plan, self.plan.tiling, self.group
+        return memory.reserved.bind(
             **tiling.shape(min(group.world_size * plan.numbers * tiling.blocks, group.sm_count)),
             resident=True,
-            defines=tiling.defines(plan.dtype, "k", "mn", epilogue),
+            defines=tiling.defines(plan.dtype, "k", major, self.epilogue),
             partials=memory.slot_map(bases[group.rank], plan, tiling.block_rows),
             slots=[memory.slot_map(base, plan, 64) for base in bases],
             tiles=plan.tiles,
@@ -97,7 +103,7 @@ class OwnerSum:
         self.memory.reserved.close()
 
     def launch(self, m: int, a: torch.Tensor, b: torch.Tensor, terms: gemm.Terms, **fields: Any) -> None:
-        """Of operands (m, k) and (k, n), as ``gemm.aligned`` gives them."""
+        """Of operands (m, k), as ``gemm.aligned`` gives it, and (k, n) as it lies."""
         plan, tiling = self.plan, self.plan.tiling
         gemm.check_operands(a, b)
         if a.shape[0] != m or b.shape[1] != plan.n or a.dtype != plan.dtype:
@@ -106,9 +112,10 @@ class OwnerSum:
                 f"create a {type(self).__name__} for each size"
             )
         last = self.epilogue.fields(self.maps, (plan.rows, plan.n), tiling.block_rows, **terms)
-        self.bound(
+        right, major = gemm.stored(b)
+        self._bind(major)(
             a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
-            b=self.maps(b, gemm.operand_box("mn", tiling.columns // tiling.blocks)),
+            b=self.maps(right, tiling.b_box(major)),
             k=a.shape[1],
             **last,
             **fields,

@@ -207,9 +207,9 @@ class OutputRegions:
                 _copy(region, tensor)
 
     def aliased(self, slots: Sequence[int]) -> bool:
-        """True when two neighbours of these slots returned the same storage."""
-        taken = [self.pointers[slot] for slot in slots]
-        return any(a == b and any(a) for a, b in itertools.pairwise(taken))
+        """Tells whether a call on one of these slots returned a tensor that lies where one of the call before it lay."""
+        taken = [{pointer for pointer in self.pointers[slot] if pointer} for slot in slots]  # empty tensors lie nowhere
+        return any(a & b for a, b in itertools.pairwise(taken))
 
 
 def _in_order(output: Tree, layout: Description) -> Tree:

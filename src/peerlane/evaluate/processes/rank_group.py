@@ -142,19 +142,6 @@ class RankGroup:
         return self._pending is not None
 
     @property
-    def overdue(self) -> bool:
-        """True if what it was asked by :meth:`begin` should have been answered by now."""
-        return self._pending is not None and time.monotonic() > self._pending[1]
-
-    @property
-    def answering(self) -> bool:
-        """True if one of its ranks has begun to answer, or has ended: :meth:`finish` waits for the rest at most. Does not wait."""
-        with selectors.DefaultSelector() as selector:
-            for channel in (self._control, *self._ranks):
-                selector.register(channel, selectors.EVENT_READ)
-            return bool(selector.select(0))
-
-    @property
     def lost(self) -> bool:
         """True if the leader, or a rank, has ended by now. Does not wait."""
         return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
@@ -211,7 +198,10 @@ class RankGroup:
                 expired = left <= 0
                 ready = selector.select(max(left, 0))
                 if building:
-                    end += self.building.spend(time.monotonic() - now)
+                    spent = self.building.spend(time.monotonic() - now)
+                    end, last_end = end + spent, last_end + spent
+                    if self.limit is not None:
+                        self.limit.end = last_end
                 for key, _ in ready:
                     if key.data is None:
                         failure = self._read_control(phase) or failure

@@ -50,13 +50,18 @@ def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") ->
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in text for word in _MEMORY_WORDS):
         return "out_of_memory"
-    if isinstance(error, CompileError) or "Error building extension" in text or "Ninja is required" in text:
+    if refused_source(error) or "Error building extension" in text or "Ninja is required" in text:
         return "build_error"
     if isinstance(error, ModuleNotFoundError) and error.name == "triton":
         return "not_run"
     if isinstance(error, (DeviceTimeout, EmulatedFault)) or any(word in text for word in _CUDA_WORDS):
         return "cuda_error"
     return default
+
+
+def refused_source(error: BaseException) -> bool:
+    """Whether a compiler of device code, which needs no GPU, has refused the source: the kit's, or NVRTC through ``cuda.core``."""
+    return isinstance(error, CompileError) or "NVRTC_ERROR_COMPILATION" in str(error)
 
 
 def wants_gpu(line: str) -> bool:

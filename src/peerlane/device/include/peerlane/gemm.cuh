@@ -134,21 +134,25 @@ __device__ inline void load_epilogue(const Parameters& parameters, Place3 at, Pr
 template <class Shape, class Parameters, class Consumer>
 __device__ inline void apply_epilogue(typename Shape::Sum& sum, const Parameters& parameters, u32 group, int first_column, Consumer& in) {
     using Last = typename Shape::Epilogue;
-    if constexpr (Last::scale || Last::bias || Last::activation != Activation::none) {
+    constexpr bool changes = Last::scale || Last::bias || Last::activation != Activation::none;
+    if constexpr (changes || Last::residual) {
+        if (first_column >= static_cast<int>(parameters.n)) return;  // never: but without a branch here the compiler spills half of the sum
+        if constexpr (changes) {
 #pragma unroll
-        for (int i = 0; i < Shape::columns / 2; ++i) {
-            float& value = sum.value[i];
-            if constexpr (Last::scale) value *= parameters.scale;
-            if constexpr (Last::bias) {
-                const u32 column = first_column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;  // mma.cuh says where elements lie
-                float bias[2] = {};
-                if (column < parameters.n) Shape::E::widen(reinterpret_cast<const u16*>(parameters.bias)[column], bias);
-                value += bias[0];
+            for (int i = 0; i < Shape::columns / 2; ++i) {
+                float& value = sum.value[i];
+                if constexpr (Last::scale) value *= parameters.scale;
+                if constexpr (Last::bias) {
+                    const u32 column = first_column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;  // mma.cuh says where elements lie
+                    float bias[2] = {};
+                    if (column < parameters.n) Shape::E::widen(reinterpret_cast<const u16*>(parameters.bias)[column], bias);
+                    value += bias[0];
+                }
+                value = activate<Last::activation>(value);
             }
-            value = activate<Last::activation>(value);
         }
+        if constexpr (Last::residual) add_partial<Shape>(sum, group, in);
     }
-    if constexpr (Last::residual) add_partial<Shape>(sum, group, in);
 }
 
 // Rounds the sum and hands it to the group's storer, 64 columns at a time.

@@ -1,7 +1,9 @@
 // Element types as they lie in 32-bit words, and sums of them.
 //
 // An element type E has `lanes` (elements per word), `Sum` (what sums are kept in: float, for integers the integer),
-// `widen(word, Sum*)` and `narrow(const Sum*)`, which rounds to nearest even.
+// `widen(word, Sum*)` and `narrow(const Sum*)`, which rounds to nearest even. It may have more; collectives/reductions.cuh uses all of this:
+// `words` (of an element that takes two; widen reads and narrow writes as many), `combine(Sum, Sum)` in the place of a sum, and `finish(Sum,
+// float)`, which makes a result of all ranks' sum and the factor of the launch.
 #pragma once
 
 #include <peerlane/ptx.cuh>
@@ -63,34 +65,63 @@ struct Float8E5M2 {
     __device__ static u32 narrow(const float* in) { return ptx::pack_e5m2x2(in[0], in[1]) | u32(ptx::pack_e5m2x2(in[2], in[3])) << 16; }
 };
 
+template <class E>
+constexpr int words_of_element() {
+    if constexpr (requires { E::words; }) return E::words;
+    else return 1;
+}
+
 // The sum of some `words` 32-bit words of E, added one source at a time.
 template <class E, int words>
 struct Accumulator {
-    typename E::Sum sum[words * E::lanes];
+    using Sum = typename E::Sum;
+    static constexpr int step = words_of_element<E>(), lanes = E::lanes, sums = words / step * lanes;
+    static_assert(words % step == 0, "an element lies in two places");
+    Sum sum[sums];
 
     __device__ void set(const u32* source) {
 #pragma unroll
-        for (int w = 0; w < words; ++w) E::widen(source[w], sum + w * E::lanes);
+        for (int w = 0; w < words; w += step) widen(source + w, sum + w / step * lanes);
     }
     __device__ void add(const u32* source) {
 #pragma unroll
-        for (int w = 0; w < words; ++w) {
-            typename E::Sum term[E::lanes];
-            E::widen(source[w], term);
+        for (int w = 0; w < words; w += step) {
+            Sum term[lanes];
+            widen(source + w, term);
 #pragma unroll
-            for (int lane = 0; lane < E::lanes; ++lane) sum[w * E::lanes + lane] += term[lane];
+            for (int lane = 0; lane < lanes; ++lane) {
+                Sum& own = sum[w / step * lanes + lane];
+                if constexpr (requires { E::combine(own, term[lane]); }) own = E::combine(own, term[lane]);
+                else own += term[lane];
+            }
+        }
+    }
+    __device__ void finish(float factor) {
+        if constexpr (requires { E::finish(sum[0], factor); }) {
+#pragma unroll
+            for (int i = 0; i < sums; ++i) sum[i] = E::finish(sum[i], factor);
         }
     }
     __device__ void round(u32* target) const {
 #pragma unroll
-        for (int w = 0; w < words; ++w) target[w] = E::narrow(sum + w * E::lanes);
+        for (int w = 0; w < words; w += step) {
+            if constexpr (step == 1) target[w] = E::narrow(sum + w * lanes);
+            else E::narrow(sum + w / step * lanes, target + w);
+        }
+    }
+
+  private:
+    __device__ static void widen(const u32* source, Sum* out) {
+        if constexpr (step == 1) E::widen(source[0], out);
+        else E::widen(source, out);
     }
 };
 
 // The sum of all ranks' terms in rank order, so that the same bits come out wherever it is done. The caller's term is `own`; element
 // `rank` of `terms` is not read.
 template <class E, int W, int words>
-__device__ inline void sum_in_rank_order(u32 rank, const u32 (&own)[words], const u32 (&terms)[W][words], u32 (&result)[words]) {
+__device__ inline void sum_in_rank_order(
+    u32 rank, const u32 (&own)[words], const u32 (&terms)[W][words], u32 (&result)[words], float factor = 1.0f) {
     Accumulator<E, words> total;
 #pragma unroll
     for (int q = 0; q < W; ++q) {
@@ -103,6 +134,7 @@ __device__ inline void sum_in_rank_order(u32 rank, const u32 (&own)[words], cons
             total.add(term);
         }
     }
+    total.finish(factor);
     total.round(result);
 }
 

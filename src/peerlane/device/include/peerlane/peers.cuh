@@ -204,6 +204,15 @@ class Peers {
         tell_all(slot, number);
     }
 
+    // The same for every other rank at each of the slots slot(0), ..., slot(count - 1), behind one fence.
+    template <class Slot>
+    __device__ void signal_all_slots(u32 count, const Slot& slot, u32 number) const {
+        finish_stores();
+        if (team_.thread() != 0) return;
+        release();
+        for (u32 i = 0; i < count; ++i) tell_all(slot(i), number);
+    }
+
     // All that this team has read at rank `peer`, or in what that rank has pushed, may be written again behind the matching wait there. It says
     // nothing of stores, and waits for none: for data, `signal`.
     __device__ void acknowledge(int peer, u32 slot, u32 number) const {

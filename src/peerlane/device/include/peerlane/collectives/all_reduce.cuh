@@ -29,7 +29,7 @@ __device__ inline void one_shot(const Arena& arena, const CollectiveWorkspace& s
         u32 own[packet_words], terms[W][packet_words], total[packet_words];
         load_words(in, u64(i) * packet_data_bytes, bytes, own);
         pull_packets<W>(arena, arena.local(buffer.place(0, i)), buffer.stride, i, epoch, terms);
-        sum_in_rank_order<E, W>(arena.rank, own, terms, total);
+        sum_in_rank_order<E, W>(arena.rank, own, terms, total, space.factor);
         store_words(out, u64(i) * packet_data_bytes, bytes, total);
     }
 }

@@ -271,7 +271,7 @@ __device__ inline void exchange(const Arena& arena, const CollectiveWorkspace& s
 
 // The sum of this tile of all ranks: `own`, and term(q) of every other rank q, to `target`. Several vectors of a thread are on their way at a time.
 template <class E, int W, class Term>
-__device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, const Term& term, char* target, u32 bytes) {
+__device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, const Term& term, char* target, u32 bytes, float factor) {
     constexpr u32 at_once = W * E::lanes <= 4 ? 4 : W * E::lanes <= 8 ? 2 : 1;
     const auto load = [](const char* from, u32 vector, u32(&words)[4]) {
         const Vec16 whole = reinterpret_cast<const Vec16*>(from)[vector];
@@ -293,7 +293,7 @@ __device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, co
 #pragma unroll
             for (u32 k = 0; k < at_once; ++k) {
                 u32 total[4];
-                sum_in_rank_order<E, W>(rank, owns[k], terms[k], total);
+                sum_in_rank_order<E, W>(rank, owns[k], terms[k], total, factor);
                 reinterpret_cast<Vec16*>(target)[v + k * team.size()] = Vec16{{total[0], total[1], total[2], total[3]}};
             }
         }
@@ -307,7 +307,7 @@ __device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, co
         for (int q = 0; q < W; ++q) {
             if (q != rank) load(term(q), v, terms[q]);  // whole vectors: who sends rounds up
         }
-        sum_in_rank_order<E, W>(rank, owns, terms, total);
+        sum_in_rank_order<E, W>(rank, owns, terms, total, factor);
         store_words(target, at, bytes, total);
     }
 }
@@ -346,7 +346,7 @@ __device__ inline void reduce_scatter(const Arena& arena, const CollectiveWorksp
         const u32 number = first + done;
         peers.wait_all(here.arrived_slot(), number + 1, seen);
         const auto term = [&](int q) -> const char* { return arena.local(here.place(q, rank, number)); };
-        sum_tile<E, W>(team, rank, own + tile.at, term, target + tile.at, tile.length());
+        sum_tile<E, W>(team, rank, own + tile.at, term, target + tile.at, tile.length(), space.factor);
         team.sync();
         ++done;
         if (team.thread() == 0) post(used, done);

@@ -93,7 +93,7 @@ __device__ inline void reduce_by_packets(const Arena& arena, const CollectiveWor
             u32 own[packet_words], terms[W][packet_words], total[packet_words];
             load_words(in + messages.send_at[rank], round.offset(i), bytes, own);
             pull_packets<W>(arena, arena.local(round.buffer.place(0, i)), round.buffer.stride, i, round.epoch, terms);
-            sum_in_rank_order<E, W>(rank, own, terms, total);
+            sum_in_rank_order<E, W>(rank, own, terms, total, space.factor);
             store_words(out + messages.receive_at[rank], round.offset(i), bytes, total);
         }
     }

@@ -65,7 +65,7 @@ __device__ inline void sum_share(
         char* stage = stages + turn % sum_stages * rings.tile_bytes;
         givers.wait_all(terms.arrived_slot(), number + 1, known_arrived);
         const auto term = [&](int q) -> const char* { return arena.local(terms.place(q, rank, number)); };
-        sum_tile<E, W>(team, rank, own + tile.at, term, stage, tile.length());
+        sum_tile<E, W>(team, rank, own + tile.at, term, stage, tile.length(), space.factor);
         // Who does not take is known to have come as far as is wanted of it.
         takers.wait_all(totals.used_slot(), counts ? first_sent + turn + 1 - rings.depth : known_used, known_used);
         if (thread == 0) post(progress.terms_used(), turn + 1);

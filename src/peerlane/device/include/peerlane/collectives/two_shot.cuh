@@ -76,7 +76,7 @@ __device__ inline void two_shot(
         if (registers_do) shares.load(round, own_share, i, own);  // while terms are on their way
         pull_packets<W>(arena, arena.local(round.buffer.place(0, i)), round.buffer.stride, i, round.epoch, terms);
         if (!registers_do) shares.load(round, own_share, i, own);
-        sum_in_rank_order<E, W>(rank, own, terms, total);
+        sum_in_rank_order<E, W>(rank, own, terms, total, space.factor);
 #pragma unroll
         for (int k = 1; k < W; ++k) {
             const int q = rank_after<W>(rank, k);

@@ -4,6 +4,7 @@
 // rank, and come in the same order on all of them. `in` and `out` may have any alignment; the 16-byte aligned ones are faster.
 #pragma once
 
+#include <peerlane/collectives/reductions.cuh>
 #include <peerlane/comm.cuh>
 
 namespace peerlane {
@@ -69,6 +70,7 @@ struct CollectiveWorkspace {
     u64 packets;              // two alternating buffers of packet_buffer_bytes each
     u64 packet_buffer_bytes;
     Channels copies, sums;    // apart, because tiles of one may still be unread when a launch of the other begins
+    float factor;             // of a reduction that scales its sums
 
     // Packets of each rank that a packet buffer holds.
     template <int W>

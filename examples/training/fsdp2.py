@@ -1,0 +1,25 @@
+"""Train a small GPT with FSDP2 on the backend "peerlane", and on NCCL. The losses must agree.
+
+torchrun --nproc-per-node 2 examples/training/fsdp2.py         on two GPUs, on one that they share, or on the CPU
+"""
+
+import gpt
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from peerlane.device import backend
+
+options, device = gpt.arguments(), gpt.start("peerlane")
+losses = []
+for group in (dist.group.WORLD, dist.new_group(backend=gpt.baseline(device))):
+    mesh, model = DeviceMesh.from_group(group, device.type), gpt.build(device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    losses.append(gpt.train(model, model.parameters(), dist.get_rank(), device, options.steps, torch.float32))
+gpt.compare(*losses, limit=1e-3)
+if dist.get_rank() == 0:
+    print(backend.report())
+dist.destroy_process_group()

@@ -1,0 +1,335 @@
+"""All-reduce, residual, RMSNorm and quantisation to fp8 of a few tokens in one launch: what decoding does twice a layer.
+
+    norm = all_reduce_rms_norm(group_of(), columns, torch.bfloat16)        the first call is collective; one arena for all numbers of tokens
+    y, total = norm(x, weight, residual, epsilon=1e-6)
+
+A block takes a token. Everything travels in packets, twelve bytes and their epoch in one store: no fence, no barrier, no flag. In one shot
+every rank pushes its tokens to all others, and adds all of them itself: one trip, (W - 1) times the bytes. In two shots a rank adds its
+part of every token, and pushes the sum: two trips, 2 (W - 1) / W times the bytes. The host chooses by size (``one_shot_rows``). Sums are
+taken in rank order in fp32, the residual behind them, and are rounded once: all ranks get the same bits. Every rank computes the norm of
+that sum itself.
+
+A place has one writer for ever, and each packet that is pushed is waited for. Packets of one shot are double-buffered by the launch's
+epoch: to finish a launch a rank needs a packet of it from every other rank, so whoever begins launch e + 2 knows that all others have
+finished launch e. Those of two shots need one buffer. Whoever begins a launch has had the sums of the one before from all ranks, which had
+then used its parts; whoever sends a sum has had parts of the same launch from all others, which had then finished the one before.
+
+Bound: bytes over the port's rate, a third more than the data for the epochs, and a trip of a packet, about 2 us each. Up to some ten tokens
+of 8,192 columns the trips and the launch limit it, and above that the port. Device lines: 160. Registers: at most 88 a thread, in blocks of
+up to 704. Arena: (2 W r + 2 T) H 8/3 bytes for T = 512 tokens of H columns, of which r go in one shot; 28 MB for 8,192 columns on 4 ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+import torch
+
+from peerlane.device.host.declare import F32, PACKET_BYTES, U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Pointer
+from peerlane.device.host.element_types import element_type
+from peerlane.device.host.group import Group, per_group
+from peerlane.errors import UsageError
+
+MAX_ROWS = 512
+"""Tokens of a call; for more a two-shot all-reduce and a norm are as fast."""
+PACKET_ELEMENTS = 6
+MOST_TEAMS = 2  # of a block, which work on a token each where blocks have several
+DTYPES = torch.bfloat16, torch.float16
+_SECOND_TRIP_BYTES = 3 * 343_000 * 3 // 4
+"""Data that a port takes in, as packets, while a second trip is on its way: 3 us at 343 GB/s."""
+Quantisation = Literal["none", "tensor", "token"]
+"""Of y: not; by a scale that the caller gives; by one for every token, which the kernel finds."""
+
+SOURCE = r"""
+#include <peerlane/rows.cuh>
+using namespace peerlane;
+
+constexpr int elements = 2 * packet_words;                 // of a packet
+constexpr u32 team_threads = THREADS / TEAMS, at_once = 4;
+constexpr float largest = 448, smallest_scale = 1e-12f;    // of e4m3; of a token of zeros
+struct Words {
+    u32 word[packet_words];
+};
+
+// Three words of a row from element 6 i on; zero behind its end.
+__device__ inline Words words_of(const char* matrix, u32 row, u32 columns, u32 i) {
+    Words words;
+    const u32* from = reinterpret_cast<const u32*>(matrix + u64(row) * columns * 2) + packet_words * i;
+#pragma unroll
+    for (u32 w = 0; w < packet_words; ++w) words.word[w] = elements * i + 2 * w < columns ? from[w] : 0;
+    return words;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    all_reduce_rms_norm(const __grid_constant__ Arena arena, const __grid_constant__ AllReduceRmsNorm args) {
+    __shared__ float scratch[TEAMS][warp_threads];
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), rank = arena.rank, columns = args.columns;
+    const u32 packets = (columns + elements - 1) / elements, part = (packets + WORLD_SIZE - 1) / WORLD_SIZE;
+    // Where in every arena packet i of a row lies that rank `source` pushes: of its token; of a rank's part of that; of a sum.
+    const auto token_at = [&](u32 source, u32 row, u32 i) {
+        return args.tokens + ((u64((epoch & 1) * WORLD_SIZE + source) * args.one_shot_rows + row) * packets + i) * sizeof(Vec16);
+    };
+    const auto part_at = [&](u32 source, u32 row, u32 i) {
+        return args.parts + ((u64(source) * args.most_rows + row) * part + i) * sizeof(Vec16);
+    };
+    const auto sum_at = [&](u32 row, u32 i) { return args.sums + (u64(row) * packets + i) * sizeof(Vec16); };
+    // All ranks' packets, which lie `stride` apart from `first` on, and the residual: added in rank order, rounded once.
+    const auto sum_of = [&](u64 first, u64 stride, u32 row, u32 i) {
+        u32 terms[WORLD_SIZE][packet_words];
+        const Words own = words_of(args.x, row, columns, i);
+        pull_packets<WORLD_SIZE>(arena, arena.local(first), stride, i, epoch, terms);
+        Accumulator<X_TYPE, packet_words> total;
+#pragma unroll
+        for (int q = 0; q < WORLD_SIZE; ++q) {
+            u32 term[packet_words];
+#pragma unroll
+            for (int w = 0; w < packet_words; ++w) term[w] = q == rank ? own.word[w] : terms[q][w];
+            if (q == 0) {
+                total.set(term);
+            } else {
+                total.add(term);
+            }
+        }
+        if (args.residual != nullptr) total.add(words_of(args.residual, row, columns, i).word);
+        Words sum;
+        total.round(sum.word);
+        return sum;
+    };
+
+    // Packet by packet of all of the block's rows; several of a thread are on their way at a time.
+    const u32 own_rows = blockIdx.x < args.rows ? (args.rows - blockIdx.x - 1) / gridDim.x + 1 : 0;
+    const auto row_of = [&](u32 number) { return blockIdx.x + number * gridDim.x; };
+    const u32 pushes = own_rows * packets;
+    for (u32 n = threadIdx.x; n < pushes; n += at_once * THREADS) {
+        Words own[at_once];
+#pragma unroll
+        for (u32 u = 0; u < at_once; ++u) {
+            const u32 m = n + u * THREADS;
+            if (m < pushes) own[u] = words_of(args.x, row_of(m / packets), columns, m % packets);
+        }
+#pragma unroll
+        for (u32 u = 0; u < at_once; ++u) {
+            const u32 m = n + u * THREADS, row = row_of(m / packets), i = m % packets;
+            if (m >= pushes) break;
+            if constexpr (TWO_SHOT) {
+                const u32 owner = i / part;
+                if (owner != rank) push_packet(arena.peer(owner, part_at(rank, row, i % part)), own[u].word, epoch);
+            } else {
+                push_packet_to_all<WORLD_SIZE>(arena, token_at(rank, row, i), own[u].word, epoch);
+            }
+        }
+    }
+    if constexpr (TWO_SHOT) {
+        const u32 before = rank * part, owned = before < packets ? min(part, packets - before) : 0;
+        const u64 stride = part_at(1, 0, 0) - part_at(0, 0, 0);
+        for (u32 n = threadIdx.x; n < own_rows * owned; n += THREADS) {
+            const u32 row = row_of(n / owned), i = n % owned;
+            const Words sum = sum_of(part_at(0, row, i), stride, row, before + i);
+            const u64 place = sum_at(row, before + i);
+            push_packet_to_all<WORLD_SIZE>(arena, place, sum.word, epoch);
+            push_packet(arena.local(place), sum.word, epoch);
+        }
+    }
+    // Row by row, a team each.
+    const u32 number = threadIdx.x / team_threads, thread = threadIdx.x % team_threads, warp = thread / warp_threads;
+    const Warps team{number * (team_threads / warp_threads), team_threads / warp_threads, 1 + number};
+    const auto joined = [&](float value, const auto& join) {
+        value = warp_reduce(value, join);
+        team.sync();
+        if (thread % warp_threads == 0) scratch[number][warp] = value;
+        team.sync();
+        float total = scratch[number][0];
+        for (u32 w = 1; w < team_threads / warp_threads; ++w) total = join(total, scratch[number][w]);
+        return total;
+    };
+    for (u32 turn = number; turn < own_rows; turn += TEAMS) {
+        const u32 row = row_of(turn);
+        float value[PACKETS][elements], squares = 0;
+#pragma unroll
+        for (int p = 0; p < PACKETS; ++p) {
+            const u32 i = thread + p * team_threads;
+            Words sum{};
+            if (i < packets) {
+                if constexpr (TWO_SHOT) {
+                    pull_packet(arena, i / part, arena.local(sum_at(row, i)), i, epoch, sum.word);
+                } else {
+                    sum = sum_of(token_at(0, row, i), token_at(1, row, i) - token_at(0, row, i), row, i);
+                }
+                u32* to = reinterpret_cast<u32*>(args.total + u64(row) * columns * 2) + packet_words * i;
+#pragma unroll
+                for (u32 w = 0; w < packet_words; ++w) {
+                    if (elements * i + 2 * w < columns) to[w] = sum.word[w];
+                }
+            }
+#pragma unroll
+            for (int w = 0; w < packet_words; ++w) X_TYPE::widen(sum.word[w], value[p] + 2 * w);
+#pragma unroll
+            for (float v : value[p]) squares += v * v;
+        }
+        const float all = joined(squares, [](float a, float b) { return a + b; });
+        const float factor = rsqrtf(all / columns + args.epsilon);
+        float most = 0;
+#pragma unroll
+        for (int p = 0; p < PACKETS; ++p) {
+            const u32 i = thread + p * team_threads;
+            if (i >= packets) continue;
+            const Words gain = words_of(args.weight, 0, columns, i);
+#pragma unroll
+            for (int w = 0; w < packet_words; ++w) {
+                float g[2];
+                X_TYPE::widen(gain.word[w], g);
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& v = value[p][2 * w + e];
+                    v = v * factor * g[e];
+                    most = fmaxf(most, fabsf(v));
+                }
+            }
+        }
+        float scale = 1;
+        if constexpr (QUANTISATION == 1) scale = *args.scale;
+        if constexpr (QUANTISATION == 2) {
+            scale = fmaxf(joined(most, [](float a, float b) { return fmaxf(a, b); }) / largest, smallest_scale);
+            if (thread == 0) args.scales[row] = scale;
+        }
+#pragma unroll
+        for (int p = 0; p < PACKETS; ++p) {
+            const u32 i = thread + p * team_threads;
+#pragma unroll
+            for (u32 w = 0; w < packet_words; ++w) {
+                const u32 column = elements * i + 2 * w;
+                if (column >= columns) continue;
+                char* to = args.y + (u64(row) * columns + column) * (QUANTISATION ? 1 : 2);
+                if constexpr (QUANTISATION != 0) {
+                    const float pair[4] = {value[p][2 * w] / scale, value[p][2 * w + 1] / scale};
+                    *reinterpret_cast<u16*>(to) = static_cast<u16>(Float8E4M3::narrow(pair));
+                } else {
+                    *reinterpret_cast<u32*>(to) = X_TYPE::narrow(value[p] + 2 * w);
+                }
+            }
+        }
+    }
+}
+"""
+ALL_REDUCE_RMS_NORM = DeclaredKernel(
+    "all_reduce_rms_norm", SOURCE, epochs=Epochs(), tokens=Buffer(), parts=Buffer(), sums=Buffer(),
+    **dict.fromkeys(("x", "residual", "weight"), Pointer("const char*")), total=Pointer(), y=Pointer(), scale=Pointer("const float*"),
+    scales=Pointer("float*"), **dict.fromkeys(("rows", "columns", "one_shot_rows", "most_rows"), U32), epsilon=F32,
+)  # fmt: skip
+
+
+def one_shot_rows(columns: int, world_size: int) -> int:
+    """Returns how many tokens go in one shot at most: as long as what two shots save takes less than the second trip."""
+    if world_size == 2:
+        return MAX_ROWS  # two shots save nothing
+    saved = (world_size - 1) * (1 - 2 / world_size)  # of the tokens' bytes
+    return max(1, min(MAX_ROWS, int(_SECOND_TRIP_BYTES / saved / (2 * columns))))
+
+
+def threads_of(packets: int, teams: int, most: int = 1024) -> int:
+    """Returns the threads of a block of so many teams, of which each takes a token at a time. One team has two packets for each thread, as
+    long as that leaves them enough registers; several share a block of that size."""
+    threads = -(-packets // 64) * 32
+    return max(32, min(threads if threads <= 704 else 512, most) // teams // 32 * 32) * teams
+
+
+class AllReduceRmsNorm:
+    """``call(x, weight, residual)`` for tokens of ``columns``: ``total``, the sum over ranks of x, plus residual, and its RMSNorm y.
+
+    x and residual (tokens, columns), 1 to 512 tokens, the same number on all ranks; weight (columns); columns a multiple of 8; all
+    contiguous, in bfloat16 or float16; residual and weight the same on all ranks. y is of x's dtype, or e4m3. Creating one is collective.
+    Calls of any numbers of tokens, in one stream, need no barrier between them and can be captured in a graph."""
+
+    def __init__(self, group: Group, columns: int, dtype: torch.dtype) -> None:
+        if dtype not in DTYPES or columns % 8 or columns < 8 * group.world_size or group.world_size < 2:
+            raise UsageError(
+                f"all-reduce and RMSNorm of {columns} columns in {dtype} on {group.world_size} ranks: expected bfloat16 or float16, a "
+                f"multiple of 8, at least 8 for each of at least 2 ranks; use all_reduce and torch.nn.functional.rms_norm otherwise"
+            )
+        self.group, self.columns, self.dtype = group, columns, dtype
+        world, packets = group.world_size, -(-columns // PACKET_ELEMENTS)
+        self.one_shot_rows = one_shot_rows(columns, world)
+        two_shot_rows = MAX_ROWS if self.one_shot_rows < MAX_ROWS else 1
+        places = {
+            "tokens": 2 * world * self.one_shot_rows * packets,
+            "parts": world * two_shot_rows * -(-packets // world),
+            "sums": two_shot_rows * packets,
+        }
+        self._most_rows = two_shot_rows
+        self.reserved = ALL_REDUCE_RMS_NORM.reserve(group, sizes={name: PACKET_BYTES * count for name, count in places.items()})
+        self._packets = packets
+        self._bound = functools.cache(self._bind)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        epsilon: float = 1e-6,
+        quantisation: Quantisation = "none",
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns y, total and the scales (tokens) that it found, of quantisation by token; y times its scale is the norm. ``scale`` is
+        that of quantisation by tensor: one float32."""
+        self._check(x, weight, residual, quantisation, scale)
+        rows = x.shape[0]
+        y = torch.empty_like(x, dtype=x.dtype if quantisation == "none" else torch.float8_e4m3fn)
+        total = torch.empty_like(x)
+        scales = x.new_empty(rows, dtype=torch.float32) if quantisation == "token" else None
+        if rows:
+            grid = min(rows, self.group.waiting_blocks)
+            launch = self._bound(rows > self.one_shot_rows, quantisation, grid, 1 if rows <= grid else MOST_TEAMS)
+            given = {"x": x, "weight": weight, "residual": residual, "total": total, "y": y, "scale": scale, "scales": scales}
+            launch(**given, rows=rows, epsilon=epsilon)
+        return y, total, scales
+
+    def close(self) -> None:
+        """Give the memory back, once no rank's calls use it."""
+        self.reserved.close()
+
+    def _bind(self, two_shot: bool, quantisation: Quantisation, grid: int, teams: int) -> BoundKernel:
+        threads = threads_of(self._packets, teams, self.group.max_threads)
+        return self.reserved.bind(
+            grid=grid,
+            block=threads,
+            resident=True,
+            defines={
+                "X_TYPE": element_type(self.dtype),
+                "THREADS": threads,
+                "TEAMS": teams,
+                "PACKETS": -(-self._packets * teams // threads),
+                "TWO_SHOT": int(two_shot),
+                "QUANTISATION": ("none", "tensor", "token").index(quantisation),
+            },
+            columns=self.columns,
+            one_shot_rows=self.one_shot_rows,
+            most_rows=self._most_rows,
+        )
+
+    def _check(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, quantisation: Quantisation, scale: torch.Tensor | None
+    ) -> None:
+        shape = x.shape[0] if x.dim() == 2 else -1, self.columns
+        given = [x, weight, *([] if residual is None else [residual])]
+        wanted = [shape, (self.columns,), shape]
+        if not 0 <= shape[0] <= MAX_ROWS or any(
+            tuple(value.shape) != size or value.dtype != self.dtype for value, size in zip(given, wanted, strict=False)
+        ):
+            raise UsageError(
+                f"all-reduce and RMSNorm got x, weight and residual of {[tuple(value.shape) for value in given]} in "
+                f"{[value.dtype for value in given]}: expected (tokens, {self.columns}), ({self.columns},), (tokens, {self.columns}), at "
+                f"most {MAX_ROWS} tokens, in {self.dtype}; use all_reduce and torch.nn.functional.rms_norm for more"
+            )
+        if (quantisation == "tensor") != (scale is not None) or (
+            scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32)
+        ):
+            got = "no scale" if scale is None else f"a scale of {tuple(scale.shape)} in {scale.dtype}"
+            raise UsageError(f"quantisation by {quantisation!r} got {got}: expected one float32 for 'tensor', and none otherwise")
+
+
+@per_group
+def all_reduce_rms_norm(group: Group, columns: int, dtype: torch.dtype) -> AllReduceRmsNorm:
+    """The group's one :class:`AllReduceRmsNorm` of this width; the first call is collective."""
+    return AllReduceRmsNorm(group, columns, dtype)

@@ -1,0 +1,134 @@
+"""All-reduce, residual and RMSNorm as one operator: what stands behind every row-parallel layer while a model decodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.device.collectives import rms_norm
+from peerlane.errors import UsageError
+from peerlane.ops.groups import group_name, kit_group, world_size
+from peerlane.ops.products import summed
+
+FP8 = torch.float8_e4m3fn
+_LARGEST, _SMALLEST_SCALE = 448.0, 1e-12  # of e4m3; of a token of zeros
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.library.custom_op("peerlane::all_reduce_rms_norm", mutates_args=())
+def _all_reduce_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    epsilon: float,
+    quantisation: str,
+    group: str,
+) -> Three:
+    """Returns y, the sum, and the scales of quantisation by token, or none of them."""
+    rows, ranks = x.reshape(-1, x.shape[-1]).contiguous(), world_size(group)
+    kit = kit_group(x, group) if _has_kernel(rows, weight, residual, ranks) else None
+    if kit is not None:
+        norm = rms_norm.all_reduce_rms_norm(kit, rows.shape[1], rows.dtype)
+        added = None if residual is None else residual.reshape(rows.shape).contiguous()
+        y, total, scales = norm(
+            rows,
+            weight.contiguous(),
+            added,
+            epsilon=epsilon,
+            quantisation=quantisation,  # type: ignore[arg-type]
+            scale=scale,
+        )
+        return y.view(x.shape), total.view(x.shape), x.new_empty(0, dtype=torch.float32) if scales is None else scales.view(x.shape[:-1])
+    total = summed(x, group)
+    total = total if residual is None else total + residual
+    if quantisation == "none":
+        return F.rms_norm(total, x.shape[-1:], weight, epsilon), total, x.new_empty(0, dtype=torch.float32)
+    y = F.rms_norm(total.float(), x.shape[-1:], weight.float(), epsilon)
+    by = (y.abs().amax(-1) / _LARGEST).clamp(min=_SMALLEST_SCALE) if scale is None else scale
+    scaled = y / (by.unsqueeze(-1) if scale is None else by)
+    found = by if scale is None else x.new_empty(0, dtype=torch.float32)
+    return scaled.clamp(-_LARGEST, _LARGEST).to(FP8), total, found
+
+
+def _has_kernel(rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, ranks: int) -> bool:
+    one_dtype = weight.dtype == rows.dtype and (residual is None or residual.dtype == rows.dtype)
+    fits = rows.shape[0] <= rms_norm.MAX_ROWS and not rows.shape[1] % 8 and rows.shape[1] >= 8 * ranks
+    return one_dtype and fits and ranks > 1 and rows.dtype in rms_norm.DTYPES
+
+
+@_all_reduce_rms_norm.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    epsilon: float,
+    quantisation: str,
+    group: str,
+) -> Three:
+    y = x.new_empty(x.shape, dtype=x.dtype if quantisation == "none" else FP8)
+    return y, x.new_empty(x.shape), x.new_empty(x.shape[:-1] if quantisation == "token" else (0,), dtype=torch.float32)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
+    _, weight, residual, _, ctx.epsilon, ctx.quantisation, ctx.group = inputs
+    ctx.has_residual = residual is not None
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(weight, output[1])
+
+
+def _gradients(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+    if ctx.quantisation != "none":
+        raise UsageError("the gradient of an all-reduce and RMSNorm in fp8: expected no quantisation where a gradient is wanted")
+    (weight, total), wide = ctx.saved_tensors, torch.promote_types(ctx.saved_tensors[1].dtype, torch.float32)
+    t, grad, dweight = total.to(wide), 0.0 if dtotal is None else dtotal.to(wide), None
+    if dy is not None:
+        factor = (t.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
+        g = dy.to(wide) * weight.to(wide)
+        grad = grad + factor * g - t * factor**3 * (g * t).mean(-1, keepdim=True)
+        dweight = (dy.to(wide) * t * factor).flatten(0, -2).sum(0).to(weight.dtype)
+    if not isinstance(grad, torch.Tensor):
+        return (None,) * 7
+    shared = grad.to(total.dtype)
+    return torch.ops.peerlane.all_reduce(shared, ctx.group), dweight, shared if ctx.has_residual else None, None, None, None, None
+
+
+_all_reduce_rms_norm.register_autograd(_gradients, setup_context=_remember)
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    epsilon: float = 1e-6,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``rms_norm(total) * weight`` and ``total``, the sum of all ranks' ``x`` plus ``residual``, rounded once.
+
+    x and residual (..., H), weight (H); residual and weight the same on all ranks. One kernel for up to 512 tokens of bfloat16 or float16,
+    H a multiple of 8; else an all-reduce and a norm."""
+    y, total, _ = _all_reduce_rms_norm(x, weight, residual, None, epsilon, "none", group_name(group))
+    return y, total
+
+
+def all_reduce_rms_norm_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    scale: torch.Tensor | None = None,
+    epsilon: float = 1e-6,
+    group: dist.ProcessGroup | None = None,
+) -> Three:
+    """Returns the norm in float8_e4m3fn, ``total``, and the scale by which the norm is the first result times it.
+
+    ``scale``: one float32 on the device, for all tokens; what is too large becomes the largest number. None: a scale for every token, its
+    largest absolute value over 448, of shape (...). Otherwise as ``all_reduce_rms_norm``; there is no gradient."""
+    quantisation = "token" if scale is None else "tensor"
+    y, total, found = _all_reduce_rms_norm(x, weight, residual, scale, epsilon, quantisation, group_name(group))
+    return y, total, found if scale is None else scale

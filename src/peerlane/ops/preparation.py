@@ -1,0 +1,105 @@
+"""Memory and kernels of a group's operators, made before they are needed: behind ``ops.prepare``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from peerlane.device import Group, communicator
+from peerlane.device.host.memory_report import MemoryReport
+from peerlane.device.products import all_gather_gemm, gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
+from peerlane.device.products.capacity import LEAST_ROWS, capacity, with_room
+from peerlane.errors import UsageError
+from peerlane.ops.groups import GroupLike
+from peerlane.ops.memory import kit_of, memory_report
+
+PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "row_gather_gemm", "gemm_all_gather")
+"""Operators whose memory grows with the number of tokens."""
+
+
+def prepare(
+    *,
+    max_tokens: int,
+    hidden: int | Sequence[int],
+    dtype: torch.dtype = torch.bfloat16,
+    group: GroupLike = None,
+    products: Sequence[str] = PRODUCTS,
+) -> MemoryReport:
+    """Collective: takes the memory and compiles the kernels for calls of up to ``max_tokens`` rows, and returns what the group takes.
+
+    ``hidden``: the widths, for each of which each of ``products`` gets memory: columns of the whole result of ``gemm_all_reduce``,
+    ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm`` and ``row_gather_gemm``.
+    Right operands are taken to have as many columns, or a rank's share of them; others compile at their first call, as those of
+    ``row_gather_gemm`` do. Later calls of these sizes take no memory, compile nothing and exchange nothing; nor do collectives that sum or
+    move. Raises UsageError for other names and sizes. On CPU ranks and in groups that the kit does not serve it does nothing."""
+    if unknown := set(products) - set(PRODUCTS):
+        raise UsageError(f"prepare got products={sorted(unknown)}: expected some of {', '.join(PRODUCTS)}")
+    if max_tokens < 1 or dtype not in gemm.ELEMENT_TYPES:
+        raise UsageError(f"prepare got max_tokens={max_tokens} and dtype={dtype}: expected 1 or more, and bfloat16 or float16")
+    kit = kit_of(group)
+    if kit is None:
+        return memory_report(group)
+    widths = [hidden] if isinstance(hidden, int) else hidden
+    communicator(kit).load(dtype, max_tokens * max(widths) * dtype.itemsize)
+    for width in widths:
+        for product in products:
+            _PREPARED[product](kit, max_tokens, width, dtype)
+    return kit.memory_report()
+
+
+def _gemm_all_reduce(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
+    with_room(gemm_all_reduce.memory_of, kit, rows, width, dtype)
+    for size in _sizes(kit, rows, width):
+        gemm_all_reduce.gemm_all_reduce(kit, size, width, dtype)
+
+
+def _gemm_reduce_scatter(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
+    own = -(-rows // kit.world_size)
+    with_room(gemm_reduce_scatter.memory_of, kit, own, width, dtype)
+    for size in _sizes(kit, own, width, parts=kit.world_size):
+        gemm_reduce_scatter.gemm_reduce_scatter(kit, size * kit.world_size, width, dtype)
+
+
+def _gemm_all_gather(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
+    share = -(-width // kit.world_size)
+    with_room(gemm_all_gather.memory_of, kit, rows, share)
+    for size in _sizes(kit, rows, share):
+        gemm_all_gather.gemm_all_gather(kit, size, share, dtype)
+
+
+def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
+    share = -(-width // kit.world_size)
+    with_room(all_gather_gemm.memory_of, kit, rows, share, False)
+    depth = share * kit.world_size
+    for columns in {width, share}:
+        b = gemm.empty_aligned(depth, columns, torch.empty(0, dtype=dtype, device=kit.device))
+        for size in _sizes(kit, rows, columns, depth=depth):
+            a, out = gemm.empty_aligned(size, share, b), gemm.empty_aligned(size, columns, b)
+            all_gather_gemm.all_gather_gemm(kit, size, share, dtype, n=columns).bind(a, b, out)
+
+
+def _row_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
+    """Memory alone: kernels follow from the right operands."""
+    with_room(row_gather_gemm.memory_of, kit, -(-rows // kit.world_size), width)
+
+
+_PREPARED = {
+    "gemm_all_reduce": _gemm_all_reduce,
+    "gemm_reduce_scatter": _gemm_reduce_scatter,
+    "gemm_all_gather": _gemm_all_gather,
+    "all_gather_gemm": _all_gather_gemm,
+    "row_gather_gemm": _row_gather_gemm,
+}
+
+
+def _sizes(kit: Group, rows: int, columns: int, *, parts: int = 1, depth: int = gemm.TYPICAL_DEPTH) -> list[int]:
+    """Returns one size, of up to ``rows``, for every capacity, and for every tiling that the model chooses: by whole tiles, whose rows are
+    multiples of ``LEAST_ROWS``."""
+    found, known = [], set[object]()
+    for size in range(LEAST_ROWS, capacity(rows) + 1, LEAST_ROWS):
+        tiling = gemm.choose_tiling(size, columns, depth, kit.sm_count, parts, gemm.tilings_for(kit))
+        if {tiling, capacity(size)} - known:
+            known |= {tiling, capacity(size)}
+            found.append(size)
+    return found

@@ -1,0 +1,68 @@
+"""Declarations of what every operator takes and can do, behind the table of docs/ops-support.md. Tests verify them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from peerlane.device.collectives.reductions import INTEGERS
+from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.products.gemm import ELEMENT_TYPES as PRODUCT_TYPES
+
+ANY = "any"
+_REDUCED = tuple(dict.fromkeys((*ELEMENT_TYPES, *INTEGERS)))
+_COLLECTIVES = "one size"
+_SHARDS = "with batch, tokens, heads and depth; each shape has its own"
+
+
+@dataclass(frozen=True)
+class Support:
+    """An operator's row of the table."""
+
+    fused: tuple[torch.dtype, ...] | str
+    """dtypes that run as one kernel of the kit"""
+    others: str
+    """what other dtypes run on, where the kit serves the group"""
+    casts: bool
+    """whether autocast casts its operands, as those of torch.mm"""
+    memory: str
+    """how the kit's memory grows"""
+    gradient: str = "yes"
+    graph: str = "yes"
+    """in CUDA graphs, after one call of the same shape"""
+
+
+_PRODUCTS = (torch.bfloat16, torch.float16)
+assert set(_PRODUCTS) == set(PRODUCT_TYPES)
+
+
+def _product(memory: str) -> Support:
+    return Support(_PRODUCTS, "a collective and a product", True, memory)
+
+
+SUPPORT: Mapping[str, Support] = {
+    "all_reduce": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
+    "all_gather": Support(ANY, "", False, _COLLECTIVES),
+    "reduce_scatter": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
+    "all_to_all": Support(ANY, "", False, _COLLECTIVES),
+    "all_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
+    "row_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
+    "gemm_reduce_scatter": _product("with rows and columns; `prepare` sizes it"),
+    "gemm_all_reduce": _product("with rows and columns; `prepare` sizes it"),
+    "gemm_all_gather": _product("with rows and columns; `prepare` sizes it"),
+    "all_reduce_rms_norm": Support(_PRODUCTS, "an all-reduce and a norm; so have more than 512 tokens", False, "with hidden size"),
+    "all_reduce_rms_norm_fp8": Support(
+        _PRODUCTS, "an all-reduce, a norm and a cast; so have more than 512 tokens", False, "with hidden size", "no"
+    ),
+    "ring_attention": Support(_PRODUCTS, "a gather of keys, and torch", True, _SHARDS),
+    "ulysses_attention": Support(_PRODUCTS, "two exchanges, and torch", True, _SHARDS),
+    "gated_experts": Support(
+        _PRODUCTS,
+        "exchanges of counts and rows, and torch",
+        True,
+        "with tokens and hidden size",
+        graph="forward, in one-kernel dtypes, of 2 ranks or more",
+    ),
+}

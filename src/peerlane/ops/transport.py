@@ -1,0 +1,91 @@
+"""What carries an operator's data: the kit, torch.distributed, or for a single rank nothing at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device import communicator
+from peerlane.device.collectives.alone import Alone
+from peerlane.device.collectives.reductions import SUM, Reduction, refusal
+from peerlane.device.host.group import current_group
+from peerlane.device.host.tally import count
+from peerlane.errors import UsageError
+from peerlane.ops.groups import kit_group, process_group, world_size
+
+
+class Transport(Protocol):
+    """The collectives of operators; ``Communicator`` says what each method does. Tensors are contiguous."""
+
+    def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor, reduction: Reduction = SUM) -> None: ...
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, reduction: Reduction = SUM) -> None: ...
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> None: ...
+
+
+def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -> Transport:
+    """Returns what carries ``x`` between the ranks of ``group``. ``reduction``: of a collective that reduces.
+
+    Reductions that the kit lacks go to torch.distributed, which is logged once and counted in the backend's ``report()``."""
+    kit = kit_group(x, group)
+    if kit is None:
+        return Alone() if world_size(group) == 1 else Library(group)
+    if reduction is None or not (reason := refusal(reduction.name, x.dtype)):
+        return communicator(kit)
+    if current_group() is not None:
+        raise UsageError(f"{reason}; emulated ranks have no torch.distributed to fall back to")
+    count(f"ops, {reduction.name}", x.device.type, str(dist.get_backend(process_group(group))), reason)
+    return Library(group)
+
+
+class Library:
+    """torch.distributed in the place of the kit."""
+
+    def __init__(self, group: str) -> None:
+        self._group, self._ranks = process_group(group), world_size(group)
+
+    def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor, reduction: Reduction = SUM) -> None:
+        if output.data_ptr() != tensor.data_ptr():
+            output.copy_(tensor)
+        dist.all_reduce(output, _operation(reduction), group=self._group)
+        self._finish(output, reduction)
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, reduction: Reduction = SUM) -> None:
+        dist.reduce_scatter_tensor(output, input, _operation(reduction), group=self._group)
+        self._finish(output, reduction)
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        dist.all_gather_into_tensor(output, input, group=self._group)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> None:
+        received, sent = (None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes))
+        dist.all_to_all_single(output, input, received, sent, group=self._group)
+
+    def _finish(self, output: torch.Tensor, reduction: Reduction) -> None:
+        if reduction.name == "avg":
+            output.div_(self._ranks)
+        elif reduction.name == "premul_sum":
+            output.mul_(reduction.factor)
+
+
+def _operation(reduction: Reduction) -> Any:
+    """Returns the operation of torch.distributed; means and scaled sums are made of sums, which every backend has."""
+    return {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(reduction.name, dist.ReduceOp.SUM)

@@ -1,0 +1,142 @@
+"""All-reduce and RMSNorm in one kernel: exact sums, right norms and scales in one shot and in two, nothing unordered, broken twins
+refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from device.twins import twin
+from peerlane.device import group_of
+from peerlane.device.collectives import rms_norm
+from peerlane.device.collectives.rms_norm import AllReduceRmsNorm, one_shot_rows
+from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.device.emulator.sequence import findings
+from peerlane.device.host.jit import compiler_report
+from peerlane.errors import UsageError
+
+COLUMNS, EPSILON = 104, 1e-5
+SCALE = 0.015625
+
+
+def drawn(world_size: int, rows: int, call: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
+    """Of every rank: quarters, whose sums are exact, residual and weight the same on all, and a scale."""
+    generator = torch.Generator().manual_seed(call)
+    shared = [torch.randint(-8, 9, shape, generator=generator).to(dtype) / 4 for shape in ((rows, COLUMNS), (COLUMNS,))]
+    own = [torch.randint(-8, 9, (rows, COLUMNS), generator=generator).to(dtype) / 4 for _ in range(world_size)]
+    return [(x, *(value.clone() for value in shared), torch.tensor([SCALE])) for x in own]
+
+
+def wrong(given: list[tuple[torch.Tensor, ...]], got: tuple[Any, ...], quantisation: str) -> bool:
+    y, total, scales = got
+    wanted = torch.stack([x for x, *_ in given]).double().sum(0) + given[0][1].double()
+    if not torch.equal(total.double(), wanted):
+        return True
+    norm = wanted * (wanted.square().mean(1, keepdim=True) + EPSILON).rsqrt() * given[0][2].double()
+    if quantisation == "none":
+        return not torch.allclose(y.double(), norm, rtol=2**-8, atol=1e-7)
+    by = torch.full((len(norm), 1), SCALE, dtype=torch.float64)
+    if quantisation == "token":
+        by = norm.abs().amax(1, keepdim=True) / 448
+        if not torch.allclose(scales.double().unsqueeze(1), by, rtol=1e-5):
+            return True
+    return not torch.allclose(y.double() * by, norm.clamp(-448 * by, 448 * by), rtol=2**-4 + 1e-4, atol=float(by.max()) * 2**-9)
+
+
+def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+    """Returns the kinds of the emulator's findings for calls of these tokens and quantisations, and ``wrong_result``."""
+    made, kinds = EmulatedRanks(world_size, schedules=3), set[str]()
+
+    def load(rank: int) -> Any:
+        norm = AllReduceRmsNorm(group_of(), COLUMNS, dtype)
+
+        def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantisation: Any) -> Any:
+            by = scale if quantisation == "tensor" else None
+            return norm(x, weight, residual, epsilon=EPSILON, quantisation=quantisation, scale=by)
+
+        return call
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rms_norm, "one_shot_rows", lambda columns, world_size: one_shot)
+            made.load(load)
+            for number, (rows, quantisation) in enumerate(calls):
+                given = drawn(world_size, rows, number, dtype)
+                outputs = made.call([(*own, quantisation) for own in given], lambda rank, output: output)
+                if any(wrong(given, got, quantisation) for got in outputs):
+                    kinds.add("wrong_result")
+    except RankFailure as failure:
+        kinds.add(type(failure.__cause__ or failure).__name__)
+    return kinds | {finding.kind for finding in findings(made.reports())}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "one_shot", "dtype"),
+    [
+        (2, 2, torch.bfloat16),
+        pytest.param(3, 2, torch.float16, marks=pytest.mark.slow),
+        pytest.param(4, 2, torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
+def test_sums_norms_and_scales_are_right_in_one_and_two_shots(world_size: int, one_shot: int, dtype: torch.dtype) -> None:
+    """Up to two tokens go in one shot, more in two; launches of both kinds follow each other."""
+    calls = [(1, "none"), (3, "token"), (2, "tensor"), (3, "none"), (1, "token")]
+    assert not found(world_size, calls, one_shot=one_shot, dtype=dtype)
+
+
+TWINS = {
+    "one buffer for tokens": (2, "args.tokens + ((u64((epoch & 1) * WORLD_SIZE + source)", "args.tokens + ((u64(source)"),
+    "sums of the last call": (0, "i, epoch, sum.word);", "i, epoch & ~1u, sum.word);"),
+    "epoch of the last call": (2, "i, epoch, terms);", "i, epoch & ~1u, terms);"),
+    "parts of another rank": (0, "sum_of(part_at(0, row, i), stride, row, before + i)", "sum_of(part_at(0, row, i), stride, row, i)"),
+    "residual of every rank": (
+        2,
+        "if (args.residual != nullptr) total.add(",
+        "if (args.residual != nullptr) for (int q = 0; q < WORLD_SIZE; ++q) total.add(",
+    ),
+    "scale of what is positive": (2, "most = fmaxf(most, fabsf(v));", "most = fmaxf(most, v);"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TWINS)
+def test_a_broken_twin_of_the_norm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_shot, old, new = TWINS[name]
+    monkeypatch.setattr(rms_norm, "ALL_REDUCE_RMS_NORM", twin(rms_norm.ALL_REDUCE_RMS_NORM, old, new))
+    calls = [(2, "token")] * 4 if one_shot else [(3, "none")] * 4
+    assert found(2 if "parts" not in name else 3, calls, one_shot=one_shot or 1)
+
+
+@pytest.mark.parametrize(
+    ("two_shot", "columns", "teams"), [(0, 8192, 1), (1, 8192, rms_norm.MOST_TEAMS), pytest.param(0, 16384, 1, marks=pytest.mark.slow)]
+)
+def test_the_norm_fits_its_registers(two_shot: int, columns: int, teams: int) -> None:
+    packets = -(-columns // rms_norm.PACKET_ELEMENTS)
+    threads = rms_norm.threads_of(packets, teams)
+    shape = {"THREADS": threads, "TEAMS": teams, "PACKETS": -(-packets * teams // threads), "TWO_SHOT": two_shot}
+    defines = {"X_TYPE": "BFloat16", "QUANTISATION": 2, "WORLD_SIZE": 8, **shape}
+    report = compiler_report(rms_norm.ALL_REDUCE_RMS_NORM.source, defines=defines)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+
+
+def test_more_ranks_leave_fewer_tokens_to_one_shot() -> None:
+    assert [one_shot_rows(8192, world_size) for world_size in (2, 3, 4, 8)] == [512, 70, 31, 8]
+    assert one_shot_rows(1 << 20, 8) == 1 and one_shot_rows(64, 4) == 512
+
+
+def test_what_the_norm_has_no_kernel_for_is_refused() -> None:
+    made = EmulatedRanks(2, schedules=1)
+
+    def load(rank: int) -> Any:
+        with pytest.raises(UsageError, match=r"100 columns in torch\.bfloat16 on 2 ranks: expected bfloat16 or float16, a multiple of 8"):
+            AllReduceRmsNorm(group_of(), 100, torch.bfloat16)
+        norm, weight = AllReduceRmsNorm(group_of(), 64, torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+        with pytest.raises(UsageError, match="at most 512 tokens"):
+            norm(torch.ones(513, 64, dtype=torch.bfloat16), weight)
+        with pytest.raises(UsageError, match="quantisation by 'tensor' got no scale"):
+            norm(torch.ones(1, 64, dtype=torch.bfloat16), weight, quantisation="tensor")
+        return lambda: None
+
+    made.load(load)

@@ -1,0 +1,462 @@
+"""Layers of sharded models on GPUs: right against exact answers, and how fast beside torch's fused operators and unfused kernels.
+
+    PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
+    PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce|gather|everything [--ranks 4]
+
+With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs
+where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
+``--out FILE`` appends them to a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+from peerlane.device import Communicator, communicator, group_of
+from peerlane.device.collectives import plans
+from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
+from peerlane.device.products import gemm
+from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
+from peerlane.device.products.row_gather_gemm import row_gather_gemm
+from peerlane.device.tools.trace import forget_observed, observed_spans
+from peerlane.hardware.virtual_node import share_gpus
+from peerlane.settings import records_roles
+
+BF16 = torch.bfloat16
+STRETCHES = 5
+Call = Callable[[], Any]
+Row = dict[str, Any]
+
+
+def quick() -> bool:
+    return os.environ.get("PEERLANE_BENCH") == "quick"
+
+
+def few(*cases: Any) -> tuple[Any, ...]:
+    """Returns the cases, or the first two of a quick look."""
+    return cases[:2] if quick() else cases
+
+
+# --- times ---
+
+
+def meet() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def replay(call: Call) -> Call:
+    for _ in range(3):
+        call()
+    meet()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
+def microseconds(calls: dict[str, Call], count: int) -> dict[str, float]:
+    """Of each kind of call, the slowest rank's median. Kinds take turns. One that cannot be captured has no time."""
+    graphs: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = replay(call)
+        except Exception as error:
+            print(json.dumps({"failed": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(STRETCHES):
+        for name, graph in graphs.items():
+            meet()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            for _ in range(max(1, count // 4)):
+                graph()
+            start.record()
+            for _ in range(count):
+                graph()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / count * 1e3)
+    slowest = torch.tensor([statistics.median(known) for known in times.values()])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return {name: round(us, 2) for name, us in zip(times, slowest.tolist(), strict=True)}
+
+
+# --- checks ---
+
+
+def small(*shape: int, seed: int, largest: int = 1) -> torch.Tensor:
+    """Small integers, of which sums are exact; the same on all ranks for one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-largest, largest + 1, shape, generator=generator).to(BF16).cuda()
+
+
+def check_products(rank: int, world: int) -> Iterator[Row]:
+    group = group_of()
+    for m, k, widths in few(
+        (72, 136, [72, 8, 130]), (1024, 2048, [4096]), (8, 64, [64]), (256, 1024, [512, 256, 256]), (33, 4096, [1000, 24])
+    ):
+        for major in ("k", "mn"):
+            wrong = 0
+            kernel = row_gather_gemm(group, m, k, BF16, keeps=True)
+            for call in range(4):
+                seed = 1000 * call + m
+                whole = small(world * m, k, seed=seed)
+                bs = [small(k, n, seed=seed + 10 * rank + i + 1) for i, n in enumerate(widths)]
+                given = [gemm.aligned(b.t().contiguous()).t() if major == "k" else gemm.aligned(b) for b in bs]
+                if call % 2:
+                    torch.cuda._sleep(200_000 * ((rank + call) % world))
+                *outs, kept = kernel(gemm.aligned(whole[rank * m : (rank + 1) * m].contiguous()), given)
+                wrong += sum(
+                    int((out.float() != (whole.float() @ b.float()).bfloat16().float()).sum()) for out, b in zip(outs, bs, strict=True)
+                )
+                wrong += int((kept != whole).sum())
+            yield {"check": "row_gather_gemm", "m": m, "k": k, "widths": widths, "major": major, "wrong": wrong}
+            n, wrong = sum(widths), 0
+            for call in range(4):
+                seed = 1000 * call + m
+                a, b = small(world * m, k, seed=seed + rank), small(k, n, seed=seed + 50 + rank)
+                right = gemm.aligned(b.t().contiguous()).t() if major == "k" else gemm.aligned(b)
+                out = gemm_reduce_scatter(group, world * m, n, BF16)(gemm.aligned(a), right)
+                total = sum(
+                    small(world * m, k, seed=seed + q)[rank * m : (rank + 1) * m].float() @ small(k, n, seed=seed + 50 + q).float()
+                    for q in range(world)
+                )
+                bound = total.abs() * 2**-8 + world * 2**-8 * total.abs().max()  # partial sums travel in bfloat16
+                wrong += int(((out.float() - total).abs() > bound).sum())
+            yield {"check": "gemm_reduce_scatter", "m": world * m, "k": k, "n": n, "major": major, "wrong": wrong}
+
+
+def check_norm(rank: int, world: int) -> Iterator[Row]:
+    for columns in few(8192, 4096, 64)[: 1 if quick() else 3]:
+        norm = all_reduce_rms_norm(group_of(), columns, BF16)
+        for tokens in few(1, 512, 2, 8, 31, 32, 64, 200):
+            for quantisation in ("none", "token", "tensor"):
+                wrong = 0
+                for call in range(4):
+                    seed = 100 * call + tokens
+                    xs = [small(tokens, columns, seed=seed + q, largest=3) for q in range(world)]
+                    residual, weight = small(tokens, columns, seed=seed + 50), small(columns, seed=seed + 51, largest=2)
+                    if call % 2:
+                        torch.cuda._sleep(100_000 * ((rank + call) % world))
+                    scale = torch.full((1,), 2**-6, device="cuda") if quantisation == "tensor" else None
+                    y, total, scales = norm(xs[rank], weight, residual, epsilon=1e-5, quantisation=quantisation, scale=scale)
+                    want = torch.stack(xs).double().sum(0) + residual.double()
+                    wrong += int((total.double() != want).sum())
+                    want = want * (want.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+                    by = 1.0 if quantisation == "none" else scale.double() if scale is not None else scales.double().unsqueeze(1)
+                    if quantisation == "tensor":
+                        want = want.clamp(-448 * float(by), 448 * float(by))
+                    near = 2**-8 if quantisation == "none" else 2**-4
+                    wrong += int(((y.double() * by - want).abs() > near * want.abs() * 1.001 + 2**-9 * by * (quantisation != "none")).sum())
+                yield {"check": "all_reduce_rms_norm", "columns": columns, "tokens": tokens, "quantisation": quantisation, "wrong": wrong}
+
+
+def check_all_reduce(rank: int, world: int) -> Iterator[Row]:
+    kit = Communicator(stages=True)
+    for nbytes in few((4 << 20) + 6, 16 << 20, 5_000_002, 64 << 20):
+        wrong = 0
+        for call in range(4):
+            terms = [small(nbytes // 2, seed=100 * call + q, largest=3) for q in range(world)]
+            out = terms[rank].clone()
+            if call % 2:
+                torch.cuda._sleep(200_000 * ((rank + call) % world))
+            kit.all_reduce(out)
+            wrong += int((out.float() != sum(term.float() for term in terms)).sum())
+        yield {"check": "all_reduce", "bytes": nbytes, "wrong": wrong}
+
+
+def check(rank: int, world: int) -> Iterator[Row]:
+    yield from check_all_reduce(rank, world)
+    yield from check_products(rank, world)
+    yield from check_norm(rank, world)
+
+
+# --- times of products ---
+
+
+def product(rank: int, world: int) -> Iterator[Row]:
+    """``x @ weight.T`` on one rank, beside cuBLAS; every tiling, so that a better choice shows."""
+    group = group_of()
+    for size in (1024, 2048, 4096, 8192):
+        a, weight = (torch.randn(size, size, device="cuda", dtype=BF16) for _ in range(2))
+        kernel = gemm.product(group, size, size, size, BF16)
+        calls: dict[str, Call] = {
+            "cublas_us": lambda: torch.mm(a, weight.t()),  # noqa: B023
+            "k_major_us": lambda: kernel(a, weight.t()),  # noqa: B023
+            "mn_major_us": lambda: kernel(a, weight),  # noqa: B023
+        }
+        for tiling in gemm.TILINGS[:4]:
+            one = gemm.Product(group, (size, size, size), BF16, tiling=tiling)
+            calls[f"{tiling.rows}x{tiling.columns}/{tiling.blocks}"] = lambda one=one: one(a, weight.t())  # noqa: B023
+        times = microseconds(calls, max(8, int(2e13 / size**3)))
+        yield {"bench": "product", "size": size, **times, "of_cublas": round(times["cublas_us"] / times["k_major_us"], 3)}
+
+
+def mlp(rank: int, world: int) -> Iterator[Row]:
+    """Megatron's perceptron with sequence parallelism, forward and backward; all keep what the gradients of weights need."""
+    hidden = 8192
+    for tokens, inner in ((4096, 4 * hidden), (1024, 4 * hidden)):
+        group, kit, name = group_of(), communicator(), dist.group.WORLD.group_name
+        m, own = tokens // world, inner // world
+        draw = torch.Generator(device="cuda").manual_seed(rank)
+        x, dy = (torch.randn(m, hidden, device="cuda", generator=draw).to(BF16) for _ in range(2))
+        w1, w2 = (
+            (torch.randn(shape, device="cuda", generator=draw) / shape[1] ** 0.5).to(BF16) for shape in ((own, hidden), (hidden, own))
+        )
+        keeping, plain = (row_gather_gemm(group, m, hidden, BF16, keeps=keeps) for keeps in (True, False))
+        summing = gemm_reduce_scatter(group, tokens, hidden, BF16)
+        state: dict[str, tuple[torch.Tensor, ...]] = {}
+
+        def ours_gather(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+            return keeping(a, [b])  # noqa: B023
+
+        def torch_gather(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+            whole, (out,) = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, name)  # noqa: B023
+            return [out, whole]
+
+        def unfused_gather(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+            whole = a.new_empty(world * a.shape[0], a.shape[1])
+            kit.all_gather_into_tensor(whole, a)  # noqa: B023
+            return [whole @ b, whole]
+
+        def torch_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, name)  # noqa: B023
+
+        def unfused_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            whole = a @ b
+            part = whole.new_empty(whole.shape[0] // world, whole.shape[1])
+            kit.reduce_scatter_tensor(part, whole)  # noqa: B023
+            return part
+
+        kinds: dict[str, tuple[Callable[..., list[torch.Tensor]], Callable[..., torch.Tensor]]] = {
+            "ours": (ours_gather, summing),
+            "torch": (torch_gather, torch_sum),
+            "unfused": (unfused_gather, unfused_sum),
+        }
+
+        def forward(kind: str) -> torch.Tensor:
+            gather, add = kinds[kind]  # noqa: B023
+            z, whole = gather(x, w1.t())  # noqa: B023
+            h = F.silu(z)
+            state[kind] = z, h, whole  # noqa: B023
+            return add(h, w2.t())  # noqa: B023
+
+        def backward(kind: str) -> tuple[torch.Tensor, ...]:
+            gather, add = kinds[kind]  # noqa: B023
+            z, h, whole = state[kind]  # noqa: B023
+            dh, dys = gather(dy, w2)  # noqa: B023
+            dw2 = dys.t() @ h
+            dz = torch.ops.aten.silu_backward(dh, z)
+            return add(dz, w1), dz.t() @ whole, dw2  # noqa: B023
+
+        found: dict[str, tuple[torch.Tensor, ...]] = {}
+        for kind in list(kinds):
+            try:
+                found[kind] = (forward(kind).clone(), *(value.clone() for value in backward(kind)))
+            except Exception as error:
+                del kinds[kind]
+                print(json.dumps({"failed": kind, "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+        errors = [
+            round(float((a.float() - b.float()).norm() / b.float().norm()), 5) for a, b in zip(found["ours"], found["unfused"], strict=True)
+        ]
+        row: Row = {"bench": "mlp", "tokens": tokens, "hidden": hidden, "inner": inner, "ranks": world, "errors": errors}
+        steps: dict[str, Call] = {}
+        for kind in kinds:
+            steps[f"forward_{kind}_us"] = lambda kind=kind: forward(kind)
+            steps[f"backward_{kind}_us"] = lambda kind=kind: backward(kind)
+            gather, add = kinds[kind]
+            h = state[kind][1]
+            steps[f"gather_{kind}_us"] = lambda gather=gather: gather(x, w1.t())  # noqa: B023
+            steps[f"scatter_{kind}_us"] = lambda add=add, h=h: add(h, w2.t())  # noqa: B023
+        steps["gather_without_rows_ours_us"] = lambda: plain(x, [w1.t()])  # noqa: B023
+        whole = state["unfused"][2]
+        steps["product_us"] = lambda: whole @ w1.t()  # noqa: B023
+        yield row | microseconds(steps, 4)
+        state.clear(), found.clear(), steps.clear()
+        torch.cuda.empty_cache()
+
+
+def gather(rank: int, world: int) -> Iterator[Row]:
+    """Row all-gather and product of some sizes. With PEERLANE_ROLES=1 how long each role's spans took, on one rank, in microseconds."""
+    group, kit, name = group_of(), communicator(), dist.group.WORLD.group_name
+    for m, k, n in few((1024, 8192, 8192), (256, 8192, 8192), (1024, 8192, 2048), (1024, 2048, 8192), (64, 4096, 4096)):
+        draw = torch.Generator(device="cuda").manual_seed(rank)
+        a, weight = (torch.randn(shape, device="cuda", generator=draw).to(BF16) for shape in ((m, k), (n, k)))
+        whole = a.new_empty(world * m, k)
+        plain, keeping = (row_gather_gemm(group, m, k, BF16, keeps=keeps) for keeps in (False, True))
+
+        def unfused() -> torch.Tensor:
+            kit.all_gather_into_tensor(whole, a)  # noqa: B023
+            return whole @ weight.t()  # noqa: B023
+
+        calls: dict[str, Call] = {
+            "ours_us": lambda: plain(a, [weight.t()]),  # noqa: B023
+            "keeping_us": lambda: keeping(a, [weight.t()]),  # noqa: B023
+            "unfused_us": unfused,
+            "product_us": lambda: whole @ weight.t(),  # noqa: B023
+            "torch_us": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [weight.t()], 0, name, return_A=False),  # noqa: B023
+        }
+        row: Row = {"bench": "gather", "m": m, "k": k, "n": n, "ranks": world}
+        if not records_roles():
+            yield row | microseconds(calls, 8)
+            continue
+        for _ in range(3):
+            plain(a, [weight.t()])
+        meet()
+        forget_observed()
+        plain(a, [weight.t()])
+        meet()
+        yield row | {"spans": summary(observed_spans(1 << 20))}
+
+
+def summary(spans: list[list[Any]]) -> dict[str, list[float]]:
+    """Of each role and kind: how many, the median and the longest time, when the first began and the last ended."""
+    start = min((span[3] for span in spans), default=0)
+    found: dict[str, list[list[Any]]] = {}
+    for span in spans:
+        found.setdefault(f"{span[1]} {span[0]}", []).append(span)
+    said = {}
+    for name, of in sorted(found.items()):
+        times = sorted((end - begin) / 1e3 for *_, begin, end in of)
+        said[name] = [len(of), *(round(us, 1) for us in (times[len(times) // 2], times[-1]))]
+        said[name] += [round((min(span[3] for span in of) - start) / 1e3, 1), round((max(span[4] for span in of) - start) / 1e3, 1)]
+    return said
+
+
+def decode(rank: int, world: int) -> Iterator[Row]:
+    """All-reduce, residual and RMSNorm of a few tokens, beside torch's symmetric memory and a norm."""
+    hidden, name, kit = 8192, dist.group.WORLD.group_name, communicator()
+    norm = all_reduce_rms_norm(group_of(), hidden, BF16)
+    for tokens in few(512, 64, 8, 1):
+        x, residual = (torch.randn(tokens, hidden, device="cuda").to(BF16) for _ in range(2))
+        dist_residual = residual.cpu()
+        dist.broadcast(dist_residual, 0)
+        residual.copy_(dist_residual)
+        weight, total = torch.ones(hidden, device="cuda", dtype=BF16), torch.empty_like(x)
+
+        def finish(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            added = value + residual  # noqa: B023
+            return F.rms_norm(added, (hidden,), weight, 1e-6), added  # noqa: B023
+
+        def unfused() -> Any:
+            kit.all_reduce(x, total)  # noqa: B023
+            return finish(total)  # noqa: B023
+
+        calls: dict[str, Call] = {
+            "ours_us": lambda: norm(x, weight, residual),  # noqa: B023
+            "ours_fp8_us": lambda: norm(x, weight, residual, quantisation="token"),  # noqa: B023
+            "kit_then_norm_us": unfused,
+            "all_reduce_kit_us": lambda: kit.all_reduce(x, total),  # noqa: B023
+            "norm_us": lambda: finish(x),  # noqa: B023
+        }
+        try:
+            shared = symmetric_memory.empty(tokens, hidden, device="cuda", dtype=BF16)
+            symmetric_memory.rendezvous(shared, dist.group.WORLD)
+            shared.copy_(x)
+            calls["torch_one_shot_us"] = lambda: finish(torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name))  # noqa: B023
+            calls["torch_two_shot_us"] = lambda: finish(torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name))  # noqa: B023
+        except Exception as error:
+            print(json.dumps({"failed": "symm_mem", "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+        yield {"bench": "decode", "tokens": tokens, "hidden": hidden, "ranks": world, **microseconds(calls, 200 if tokens < 512 else 50)}
+
+
+def all_reduce(rank: int, world: int) -> Iterator[Row]:
+    """The kernels of all-reduce beside each other and beside torch's two shots."""
+    name, machine, chosen = dist.group.WORLD.group_name, communicator().machine, plans.all_reduce
+    kits: dict[str, Communicator] = {}
+    forced = {
+        "packets_us": lambda nbytes: plans._by_packets(
+            "all_reduce_two_shot", -(-plans._packets(nbytes) // world), plans._room(machine) // 2, machine
+        ),
+        "staged_us": lambda nbytes: plans.Plan(plans.STAGED, machine.sm_count, 512),
+        "rings_us": lambda nbytes: plans._ring("all_reduce_relay", machine),
+    }
+    for size in few(8, 32, 2, 4, 16, 64):
+        nbytes = size << 20
+        x, out = torch.randn(nbytes // 2, device="cuda").to(BF16), torch.empty(nbytes // 2, device="cuda", dtype=BF16)
+        calls: dict[str, Call] = {}
+        for kind, plan in forced.items():
+            kit = kits.setdefault(kind, Communicator())
+            plans.all_reduce = lambda nbytes, machine, packets_fit=True, plan=plan: plan(nbytes)
+            kit.all_reduce(x, out)  # keeps the launch of this size
+            calls[kind] = lambda kit=kit: kit.all_reduce(x, out)  # noqa: B023
+        plans.all_reduce = chosen
+        try:
+            shared = symmetric_memory.empty(nbytes // 2, device="cuda", dtype=BF16)
+            symmetric_memory.rendezvous(shared, dist.group.WORLD)
+            calls["torch_two_shot_us"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)  # noqa: B023
+        except Exception as error:
+            print(json.dumps({"failed": "symm_mem", "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+        times = microseconds(calls, max(4, 200 // size))
+        yield {"bench": "all_reduce", "bytes": nbytes, "ranks": world, "chosen": chosen(nbytes, machine).kernel, **times}
+
+
+def everything(rank: int, world: int) -> Iterator[Row]:
+    for bench in (check, gather, decode, all_reduce):
+        yield from bench(rank, world)
+
+
+BENCHES = {
+    "everything": everything,
+    "gather": gather,
+    "check": check,
+    "product": product,
+    "mlp": mlp,
+    "decode": decode,
+    "all_reduce": all_reduce,
+}
+
+
+def run(rank: int, ranks: int, what: str, environments: list[dict[str, str]], store: str, out: Path | None) -> None:
+    os.environ |= environments[rank]
+    torch.cuda.set_device(rank * torch.cuda.device_count() // ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    wrong = 0
+    for row in BENCHES[what](rank, ranks):
+        if "wrong" in row:
+            counted = torch.tensor([row["wrong"]])
+            dist.all_reduce(counted)
+            row["wrong"] = int(counted)
+            row["ranks"] = ranks
+            wrong += row["wrong"]
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(row | {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}) + "\n")
+    meet()
+    os._exit(1 if wrong else 0)  # communicators of two libraries have no order in which to be taken down
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=BENCHES)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    ranks = 1 if options.what == "product" else options.ranks
+    node = share_gpus(ranks, torch.cuda.device_count())
+    if node is None:
+        parser.error("there is no GPU here, expected at least one")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    with tempfile.TemporaryDirectory() as folder, node.daemon() as daemon:
+        environments = [node.rank_environment(rank, daemon) for rank in range(ranks)]
+        mp.spawn(run, args=(ranks, options.what, environments, f"{folder}/store", options.out), nprocs=ranks)
+
+
+if __name__ == "__main__":
+    main()

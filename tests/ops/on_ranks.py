@@ -1,0 +1,402 @@
+"""Checks of ``peerlane.ops``: forks four ranks, on CPUs or on GPUs that they may share, and runs every check on groups of 1 to 3 of them,
+or on all.
+
+    python tests/ops/on_ranks.py [--thorough] [--cuda] [CHECK ...]       prints a JSON object: check -> null, or what failed on which rank
+
+Every rank draws all ranks' inputs, so results are compared with the whole computation in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ops.whole import CASES, Case
+from peerlane import ops
+from peerlane.errors import UsageError
+from peerlane.hardware.virtual_node import share_gpus
+from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
+from peerlane.ops.sharding import SHARDINGS, placed
+
+RANKS = 4
+ONE_EACH = tuple({(case.operator, case.keywords): case for case in CASES}.values())
+"""One case of each operator and its options, of three axes where it takes them."""
+DEVICE = torch.device("cuda" if "--cuda" in sys.argv else "cpu")
+Check = Callable[[dist.ProcessGroup], None]
+CHECKS: dict[str, tuple[Check, Sequence[int], Sequence[int]]] = {}
+"""By name: the check, the sizes of groups, and those that only a thorough run has."""
+
+
+def check(*sizes: int, thorough: Sequence[int] = ()) -> Callable[[Check], Check]:
+    """Registers a check of groups of these sizes."""
+
+    def register(function: Check) -> Check:
+        CHECKS[function.__name__] = function, sizes, thorough
+        return function
+
+    return register
+
+
+def gradients(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], seeds: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    wanted = [value for value in inputs if value.requires_grad]
+    return list(torch.autograd.grad(list(outputs), wanted, list(seeds), allow_unused=True))
+
+
+def drawn(case: Case, world_size: int, dtype: torch.dtype) -> list[list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        [value.detach().to(DEVICE).requires_grad_(value.requires_grad) for value in case.draw(generator, rank, world_size, dtype)]
+        for rank in range(world_size)
+    ]
+
+
+def seed_like(value: torch.Tensor, number: int) -> torch.Tensor:
+    """Returns numbers of the value's shape, the same on all ranks."""
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64).to(DEVICE)
+
+
+def compared(
+    case: Case, group: dist.ProcessGroup, call: Callable[..., torch.Tensor], limit: float, dtype: torch.dtype = torch.float32
+) -> None:
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    wide = drawn(case, world_size, torch.float64)
+    results = case.whole(wide)
+    seeds = [seed_like(result, number) for number, result in enumerate(results)]
+    expected = gradients(results, wide[rank], seeds)
+    own = [value.detach().to(dtype).requires_grad_() if value.is_floating_point() else value for value in wide[rank]]
+    y = call(*own)
+    assert y.shape == results[rank].shape, f"{case.name}: got {tuple(y.shape)}, expected {tuple(results[rank].shape)}"
+    found = gradients([y], own, [seeds[rank].to(y.dtype)])
+    for got, want in zip((y, *found), (results[rank], *expected), strict=True):
+        assert got is not None and want is not None
+        error = float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp(min=1e-12))
+        assert error < limit, f"{case.name} on {world_size} ranks: error {error}"
+
+
+@check(1, 2, 3, thorough=(1, 2, 3, 4))
+def results_and_gradients(group: dist.ProcessGroup) -> None:
+    for case in CASES:
+        compared(case, group, case.call(group), 1e-5)
+
+
+@check(2, thorough=(1, 3, 4))
+def in_bfloat16(group: dist.ProcessGroup) -> None:
+    for case in CASES:
+        compared(case, group, case.call(group), 3e-2, torch.bfloat16)
+
+
+@check(2, thorough=(1, 3, 4))
+def in_graphs(group: dist.ProcessGroup) -> None:
+    """On GPUs: a replay of a captured call gives the bits of the call, of other inputs too."""
+    for case in CASES:
+        if case.operator == "gated_experts" and group.size() == 1:  # no kernel of the kit: the host counts rows
+            continue
+        call = case.call(group)
+        first, second = (
+            [value.detach() for value in drawn(case, group.size(), torch.bfloat16)[rank % group.size()]]
+            for rank in (group.rank(), group.rank() + 1)
+        )
+        with torch.no_grad():
+            wanted = [call(*first).clone(), call(*second).clone()]
+            held = [value.clone() for value in first]
+            call(*held)
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = call(*held)
+            for inputs, want in zip((first, second, first), (*wanted, wanted[0]), strict=True):
+                for value, given in zip(held, inputs, strict=True):
+                    value.copy_(given)
+                graph.replay()
+                assert torch.equal(y, want), f"{case.name} on {group.size()} ranks"
+
+
+@check(2, thorough=(1, 3))
+def compiled(group: dist.ProcessGroup) -> None:
+    for case in ONE_EACH:
+        torch._dynamo.reset()
+        compared(case, group, torch.compile(case.call(group), fullgraph=True, backend="aot_eager"), 1e-5)
+
+
+@check(1, 2, 3, thorough=(2, 4))
+def autocast(group: dist.ProcessGroup) -> None:
+    for case in CASES:
+        call = under_autocast(case.call(group))
+        own = [value.float() if value.is_floating_point() else value for value in drawn(case, group.size(), torch.float64)[group.rank()]]
+        assert call(*own).dtype == (torch.bfloat16 if case.casts else torch.float32), case.name
+        compared(case, group, call, 3e-2)
+
+
+def under_autocast(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def called(*values: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return call(*values)
+
+    return called
+
+
+@check(2, thorough=(1, 3))
+def compiled_autocast(group: dist.ProcessGroup) -> None:
+    for case in (case for case in ONE_EACH if case.casts):
+        torch._dynamo.reset()
+        call = torch.compile(under_autocast(case.call(group)), fullgraph=True, backend="aot_eager")
+        own = [value.float() if value.is_floating_point() else value for value in drawn(case, group.size(), torch.float64)[group.rank()]]
+        assert call(*own).dtype == (torch.bfloat16 if case.casts else torch.float32), case.name
+        compared(case, group, call, 3e-2)
+
+
+@check(2, thorough=(1, 3))
+def opcheck(group: dist.ProcessGroup) -> None:
+    seen = set()
+    for case in CASES:
+        if case.operator in seen:
+            continue
+        seen.add(case.operator)
+        own = [
+            value.requires_grad_() if value.is_floating_point() else value
+            for value in drawn(case, group.size(), torch.float32)[group.rank()]
+        ]
+        torch.library.opcheck(getattr(torch.ops.peerlane, case.operator).default, (*case.schema(own), *case.settings, group.group_name))
+
+
+def sharded_loss(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a loss of a DTensor, and the gradient of this rank's part of it."""
+    assert isinstance(y, DTensor)
+    whole = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    seed = distribute_tensor(whole, y.device_mesh, y.placements, src_data_rank=None)
+    return (y * seed).sum(), seed.to_local()
+
+
+@check(1, 2, 3)
+def dtensors(group: dist.ProcessGroup) -> None:
+    mesh, rank = DeviceMesh.from_group(group, "cpu"), group.rank()
+    for case in CASES:
+        if case.operator not in SHARDINGS:
+            continue
+        sharding = SHARDINGS[case.operator]
+        values = drawn(case, group.size(), torch.float64)
+        terms = case.keywords or tuple(sharding.terms)  # those of one case are all that there are
+        placements = [*sharding.inputs, *(sharding.terms[name] for name in terms)][: len(values[0])]
+        for number, placement in enumerate(placements):
+            if isinstance(placement, Replicate):
+                for other in values[1:]:
+                    other[number] = values[0][number]
+        results = case.whole(values)
+        own = [value.detach().requires_grad_() if value.is_floating_point() else value for value in values[rank]]
+        shards = [
+            DTensor.from_local(value, mesh, [placed(placement, value.ndim)]) for value, placement in zip(own, placements, strict=True)
+        ]
+        call = case.call(None if group.size() == dist.get_world_size() else group)
+        y = call(*shards)
+        assert isinstance(y, DTensor) and y.placements == (placed(sharding.result, y.ndim),), (case.name, y.placements)
+        torch.testing.assert_close(y.to_local(), results[rank])
+        loss, seed = sharded_loss(y)
+        loss.backward()
+        seeds = [torch.empty_like(seed) for _ in results]
+        dist.all_gather(seeds, seed.contiguous(), group=group)
+        if isinstance(sharding.result, Replicate):  # one loss
+            seeds = [seeds[0], *(torch.zeros_like(other) for other in seeds[1:])]
+        expected = gradients(results, values[rank], seeds)
+        for got, want in zip([value.grad for value in own if value.requires_grad], expected, strict=True):
+            torch.testing.assert_close(got, want, msg=lambda text, name=case.name: f"{name}: {text}")
+        if isinstance(sharding.inputs[0], Shard):  # an input that lies otherwise is redistributed
+            other = call(shards[0].redistribute(placements=[Replicate()]), *shards[1:])
+            torch.testing.assert_close(other.to_local(), results[rank])
+
+
+@check(4)
+def two_dimensional_mesh(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(5)
+    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in ((8, 3, 4), (4, 6)))
+    for name in ("gemm_reduce_scatter", "gemm_all_reduce"):
+        for rows in (Shard(0), Shard(1), Replicate()):
+            if name == "gemm_reduce_scatter" and rows == Shard(1):
+                continue
+            left, right = (value.detach().requires_grad_() for value in (a.transpose(0, 1)[:2] if rows == Shard(1) else a, b))
+            shards = (
+                distribute_tensor(left, mesh, [rows, Shard(2)]).requires_grad_(),
+                distribute_tensor(right, mesh, [Replicate(), Shard(0)]).requires_grad_(),
+            )
+            y, plain = getattr(ops, name)(*shards, mesh["tp"]), torch.matmul(left, right)
+            assert isinstance(y, DTensor) and y.placements[0] == rows
+            torch.testing.assert_close(y.full_tensor(), plain)
+            loss, _ = sharded_loss(y)
+            seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+            expected = torch.autograd.grad(plain, (left, right), seed)
+            for got, want in zip(torch.autograd.grad(loss, shards), expected, strict=True):
+                torch.testing.assert_close(got.full_tensor(), want)
+
+
+@check(1, 2, 3)
+def styles(group: dist.ProcessGroup) -> None:
+    mesh, width = DeviceMesh.from_group(group, "cpu"), 6
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(width, 12), torch.nn.GELU(), torch.nn.Linear(12, width)).double()
+    x = torch.randn(2, 6, width, dtype=torch.float64)
+    seed = torch.randn(2, 6, width, dtype=torch.float64)
+    for layout in (Replicate(), Shard(0) if group.size() < 3 else Shard(1), Shard(1)):
+        for compiles in (False, True) if group.size() == 2 and layout == Shard(1) else (False,):
+            model = parallelize_module(
+                copy.deepcopy(plain), mesh, {"0": ColwiseParallel(input_layouts=layout), "2": RowwiseParallel(output_layouts=layout)}
+            )
+            torch._dynamo.reset()
+            call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiles else model
+            own, part = (distribute_tensor(value, mesh, [layout], src_data_rank=None).to_local() for value in (x, seed))
+            own = own.clone().requires_grad_()
+            y = call(own)
+            (y * part).sum().backward()
+            whole = x.clone().requires_grad_()
+            plain.zero_grad()
+            (plain(whole) * seed).sum().backward()
+            expected = distribute_tensor(whole.grad, mesh, [layout], src_data_rank=None).to_local()
+            torch.testing.assert_close(own.grad, expected)
+            for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=lambda text, name=name: f"{name}: {text}")
+    gathered = parallelize_module(copy.deepcopy(plain), mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
+    torch.testing.assert_close(gathered(x), plain(x))
+
+
+@check(1, 2, 3, thorough=(2, 4))
+def replicated_losses(group: dist.ProcessGroup) -> None:
+    """Of one loss that all ranks compute, gradients are those of one place."""
+    for case in CASES:
+        if case.operator not in ("all_reduce", "all_gather", "gemm_all_reduce", "gemm_all_gather") or case.keywords:
+            continue
+        values = drawn(case, group.size(), torch.float64)
+        results = case.whole(values)
+        own = [value.detach().requires_grad_() for value in values[group.rank()]]
+        y = case.call(group)(*own, gradient="replicated")
+        seed = seed_like(y, 3)
+        expected = torch.autograd.grad(results[0], values[group.rank()], seed)
+        for got, want in zip(torch.autograd.grad(y, own, seed), expected, strict=True):
+            torch.testing.assert_close(got, want, msg=lambda text, name=case.name: f"{name}: {text}")
+    x = torch.full((2,), 3.0, requires_grad=True, device=DEVICE)
+    (ops.replicate(x, group) * (group.rank() + 1)).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [sum(range(1, group.size() + 1))] * 2
+
+
+@check(2)
+def different_calls_are_told(group: dist.ProcessGroup) -> None:
+    os.environ["PEERLANE_CHECK"] = "1"
+    try:
+        ops.all_reduce(torch.ones(3), group)
+        with pytest.raises(
+            UsageError, match=r"rank 0: all_reduce sum\(\(4,\) float32\) at .*on_ranks.py:\d+\n  rank 1: all_reduce sum\(\(5,\)"
+        ):
+            ops.all_reduce(torch.ones(4 + group.rank()), group)
+        with pytest.raises(UsageError, match=r"rank 0: all_gather.*\n  rank 1: all_reduce"):
+            (ops.all_reduce if group.rank() else ops.all_gather)(torch.ones(4), group)
+    finally:
+        del os.environ["PEERLANE_CHECK"]
+
+
+@check(2)
+def wrong_shapes_are_told_alike(group: dist.ProcessGroup) -> None:
+    """Before anything is exchanged, and by the compiler too."""
+    x = torch.ones(3, 4)
+    for message, call in {
+        "tensor without axes": lambda: ops.all_gather(torch.tensor(1.0), group),
+        "expected rows that 2 ranks share equally": lambda: ops.reduce_scatter(x, group),
+        "all_to_all got shape": lambda: ops.all_to_all(torch.tensor(1.0), group),
+        "share equally; pad it": lambda: ops.gemm_reduce_scatter(x, torch.ones(4, 2), group),
+        "k / 2": lambda: ops.all_gather_gemm(x, torch.ones(4, 2), group),
+        "two or more axes": lambda: ops.gemm_all_reduce(torch.ones(4), torch.ones(4, 2), group),
+        "one floating-point dtype": lambda: ops.gemm_all_reduce(x, torch.ones(4, 2).double(), group),
+        "'summed' or 'replicated'": lambda: ops.all_reduce(x, group, gradient="other"),  # type: ignore[arg-type]
+        "gated_experts got x": lambda: ops.gated_experts(*[torch.ones(2)] * 6, group),
+        "axes of": lambda: ops.ring_attention(*[x] * 3, group=group),
+    }.items():
+        pattern = "batch, tokens" if message == "axes of" else message
+        with pytest.raises(UsageError, match=pattern):
+            call()
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UsageError, match=pattern):
+            call()
+
+
+def main(names: Sequence[str], thorough: bool) -> None:
+    folder, children = tempfile.mkdtemp(), []
+    node = share_gpus(RANKS, torch.cuda.device_count()) if DEVICE.type == "cuda" else None
+    with contextlib.nullcontext() if node is None else node.daemon() as daemon:
+        for rank in range(RANKS):
+            if (child := os.fork()) == 0:
+                code = 1
+                try:
+                    os.environ |= {} if node is None else node.rank_environment(rank, daemon)
+                    code = run_rank(rank, folder, names, thorough)
+                finally:
+                    os._exit(code)
+            children.append(child)
+        wait_for(children)
+    found: dict[str, str | None] = dict.fromkeys(names, "did not run")
+    for rank in range(RANKS):
+        file = Path(folder, f"{rank}.json")
+        for name, failure in json.loads(file.read_text() if file.exists() else "{}").items():
+            if found[name] in (None, "did not run"):
+                found[name] = failure and f"rank {rank}: {failure}"
+    print(json.dumps(found))
+
+
+def wait_for(children: list[int]) -> None:
+    """Waits for all ranks; ends the others soon after one has failed, for they would wait for it."""
+    while children:
+        child, status = os.wait()
+        if child not in children:  # the daemon's
+            continue
+        children.remove(child)
+        if status:
+            time.sleep(1)
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+
+
+def run_rank(rank: int, folder: str, names: Sequence[str], thorough: bool) -> int:
+    torch.set_num_threads(1)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(rank * torch.cuda.device_count() // RANKS)
+    warnings.simplefilter("ignore", FutureWarning)  # of torch.distributed, about names of its next version
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, RANKS + 1)}
+    found: dict[str, str | None] = {}
+    file = Path(folder, f"{rank}.json")
+    for name in names:
+        start = time.monotonic()
+        try:
+            checked, sizes, more = CHECKS[name]
+            for size in more if thorough else sizes:
+                if rank < size:
+                    checked(groups[size])
+        except BaseException:
+            found[name] = traceback.format_exc()
+            file.write_text(json.dumps(found))
+            return 1  # the other ranks cannot go on either
+        found[name] = None
+        if rank == 0:
+            print(f"{name}: {time.monotonic() - start:.1f} s", file=sys.stderr)
+    file.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    asked = [name for name in sys.argv[1:] if not name.startswith("--")]
+    main(asked or [name for name in CHECKS if name != "in_graphs" or DEVICE.type == "cuda"], "--thorough" in sys.argv)

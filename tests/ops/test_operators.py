@@ -1,0 +1,51 @@
+"""`peerlane.ops` on CPU ranks: results, gradients, compilation, autocast, DTensors and what is told of wrong calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "on_ranks.py"
+CHECKS = (
+    "results_and_gradients",
+    "compiled",
+    "autocast",
+    "compiled_autocast",
+    "opcheck",
+    "replicated_losses",
+    "dtensors",
+    "two_dimensional_mesh",
+    "styles",
+    "wrong_shapes_are_told_alike",
+    "different_calls_are_told",
+)
+
+
+def outcomes(*arguments: str) -> dict[str, str | None]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[1])}
+    command = [sys.executable, str(PROGRAM), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str | None] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, str | None]:
+    return outcomes(*CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_operators_on_cpu_ranks(name: str, found: dict[str, str | None]) -> None:
+    assert found[name] is None, found[name]
+
+
+@pytest.mark.slow
+def test_operators_compile_on_one_and_three_ranks() -> None:
+    found = outcomes("--thorough", "compiled", "compiled_autocast", "opcheck")
+    assert set(found.values()) == {None}, found

@@ -1,0 +1,37 @@
+"""The declarations behind docs/ops-support.md name what the checks of the operators see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ops.whole import CASES, Case
+from peerlane import ops
+from peerlane.errors import UsageError
+from peerlane.ops.sharding import SHARDINGS
+from peerlane.ops.support import SUPPORT
+from peerlane.report.operators import operators_table
+
+NO_OPERATORS = {"close", "memory_report", "prepare", "replicate"}
+
+
+def test_every_operator_is_declared_and_checked() -> None:
+    operators = set(ops.__all__) - NO_OPERATORS
+    assert operators == set(SUPPORT) == {case.operator for case in CASES} | {"all_reduce_rms_norm_fp8"}  # which has tests of its own
+    assert set(SHARDINGS) == operators - {"all_reduce_rms_norm", "all_reduce_rms_norm_fp8"}
+    assert operators_table().count("\n") == len(operators) + 2
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_declared_casts_are_those_that_checks_see(case: Case) -> None:
+    assert SUPPORT[case.operator].casts == case.casts
+
+
+@pytest.mark.parametrize("name", ["gemm_all_reduce", "all_gather_gemm"])
+def test_products_refuse_integers(name: str) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(UsageError, match="floating-point"):
+            getattr(ops, name)(torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int64))
+    finally:
+        torch.distributed.destroy_process_group()
