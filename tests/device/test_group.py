@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +20,7 @@ from peerlane.device.host.group import Group, Small, per_group
 from peerlane.device.host.group_cache import GroupCache
 from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.ipc import StoreExchange, shares
+from peerlane.device.host.waits import Waits
 from peerlane.errors import DeviceTimeout, UsageError
 
 
@@ -37,16 +37,9 @@ def test_an_exchange_gives_every_rank_every_value_in_rank_order() -> None:
     assert store.num_keys() <= 2 * len(ranks)
 
 
-class ImpatientStore(dist.HashStore):
-    """A store whose waits end at once."""
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
-        super().wait(keys, timedelta(seconds=0.05))
-
-
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(DeviceTimeout, match=r"ranks \[1\] did not come to exchange number 0"):
-        StoreExchange(ImpatientStore(), 0, 2)("mine")
+        StoreExchange(dist.HashStore(), 0, 2, Waits(0.1))("mine")
 
 
 @pytest.mark.parametrize(("rank", "order"), [(0, ["first", "second"]), (1, ["second", "first"]), (2, ["first", "second"])])
@@ -89,7 +82,7 @@ def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:
 
     class Kept(LocalRank):
         def __init__(self) -> None:
-            self.cache = GroupCache()
+            self.cache, self.lock = GroupCache(), threading.RLock()
 
     made = []
 

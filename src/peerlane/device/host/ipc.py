@@ -35,7 +35,7 @@ from peerlane.device.host.watch import Life, Watch
 from peerlane.errors import DeviceError, DeviceTimeout, PeerlaneError, UsageError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STEP = timedelta(seconds=1)
+_STEP_S = 1.0
 _LEFT_AT = 64  # in the page with the stop word: a byte of each rank
 _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictionary()
 """Weak keys: an entry ends with its process group, once that is destroyed."""
@@ -177,12 +177,15 @@ class StoreExchange:
     def _wait(self, keys: list[str], number: int) -> None:
         """In short steps, for a rank may die meanwhile."""
         begin = time.monotonic()
+        step_s = min(_STEP_S, self._waits.host_limit_s)
         while True:
+            step = time.monotonic()
             try:
-                self._store.wait(keys, _STEP)
+                self._store.wait(keys, timedelta(seconds=step_s))
                 return
             except RuntimeError as error:
                 self._waits.check()
+                time.sleep(max(0.0, step + step_s - time.monotonic()))  # where it fails at once
                 if time.monotonic() - begin < self._waits.host_limit_s and not isinstance(error, dist.DistNetworkError):
                     continue
                 raise DeviceTimeout(
