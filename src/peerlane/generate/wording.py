@@ -20,7 +20,8 @@ def case_lines(cases: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
     """
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for preset, case in cases:
-        key = tuple((item["name"], item["value"]) for item in case["arguments"] or [("parameters", str(case["params"]))])
+        listed = case["arguments"] or [{"name": "parameters", "value": str(case["params"])}]
+        key = tuple((item["name"], item["value"]) for item in listed)
         groups.setdefault(key, []).append(f"{preset}/{case['label']}{_pattern(case['params'])}")
     told: list[tuple[str, dict[str, str]]] = []
     for pairs, names in groups.items():
