@@ -64,7 +64,7 @@ class GemmAllReduce(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (a, b), (has_bias, has_residual) = ctx.saved_tensors, ctx.has
         own = grad * ctx.scale if ctx.scale != 1 else grad
         return own @ b.T, a.T @ own, grad.sum(0) if has_bias else None, grad if has_residual else None, None, None, None
