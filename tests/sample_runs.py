@@ -109,7 +109,8 @@ def make_run(
             key = SampleKey(problem, sample)
             source = None if draw.random() < 1 / 12 else code.format(sample=sample, model=model, problem=problem)
             usage = Usage(input_tokens=4000, output_tokens=draw.randrange(800, 9000), cost_usd=0.01, calls=1)
-            run.write_sample(SampleRecord.of(key, source, usage, seconds=1.0, stop_reason="stop"), "a reply", source)
+            record = SampleRecord.of(key, "code" if source is not None else "no_code", usage, seconds=1.0, stop_reason="stop")
+            run.write_sample(record, "a reply", source)
             if source is None:
                 continue
             sha256 = run.sample(key).sha256

@@ -131,6 +131,16 @@ def multicast_allowed() -> bool:
     return os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "0"
 
 
+def nvls_allowed(variables: Mapping[str, str]) -> bool:
+    """Tells whether NCCL may use NVLink multicast (NVLS) in processes with these environment variables; by default it may."""
+    return variables.get("NCCL_NVLS_ENABLE") != "0"
+
+
+def torch_multicast_allowed(variables: Mapping[str, str]) -> bool:
+    """Tells whether torch's symmetric memory has multicast pointers in processes with these variables; by default it has."""
+    return variables.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1"
+
+
 PROBLEM_FOLDERS = "PEERLANE_PROBLEMS"
 
 
@@ -199,7 +209,9 @@ class Deadlines:
 
     spawn: float = 120.0
     build: float = 300.0
+    """for all that a process compiles; apart from what it is asked meanwhile"""
     load: float = 60.0
+    """for the import of a candidate"""
     first_call: float = 90.0
     calls: float = 30.0
     """for one request that calls the candidate at rest, under stress or to be timed; more where the reference is slow or the node busy"""
@@ -246,8 +258,10 @@ class PoolSettings:
     """rank groups that wait, warm, for the next candidates; a timed candidate takes two, and timing waits for starts"""
     timed_alone: bool = True
     """nothing is timed while ranks start, which takes GPUs and cores; else they are waited for where a round turns out to be disturbed"""
-    builds: int = 2
-    """candidates that are compiled, each in a process of its own, before it is their turn"""
+    builds: int | None = None
+    """candidates that are compiled at a time before it is their turn, each in a process of its own; None: as many as cores allow"""
+    judged_at_a_time: int | None = None
+    """candidates that are judged side by side where nothing is timed; None: as many as cores allow, those that hang apart"""
     start_attempts: int = 3
     """to get a rank group up, before an evaluation ends as harness_error"""
     back_off_s: float = 1.0
@@ -284,7 +298,7 @@ SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, baseline_s=0.2)
 """Enough to tell a forged time from a true one."""
 SELFTEST_POOL_SETTINGS: Mapping[str, PoolSettings] = {
     "cuda": PoolSettings(warm_groups=8, timed_alone=False),
-    "cpu": PoolSettings(warm_groups=4),
+    "cpu": PoolSettings(warm_groups=4, judged_at_a_time=1),
 }
 """By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact
 speeds."""

@@ -34,7 +34,7 @@ COMMAND_LINE = {
     "doctor": "--measure --json",
     "list": "--problems --category --parallelism --json",
     "show": "problem_name --problems --preset --world-size --profile --source --json",
-    "eval": "candidates --problem --problems --preset --world-size --variant --track --mode --device --ranks-per-gpu --baseline "
+    "eval": "candidates --problem --problems --disguise --preset --world-size --variant --track --mode --device --ranks-per-gpu --baseline "
     "--isolation --model --cases --timeout --rerun --out --on --json",
     "calibrate": "--problem --problems --preset --world-size --device --ranks-per-gpu --out --json",
     "new": "problem_name --backend --problems --variant --out --force --json",
@@ -50,15 +50,16 @@ COMMAND_LINE = {
     "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --out --json",
     "serve": "--host --port --out --problems --world-size --device --ranks-per-gpu --isolation --token-file --queue-limit --share "
     "--drain --check",
-    "prompt": "problem_name --problems --backend --track --hardware --world-size --preset --variant --shots --json",
+    "prompt": "problem_name --problems --disguise --backend --track --hardware --world-size --preset --variant --shots --json",
     "docs": "--write --check --site --folder",
-    "generate": "problem --model --problems --samples --out --backend --track --hardware --world-size --preset --variant --shots "
-    "--temperature --top-p --effort --max-tokens --base-url --model-arg --connections --retries --timeout --batch --prices "
+    "generate": "problem --model --problems --disguise --samples --out --backend --track --hardware --world-size --preset --variant "
+    "--shots --temperature --top-p --effort --max-tokens --base-url --model-arg --connections --retries --timeout --batch --prices "
     "--max-cost",
     "agent": "problem --model --problems --steps --samples --out --export --backend --track --hardware --world-size --preset "
     "--variant --shots --device --isolation --temperature --effort --max-tokens --base-url --model-arg --connections "
     "--retries --prices --max-cost --episode-tokens --episode-cost --episode-seconds --on",
-    "metrics": "runs --problems --k --p --mode --problem --preset --world-size --track --results --compare --by-problem --published --json",
+    "metrics": "runs --problems --disguise --k --p --mode --problem --preset --world-size --track --results --compare "
+    "--by-problem --published --csv --latex --json",
 }
 
 
@@ -170,6 +171,8 @@ def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
                                 "rms": "float",
                                 "normwise": "float",
                                 "rowwise": "NoneType",
+                                "size": "str",
+                                "words": "str",
                             }
                         },
                         "cost": {"flops": {"fp32": "float"}, "hbm_bytes": "float", "egress_bytes": "float", "ingress_bytes": "float"},

@@ -41,7 +41,7 @@ def examples(tmp_path: Path) -> Path:
     for name in ("pytorch", "broken", "cuda"):
         (tmp_path / "examples" / name).mkdir(parents=True)
     (tmp_path / "examples" / "pytorch" / "1_right_pytorch.py").write_text(RIGHT)
-    (tmp_path / "examples" / "cuda" / "1_right_cuda.py").write_text(RIGHT)
+    (tmp_path / "examples" / "cuda" / "1_right_cuda.py").write_text(f"load_inline = None\n{RIGHT}")
     (tmp_path / "examples" / "broken" / "1_lazy_pytorch.py").write_text(LAZY)
     return tmp_path / "examples"
 
@@ -54,7 +54,7 @@ def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, t
     assert first.exit_code == ExitCode.NOT_CORRECT, first.output
     kinds = {item["candidate"]["name"]: item["verdict"]["kind"] for item in json.loads(first.stdout)["results"]}
     assert kinds == {"1_right_pytorch": "correct", "1_lazy_pytorch": "wrong_result"}
-    assert "2 evaluations to run" in first.stderr and "[2/2] 1_lazy_pytorch" in first.stderr
+    assert all(text in first.stderr for text in ("2 evaluations to run", "[2/2] 1_", "1_lazy_pytorch  problem 1"))
 
     again = CliRunner().invoke(cli.app, arguments)
     assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.stderr
@@ -132,7 +132,11 @@ def test_what_needs_a_gpu_is_left_out_on_cpu() -> None:
 
 
 def test_a_good_candidate_may_say_that_it_needs_a_gpu(tmp_path: Path) -> None:
-    for name, source in (("1_a_pytorch.py", "# needs: gpu\n"), ("1_b_pytorch.py", "import torch\n# needs: gpu\n"), ("1_c_cuda.py", "")):
+    for name, source in (
+        ("1_a_pytorch.py", "# needs: gpu\n"),
+        ("1_b_pytorch.py", "import torch\n# needs: gpu\n"),
+        ("1_c_cuda.py", "import cupy\n"),
+    ):
         (tmp_path / name).write_text(source)
     assert [needs_gpu(candidate) for candidate in discover([str(tmp_path)])] == [True, False, True]
     assert not needs_gpu(reference_candidate())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from peerlane.device.backend import kit, ordering
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus, share_gpus
-from peerlane.device.host import lane, tally
+from peerlane.device.host import cuda_bindings, lane, tally
 
 
 class Stream:
@@ -108,7 +108,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     )
     monkeypatch.setattr(torch, "cuda", cuda)
     driver = Driver()
-    monkeypatch.setattr(lane.cuda_bindings, "driver", lambda: driver)
+    monkeypatch.setattr(cuda_bindings, "driver", lambda: driver)
     monkeypatch.setattr(lane, "_lanes", {})
     return machine
 
@@ -186,7 +186,12 @@ def test_a_captured_graph_and_calls_outside_do_not_wait(machine: Machine) -> Non
 def test_a_program_of_one_stream_pays_for_no_event(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     order_of_calls, seen, recorded = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), list[Any]()
     record = Driver.cuEventRecord
-    monkeypatch.setattr(Driver, "cuEventRecord", lambda self, *given: (recorded.append(given), record(self, *given))[1])
+
+    def noted(self: Driver, event: Any, stream: Stream) -> tuple[int]:
+        recorded.append(event)
+        return record(self, event, stream)
+
+    monkeypatch.setattr(Driver, "cuEventRecord", noted)
     for number in range(4):
         order_of_calls.run(machine.call(f"call {number}", seen), [], asynchronous=False)
     assert not recorded

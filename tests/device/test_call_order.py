@@ -18,7 +18,8 @@ Act = Callable[[CallOrder], None]
 
 def play(*acts: Act) -> list[BaseException | None]:
     """What each rank raised."""
-    store, failed = dist.HashStore(), [None] * len(acts)  # type: list[BaseException | None]
+    store = dist.HashStore()
+    failed: list[BaseException | None] = [None] * len(acts)
 
     def main(rank: int) -> None:
         try:

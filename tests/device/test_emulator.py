@@ -312,3 +312,45 @@ def test_a_solution_is_judged_whole_without_a_scenario(
     twin.write_text(file.read_text().replace("all_gather(tensor)", "all_gather(tensor)[:, :1]"))
     assert peerlane("race", str(twin), "--world-size", "2", "--schedules", "2", "--json") == 3
     assert "wrong type: output: got shape" in capsys.readouterr().out
+
+
+SMALL_FLOATS = r"""
+#include <peerlane/comm.cuh>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+using namespace peerlane;
+extern "C" __global__ void small_floats(const __nv_bfloat16* a, __nv_bfloat16* o, const half* h, half* p, __nv_fp8_e4m3* e) {
+    const unsigned i = threadIdx.x;
+    const __nv_bfloat162 two = reinterpret_cast<const __nv_bfloat162*>(a)[i];
+    const float2 f = __bfloat1622float2(two);
+    reinterpret_cast<__nv_bfloat162*>(o)[i] = __hfma2(two, two, __floats2bfloat162_rn(f.x, 1.0f));
+    half2 q = __halves2half2(h[2 * i], h[2 * i + 1]);
+    q = __hadd2(q, __half2half2(__float2half(0.1f)));
+    p[2 * i] = __low2half(q);
+    p[2 * i + 1] = __hmax(__high2half(q), half(0.5f)) * half(3);
+    p[2 * i] += __shfl_xor_sync(0xffffffffu, p[2 * i + 1], 1);
+    e[i] = __nv_fp8_e4m3(float(e[i]) * 1.7f);
+}
+"""
+
+
+def test_the_toolkit_s_small_floats_work_and_compile() -> None:
+    """Kernels for GPUs include cuda_bf16.h, cuda_fp16.h and cuda_fp8.h; on emulated ranks there are stand-ins, which round alike."""
+    from peerlane.device import compile_cubin
+
+    compile_cubin(SMALL_FLOATS)
+    scenario, generator = Scenario("small_floats", SMALL_FLOATS, 1), torch.Generator().manual_seed(0)
+    a, h = (torch.randn(64, generator=generator) * 3).bfloat16(), torch.randn(64, generator=generator).half()
+    first, second = a.float().view(-1, 2).unbind(1)
+    o = torch.stack([first * first + first, second * second + 1], 1).bfloat16().view(-1)
+    low, high = (h.float() + torch.tensor(0.1).half().float()).half().view(-1, 2).unbind(1)
+    high = (high.float().clamp(min=0.5) * 3).half()
+    p = torch.stack([(low.float() + high.view(-1, 2).flip(1).reshape(-1).float()).half(), high], 1).view(-1)
+    e = torch.randn(32, generator=generator).to(torch.float8_e4m3fn)
+    data = [scenario.buffer("a", [a]), scenario.buffer("o", [torch.zeros_like(a)], expected=[o]), scenario.buffer("h", [h])]
+    data += [scenario.buffer("p", [torch.zeros_like(h)], expected=[p])]
+    data += [scenario.buffer("e", [e.view(torch.uint8)], expected=[(e.float() * 1.7).to(torch.float8_e4m3fn).view(torch.uint8)])]
+    scenario.launch("small_floats", 1, 32, tuple(data))
+    report = check(scenario, schedules=3)
+    assert not report.findings, str(report)

@@ -72,7 +72,7 @@ def initialised(structure: ctypes.Structure, first: int = 0xA0) -> str:
             parts.append(f".{name} = {{{', '.join(f'{value}ull' for value in values)}}}")
         else:
             setattr(structure, name, int.from_bytes([(first + position) % 256] * ctypes.sizeof(kind), "little"))
-            parts.append(f".{name} = {getattr(structure, name)}ull")
+            parts.append(f".{name} = {getattr(structure, name)}{'f' if kind is ctypes.c_float else 'ull'}")
     return f"{{{', '.join(parts)}}}"
 
 

@@ -124,7 +124,7 @@ def test_a_broken_twin_of_the_row_gather_is_refused(name: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     "tiling", [gemm.TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in gemm.TILINGS[1:])], ids=str
 )
-def test_the_row_gather_keeps_to_its_registers_and_its_shared_memory(tiling: Tiling) -> None:
+def test_the_row_gather_keeps_to_its_registers_and_memory(tiling: Tiling) -> None:
     kernel = "RowGatherGemmRoles<Shape, WORLD_SIZE, KEEPS, RowGatherGemm>"
     layout = f"using namespace peerlane;\nstatic_assert(sizeof(RoleMemory<{kernel}>) == {tiling.shared_bytes});\n"
     defines = {**tiling.defines(torch.bfloat16, "k", "k", Epilogue("silu", bias=True)), "WORLD_SIZE": 4, "KEEPS": 1}

@@ -23,7 +23,7 @@ from peerlane.sandbox.process_tree import children
 from peerlane.settings import PoolSettings, StressRules
 
 GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
-POOL_SETTINGS = PoolSettings(warm_groups=1, builds=0, back_off_s=0.01)
+POOL_SETTINGS = PoolSettings(warm_groups=1, builds=0, judged_at_a_time=1, back_off_s=0.01)
 ONE_PASS = StressRules(
     calls=3, budget_s=0.0, overtime_s=0.0, min_slots=3, max_slots=3
 )  # so that every evaluation has the same few messages

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.sandbox.isolation import Tier
-from peerlane.settings import Deadlines, StressRules
+from peerlane.settings import Deadlines, PoolSettings, StressRules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
@@ -58,6 +58,7 @@ def judge(
         isolation=isolation,
         deadlines=deadlines,
         stress=stress,
+        pool_settings=PoolSettings(judged_at_a_time=1),  # in order, and each without another beside it
     )
     with within(120.0):
         return evaluate(plan)

@@ -119,7 +119,9 @@ def test_builders(board: Switchboard, tmp_path: Path) -> None:
     points.append(("build_candidate", kill_leader, "integrity_failure"))
     candidates = [tmp_path / f"8_build{number}_cuda.py" for number in range(len(points) + 1)]
     for number, path in enumerate(candidates):
-        path.write_text(f"import time  # load_inline {number}: no two are the same file\ntime.sleep(0.2)\nsolution = print\n")
+        path.write_text(
+            f"import time  # {number}: no two are the same file\nload_inline = None\nload_inline\ntime.sleep(0.2)\nsolution = print\n"
+        )
     conversation = Conversation(board, tmp_path, candidates)
     with conversation.evaluator, closing(conversation.judged):
         for op, fault, kind in points:

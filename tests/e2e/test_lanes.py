@@ -22,6 +22,7 @@ from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import read_outcomes
 from peerlane.selftest.run import SelftestPlan, selftest
 from peerlane.selftest.table import load
+from peerlane.settings import PoolSettings
 
 CORES = tuple(os.sched_getaffinity(0))
 HERE = Lane((), CORES)
@@ -29,7 +30,10 @@ HERE = Lane((), CORES)
 
 def plan(*candidates: Path, preset: str = "small") -> EvaluationPlan:
     found = discover([str(candidate) for candidate in candidates])
-    return EvaluationPlan(found, presets=(preset,), world_sizes=(2,), isolation="L0", deadlines=DEADLINES, stress=STRESS)
+    pool = PoolSettings(judged_at_a_time=1)
+    return EvaluationPlan(
+        found, presets=(preset,), world_sizes=(2,), isolation="L0", deadlines=DEADLINES, stress=STRESS, pool_settings=pool
+    )
 
 
 class Heard(Silent):

@@ -97,6 +97,7 @@ def interrupted(tmp_path: Path) -> Iterator[Run]:
     try:
         signs = [f"{sign}-{which}" for which in ("daemon", "daemon", "rank", "rank")]
         wait_for(lambda: sorted(name for name in names() if name.startswith(sign)) == signs, 60, "the candidate's start")
+        wait_for(lambda: ResultsStore(tmp_path / "out").results() != [], 60, "the other's result")  # they run side by side
         assert len(marked_processes(mark)) > 6  # supervisor, fork server, leaders, ranks, daemons
         yield Run(process, mark, tmp_path / "out", [GOOD, stuck])
     finally:

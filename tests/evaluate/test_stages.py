@@ -19,6 +19,7 @@ from peerlane.evaluate.correctness.case_runner import Evidence, Rejected
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import Job
+from peerlane.evaluate.processes.limit import OutOfTime
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.timing.benchmark import Unmeasurable
 from peerlane.results.speed_record import Failed, ModeSpeed
@@ -55,7 +56,7 @@ class ScriptedGroup:
 
     def admit(self, sha256: str) -> None: ...
 
-    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float) -> list[wire.Done]:
+    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float, **_: Any) -> list[wire.Done]:
         self.stage.step(f"{self.name} {OPERATIONS[type(request)]}")
         return [wire.Done()]
 
@@ -99,7 +100,7 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
         def __init__(
             self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int, *, evidence: Evidence
         ) -> None:
-            self.group, self.case = group, case
+            self.group, self.case, self.slots = group, case, slots
             evidence.slots = 4
 
         def open(self) -> None: ...
@@ -162,9 +163,9 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     path = tmp_path / "1_scripted_pytorch.py"
     path.write_text("")
 
-    def run(candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager")) -> EvaluationPipeline:
+    def run(candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager"), variables: Any = None) -> EvaluationPipeline:
         job = Job(candidate or candidate_file(path), problems.get(1), "small", 2, modes)
-        node = Node("run", "cuda", 2, {}, None, (), 80e9)
+        node = Node("run", "cuda", 2, {"variables": variables}, None, (), 80e9)
         session: Any = ScriptedSession(stage)
         pipeline = EvaluationPipeline(session, job, node, TimingRules(), lambda _: None, None, 5, group)  # type: ignore[arg-type]
         pipeline.result = pipeline.run()  # type: ignore[attr-defined]
@@ -245,6 +246,15 @@ def test_the_reference_keeps_its_group_unless_a_capture_failed(run: Run, stage: 
     assert pipeline.result.correct and pipeline.group.ranks is not kept and pipeline.group.reusable
 
 
+def test_a_reference_that_does_not_return_is_no_hang(run: Run, stage: Stage) -> None:
+    """It is the evaluator's own code, so nothing is said of a candidate."""
+    stage.wrong["kept first_call"] = GroupFailure("hang", "first_call", "no answer", ranks=(0,), deadline_s=5.0)
+    pipeline = run(reference_candidate(), ScriptedGroup(stage, "kept"))
+    assert pipeline.result.verdict.kind == "harness_error" and "the reference did not return" in pipeline.result.verdict.message
+    stage.wrong["kept first_call"] = OutOfTime("first_call", 1.0, (0, 1))
+    assert run(reference_candidate(), ScriptedGroup(stage, "kept")).result.verdict.kind == "not_run"
+
+
 def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: Stage) -> None:
     stage.wrong["group2 eager"] = Unmeasurable("rank 1 stuck", kind="hang", group_lost=True)
     result = run().result
@@ -252,6 +262,18 @@ def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: St
     failed = next(speed for speed in result.speed if isinstance(speed, Failed))
     assert (failed.kind, failed.reason) == ("hang", "rank 1 stuck") and "group2 exit" not in stage.log
     assert exit_code([result]) == ExitCode.NOT_CORRECT
+
+
+def test_a_flag_tells_who_needs_multicast(run: Run, stage: Stage, tmp_path: Path) -> None:
+    """The verdict stays, and so does the reward."""
+    path = tmp_path / "1_multicast_pytorch.py"
+    path.write_text("def solution(x):\n    return launch(x, handle.multicast_ptr)\n")
+    for off in ("0", "1"):
+        stage.wrong["group1 first_call"] = GroupFailure("cuda_error", "first_call", "illegal address", rank=0)
+        result = run(candidate_file(path), variables={"TORCH_SYMM_MEM_DISABLE_MULTICAST": off}).result
+        assert result.verdict.kind == "cuda_error" and result.reward("correct") == 0.0
+        assert result.flags == (("needs_multicast",) if off == "1" else ())
+    assert run(candidate_file(path), variables={"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}).result.flags == (), "it does without"
 
 
 def test_a_defect_ends_one_evaluation_and_not_the_run(run: Run, stage: Stage) -> None:

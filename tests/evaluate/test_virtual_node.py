@@ -13,6 +13,7 @@ from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import EvaluationPlan, Evaluator
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.correctness.ranks import Trusted
+from peerlane.evaluate.lanes import Lane
 from peerlane.evaluate.node import Node, TooFewGpus, place_ranks
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import make_jobs
@@ -104,9 +105,30 @@ def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_rank
 
     evaluator = Evaluator(plan=EvaluationPlan((), device="cpu"))
     evaluator._progress = cast(Any, SimpleNamespace(note=notes.append))
-    result = evaluator._run(cast(Callable[..., EvaluationPipeline], start))
+    result = evaluator._run(Lane(session), cast(Callable[..., EvaluationPipeline], start))
     assert result.verdict.kind == again and not verdicts and "judged once more" in notes[0]
     assert session.recovered == 2, "before it is judged again, and for those that come next"
+
+
+@pytest.mark.parametrize("after_failure", [True, False])
+def test_memory_that_the_last_candidate_held_costs_the_next_one_nothing(after_failure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.evaluate.evaluator._MEMORY_S", 0.0)
+    (job,) = make_jobs(EvaluationPlan([candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")], presets=("small",)))
+    session, tries = Session("cpu", 4, Deadlines()), list[bool]()
+
+    class Scripted(EvaluationPipeline):
+        def run(self) -> Any:
+            tries.append(True)
+            self.short_of_memory, self.group.healthy = len(tries) == 1, False
+            verdict = NotRun(missing="memory") if self.short_of_memory else HarnessFailure(phase="correctness", message="another end")
+            return self._result(verdict, "")
+
+    def start(**_: Any) -> EvaluationPipeline:
+        return Scripted(session, job, replace(MACHINE, device="cpu"), cast(Any, None), lambda _: None)
+
+    evaluator = Evaluator(plan=EvaluationPlan((), device="cpu"))
+    result = evaluator._run(Lane(session, after_failure=after_failure), cast(Callable[..., EvaluationPipeline], start))
+    assert result.verdict.kind == ("harness_error" if after_failure else "not_run") and len(tries) == 1 + after_failure
 
 
 @pytest.mark.parametrize("shared", [True, False])

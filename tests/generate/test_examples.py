@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import types
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+import peerlane as pl
 from generate.shared_memory import SharedMemory
+from peerlane import problems
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.results.verdict import BuildError, NotRun
+from peerlane.scaffolds import scaffold
 from ranks.pool import RankPool
 
 EXAMPLES = files("peerlane.generate") / "prompts" / "examples"
@@ -52,30 +57,58 @@ def test_example_is_right_on_cpu_ranks(backend: str, tmp_path: Path) -> None:
         pool.close()
 
 
-def test_the_example_for_the_kit_is_right_and_compiles() -> None:
+@pytest.fixture
+def kit_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The example as a candidate of the problem that it solves."""
+    monkeypatch.setenv("PEERLANE_PROBLEMS", str(Path(__file__).parent / "neighbour"))
+    path = tmp_path / "1001_neighbour_difference_cuda.py"
+    path.write_text((EXAMPLES / "difference_kit.py").read_text())
+    return path
+
+
+def test_the_kit_s_example_is_clean_in_race(kit_example: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("race", kit_example, "--schedules", 5, "--world-size", "4") == ExitCode.OK
+    assert capsys.readouterr().out.count("correct, nothing found") == 3, "one for each dtype"
+
+
+def test_the_kit_s_example_is_correct_on_emulated_ranks(kit_example: Path) -> None:
+    with pl.Evaluator(2, "emulated", presets=("small",), modes=(), track="custom") as evaluator:
+        result = evaluator.evaluate(path=kit_example)
+    assert result.correct, result.verdict
+    assert result.candidate.backend == "cuda"
+
+
+def test_the_kit_s_example_compiles_for_a_gpu() -> None:
     from peerlane.device import compile_cubin
-    from peerlane.device.emulator import Scenario, check
     from peerlane.device.tools.resources import resources
 
-    example, world_size, count = load("kit"), 3, 401
-    defines = {"WORLD_SIZE": world_size}
-    assert "difference" in resources(compile_cubin(example.SOURCE, defines=defines))
-    scenario = Scenario("difference", example.SOURCE, world_size, defines)
-    arena = scenario.arena(1 << 14)
-    offsets = [ctypes.c_uint64(arena.take(size)) for size in (1024, 2 * 2 * world_size * example.LINE, 4 * count)]
-    for call in range(2):
-        terms = [torch.arange(count, dtype=torch.float32) * (rank + 1) + call for rank in range(world_size)]
-        x = scenario.buffer(f"x {call}", terms)
-        wanted = [terms[rank] - terms[rank - 1] for rank in range(world_size)]
-        out = scenario.buffer(f"out {call}", [torch.zeros(count)] * world_size, expected=wanted)
-        scenario.launch("difference", 2, 32, (arena, *offsets, x, out, ctypes.c_uint64(4 * count)))
-    report = check(scenario, schedules=20)
-    assert not report.findings, str(report)
+    example = load("kit")
+    defines: dict[str, str | int] = {"WORLD_SIZE": 4, "ELEMENT": "BFloat16", "ELEMENT_BYTES": 2}
+    assert "difference" in resources(compile_cubin(example.DIFFERENCE.source, defines=defines))
 
 
-def test_example_in_cuda_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peerlane.device import compile_cubin
-    from peerlane.device.tools.resources import resources
+def test_the_example_in_cuda_compiles_for_all_its_dtypes() -> None:
+    """At import, by NVRTC, in about a second, with no GPU."""
+    example = load("cuda")
+    code = bytes(example.PROGRAM.code)
+    assert [
+        name for name in ("float", "__nv_bfloat16", "__half") if example.PROGRAM.symbol_mapping[f"difference<{name}>"] not in code
+    ] == []
 
-    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", lambda *args, **kwargs: None)  # needs nvcc; the kernel does not
-    assert "difference" in resources(compile_cubin(load("cuda").KERNEL))
+
+@pytest.mark.parametrize("number", [1, 36])
+def test_a_new_file_in_cuda_compiles(number: int) -> None:
+    source = scaffold(problems.get(number), "cuda")
+    module = types.ModuleType("new")
+    exec(compile(source, "new.py", "exec"), vars(module))
+    assert b"gather_bytes" in bytes(module.PROGRAM.code)
+
+
+def test_a_source_that_nvrtc_refuses_is_a_build_error() -> None:
+    """Also on a machine without GPUs, where the builder imports the candidate."""
+    source = (EXAMPLES / "difference_cuda.py").read_text().replace("T* own_data", "T* own_data,,")
+    with pl.Evaluator(2, "cpu", presets=("small",), modes=()) as evaluator:
+        verdict = evaluator.evaluate(1, source).verdict
+        assert isinstance(verdict, BuildError), verdict
+        assert "expected" in verdict.message
+        assert isinstance(evaluator.evaluate(1, (EXAMPLES / "difference_cuda.py").read_text()).verdict, NotRun)

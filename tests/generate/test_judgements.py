@@ -10,6 +10,7 @@ import pytest
 
 from peerlane.generate.attempts import NO_CODE, NOT_JUDGED, Speedup, Usage
 from peerlane.generate.judgements import attempts_of, setting_of, settings_of
+from peerlane.generate.reply import Status
 from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord
 from peerlane.results.result import CandidateInfo, ProblemInfo
 from sample_results import ENVIRONMENT, on_cpu, result, wrong
@@ -36,7 +37,8 @@ def test_other_settings_are_told_apart(change: dict[str, Any]) -> None:
 def test_samples_get_the_result_of_their_candidate(tmp_path: Path) -> None:
     run = RunFolder.open_or_create(tmp_path, RunSettings(kind="generate", model="m"))
     for sample, source in enumerate((SOURCE, None, "other")):
-        run.write_sample(SampleRecord.of(SampleKey(1, sample), source, Usage(calls=1), seconds=1.0, stop_reason="stop"), "reply", source)
+        status: Status = "code" if source is not None else "no_code"
+        run.write_sample(SampleRecord.of(SampleKey(1, sample), status, Usage(calls=1), seconds=1.0, stop_reason="stop"), "reply", source)
     timed = result(candidate=CANDIDATE)
     results = [
         timed,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from peerlane.generate import metrics
 from peerlane.generate.attempts import NO_CODE, Attempt, Speedup, Usage, best_attempt
+from peerlane.generate.summary import Scored, model_table, summary
 
 VERDICTS = ["correct", "wrong_result", "hang", NO_CODE, "not_run"]
 
@@ -103,6 +104,21 @@ def test_properties_of_counts(run: list[Attempt]) -> None:
     assert metrics.geometric_mean(metrics.log_speedups(run, problems, "eager", 1)).value >= 1
 
 
+def test_both_denominators_of_multicast() -> None:
+    """Problem 3 has no other attempt than ones that need it; one without any attempt counts as unsolved in both."""
+    need = [replace(attempt(number, sample, "cuda_error"), needs_multicast=True) for number, sample in ((1, 1), (3, 0), (3, 1))]
+    scored = Scored("m", None, [attempt(1, 0, "correct"), attempt(2, 0, "hang"), *need], dict.fromkeys(PROBLEMS, "a"))
+    found = summary(scored, [1], [1.0])
+    rest = found["without_multicast"]
+    assert (found["needs_multicast"], found["problems"], found["samples"]) == (3, 4, 5)
+    assert (rest["problems"], rest["samples"]) == (3, 2)
+    assert found["pass_at_k"]["1"]["share"] == pytest.approx(0.5 / 4) and rest["pass_at_k"]["1"]["share"] == pytest.approx(1 / 3)
+    shown = model_table([scored], [1], [1.0]).markdown()
+    assert "| m | correct | 1 | 0.5 |" in shown and "| m, without multicast | correct | 1 | 1 |" in shown
+    alone = summary(replace(scored, attempts=need, problems={1: "a", 3: "a"}), [1], [1.0])
+    assert alone["without_multicast"]["problems"] == 0 and alone["without_multicast"]["pass_at_k"] == {}
+
+
 def test_an_attempt_at_another_problem_is_an_error() -> None:
     with pytest.raises(ValueError, match="problem 9"):
         metrics.solved([attempt(9, 0)], [1], metrics.is_correct, 1)
@@ -115,6 +131,34 @@ def test_interval_holds_the_mean_and_a_model_equals_itself(values: list[float]) 
     model = dict(enumerate(values))
     same = metrics.compare(model, model)
     assert same.difference == (0, 0, 0) and same.better == 0.5
+
+
+def test_a_share_is_never_certain() -> None:
+    """8 of 8 is no proof of 100 %: the Wilson interval says so, and 0 of 8 is its mirror image."""
+    value, low, high = metrics.share([1.0] * 8)
+    assert (value, high) == (1.0, 1.0) and low == pytest.approx(0.6756, abs=1e-4)
+    assert metrics.share([0.0] * 8) == pytest.approx((0.0, 0.0, 1 - low))
+    assert metrics.share([1.0]).low < 0.25
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
+def test_a_share_s_interval_holds_it(values: list[float]) -> None:
+    found = metrics.share(values)
+    assert 0 <= found.low <= found.value + 1e-12 and found.value - 1e-12 <= found.high <= 1 and found.low < found.high
+
+
+def test_a_share_s_interval_covers_as_often_as_it_says() -> None:
+    """Problems differ in difficulty, and each has three samples."""
+    draw, covered = random.Random(3), 0
+    for _ in range(300):
+        rates = [draw.choice((0.05, 0.5, 0.95)) for _ in range(40)]
+        found = metrics.share([sum(draw.random() < rate for _ in range(3)) / 3 for rate in rates])
+        covered += found.low <= 0.5 <= found.high
+    assert 0.92 <= covered / 300 <= 0.99
+
+
+def test_problems_without_a_judged_sample_are_not_tried() -> None:
+    assert metrics.tried(RUN) == [1, 2, 3] and metrics.tried([attempt(1, 0, "not_run")]) == []
 
 
 def test_pairing_tells_a_small_but_steady_lead() -> None:

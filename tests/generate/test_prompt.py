@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
@@ -18,7 +19,13 @@ from peerlane.problems.reference_source import reference_source
 
 NODE = choose_machine("h200x4")
 ROOT = Path(__file__).parents[2]
-SOLUTIONS = [line for path in Path(solutions.__file__).parent.glob("p*.py") for line in path.read_text().splitlines() if len(line) > 60]
+# Every kernel of the kit begins with next_epoch, prompts say so.
+SOLUTIONS = [
+    line
+    for path in Path(solutions.__file__).parent.glob("p*.py")
+    for line in path.read_text().splitlines()
+    if len(line) > 60 and "next_epoch(" not in line
+]
 
 
 @pytest.mark.parametrize("problem", problems.all_problems(), ids=lambda p: f"p{p.id:03d}")
@@ -29,6 +36,77 @@ def test_prompt_is_complete_short_and_holds_no_answer(problem: Problem) -> None:
         assert "4x NVIDIA H200" in text and "None" not in text.partition("## Hardware")[2].partition("## Backend")[0]
         own = text.replace(reference_source(problem), "")  # solutions begin like their references
         assert not [line for line in SOLUTIONS if line in own]
+
+
+@pytest.mark.parametrize("problem", problems.suite(), ids=lambda p: f"p{p.id:03d}")
+def test_error_models_are_words_and_numbers_below_one(problem: Problem) -> None:
+    """A bound of 1 in units that only the oracle knows says nothing, nor does a name that is defined elsewhere."""
+    text = render_prompt(problem, PromptSettings(NODE)).text
+    (right,) = re.findall(r"## What counts as right\n(.*?)\n- Calls are repeated", text, re.DOTALL)
+    lines = [line for line in right.splitlines() if line.startswith("- ")]
+    assert len(lines) > 1 and not [line for line in lines if line.rstrip().endswith(":")]
+    assert not re.findall(r"\b(?:[A-Z][A-Z_]{3,}|magnitude|UNIT_ROUNDOFF|oracle's error)\b|:\w+:`", "\n".join(lines))
+    assert (", where S is" in right) == (" S in every element" in right or "|s| + S" in right) and (" 2 d " in right) == (
+        "d is how far" in right
+    )
+    assert " u " not in f"{right} " or "u is" in right
+    for case in problem.cases("pkb", max(size for size in problem.world_sizes if size <= NODE.count)):
+        for name, model in problem.tolerance(case).items():
+            numbers = (model.relative, model.magnitude, model.rms, model.normwise or 0.0, model.rowwise or 0.0)
+            assert model.words or 0 < max(numbers) < 1, f"{name}: {model}"
+
+
+def test_only_exact_outputs_are_said_to_match_bit_for_bit() -> None:
+    texts = {number: render_prompt(problems.get(number), PromptSettings(NODE)).text for number in (2, 13, 40)}
+    assert "- Bit for bit: `gathered`" in texts[2] and "small integers" not in texts[2]
+    assert "- Bit for bit" not in texts[13] and "small integers, so that sums are exact" in texts[13]
+    assert "bit for bit" not in texts[40].lower().replace("must then match bit for bit", "")
+
+
+def test_shapes_are_told_once_and_patterns_of_values_by_name() -> None:
+    text = render_prompt(problems.get(40), PromptSettings(NODE)).text
+    assert "small/late_step_fp32: as small/fp32, but `step` 1000\n" in text and "small/nan_bf16 (pattern nan)" in text
+    assert "a large eps, unusual betas" in text
+
+
+@pytest.mark.parametrize("backend", ["cuda", "triton", "pytorch"])
+def test_types_of_the_handle_s_attributes_are_told(backend: str) -> None:
+    text = render_prompt(problems.get(1), PromptSettings(NODE, backend=backend)).text
+    assert "`handle.buffer_ptrs_dev`, `handle.signal_pad_ptrs_dev`: int" in text and "`handle.multicast_ptr`: int, 0 without" in text
+    named = set(re.findall(r"handle\.(\w+)", text))
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    assert named <= set(dir(_SymmetricMemory)), named
+
+
+def test_limits_of_the_machine_and_of_time_are_told() -> None:
+    text = render_prompt(problems.get(1), PromptSettings(NODE)).text
+    for words in (
+        "a block may have 227 KiB",
+        "at most 255 a thread",
+        "300 s for compiling",
+        "for warm-up",
+        "no CUTLASS",
+        "switched off here",
+    ):
+        assert words in text, words
+    open_multicast = PromptSettings(NODE.model_copy(update={"multicast": True}))
+    assert "multicast is switched off" not in render_prompt(problems.get(1), open_multicast).text
+
+
+def test_cuda_is_taught_by_nvrtc_first() -> None:
+    text = render_prompt(problems.get(1), PromptSettings(choose_machine("b200x4"))).text
+    assert 0 < text.index("cuda.core") < text.index("load_inline") and 'arch="sm_100a"' in text and "sm_90a" not in text
+
+
+def test_the_kit_has_one_host_interface_everywhere() -> None:
+    folder, new = ROOT / "src" / "peerlane" / "generate" / "prompts", ROOT / "src" / "peerlane" / "scaffolds" / "kit.txt"
+    files = [*folder.rglob("*kit.*"), new]
+    assert len(files) == 4
+    for file in files:
+        assert "group_of" in file.read_text() and "DeclaredKernel" in file.read_text(), file
+        for line in file.read_text().splitlines():
+            assert not re.search(r"\bArena\(|compile_cubin|\bKernel\(", line) or "__grid" in line, f"{file.name}: {line}"
 
 
 @pytest.mark.parametrize("shots", range(4))
@@ -84,3 +162,11 @@ def test_pages_show_the_prompts_of_today(page: Path) -> None:
 
 def test_there_are_three_such_pages() -> None:
     assert len(list((ROOT / "docs" / "prompts").glob("*.txt"))) == 3
+
+
+def test_several_prompts_are_a_table(capsys: pytest.CaptureFixture[str], peerlane: Callable[..., int]) -> None:
+    assert peerlane("prompt", "1,13", "--hardware", "h200x4", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["prompts"]
+    assert [(row["problem"], row["tier"]) for row in rows] == [(1, "hard"), (13, "hard")]
+    assert all(set(row["tokens"]) == set(BACKENDS) and 0 < row["bound_us"] < 20 for row in rows)
+    assert peerlane("prompt", "1-2", "--hardware", "h200x4") == 0 and "kit tokens" in capsys.readouterr().out

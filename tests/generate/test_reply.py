@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peerlane.generate.reply import extract_code
+from peerlane.generate.reply import extract, extract_code
 
 CODE = "def solution(x):\n    return x\n"
 OTHER = "def helper(x):\n    return x\n"
@@ -30,7 +30,19 @@ SHAPES: dict[str, tuple[str, str | None]] = {
     "only CUDA": ("```cpp\nint solution = 3;\n```", None),
     "cut within the only block": (f"```python\n{CODE}", None),
     "cut within the second block": (f"```python\n{CODE}```\nFaster:\n```python\ndef solution(", CODE),
-    "block that does not define it": (f"```python\n{OTHER}```", OTHER),
+    "block that does not define it": (f"```python\n{OTHER}```", None),
+    "a lone statement": ("```python\nprint(1)\n```", None),
+    "usage behind it imports it": (f"```python\n{CODE}```\nUse it:\n```python\nfrom my_kernel import solution\n\nsolution(1)\n```", CODE),
+    "nothing but an import of it": ("```python\nfrom my_kernel import solution\n```", None),
+    "an attribute of it is set behind it": (f"```python\n{CODE}```\n```python\nimport m\nm.solution = 1\nsolution.x = 2\n```", CODE),
+    "its signature is repeated behind it": (f"```python\n{CODE}```\n```python\ndef solution(x): ...\n```", CODE),
+    "a coroutine, which will be judged": ("```python\nasync def solution(x):\n    return x\n```", "async def solution(x):\n    return x\n"),
+    "defined under a condition": (
+        "```python\nif True:\n    def solution(x):\n        return x\n```",
+        "if True:\n    def solution(x):\n        return x\n",
+    ),
+    "a method of that name": ("```python\nclass A:\n    def solution(self):\n        return 1\n```", None),
+    "Python cannot read it": ("```python\ndef solution(x:\n    return x\n```", "def solution(x:\n    return x\n"),
     "no block, all is code": (CODE, CODE),
     "no block, prose": ("I cannot help with that; def solution is hard.", None),
     "refusal": ("I'm sorry.", None),
@@ -52,6 +64,24 @@ SHAPES: dict[str, tuple[str, str | None]] = {
 @pytest.mark.parametrize(("reply", "code"), SHAPES.values(), ids=SHAPES.keys())
 def test_shape(reply: str, code: str | None) -> None:
     assert extract_code(reply) == code
+
+
+@pytest.mark.parametrize(
+    ("reply", "stop_reason", "status"),
+    [
+        (f"```python\n{CODE}", "", "truncated"),
+        (f"```python\n{CODE}", "max_tokens", "truncated"),
+        ("<think>\nWhat would", "", "truncated"),
+        ("First I would", "max_tokens", "truncated"),
+        ("First I would", "length", "truncated"),
+        ("```python\nprint(1)\n```", "max_tokens", "truncated"),
+        ("```python\nprint(1)\n```", "stop", "no_code"),
+        ("I will not.", "stop", "no_code"),
+        (f"```python\n{CODE}```\nIt is fast bec", "max_tokens", "code"),
+    ],
+)
+def test_a_cut_reply_without_code_is_truncated(reply: str, stop_reason: str, status: str) -> None:
+    assert extract(reply, stop_reason).status == status
 
 
 @given(st.text(max_size=200))

@@ -12,6 +12,7 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.doubles import BROKEN, broken_reply, expert_source
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.reply import extract_code
+from peerlane.generate.run_folder import RunFolder
 from peerlane.problems.reference_source import reference_source
 
 require_models_extra()  # says what to install
@@ -36,15 +37,30 @@ def test_broken_model_fails_as_its_table_says(tmp_path: Path, peerlane: Peerlane
     for verdict, _ in BROKEN:
         wanted[verdict] = wanted.get(verdict, 0) + 2
     assert found["verdicts"] == wanted and found["samples"] == 16 and found["unjudged_samples"] == 0
-    assert found["problems"] == 87 and found["pass_at_k"]["1"]["problems"] == found["pass_at_k"]["2"]["problems"] == 1
-    assert sum(row["problems"] for row in found["by_category"].values()) == 87
+    assert found["problems"] == 8 and found["pass_at_k"]["1"]["problems"] == found["pass_at_k"]["2"]["problems"] == 1
+    assert sum(row["problems"] for row in found["by_category"].values()) == 8 == found["tried"]
     assert found["by_category"]["collective"] == {"problems": 8, "correct@1": 1.0, "correct@2": 1.0}
     assert found["fast_p_at_k"] == {"eager": None, "graph": None}, "CPU ranks measure no speed"
     assert found["by_problem"]["2"]["verdicts"] == ["wrong_result"] * 2
     assert peerlane("metrics", run, run, "--published", "--compare", "--by-problem") == ExitCode.OK
     said = capsys.readouterr().out
-    assert "correct@1: peerlane/broken minus peerlane/broken (2) is +0.0 points [+0.0, +0.0] over 87 problems" in said
+    assert "correct@1: peerlane/broken minus peerlane/broken (2) is +0.0 points [+0.0, +0.0] over 8 problems" in said
     assert "Not comparable" in said and "not measured" in said
+    assert peerlane("metrics", run, "--problem", "all") == ExitCode.OK and "8 of 87 tasks tried" in capsys.readouterr().out
+    assert peerlane("metrics", run, "--csv") == ExitCode.OK
+    shown = capsys.readouterr()
+    assert "model,metric,k,problems,95 %,share\npeerlane/broken,correct,1,1," in shown.out and "8 of 8 tasks tried" in shown.err
+    assert peerlane("metrics", run, "--latex") == ExitCode.OK
+    shown = capsys.readouterr()
+    assert (
+        r"\begin{tabular}{lllrlr}" not in shown.out
+        and r"\toprule" in shown.out
+        and r"95 \%" in shown.out
+        and "tasks tried" not in shown.out
+    )
+    assert peerlane("metrics", run, "--latex", "--csv") == ExitCode.USAGE and "expected one of them" in capsys.readouterr().err
+    assert found["by_regime"] == {} or sum(part["problems"] for part in found["by_regime"].values()) == 8
+    assert {name: part["problems"] for name, part in found["by_tier"].items()} == {"hard": 8}
     # A second setting is not mixed with the first.
     assert peerlane("eval", run, *JUDGE[:2], "--world-size", "4", *JUDGE[4:], "--problem", "1") == ExitCode.OK
     assert peerlane("metrics", run) == ExitCode.USAGE and "choose one with" in capsys.readouterr().err
@@ -68,6 +84,23 @@ def test_candidates_from_elsewhere_become_a_run(tmp_path: Path, peerlane: Peerla
     (tmp_path / "empty").mkdir()
     assert peerlane("eval", tmp_path / "empty", "--model", "somebody") == ExitCode.USAGE
     assert "013/0/candidate.py" in capsys.readouterr().err and not list((tmp_path / "empty").iterdir())
+
+
+def test_numbered_files_become_samples_of_a_run(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, right = tmp_path / "theirs", extract_code(broken_reply(1)) or ""
+    folder.mkdir()
+    (folder / "1_allreduce_cuda.py").write_text(right)
+    (folder / "1_allreduce_cuda_2.py").write_text("def solution(tensor):\n    return tensor.clone()\n")
+    for _ in range(2):  # the second time nothing is judged again
+        assert peerlane("eval", folder, "--model", "them", "--track", "open", *JUDGE) == ExitCode.NOT_CORRECT
+        run = RunFolder.open(folder)
+        assert [key.folder for key in run.sample_keys()] == ["001/0", "001/1"]
+    capsys.readouterr()
+    assert peerlane("metrics", folder, "--json") == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["models"][0]["verdicts"] == {"correct": 1, "wrong_result": 1}
+    (folder / "002").symlink_to(tmp_path)
+    (folder / "2_allgather_cuda.py").write_text(right)
+    assert peerlane("eval", folder, "--model", "them", *JUDGE) == ExitCode.USAGE and "behind a link" in capsys.readouterr().err
 
 
 def test_the_doubles_answer_with_solution_and_reference() -> None:

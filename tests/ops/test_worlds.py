@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from peerlane import ops
-from peerlane.device import communicator, group_of
+from peerlane.device import Communicator, communicator, group_of
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks, run
 from peerlane.device.host.group import current_group
 from peerlane.ops import preparation
@@ -231,8 +231,11 @@ def test_a_world_of_one_rank_takes_no_memory() -> None:
     assert made.call([()], lambda rank, result: result) == [(3.0, 0)] and not made.launches
 
 
-def test_large_all_reduces_share_memory_that_close_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_all_reduces_share_memory_that_close_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter(monkeypatch)
+    defaults = Communicator.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "stages", True)
 
     def solution() -> list[Any]:
         ops.prepare(max_tokens=MOST, hidden=512, products=())

@@ -166,3 +166,16 @@ def test_verify_judges_anew(tmp_path: Path, peerlane: Peerlane, capsys: pytest.C
     assert Verification.model_validate_json(verification_file(bad).read_text()).standing == "differs"
     assert peerlane("report", good, bad, "--html", tmp_path / "page.html") == ExitCode.OK
     assert "Leaderboard: not verified" in (tmp_path / "page.html").read_text()
+
+
+def test_claims_may_be_verified_on_emulated_ranks(tmp_path: Path, peerlane: Peerlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+
+    def judge(key: object, candidates: object, device: str, *_: object) -> None:
+        devices.append(device)
+        raise UsageError("judged elsewhere")
+
+    monkeypatch.setattr("peerlane.cli.bundle._judge", judge)
+    make_run(tmp_path / "run", "m", [1])
+    write_bundle(tmp_path / "run", tmp_path / "m.zip")
+    assert peerlane("verify", tmp_path / "m.zip", "--device", "emulated") == ExitCode.USAGE and devices == ["emulated"]

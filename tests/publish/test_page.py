@@ -16,6 +16,7 @@ from peerlane.publish.boards import boards
 from peerlane.publish.gather import gather
 from peerlane.publish.page import INLINE_CANDIDATES, render_page, write_page
 from peerlane.results.result import CandidateInfo
+from peerlane.results.verdict import CudaError
 from sample_results import ENVIRONMENT, on_cpu, result, text_of, wrong
 from sample_runs import CODE, make_run, reference_results
 
@@ -95,6 +96,25 @@ def test_the_leaderboard_counts_what_the_metrics_count(tmp_path: Path) -> None:
     assert fast is not None and fast.value == pytest.approx(sum(value > 1 for value in low) / 16)
     at_one = [point["share"] for point in board.fast_p() if point["mode"] == "graph" and point["p"] == 1.0]
     assert at_one == [pytest.approx(fast.value)]
+
+
+def test_the_page_gives_both_denominators_of_multicast(tmp_path: Path) -> None:
+    off = {**ENVIRONMENT, "variables": {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}}
+    candidates = [CandidateInfo(name=str(n), labels={"model": "m"}, sha256=f"{n}" * 64, backend="cuda") for n in range(4)]
+    crashed = {"verdict": CudaError(phase="first_call", rank=0, message="illegal address"), "speed": (), "flags": ("needs_multicast",)}
+    found = [result(candidate=candidates[0], environment=off), wrong(candidate=candidates[1], environment=off)]
+    found += [result(candidate=item, environment=off, **crashed) for item in candidates[2:]]
+    (tmp_path / "results.jsonl").write_text(text_of(*found))
+    gathered = gather([tmp_path])
+    (row,) = boards(gathered.samples)[0].rows()
+    assert row.needs_multicast == 2 and row.pass_at[1].value == 0.25 and row.without_multicast[1].value == 0.5
+    text = "".join(Elements(render_page(gathered, "t").html).text)
+    assert "2 need multicast" in text and re.search(r"50.?% of the rest", text) and "None of them counts as right." in text
+    assert "NVLS of NCCLoff" in text and "multicast of symmetric memoryoff" in text
+
+
+def test_provenance_of_older_results_says_unknown(runs: Path) -> None:
+    assert "NVLS of NCCLunknown" in "".join(Elements(render_page(gather([runs]), "t").html).text)
 
 
 def test_hostile_names_and_code_are_inert(tmp_path: Path) -> None:
@@ -183,3 +203,10 @@ def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text(text_of(result()))
     with pytest.raises(UsageError, match=r"ends in \.html"):
         write_page(gather([tmp_path]), tmp_path / "page.htm", "t")
+
+
+def test_latency_bound_tasks_are_told_apart_on_a_board(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", [1, 25])
+    (board, *_) = boards(gather([tmp_path / "run"]).samples)
+    sizes = {name: size for name, (size, _) in board.kinds().items()}
+    assert sizes == {"bound below 20 us (latency)": 1, "bound by bandwidth or compute": 1}

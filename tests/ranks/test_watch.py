@@ -38,6 +38,7 @@ def until(condition: Callable[[], bool], seconds: float = SOON_S) -> float:
 
 
 def rank_main(rank: int, act: Callable[[ProcessGroupRanks], Any], folder: Path, answers: Any, page: str) -> None:
+    torch.set_num_threads(1)  # a fork has none of its parent's
     properties = SimpleNamespace(uuid="one", multi_processor_count=8)
     with ExitStack() as patches, host_driver():
         for target, name, value in (
@@ -68,7 +69,7 @@ def play(act: Callable[[ProcessGroupRanks], Any], folder: Path, *, killed: int |
     processes = [context.Process(target=rank_main, args=(rank, act, folder, answers, page)) for rank in range(RANKS)]
     for process in processes:
         process.start()
-    found = {}
+    found: dict[int, Any] = {}
     try:
         if killed is not None:
             until((folder / "ready").exists, 30.0)

@@ -9,7 +9,7 @@ import pytest
 from peerlane.errors import UsageError
 from peerlane.report import sections
 from peerlane.selftest.table import load
-from sample_results import result, text_of
+from sample_results import measured, result, text_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def test_writing_fills_known_sections_and_leaves_the_rest(checkout: Path) -> Non
     assert len(sections.stale(checkout)) == len(sections.DOCUMENTS)
     sections.write(checkout)
     text = (checkout / "docs/measurements.md").read_text()
-    assert "| 1_allreduce_cuda |" in text
+    assert "| 1 allreduce | 7 | 30.0 | 29.8 | 1.01 (noise) | 40.0 | 20.0 | 2.00 |" in text
     assert text.startswith("before\n")
     assert text.endswith("after\n<!-- other:begin -->\nkept\n")
     assert sections.stale(checkout) == []
@@ -45,7 +45,7 @@ def test_writing_fills_known_sections_and_leaves_the_rest(checkout: Path) -> Non
 def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
     sections.write(checkout)
     source = checkout / sections.SECTIONS["examples"][0]
-    source.write_text(text_of(result(preset="small")))
+    source.write_text(text_of(result(speed=(measured("eager", 40.0, 10.0), measured("graph", 30.0, 29.8)))))
     assert sections.stale(checkout) == [f"{path}: differs from what it shows" for path in sections.DOCUMENTS]
 
 

@@ -50,6 +50,30 @@ def test_classes_of_nodes() -> None:
     assert shared.kind == "virtual" and str(shared).startswith("virtual node of 2 ranks per GPU by MPS, on peerlane baseline, 4x")
 
 
+def with_variables(**variables: str) -> dict[str, object]:
+    return {**ENVIRONMENT, "variables": variables}
+
+
+def test_nodes_with_and_without_multicast_are_no_class() -> None:
+    off = {"NCCL_NVLS_ENABLE": "0"}, {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, {}
+    found = [NodeClass.of(ENVIRONMENT, "cuda"), *(NodeClass.of(with_variables(**each), "cuda") for each in off)]
+    assert len(set(found)) == len(set(map(str, found))) == 4
+    assert str(found[1]) == "4x NVIDIA H200, NVLink, driver 580, NVLS off, multicast allowed"
+    assert [dict(node.switches())["NVLS of NCCL"] for node in found] == ["unknown", "off", "allowed", "allowed"]
+    assert [node.lacks_multicast for node in found] == [False, False, True, False]
+    assert len({result(environment=with_variables(**each)).identity for each in off}) == 3
+    stored = NodeClass.model_validate_json('{"kind": "node", "gpu": "NVIDIA H200", "gpus": 4, "link": "NVLink", "driver": "580"}')
+    assert stored == found[0], "results of earlier versions are readable, and compare with each other"
+
+
+def test_ranks_that_share_a_gpu_have_no_multicast() -> None:
+    shared = {"virtual_node": {"ranks_per_gpu": 4, "sharing": "mps", "baseline": "peerlane"}}
+    nodes = [NodeClass.of({**environment, **shared}, "cuda") for environment in (ENVIRONMENT, with_variables())]
+    assert nodes[0] == nodes[1] and nodes[0].lacks_multicast and "NVLS" not in str(nodes[0])
+    assert {value for _, value in nodes[0].switches()} == {"off"} and NodeClass(kind="cpu").switches() == []
+    assert not NodeClass(kind="cpu").lacks_multicast
+
+
 def test_rules_are_those_that_decide() -> None:
     plan = EvaluationPlan(())
     assert plan.rules_hash == replace(plan, pool_settings=PoolSettings(warm_groups=5)).rules_hash == hash_rules(*_rules(plan))

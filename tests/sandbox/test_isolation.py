@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -385,3 +386,24 @@ def test_filter(name: str) -> None:
 def test_filter_of_an_unknown_machine() -> None:
     with pytest.raises(OSError, match="no system call filter for sparc64: expected x86_64 or aarch64"):
         seccomp.program("sparc64")
+
+
+MOVES = """
+import os, sys
+from peerlane.sandbox import linux
+
+folder = sys.argv[1]
+linux.no_new_privileges()
+linux.landlock([folder], readable=["/"], keep_signals=True)
+linux.landlock(None, keep_signals=True)
+os.makedirs(f"{folder}/key/new")
+open(f"{folder}/key/new/file", "w").close()
+os.replace(f"{folder}/key/new/file", f"{folder}/key/file")
+"""
+
+
+def test_ranks_move_files_between_folders_of_their_cache(tmp_path: Path) -> None:
+    """As Triton does with all that it compiles."""
+    assert not probe(())[confine.LANDLOCK_SIGNALS], "this test needs Landlock, as isolation L1 does"
+    subprocess.run([sys.executable, "-c", MOVES, str(tmp_path)], check=True)
+    assert (tmp_path / "key" / "file").exists()

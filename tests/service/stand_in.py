@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ import uvicorn
 
 from e2e.runs import wait_for
 from peerlane.evaluate.candidates import candidate_info, candidate_text
-from peerlane.evaluate.evaluator import Evaluator, Progress
+from peerlane.evaluate.evaluator import Evaluator
 from peerlane.results.result import ProblemInfo, Result
 from peerlane.results.verdict import HarnessFailure, NotRun
 from peerlane.service.app import Service
@@ -35,17 +35,19 @@ TOKENS = Tokens((("one", TOKEN), ("two", OTHER)))
 class StandIn:
     """Judges by comments: ``# wrong``, ``# hang``, ``# harness``, ``# harness once``, ``# not run``, ``# raise``, ``# sleep SECONDS``."""
 
-    def __init__(self, judged: Counter[str], progress: Progress) -> None:
-        self.judged, self.progress, self.gave_up = judged, progress, None
+    def __init__(self, judged: Counter[str]) -> None:
+        self.judged, self.gave_up, self.capacity = judged, None, 1
 
     def __enter__(self) -> StandIn:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
-    async def evaluate_async(self, problem: int, source: str, *, name: str, presets: tuple[str], track: str, **asked: Any) -> Result:
+    async def evaluate_async(
+        self, problem: int, source: str, *, name: str, presets: tuple[str], track: str, tell: Callable[[str], None], **asked: Any
+    ) -> Result:
         self.judged[source] += 1
-        self.progress.phase(name, problem, presets[0], 2, "correctness")
+        tell("correctness")
         if (seconds := re.search(r"# sleep ([\d.]+)", source)) is not None:
             await asyncio.sleep(float(seconds[1]))
         if "# raise" in source:
@@ -81,7 +83,7 @@ def serving(folder: Path, tokens: Tokens = TOKENS, check: bool = False, **limits
     settings = ServiceSettings(folder, world_size=2, check=check, **limits)
     judged: Counter[str] = Counter()
     queue = JobQueue(folder)
-    node = Node(queue, lambda progress: cast(Evaluator, StandIn(judged, progress)), NodeCheck("cpu", "L0") if check else None)
+    node = Node(queue, lambda _: cast(Evaluator, StandIn(judged)), NodeCheck("cpu", "L0") if check else None)
     service = Service(settings, tokens, queue, node, Evaluator(2, "cpu", isolation="L0"))
     with listen("127.0.0.1", 0, tokens) as listener:
         server = uvicorn.Server(uvicorn.Config(service.application(), log_level="error", timeout_graceful_shutdown=2))

@@ -12,6 +12,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,27 @@ def test_inspect_scores_the_task_that_its_entry_point_names(service: Running, tm
 def test_replies_of_all_shapes_are_read() -> None:
     assert reply_text("a") == reply_text([{"content": "a"}]) == reply_text({"content": [{"type": "text", "text": "a"}]}) == "a"
     assert reply_text([]) == "" and reply_text(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "speed"}, "kind='speed': expected one of correct, log_speedup, fast_p"),
+        ({"kind": "log_speedup", "options": {"modes": ()}}, "needs a speed, and modes=() measures none"),
+        ({"p": -1.0}, "p=-1.0"),
+        ({"options": {"preset": "small"}}, "unknown options: preset"),
+        ({"options": {"presets": ("small", "pkb")}}, "expected one preset"),
+    ],
+)
+def test_settings_that_cannot_work_fail_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        RewardSettings(**arguments)
+    assert message in str(error.value)
+
+
+def test_a_cut_reply_is_truncated() -> None:
+    found = asyncio.run(reward_of(1, "```python\ndef solution(x):", RewardSettings(url="http://127.0.0.1:1")))
+    assert (found.value, found.verdict) == (0.0, "truncated") and "ends before" in found.feedback
 
 
 def test_a_service_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,9 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 import peerlane as pl
 from e2e.runs import wait_for
 from peerlane.errors import UsageError
+from peerlane.evaluate.candidates import candidate_text
 from peerlane.service import node_check
+from peerlane.service.adapters.reward import RewardSettings
 from peerlane.service.app import MOST_BODY_BYTES
 from peerlane.service.client import Client, ServiceFault
 from peerlane.service.server import listen
@@ -200,7 +202,7 @@ def test_a_job_that_another_call_still_wants_is_judged(running: Running) -> None
     with client(running) as judge, ThreadPoolExecutor(1) as threads:
         wanted = threads.submit(judge.evaluate, 1, source)
         wait_for(lambda: running.judged[source] > 0 and bool(judge._wanted), 10, "a running job")
-        judge._take_back(next(iter(judge._wanted)))
+        judge._take_back(*next(iter(judge._wanted)))
         assert wanted.result(20).correct
 
 
@@ -232,6 +234,29 @@ def test_metrics_count_what_happened(running: Running) -> None:
     values = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
     assert float(values['peerlane_verdicts_total{kind="correct"}']) >= 1 and float(values["process_cpu_seconds_total"]) > 0
     assert float(values['peerlane_responses_total{route="/v1/jobs",status="202"}']) >= 1
+    for name in ("waiting", "judging"):
+        buckets = [int(value) for key, value in values.items() if key.startswith(f"peerlane_{name}_seconds_bucket")]
+        assert buckets == sorted(buckets) and buckets[-1] == int(values[f"peerlane_{name}_seconds_count"]) >= 1
+
+
+def test_a_client_of_two_services_spreads_its_jobs(running: Running, tmp_path: Path) -> None:
+    with serving(tmp_path) as other, Client([running.url, other.url], TOKEN, presets=("small",), modes=()) as judge:
+        results = judge.evaluate_all([candidate_text(f"{RIGHT}  # spread {number} # sleep 0.1", 1) for number in range(8)])
+        assert all(result.correct for result in results)
+        assert sum(other.judged.values()) == sum("spread" in source for source in running.judged) == 4
+
+
+def test_a_job_goes_on_at_another_service_if_one_is_gone(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.service.client._MOVE_ON_S", 0.1)
+    with Client(["http://127.0.0.1:9", running.url], TOKEN, presets=("small",), modes=()) as judge:
+        results = judge.evaluate_all([candidate_text(f"{RIGHT}  # gone {number}", 1) for number in range(4)])
+    assert all(result.correct for result in results)
+
+
+def test_a_reward_has_a_time_limit_unless_it_says_another() -> None:
+    services = "http://127.0.0.1:9,http://127.0.0.1:10"
+    assert RewardSettings(url=services).client()._options["timeout"] == 60.0
+    assert RewardSettings(url=services, options={"timeout": 5.0}).client()._options["timeout"] == 5.0
 
 
 def test_a_node_that_fails_its_check_is_left_out_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,3 +113,30 @@ def test_a_rerun_needs_the_token_that_owns_the_job(tmp_path: Path) -> None:
     assert order(queue) == ["a"], "a result that is still to come serves both"
     with pytest.raises(NotOwner):
         ask(queue, "a", "two", rerun=True)
+
+
+def test_a_token_whose_candidates_hang_waits_behind_others(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path)
+    for number in range(6):
+        ask(queue, f"a{number}")
+    for _ in range(2):
+        taken = queue.take()
+        assert taken is not None and taken.key.startswith("a")
+        queue.finish(taken, Outcome(result="{}", held_up=True))
+    for number in range(4):
+        ask(queue, f"b{number}", "two")
+    first, *rest = order(queue)
+    assert [first, *rest[:3]] == ["b0", "b1", "b2", "b3"], "not in turn with them"
+    assert rest[3:] == ["a2", "a3", "a4", "a5"], "but judged in the end"
+
+
+def test_one_hang_costs_a_token_nothing(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path)
+    for number in range(3):
+        ask(queue, f"a{number}")
+    taken = queue.take()
+    assert taken is not None
+    queue.finish(taken, Outcome(result="{}", held_up=True))
+    ask(queue, "b0", "two")
+    ask(queue, "b1", "two")
+    assert order(queue) == ["b0", "a1", "b1", "a2"]

@@ -136,3 +136,20 @@ def test_a_node_is_checked_by_cheats_and_the_reference() -> None:
 def test_one_service_has_a_folder(tmp_path: Path) -> None:
     with exclusive(tmp_path, []), pytest.raises(UsageError, match=r"another `peerlane serve` has the folder"), exclusive(tmp_path, []):
         pass
+
+
+def test_a_service_may_judge_on_emulated_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from peerlane import cli
+
+    found: list[ServiceSettings] = []
+
+    def end_at_once(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gpus: list[str]) -> None:
+        listener.close()
+        found.append(settings)
+
+    monkeypatch.setattr("peerlane.service.server.serve", end_at_once)
+    done = CliRunner().invoke(cli.app, ["serve", "--device", "emulated", "--port", "0", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert (found[0].device, found[0].world_size) == ("emulated", 4)

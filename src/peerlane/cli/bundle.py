@@ -49,7 +49,7 @@ def bundle(
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file of `peerlane bundle`.")],
     sample: Annotated[int | None, typer.Option(min=1, metavar="N", help="Judge N results chosen at random; by default all.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the device kit, without a GPU.")] = "auto",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where candidates and new results go; by default BUNDLE.verified.")
@@ -73,7 +73,7 @@ def verify(
     run = opened.unpack(folder / "claimed")
     claims = opened.claims(run)
     claimed = claims if sample is None or sample >= len(claims) else random.SystemRandom().sample(claims, sample)
-    chosen_device = choose_device(device)
+    chosen_device = choose_device(device, emulated=True)
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     for key, group in plans(claimed).items():
         _judge(key, _candidates(run, group), chosen_device, tier, folder)

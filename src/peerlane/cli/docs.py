@@ -38,7 +38,7 @@ def docs(
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
-    pictures = {**figures.figures(problems.suite(), measured), **architecture.pictures(root)} if documents else {}
+    pictures = {**figures.figures(problems.suite(), measured, root), **architecture.pictures(root)} if documents else {}
     if write:
         changes = pages.write(folder, generated)
         if documents:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 import typer
 
 from peerlane.cli.exit_codes import exit_code
-from peerlane.cli.options import ProblemFolders, one_of, positive_integers, words
+from peerlane.cli.options import Disguise, ProblemFolders, one_of, positive_integers, words
 from peerlane.cli.output import console, print_json, print_refused, table_room
 from peerlane.cli.progress import progress
 from peerlane.cli.runs import run_to_judge
@@ -50,6 +50,7 @@ def evaluate_candidates(
     candidates: Annotated[list[str], typer.Argument(metavar="CANDIDATE", help=CANDIDATES_HELP)],
     problem: Annotated[str | None, typer.Option(help="Problems, such as 1-8,13; by default those that the file names say.")] = None,
     problems_folders: ProblemFolders = None,
+    disguise: Disguise = None,
     preset: Annotated[
         str,
         typer.Option(
@@ -66,7 +67,9 @@ def evaluate_candidates(
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
-    model: Annotated[str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py; makes it a run.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py, or of numbered files; makes it a run.")
+    ] = None,
     cases: Annotated[str, typer.Option(help="all, or timed: the timed case alone, for candidates that know one shape.")] = "all",
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="Limit for one evaluation as a whole; by default none.")] = None,
     rerun: Annotated[bool, typer.Option("--rerun", help="Judge again what the folder already holds.")] = False,
@@ -101,6 +104,7 @@ def evaluate_candidates(
     run = run_to_judge(candidates, model, asked)
     candidate_files = discover(candidates, notes.append, refused.append) if run is None else run.candidates
     refused += [] if run is None else run.refused
+    notes += [] if run is None else run.notes
     for note in notes:
         console(stderr=True).print(note, highlight=False)
     print_refused(refused)

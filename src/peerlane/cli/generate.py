@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.cli.options import ProblemFolders, one_of
+from peerlane.cli.options import Disguise, ProblemFolders, one_of
 from peerlane.cli.output import console
 from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
@@ -34,6 +34,7 @@ def generate(
     problem: Annotated[str, typer.Argument(metavar="PROBLEMS", help="Problems, such as 1-87 or 1-8,13, or all.")],
     model: Annotated[str, typer.Option(help=MODEL_HELP)],
     problems_folders: ProblemFolders = None,
+    disguise: Disguise = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each problem; more than before asks for the missing ones.")] = 1,
     out: Annotated[Path | None, typer.Option(help="The run's folder; by default peerlane-runs/MODEL.")] = None,
     backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda",

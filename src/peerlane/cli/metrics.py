@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli.options import ProblemFolders, one_of, positive_integers, words
+from peerlane.cli.options import Disguise, ProblemFolders, one_of, positive_integers, words
 from peerlane.cli.output import console, print_json, read_result_files
 from peerlane.errors import UsageError
 
@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 def metrics(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of `peerlane generate` or `peerlane agent`, judged.")],
     problems_folders: ProblemFolders = None,
+    disguise: Disguise = None,
     k: Annotated[str, typer.Option("--k", help="Numbers of samples, separated by commas; by default 1 and all that every model has.")] = "",
     p: Annotated[str, typer.Option("--p", help="Speedups to exceed, separated by commas.")] = "1",
     mode: Annotated[str, typer.Option(help="Launch mode of the table by category: eager or graph.")] = "graph",
-    problem: Annotated[str, typer.Option(help="The problems that count, such as 1-8,13, or all.")] = "all",
+    problem: Annotated[
+        str | None, typer.Option(help="The problems that count, such as 1-8,13, or all; by default those that a run has samples of.")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Only results of this preset.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Only results of so many ranks.")] = None,
     track: Annotated[str | None, typer.Option(help="Only results of this track; by default the run's.")] = None,
@@ -33,6 +36,8 @@ def metrics(
     compare: Annotated[bool, typer.Option("--compare", help="Compare the first run with every other, problem by problem.")] = False,
     problems_too: Annotated[bool, typer.Option("--by-problem", help="One row for every problem, too.")] = False,
     published: Annotated[bool, typer.Option("--published", help="Show published figures of others below, labelled.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print all tables as comma-separated values.")] = False,
+    as_latex: Annotated[bool, typer.Option("--latex", help="Print all tables as LaTeX (booktabs).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Count what models solved: correct@k, fast_p@k, speedups, failures, tokens and cost.
@@ -48,9 +53,13 @@ def metrics(
     from peerlane.results.reader import FILE
 
     one_of(mode, MODES, "--mode")
+    if as_csv + as_latex + as_json > 1:
+        raise UsageError("got several of --csv, --latex and --json: expected one of them")
     thresholds = [_number(text) for text in words(p, "--p")]
-    counted = {item.id: item.category for item in problems.select(problem)}
     opened = [RunFolder.open(path) for path in runs]
+    with_samples = sorted({key.problem for run in opened for key in run.sample_keys()})
+    chosen = [problems.get(number) for number in with_samples] if problem is None and with_samples else problems.select(problem or "all")
+    counted = {item.id: item.category for item in chosen}
     judged = {run.path: read_result_files(results or [file for file in [run.path / FILE] if file.is_file()]) for run in opened}
     settings = {
         run.path: [
@@ -78,7 +87,8 @@ def metrics(
     if as_json:
         print_json({"models": [summary.summary(scored, ks, thresholds) for scored in models]})
         return
-    _print(models, ks, thresholds, mode, shared, problems_too=problems_too, compare=compare)
+    form = "csv" if as_csv else "latex" if as_latex else ""
+    _print(models, ks, thresholds, mode, shared, problems_too=problems_too, compare=compare, form=form)
     if published:
         label, table = summary.published_table()
         out = console()
@@ -95,23 +105,31 @@ def _print(
     *,
     problems_too: bool,
     compare: bool,
+    form: str,
 ) -> None:
+    """Prints the tables. ``form``: ``csv`` or ``latex``, with nothing but tables on stdout; else for a screen."""
     from peerlane.generate import summary
-    from peerlane.generate.metrics import unjudged
+    from peerlane.generate.metrics import needing_multicast, tried, unjudged
 
-    out = console()
+    out = console(stderr=bool(form))
     out.print(str(setting) if setting is not None else "nothing was judged yet: run `peerlane eval RUN`")
     for scored in models:
+        out.print(f"{scored.model}: {len(tried(scored.attempts))} of {len(scored.problems)} tasks tried")
         if missing := unjudged(scored.attempts):
             out.print(f"{scored.model}: {missing} of {len(scored.attempts)} samples are not judged; counts are lower bounds")
+        if needing := needing_multicast(scored.attempts):
+            out.print(f"{scored.model}: {needing} of {len(scored.attempts)} samples need NVLink multicast, which was off")
     tables = [summary.category_table(models, ks, ps[0], mode), summary.model_table(models, ks, ps)]
-    tables += [summary.verdict_table(models), summary.usage_table(models)]
+    tables += [summary.regime_table(models, ks[-1], ps[0], mode), summary.verdict_table(models), summary.usage_table(models)]
     if any(attempt.steps for scored in models for attempt in scored.attempts):
         tables.append(summary.step_table(models))
     if problems_too:
         tables.append(summary.problem_table(models))
     for table in tables:
-        out.print(table.rich(out.width))
+        if form:
+            print(table.csv() if form == "csv" else table.latex() + "\n")
+        else:
+            out.print(table.rich(out.width))
     for other in models[1:] if compare else ():
         for line in summary.comparison_lines(models[0], other, ks, ps[0]):
             out.print(line)

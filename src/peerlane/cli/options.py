@@ -43,6 +43,15 @@ def _use_problems(folders: list[Path] | None) -> list[Path] | None:
     return folders
 
 
+def _use_disguises(seed: int | None) -> int | None:
+    if seed is not None:
+        from peerlane.problems.disguise import write_disguises
+        from peerlane.settings import cache_dir
+
+        _use_problems([write_disguises(seed, cache_dir() / "disguised" / str(seed))])
+    return seed
+
+
 ProblemFolders: TypeAlias = Annotated[
     list[Path] | None,
     typer.Option(
@@ -50,3 +59,11 @@ ProblemFolders: TypeAlias = Annotated[
     ),
 ]
 """The option of verbs that know problems. Processes that they start find the folders in the environment."""
+
+Disguise: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--disguise", metavar="SEED", callback=_use_disguises, is_eager=True, min=0, help="Add ten problems of the suite in other words."
+    ),
+]
+"""The option of verbs that ask models, or judge what they answer: problems 2001 and on, see :mod:`peerlane.problems.disguise`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,24 +12,27 @@ from peerlane.errors import CandidateNotFound, UsageError
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
+    from peerlane.generate.run_folder import RunFolder
     from peerlane.results.record import Track
 
 
 @dataclass(frozen=True)
 class RunToJudge:
-    """The candidates of a run, the folder of its results, the track that it was made for, and files that cannot be judged."""
+    """The candidates of a run, the folder of its results, the track that it was made for, files that cannot be judged, and remarks."""
 
     candidates: list[CandidateFile]
     folder: Path
     track: str
     refused: list[str]
+    notes: list[str]
 
 
 def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | None = None) -> RunToJudge | None:
     """Returns the run that is to be judged, or None if the arguments name other candidates.
 
-    ``model`` makes a run of a folder PROBLEM/SAMPLE/candidate.py from elsewhere, for this ``track`` or ``custom``. Equal candidates of a
-    problem are judged once. Raises UsageError for a run beside other candidates, and for one without any.
+    ``model`` makes a run of a folder PROBLEM/SAMPLE/candidate.py from elsewhere, or of numbered files such as ``13_gemm_allreduce_cuda.py``
+    in and below it, for this ``track`` or ``custom``. Equal candidates of a problem are judged once. Raises UsageError for a run beside
+    other candidates, and for one without any.
     """
     folders = [Path(argument) for argument in arguments]
     if model is None and not any((folder / "run.json").is_file() for folder in folders):
@@ -45,10 +49,13 @@ def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | Non
             raise UsageError(f"--model got {model!r}: {path} is a run of {run.settings.model!r}")
     else:
         run = RunFolder(path, RunSettings(kind="candidates", model=model, track=track or "custom"))
+    refused: list[str] = []
+    notes: list[str] = []
+    if model is not None and run.settings.kind == "candidates":
+        _take_in(run, notes, refused)
         if any(run.candidates()):
             run = RunFolder.open_or_create(path, run.settings)
     candidate_files: dict[tuple[int, str], CandidateFile] = {}
-    refused = []
     for key, file in run.candidates():
         labels = (("model", run.settings.model), ("sample", key.sample))
         try:
@@ -60,5 +67,24 @@ def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | Non
     if not candidate_files and refused:
         raise UsageError(refused[0])
     if not candidate_files:
-        raise UsageError(f"{path} holds no candidates: expected PROBLEM/SAMPLE/candidate.py, such as 013/0/candidate.py")
-    return RunToJudge(list(candidate_files.values()), path, run.settings.track, refused)
+        raise UsageError(f"{path} holds no candidates: expected PROBLEM/SAMPLE/candidate.py, such as 013/0/candidate.py, or numbered files")
+    return RunToJudge(list(candidate_files.values()), path, run.settings.track, refused, notes)
+
+
+def _take_in(run: RunFolder, notes: list[str], refused: list[str]) -> None:
+    """Copies the numbered files of a folder to where samples lie: those of a problem, in the order of their names, are its samples."""
+    from peerlane.evaluate.candidates import discover
+    from peerlane.generate.run_folder import SampleKey
+
+    try:
+        found = discover([str(run.path)], notes.append, refused.append)
+    except CandidateNotFound:
+        return  # nothing numbered
+    counts: Counter[int] = Counter()
+    for candidate in found:
+        source = candidate.source()
+        if candidate.problem is None or source is None:
+            continue
+        key = SampleKey(candidate.problem, counts[candidate.problem])
+        counts[candidate.problem] += 1
+        run.put_candidate(key, source.encode("latin-1"))

@@ -18,7 +18,7 @@ def serve(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Of queue and results, on a local disk.")] = Path("peerlane-service"),
     problems_folders: ProblemFolders = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; by default 4, or what the GPUs allow.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the device kit, without a GPU.")] = "auto",
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     token_file: Annotated[
@@ -47,7 +47,7 @@ def serve(
     for file in (token_file, service_token_file()):
         if file is not None:
             keep_from_candidates(file)
-    judged_on = choose_device(device)
+    judged_on = choose_device(device, emulated=True)
     gpus = []
     if Place.of(judged_on).has_gpus:
         from peerlane.hardware.topology import discover

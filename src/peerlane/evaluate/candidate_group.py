@@ -48,7 +48,7 @@ class CandidateGroup:
     def leave(self) -> tuple[int, ...]:
         """Has the processes end by themselves; returns the ranks that have not."""
         deadline_s = self.session.deadlines.exit
-        self.present.ask(wire.Exit(), "exit", deadline_s)
+        self.present.ask(wire.Exit(), "exit", deadline_s, calls=False)  # its exit handlers run behind the answer
         return self.present.await_end(deadline_s)
 
     def end(self) -> None:

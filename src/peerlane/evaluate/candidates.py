@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,12 @@ SOLUTIONS = "solutions"
 MOST_BYTES = 2 << 20  # of a file: a message carries it, in which a byte may take six
 _MOST_NAMED = 20  # files, in one error
 _CUDA_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension", "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
+_CUDA_NAMES = (
+    *("torch.utils.cpp_extension", "cpp_extension", "load_inline", "utils.cuda_helpers", "compile_cuda_extension", "_compile_kernel"),
+    *("peerlane.device", "cuda.core", "cuda.bindings", "cupy", "pycuda", "numba.cuda"),
+)
+"""modules and functions that only sources with CUDA kernels import or call"""
+_TRITON_NAMES = ("triton", "peerlane.device.triton")
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class CandidateFile:
         name: the file's path below the folder that was asked for, without ``.py``; or ``reference``.
         path: None for the reference.
         sha256: of the file's bytes (of name and version for the reference).
-        backend: by the file name's ending, else by what the source imports.
+        backend: by what the source imports, wherever it comes from; the name says nothing about it.
         compiles: its source names something that compiles device code.
         problem: that the file's name means (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if it begins with a number.
         track: in which it is judged; None: that of the plan.
@@ -105,7 +112,7 @@ def candidate_file(path: Path, below: Path | None = None) -> CandidateFile:
 
 
 def candidate_text(source: str | bytes, problem: int | None = None, name: str = "candidate") -> CandidateFile:
-    """The candidate in a text; ``name`` is what results and tracebacks call it, and says its backend as a file's name does."""
+    """The candidate in a text; ``name`` is what results and tracebacks call it."""
     if not isinstance(source, (str, bytes)):
         raise CandidateNotFound(f"source={source!r}: expected the text of a Python module that defines `solution`")
     if not name.isprintable() or "/" in name or not name:
@@ -118,27 +125,46 @@ def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> Candi
     if len(data) > MOST_BYTES:
         raise CandidateNotFound(f"the candidate {path} has {len(data)} bytes: expected at most {MOST_BYTES}")
     source = data.decode(errors="replace")
+    backend = _backend(source)
     return CandidateFile(
         name,
         path,
         hashlib.sha256(data).hexdigest(),
-        _backend(path.stem, source),
+        backend,
         problem,
-        any(mark in source for mark in _CUDA_MARKS),
+        backend == "cuda" or any(mark in source for mark in _CUDA_MARKS),
     )
 
 
-def _backend(stem: str, source: str) -> Backend:
-    ending = stem.rsplit("_", 1)[-1]
-    if ending in ("cuda", "triton"):
-        return ending  # type: ignore[return-value]
-    if ending in ("pytorch", "torch"):
-        return "pytorch"
-    if any(mark in source for mark in _CUDA_MARKS):
+def _backend(source: str) -> Backend:
+    """Returns what a source's kernels are, from what it imports and calls. What Python cannot read is searched for the same words."""
+    try:
+        names = set(_names(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        if any(mark in source for mark in _CUDA_MARKS):
+            return "cuda"
+        return "triton" if re.search(r"^\s*(import|from) triton\b", source, re.MULTILINE) else "pytorch"
+    triton = {name for name in names if _below(name, _TRITON_NAMES)}
+    if any(_below(name, _CUDA_NAMES) for name in names - triton):
         return "cuda"
-    if re.search(r"^\s*(import|from) triton\b", source, re.MULTILINE):
-        return "triton"
-    return "pytorch"
+    return "triton" if triton else "pytorch"
+
+
+def _below(name: str, modules: Sequence[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    """Yields the dotted names of everything that a module imports, and the plain names that it uses."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
 
 
 def discover(

@@ -6,19 +6,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 
 from peerlane.errors import HarnessError, RunStopped, UsageError
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_info, candidate_text
+from peerlane.evaluate.lanes import Lane, Lanes, OneByOne, SideBySide
 from peerlane.evaluate.node import Node, TooFewGpus, choose_isolation, describe_node, place_ranks
 from peerlane.evaluate.pipeline import EvaluationPipeline, groups_needed
 from peerlane.evaluate.pipeline_emulated import EmulatedPipeline
@@ -27,7 +28,11 @@ from peerlane.evaluate.processes.limit import Cancelled, Limit
 from peerlane.evaluate.processes.machine_faults import OVERLOADED, lost_gpus, overloaded
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.progress import OneAtATime
+from peerlane.evaluate.progress import Progress as Progress
+from peerlane.evaluate.progress import Silent as Silent
 from peerlane.evaluate.ranks.builds import Builds
+from peerlane.evaluate.turns import SharedContext, Turns
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.results.identity import Identity
 from peerlane.results.result import Result
@@ -35,36 +40,14 @@ from peerlane.results.store import ResultsStore
 from peerlane.results.verdict import NotRun
 from peerlane.sandbox.hidden_files import holds_program, keep_from_candidates
 
+Tell: TypeAlias = Callable[[Job, str], None]
+"""hears that a job has entered a phase"""
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1
+_MEMORY_S = 3.0  # after which the driver has taken back the memory of processes that were killed
 
 
-class Progress(Protocol):
-    """Hears what happens; all calls come from the thread that evaluates."""
-
-    def started(self, total: int, skipped: int) -> None:
-        """``total`` evaluations are to be done; ``skipped`` more were done before."""
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        """An evaluation entered a phase."""
-
-    def finished(self, result: Result) -> None:
-        """An evaluation ended."""
-
-    def note(self, text: str) -> None:
-        """Something went wrong, and the run goes on."""
-
-
-class Silent:
-    """Progress that goes nowhere."""
-
-    def started(self, total: int, skipped: int) -> None: ...
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None: ...
-
-    def finished(self, result: Result) -> None: ...
-
-    def note(self, text: str) -> None: ...
+def _silent(job: Job, phase: str) -> None: ...
 
 
 def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Result]:
@@ -79,7 +62,8 @@ def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Res
 
 
 class Evaluator:
-    """Judges candidates one after the other in rank processes that it keeps warm. Use as a context manager: leaving it ends every process.
+    """Judges candidates in rank processes that it keeps warm: on GPUs one at a time, elsewhere side by side; see lanes.py. Use as a context
+    manager: leaving it ends every process.
 
     Args:
         world_size: number of ranks.
@@ -87,7 +71,7 @@ class Evaluator:
         plan: in place of all other options, which are fields of :class:`EvaluationPlan`: what every evaluation has in common.
         progress: hears what happens.
 
-    Calls may come from several threads; they queue, in the order of their arrival. Raises :class:`UsageError` for options that cannot be.
+    Calls may come from several threads; they begin in the order of their arrival. Raises :class:`UsageError` for options that cannot be.
     """
 
     def __init__(
@@ -103,15 +87,17 @@ class Evaluator:
         if plan is None:
             chosen = device if device != "auto" else "cuda" if torch.cuda.device_count() else "cpu"
             plan = _changed(EvaluationPlan(()), {"world_sizes": (world_size,), "device": chosen, **options})
-        self._plan, self._progress = plan, progress or Silent()
+        self._plan, self._progress = plan, OneAtATime(progress or Silent())
         self._node = describe_node(plan)
         self.isolation = choose_isolation(plan)
         self._store = ResultsStore(plan.out) if plan.out is not None else None
         if self._store is not None and plan.out is not None:
             keep_from_candidates(self._store.path if holds_program(plan.out) else plan.out)
-        self._turns = _Turns()
-        self._session: Session | None = None
-        self._kept: RankGroup | None = None  # of the reference, which is ours: one group for all its problems
+        self._turns = Turns()
+        self._lanes: Lanes | None = None
+        self._opening = threading.RLock()
+        self._storing = threading.Lock()
+        self._alone_with = SharedContext()
         self._without_ranks: list[str] = []  # why the last evaluations had no ranks
         self._missing: str | None = None  # why there is no evaluating any more
         self._threads: ThreadPoolExecutor | None = None
@@ -119,8 +105,8 @@ class Evaluator:
 
     def __enter__(self) -> Self:
         if self._warm and not isinstance(self._placement(self._plan.world_sizes[0]), str):
-            session = self._session_of(self._plan.world_sizes[0])
-            session.start_warm_groups(self._plan.pool_settings.warm_groups)
+            lanes = self._lanes_of(self._plan.world_sizes[0])
+            lanes.first.start_warm_groups(self._plan.pool_settings.warm_groups)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -128,8 +114,8 @@ class Evaluator:
         self._turns.cancel_all()
         if self._threads is not None:
             self._threads.shutdown()
-        with self._turns.turn(Limit()):
-            self._end_session()
+        self._turns.wait_for_all()
+        self._end_session()
 
     # --- one candidate ---
 
@@ -152,13 +138,18 @@ class Evaluator:
         plan = self._plan_of_one(problem, source, path, candidate, name, **changes)
         return self._only_result(plan, Limit(plan.timeout))
 
-    async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
-        """The same as :meth:`evaluate`, awaited. A cancelled task leaves the queue, or ends the evaluation and its processes at once."""
+    async def evaluate_async(
+        self, problem: int | None = None, source: str | bytes | None = None, *, tell: Callable[[str], None] = lambda _: None, **request: Any
+    ) -> Result:
+        """The same as :meth:`evaluate`, awaited. A cancelled task leaves the queue, or ends the evaluation and its processes at once.
+
+        ``tell`` hears of every phase, in another thread.
+        """
         plan = self._plan_of_one(problem, source, **request)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=_ASYNC_CALLS, thread_name_prefix="peerlane")
         limit = Limit(plan.timeout)
-        future = self._threads.submit(self._only_result, plan, limit)
+        future = self._threads.submit(self._only_result, plan, limit, lambda _, phase: tell(phase))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -196,31 +187,39 @@ class Evaluator:
             chosen = chosen if problem is None else replace(chosen, problem=problem)
         return self._plan_of((chosen,), {**changes, "problems": None if problem is None else str(problem)})
 
-    def _only_result(self, plan: EvaluationPlan, limit: Limit) -> Result:
+    def _only_result(self, plan: EvaluationPlan, limit: Limit, tell: Tell = _silent) -> Result:
         jobs = make_jobs(plan)
         if len(jobs) != 1:
             asked = ", ".join(f"problem {job.problem.id} {job.preset}" for job in jobs[:4])
             raise UsageError(f"got {len(jobs)} evaluations ({asked}, ...): expected one problem and one preset; use evaluate_all")
-        return self.evaluate_plan(plan, limit)[0]
+        return self.evaluate_plan(plan, limit, tell)[0]
 
     # --- many candidates ---
 
-    def evaluate_plan(self, plan: EvaluationPlan, limit: Limit | None = None) -> list[Result]:
+    def evaluate_plan(self, plan: EvaluationPlan, limit: Limit | None = None, tell: Tell = _silent) -> list[Result]:
         """The results of everything that a plan asks for, in its order; what the store holds comes from there.
 
-        Raises :class:`UsageError`, :class:`RunStopped` and :class:`Cancelled`. ``limit`` can end it from another thread.
+        Raises :class:`UsageError`, :class:`RunStopped` and :class:`Cancelled`. ``limit`` can end it from another thread. ``tell`` hears of
+        every phase.
         """
         jobs = make_jobs(plan, self._progress.note)
-        with self._turns.turn(limit or Limit()) as granted, self._alone(granted):
+        with contextlib.ExitStack() as inside:
+            granted = inside.enter_context(contextlib.closing(limit or Limit()))
+            inside.enter_context(self._turns.caller(granted))
+            inside.enter_context(self._compiled(jobs, plan, granted))
+            let_next_begin = inside.enter_context(self._turns.turn(granted))
+            inside.enter_context(self._alone(granted))
             if self._closed:
                 raise UsageError("the evaluator is closed: use it inside its `with` block")
             self._introduce()
             found: dict[int, Result] = {}
             waiting = self._waiting(jobs, plan)
             self._progress.started(len(waiting), len(jobs) - len(waiting))
-            for world_size in dict.fromkeys(job.world_size for job in waiting):
+            world_sizes = list(dict.fromkeys(job.world_size for job in waiting))
+            for world_size in world_sizes:
                 due = [job for job in waiting if job.world_size == world_size]
-                with contextlib.closing(self.judge(due, granted)) as judged:
+                begun = let_next_begin if world_size == world_sizes[-1] else lambda: None
+                with contextlib.closing(self.judge(due, granted, tell, begun)) as judged:
                     for job, result in judged:
                         found[id(job)] = result
                         self._keep(result, list(found.values()))
@@ -228,11 +227,36 @@ class Evaluator:
             new = {self.identity(job): found[id(job)] for job in waiting if id(job) in found}
             return [found.get(id(job)) or self._known(job, new) for job in jobs]
 
+    @contextlib.contextmanager
+    def _compiled(self, jobs: Sequence[Job], plan: EvaluationPlan, limit: Limit) -> Iterator[None]:
+        """Has a single candidate compiled before it waits for its turn, so that it holds up nobody."""
+        lanes = self._lanes
+        candidate = jobs[0].candidate
+        known = self._store is not None and not plan.rerun and self._store.has(self.identity(jobs[0]))
+        if (
+            len(jobs) > 1
+            or not candidate.compiles
+            or plan.place.emulated
+            or known
+            or lanes is None
+            or lanes.world_size != jobs[0].world_size
+        ):
+            yield
+            return
+        lanes.builds.order([candidate])
+        try:
+            with lanes.changed:
+                while not limit.cancelled and not lanes.builds.ready(candidate):
+                    lanes.changed.wait(_LOOK_S)
+            yield
+        finally:
+            lanes.builds.drop([candidate])
+
     def _alone(self, limit: Limit) -> contextlib.AbstractContextManager[None]:
         """No other run judges for the same folder, so that nothing is judged twice."""
         if self._store is None:
             return contextlib.nullcontext()
-        folder, told = self._store.path.parent, False
+        store, folder, told = self._store, self._store.path.parent, False
 
         def wait() -> None:
             nonlocal told
@@ -242,7 +266,7 @@ class Evaluator:
                 self._progress.note(f"another run judges for {folder}; this one goes on when it ends")
             told = True
 
-        return self._store.alone(wait)
+        return self._alone_with.enter(lambda: store.alone(wait))
 
     def _introduce(self) -> None:
         """Says once under which conditions it judges, and what of the store it cannot read."""
@@ -268,7 +292,8 @@ class Evaluator:
         if self._store is None:
             return
         try:
-            self._store.append(result)
+            with self._storing:
+                self._store.append(result)
         except HarnessError as error:
             raise RunStopped(f"{error}; the run stops with {len(results) - 1} results stored", results) from None
 
@@ -281,65 +306,101 @@ class Evaluator:
             self._keep(result, [result])
         return result
 
-    def judge(self, jobs: Sequence[Job], limit: Limit | None = None) -> Generator[tuple[Job, Result], None, None]:
+    def judge(
+        self, jobs: Sequence[Job], limit: Limit | None = None, tell: Tell = _silent, all_begun: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[Job, Result], None, None]:
         """The results of jobs of one world size, as they come: in order, but for what is still being compiled when its turn comes, which
-        lets others pass. Every candidate gets fresh groups; the reference keeps one for all its problems."""
-        left, plan = list(jobs), self._plan
-        if not left:
+        lets others pass, and for what ends before others do that began earlier.
+
+        Every candidate gets fresh groups; the reference keeps one for all its problems. ``tell`` hears of every phase of a job.
+        ``all_begun`` is called when the last one has begun.
+        """
+        if not jobs:
             return
-        world_size = left[0].world_size
+        world_size = jobs[0].world_size
         if isinstance(missing := self._placement(world_size), str):
-            yield from self._not_run(left, missing)
+            yield from self._not_run(jobs, missing)
             return
-        session, node = self._session_of(world_size), self.node_of(world_size)
-        kind = EmulatedPipeline if plan.place.emulated else EvaluationPipeline
-        built = [] if plan.place.emulated else [job.candidate for job in left]  # the emulator compiles kernels when they are launched
-        with contextlib.closing(Builds(session, built)) as builds:
-            while left:
-                builds.poll()
-                if self._missing is not None:
+        lanes = self._lanes_of(world_size)
+        built = [] if self._plan.place.emulated else [job.candidate for job in jobs]  # the emulator compiles kernels when they are launched
+        lanes.builds.order(built)
+        run = SideBySide(lanes, limit) if lanes.most > 1 else OneByOne(lanes, limit)
+        left = list(jobs)
+        try:
+            while left or run.running:
+                if self._missing is not None and not run.running:
                     yield from self._not_run(left, self._missing)
                     return
-                job = next((job for job in left if builds.ready(job.candidate)), left[0])  # GPUs do not wait for compilers
-                left = [other for other in left if other is not job]
-                if limit is not None and job.timeout is not None:
-                    limit.seconds = job.timeout
-                    limit.start()
-                still_needed = plan.pool_settings.warm_groups if self._warm else 0
-                still_needed += sum(groups_needed(other, plan.place) for other in left)
-                tell = partial(self._progress.phase, job.candidate.name, job.problem.id, job.preset, job.world_size)
-                start = partial(kind, session, job, node, plan.rules, tell, builds, still_needed, stress=plan.stress, limit=limit)
-                yield job, self._run(start)
+                job = None if self._missing is not None else self._next(left, lanes)
+                if job is not None and (lane := lanes.take()) is not None:
+                    left.remove(job)
+                    if not left:
+                        all_begun()
+                    run.begin(job, lane, partial(self._judge_in, lane, lanes.builds, job, list(left), tell))
+                    if not run.any_ended:
+                        continue  # another lane may be free
+                for ended, outcome in run.ended():
+                    if isinstance(outcome, BaseException):
+                        raise outcome
+                    yield ended, outcome
+        finally:
+            lanes.builds.drop(built)
+            if not run.stop():
+                self._end_session()
 
-    def _run(self, start: Callable[..., EvaluationPipeline]) -> Result:
-        pipeline = start(kept=self._kept)
+    @staticmethod
+    def _next(left: Sequence[Job], lanes: Lanes) -> Job | None:
+        """The next job whose candidate is compiled: GPUs do not wait for compilers."""
+        return next((job for job in left if lanes.builds.ready(job.candidate)), None)
+
+    def _judge_in(self, lane: Lane, builds: Builds, job: Job, left: Sequence[Job], tell: Tell, limit: Limit | None) -> Result:
+        """Judges a job in a lane; ``left``: those that come after it."""
+        plan = self._plan
+        kind = EmulatedPipeline if plan.place.emulated else EvaluationPipeline
+        still_needed = plan.pool_settings.warm_groups if self._warm else 0
+        still_needed += sum(groups_needed(other, plan.place) for other in left)
+
+        def told(phase: str) -> None:
+            self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, phase)
+            tell(job, phase)
+
+        node = self.node_of(job.world_size)
+        start = partial(kind, lane.session, job, node, plan.rules, told, builds, still_needed, stress=plan.stress, limit=limit)
+        return self._run(lane, start)
+
+    def _run(self, lane: Lane, start: Callable[..., EvaluationPipeline]) -> Result:
+        pipeline = start(kept=lane.kept)
+        lane.kept = None
         try:
             result = pipeline.run()
-            if result.verdict.kind == "hang" and "time_limit" not in result.flags and overloaded():
+            if (result.verdict.kind == "hang" or pipeline.missed_deadline) and "time_limit" not in result.flags and overloaded():
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
                 pipeline.group.end()
                 pipeline = start()
                 with pipeline.session.longer_deadlines(2.0):
                     result = pipeline.run()
-                if result.verdict.kind == "hang" and overloaded():
+                if (result.verdict.kind == "hang" or pipeline.missed_deadline) and overloaded():
                     result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
-            if result.verdict.kind == "harness_error" and pipeline.session.shares_faults:
-                # What is left of the fault of an earlier candidate costs this one nothing.
+            shared = result.verdict.kind == "harness_error" and pipeline.session.shares_faults
+            if shared or (lane.after_failure and pipeline.short_of_memory):
+                # What is left of the fault of an earlier candidate, or of its memory, costs this one nothing.
                 self._progress.note(f"{pipeline.job.candidate.name} is judged once more: {result.verdict.reason.splitlines()[0]}")
                 pipeline.group.end()
+                if not shared:
+                    time.sleep(_MEMORY_S)
                 self._recover(pipeline.session)
                 if self._missing is None:
                     pipeline = start()
                     result = pipeline.run()
         except Cancelled:
-            self._kept = None
             raise
         except BaseException:  # an interrupt, in the middle of a conversation with the ranks
             self._end_session()
             raise
-        self._kept = _keep_or_end(pipeline, result)
-        if not (result.correct and pipeline.group.healthy):
+        lane.kept = _keep_or_end(pipeline, result)
+        lane.after_failure = not (result.correct and pipeline.group.healthy)
+        if lane.after_failure:
             self._recover(pipeline.session)
         self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.group.no_ranks else []
         if len(self._without_ranks) == _RUNS_WITHOUT_RANKS:
@@ -357,29 +418,41 @@ class Evaluator:
             self._missing = f"ranks can share GPUs no more: {error}"
 
     @property
+    def capacity(self) -> int:
+        """How many evaluations it pays to ask for at a time: those that are judged, and those that are compiled meanwhile."""
+        lanes = self._lanes
+        return 1 if lanes is None else lanes.capacity
+
+    @property
     def gave_up(self) -> str | None:
-        """Why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
+        """Returns why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
         return self._missing
 
-    def _session_of(self, world_size: int) -> Session:
-        """The running session with so many ranks; one with another number ends."""
-        if self._session is None or self._session.world_size != world_size:
-            self._end_session()
-            plan = self._plan
-            place = self._placement(world_size)
-            assert not isinstance(place, str), "there are too few GPUs"
-            note = self._progress.note
-            if place is not None:
-                note(str(place))
-            session = Session(plan.device, world_size, plan.deadlines, plan.pool_settings, self.isolation, note, place)
-            self._session = session.__enter__()
-        return self._session
+    def _lanes_of(self, world_size: int) -> Lanes:
+        """The lanes with so many ranks, which are open; those with another number end, once nothing is judged there."""
+        with self._opening:
+            if self._lanes is None or self._lanes.world_size != world_size:
+                if self._lanes is not None:
+                    with self._lanes.changed:
+                        self._lanes.changed.wait_for(lambda: self._lanes is None or self._lanes.idle)
+                self._end_session()
+                place = self._placement(world_size)
+                assert not isinstance(place, str), "there are too few GPUs"
+                if place is not None:
+                    self._progress.note(str(place))
+                first = self._new_session(world_size, place).__enter__()
+                self._lanes = Lanes.of(first, lambda: self._new_session(world_size, place, first).__enter__())
+            return self._lanes
+
+    def _new_session(self, world_size: int, place: VirtualNode | None, beside: Session | None = None) -> Session:
+        plan, note = self._plan, self._progress.note
+        return Session(plan.device, world_size, plan.deadlines, plan.pool_settings, self.isolation, note, place, beside)
 
     def _end_session(self) -> None:
-        session, self._session, self._kept = self._session, None, None
+        lanes, self._lanes = self._lanes, None
         self._without_ranks, self._missing = [], None
-        if session is not None:
-            session.__exit__(None, None, None)
+        if lanes is not None:
+            lanes.close()
 
     def _placement(self, world_size: int) -> VirtualNode | str | None:
         """The virtual node where these ranks share GPUs; why they have no place here; None where each has a GPU or a CPU of its own."""
@@ -405,38 +478,6 @@ _OF_ALL_CALLS = {
     *("world_sizes", "device", "ranks_per_gpu", "baseline", "isolation", "out", "candidates"),
     *("deadlines", "pool_settings", "rules", "stress"),
 }
-
-
-class _Turns:
-    """Lets one caller in at a time, in the order of their arrival."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._callers: deque[Limit] = deque()
-
-    @contextlib.contextmanager
-    def turn(self, limit: Limit) -> Iterator[Limit]:
-        """Waits for the caller's turn, at whose begin the limit starts; raises :class:`Cancelled`. Closes the limit."""
-        with self._changed:
-            self._callers.append(limit)
-        try:
-            with self._changed:
-                while self._callers[0] is not limit and not limit.cancelled:
-                    self._changed.wait(_LOOK_S)
-            limit.start()
-            limit.check("spawn")
-            yield limit
-        finally:
-            with self._changed:
-                self._callers.remove(limit)
-                limit.close()
-                self._changed.notify_all()
-
-    def cancel_all(self) -> None:
-        """Ends the evaluation at work and empties the queue."""
-        with self._changed:
-            for limit in self._callers:
-                limit.cancel()
 
 
 def _changed(plan: EvaluationPlan, changes: dict[str, Any]) -> EvaluationPlan:

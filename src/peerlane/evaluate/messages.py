@@ -25,7 +25,7 @@ _OP, _RANKS = "op", "ranks"
 
 @dataclass(frozen=True)
 class RankError:
-    """How a request failed: the kind of the failure, the end of the rank's traceback, and, of several ranks in one process, the rank."""
+    """A failed request: the kind of the failure, the end of the rank's traceback, and, of several ranks in one process, the rank."""
 
     kind: ErrorKind
     text: str
@@ -65,12 +65,12 @@ def error_message(error: RankError) -> Message:
 
 
 def building_message(building: bool) -> Message:
-    """What a rank sends before its answer, when it begins or ends to compile."""
+    """Returns the message that a rank sends before its answer, when it begins or ends to compile."""
     return {"building": building}
 
 
 def read_building(message: Message) -> bool | None:
-    """Whether a rank compiles from now on; None for a message that says something else."""
+    """Tells whether a rank compiles from now on; None for a message that says something else."""
     building = message.get("building")
     return building if isinstance(building, bool) else None
 

@@ -30,7 +30,7 @@ class TooFewGpus(Exception):
 
 @dataclass(frozen=True)
 class Node:
-    """Where it runs: what every result of a run has in common."""
+    """The machine of a run, as all its results record it."""
 
     run_id: str
     device: Device
@@ -52,12 +52,12 @@ class Node:
 
     @property
     def place(self) -> Place:
-        """Where the ranks run."""
+        """Returns the place of the ranks."""
         return self.node_class.place
 
     @property
     def node_class(self) -> NodeClass:
-        """Which results may be compared with those from here."""
+        """Returns the class of nodes whose results may be compared with those from here."""
         return NodeClass.of(self.environment, self.device)
 
 

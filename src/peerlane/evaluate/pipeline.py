@@ -30,12 +30,12 @@ from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node
+from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_multicast
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
-from peerlane.results.result import Audit, CaseEvidence, Result
+from peerlane.results.result import NEEDS_MULTICAST, Audit, CaseEvidence, Result
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
@@ -85,8 +85,12 @@ class EvaluationPipeline:
     """by case"""
     shown_right: bool = False
     """the outputs of all cases were right, at rest and under stress"""
+    short_of_memory: bool = False
+    """the evaluator's own ranks had too little memory on the GPU"""
     runners: list[CaseRunner] = field(default_factory=list)
     """of the cases that were opened, in their order"""
+    missed_deadline: bool = False
+    """ranks did not answer in time, whoever is to blame"""
     speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
 
@@ -120,7 +124,7 @@ class EvaluationPipeline:
                 missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.problem, self.job.world_size)
             return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
-            self.group.healthy = False
+            self.group.healthy, self.missed_deadline = False, failure.kind in ("hang", "no_answer")
             return self._blame(failure)
         except OutOfTime as out:
             self.group.healthy = False
@@ -129,14 +133,14 @@ class EvaluationPipeline:
                 known = {item.mode: item for item in self.speeds}
                 self.speeds = [known.get(mode, NotMeasured(mode=mode, why=f"time limit: {out}")) for mode in self.job.modes]
                 return Correct()
-            if out.ranks and not self.shown_right:
+            if out.ranks and not (self.shown_right or self.job.candidate.is_reference):
                 return verdict_of(GroupFailure("hang", out.phase, str(out), ranks=out.ranks, deadline_s=out.seconds), self.case)
             before = "the audit ended" if self.shown_right else "a verdict was reached"
             return NotRun(missing=f"time: {out}, before {before}; give the evaluation more with --timeout")
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
-            self.group.healthy = False
+            self.group.healthy, self.short_of_memory = False, True
             return NotRun(missing=str(error))
         except HarnessError as error:
             self.group.healthy, self.group.no_ranks = False, isinstance(error, NoRanks)
@@ -149,11 +153,14 @@ class EvaluationPipeline:
             return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
         if self.group.loaded and self.node.place.shares_gpus and (missing := missing_on_virtual_node(failure.message)) is not None:
             return NotRun(missing=f"{missing}: {''.join(line)}")
-        if failure.kind != "machine" and (failure.phase in ("build", "import") or self.group.loaded):
+        stuck_reference = self.job.candidate.is_reference and self.missed_deadline
+        if failure.kind != "machine" and not stuck_reference and (failure.phase in ("build", "import") or self.group.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
                 failure.phase = self.phase
             return verdict_of(failure, None if failure.phase in ("build", "import", "exit") else self.case)
         what = "the machine failed" if failure.kind == "machine" else "the ranks failed before any candidate code was loaded"
+        if stuck_reference:
+            what = "the reference did not return"
         return HarnessFailure(phase=self.phase, message=f"{what}: {failure}")
 
     def give_up(self, verdict: NotRun) -> Result:
@@ -178,7 +185,8 @@ class EvaluationPipeline:
             return NotRun(missing=missing)
         if job.candidate.compiles:
             with self._in("build"):
-                (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
+                build_s = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
+            self.stage_seconds["build"] = round(build_s, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
                 return NotRun(missing=_GPU_OR_EMULATED if KIT in (self.source or "") else _GPU_ONLY)
         self._spawn()
@@ -337,7 +345,7 @@ class EvaluationPipeline:
         return None
 
     def _record(self, speed: Benchmark, mode: Mode) -> ModeSpeed:
-        """What is stored of a mode that was measured; flags what is remarkable."""
+        """Returns the record of a mode that was measured; flags what is remarkable."""
         measured = speed.record(mode)
         self.flags |= set(measured.flags)
         return measured
@@ -418,6 +426,8 @@ class EvaluationPipeline:
         correct = isinstance(verdict, Correct)
         if any(runner.aliased for runner in self.runners):
             self.flags.add("aliased_output")
+        if needs_multicast(verdict, self.source or "", lacking=self.node.node_class.lacks_multicast):
+            self.flags.add(NEEDS_MULTICAST)
         return Result(
             **job.asked(self.node.node_class, self.session.isolation.tier, self.node.rules_hash)._asdict(),
             run_id=self.node.run_id,

@@ -1,4 +1,4 @@
-"""What is to be evaluated: the plan, checked as soon as it is made, and the jobs that it stands for."""
+"""The plan of evaluations, checked as soon as it is made, and the jobs that it stands for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRODUCTION, PRODUCTION_FIRST, SWEEP = "production", "production_first", "sweep"
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to evaluate. Raises :class:`UsageError` for a value that cannot be.
+    """A plan of evaluations. Raises :class:`UsageError` for a value that cannot be.
 
     Attributes:
         candidates: see :func:`discover`.
@@ -49,7 +49,7 @@ class EvaluationPlan:
         ranks_per_gpu: how many ranks may share a GPU; 0: as many as needed. Where some do, the machine is a virtual node.
         baseline: what serves torch.distributed: ``nccl``, or on virtual nodes ``peerlane``, the kit's collectives; None: the latter there.
         out: folder of ``results.jsonl``; None keeps nothing.
-        timeout: seconds that one evaluation may take, waiting for its turn apart; None: no limit but the deadlines of its phases.
+        timeout: seconds that one evaluation may take, waiting and compiling apart; None: no limit but the deadlines of its phases.
         rerun: judge again what ``out`` already holds.
         timelines: folder that gets a file ``NAME.MODE.json`` for every evaluation and launch mode: what every rank did when, in the timed
             case; on CPU ranks in one call. See :mod:`peerlane.evaluate.audit.timeline`.
@@ -89,7 +89,7 @@ class EvaluationPlan:
 
     @property
     def place(self) -> Place:
-        """Where its ranks run; which of them share GPUs depends on the machine."""
+        """Returns the place of its ranks; which of them share GPUs depends on the machine."""
         return Place.of(self.device)
 
     @property
@@ -119,7 +119,7 @@ class Job:
     timelines: Path | None = None
 
     def asked(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Asked:
-        """What its result says of the question, on such a machine and under these settings."""
+        """Returns the fields by which its result names the question, on such a machine and under these settings."""
         return Asked(
             evaluator_version=__version__,
             candidate=candidate_info(self.candidate),

@@ -1,4 +1,4 @@
-"""What a candidate needs that this machine lacks, as its source and its verdict show."""
+"""Finds what a candidate needs that this machine lacks, as its source and its verdict show."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import ast
 import inspect
 import re
 
+from peerlane.evaluate.audit.device_code import holds_multicast
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.problems.contract.spec import Problem
-from peerlane.results.verdict import Unstable, Verdict, WrongResult
+from peerlane.results.verdict import CudaError, Hang, ImportFailure, NotRun, RuntimeFailure, Unstable, Verdict, WrongResult
 from peerlane.settings import MULTICAST_REASON, multicast_allowed, thunderkittens_root
 
 _TENSORS = ("get_or_create_parallel_tensor", "create_parallel_tensor")
+_CRASHES = (CudaError, Hang, ImportFailure, RuntimeFailure)
 _FP8 = re.compile(r"float8|fp8|e4m3|e5m2", re.IGNORECASE)
 _TRITON = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
 _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distributed import [^\n]*\breduce\b", re.MULTILINE)
 
 
 def missing_before(source: str) -> str | None:
-    """What has to be here before a candidate of this source is compiled, and is not; None if nothing is missing."""
+    """Returns what a candidate of this source needs before it is compiled, and is not here; None if nothing is missing."""
     if "parallelkittens_runtime" not in source:
         return None
     if thunderkittens_root() is None:
@@ -29,11 +31,7 @@ def missing_before(source: str) -> str | None:
 
 
 def _asks_for_multicast(source: str) -> bool:
-    try:
-        calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    except (SyntaxError, ValueError, RecursionError):
-        return False
-    for call in calls:
+    for call in (node for node in _nodes(source) if isinstance(node, ast.Call)):
         name = getattr(call.func, "attr", getattr(call.func, "id", ""))
         declined = any(item.arg == "multicast" and getattr(item.value, "value", True) is False for item in call.keywords)
         if name == "get_or_create_barrier" or (name in _TENSORS and not declined):
@@ -41,8 +39,47 @@ def _asks_for_multicast(source: str) -> bool:
     return False
 
 
+def _nodes(source: str) -> list[ast.AST]:
+    """Returns the nodes of the syntax tree; none of what is no Python."""
+    try:
+        return list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def needs_multicast(verdict: Verdict, source: str, *, lacking: bool) -> bool:
+    """Tells whether a failure is that of a candidate which asks for NVLink multicast; ``lacking``: its ranks had none.
+
+    The candidate's source is the evidence, because ranks that hang or crash cannot be asked what they have loaded. Its code reads
+    ``multicast_ptr``, which is 0 there, or calls a ``multimem`` operator of torch's; or a string of it holds device code with ``multimem``
+    instructions. Comments and docstrings are no evidence. The failure must be a crash or a hang, at import or in the first call: a
+    pointer of 0 shows there, and no wrong answer is excused.
+
+    Anybody can write such a line into a candidate that fails. So the flag must buy nothing: verdict and reward stay as they are, and
+    ranks count all candidates. Only a second share, shown beside the first, leaves these out.
+    """
+    if isinstance(verdict, NotRun):
+        return verdict.missing == MULTICAST_REASON
+    if not (lacking and isinstance(verdict, _CRASHES) and verdict.phase in ("import", "first_call")):
+        return False
+    if "multimem" not in source and "ulticast" not in source:
+        return False
+    nodes = _nodes(source)
+    documentation = {node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)}
+    return any(_shows_multicast(node) for node in nodes if node not in documentation)
+
+
+def _shows_multicast(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr=name):
+            return name == "multicast_ptr" or name.startswith("multimem_")
+        case ast.Constant(value=str(text)):
+            return holds_multicast(text)
+    return False
+
+
 def missing_on_virtual_node(message: str) -> str | None:
-    """What the ranks of a virtual node lack, if this failure shows that the candidate needs it; None if it does not."""
+    """Returns what the ranks of a virtual node lack, if this failure shows that the candidate needs it; None if it does not."""
     if "invalid device ordinal" in message or "Duplicate GPU" in message:
         return "a GPU for every rank: the candidate addresses GPUs by the numbers of ranks, which share one here"
     if "NCCL" in message and re.search(r"invalid ?argument", message, re.IGNORECASE):
@@ -51,7 +88,7 @@ def missing_on_virtual_node(message: str) -> str | None:
 
 
 def missing_behind(verdict: Verdict, candidate: CandidateFile, source: str, problem: Problem, world_size: int) -> str | None:
-    """What on CPU ranks explains a wrong result better than the candidate does; None if nothing does."""
+    """Returns what on CPU ranks explains a wrong result better than the candidate does; None if nothing does."""
     if not isinstance(verdict, (WrongResult, Unstable)):
         return None
     found = f"rank {verdict.rank} was wrong here: {verdict.detail}"

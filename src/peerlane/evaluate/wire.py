@@ -35,7 +35,7 @@ ErrorKind = Literal["runtime_error", "import_error", "cuda_error", "out_of_memor
 
 
 class Answer:
-    """What a rank answers to a request that it has carried out."""
+    """An answer of a rank to a request that it has carried out."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class SecretTaken(Answer):
 
 @dataclass(frozen=True)
 class OpenedCase(Answer):
-    """Where a case lies. ``reference_s``: the longest that one call of the reference took."""
+    """The layout of a case. ``reference_s``: the longest that one call of the reference took."""
 
     layout: CaseLayout
     reference_s: float
@@ -97,14 +97,14 @@ class OpenedCase(Answer):
 
 @dataclass(frozen=True)
 class CopiesTime(Answer):
-    """What the swaps and output copies of a block take alone."""
+    """The time of a block's swaps and output copies alone."""
 
     copies_us: Microseconds
 
 
 @dataclass(frozen=True)
 class CollectedBytes(Answer):
-    """How many bytes wait to be judged."""
+    """The number of bytes that wait to be judged."""
 
     bytes: int
 
@@ -119,7 +119,7 @@ class OutputComparison(Answer):
 
 @dataclass(frozen=True)
 class Judgement(Answer):
-    """What the oracle says to all collected outputs of a rank, and the arguments that were changed and may not be."""
+    """The oracle's scores of all collected outputs of a rank, and the arguments that were changed and may not be."""
 
     slots: list[SlotScore]
     changed_arguments: list[str]
@@ -135,7 +135,7 @@ class MeasuredMargins(Answer):
 
 @dataclass(frozen=True)
 class Called(Answer):
-    """What calls returned. ``aliased``: one returned the same storage as the call before it. ``collectives``: counted in the calls."""
+    """The outputs of calls. ``aliased``: one returned the same storage as the call before it. ``collectives``: counted in the calls."""
 
     outputs: Outputs
     aliased: bool
@@ -145,14 +145,14 @@ class Called(Answer):
 
 @dataclass(frozen=True)
 class DescribedOutputs(Answer):
-    """What calls returned, slot by slot."""
+    """The outputs of calls, slot by slot."""
 
     outputs: Outputs
 
 
 @dataclass(frozen=True)
 class ProfiledBlock(Answer):
-    """What ran in a block, and what its calls returned."""
+    """The recording of a block, and the outputs of its calls."""
 
     recording: Recording
     outputs: Outputs
@@ -160,7 +160,7 @@ class ProfiledBlock(Answer):
 
 @dataclass(frozen=True)
 class ProbedProfiler(Answer):
-    """What the profiler saw of one kernel."""
+    """The recording of one kernel by the profiler."""
 
     recording: Recording
 
@@ -178,7 +178,7 @@ class LoadedCode(Answer):
 
 @dataclass(frozen=True)
 class RaceReport(Answer):
-    """What the emulator found in all launches so far, how often each kernel was launched, and the hashes of their sources' tokens."""
+    """The emulator's findings in all launches so far, how often each kernel was launched, and the hashes of their sources' tokens."""
 
     findings: Annotated[list[RaceFinding], at_most(MOST_FINDINGS)]
     launches: dict[str, Count]
@@ -189,7 +189,7 @@ class RaceReport(Answer):
 
 
 class Request(Generic[A]):
-    """What the supervisor asks of a rank.
+    """A request of the supervisor to a rank.
 
     Attributes:
         op: the operation's name on the wire.

@@ -21,7 +21,7 @@ _LARGEST_COUNT = 2**53  # what any JSON reader takes as it is; sums of many coun
 
 @dataclasses.dataclass(frozen=True)
 class Must:
-    """What a value must be beyond its type; for Annotated. ``expected`` says it in an error."""
+    """A condition on a value beyond its type; for Annotated. ``expected`` says it in an error."""
 
     expected: str
     holds: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""What the requests and answers of :mod:`peerlane.evaluate.wire` are made of: limits, checked types, and records. Standard library only."""
+"""The parts of requests and answers of :mod:`peerlane.evaluate.wire`: limits, checked types, and records. Standard library only."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CaseId:
 
 @dataclass(frozen=True)
 class CaseLayout:
-    """How a trusted rank has laid a case out: the handle of its arena, where arguments and outputs of all slots lie, and how many bytes
+    """A trusted rank's layout of a case: the handle of its arena, where arguments and outputs of all slots lie, and how many bytes
     each take. Outputs lie behind the inputs. ``groups``: the members of each process group that arguments name."""
 
     arena: dict[str, Any]
@@ -77,7 +77,7 @@ class CaseLayout:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What happens in a block besides its calls. ``swaps``: steps of :class:`SlotSwaps`; ``copied``: the slots whose outputs are copied."""
+    """The work of a block besides its calls. ``swaps``: steps of :class:`SlotSwaps`; ``copied``: the slots whose outputs are copied."""
 
     calls: int
     swaps: tuple[tuple[int, int, int], ...]
@@ -86,7 +86,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a profiler saw of one span: how often each name ran on the host and on the device, and whether both marks of the span are there.
+    """A profiler's record of one span: how often each name ran on the host and on the device, and whether both marks are there.
 
     ``replaced``: functions of the evaluator or the profiler that are not what they were. ``events`` (name, lane, start, end) and ``roles``
     (name, role, block, start, end) are those of a timeline, in nanoseconds; None without one.
@@ -124,7 +124,7 @@ class RaceFinding:
 
 @dataclass(frozen=True)
 class OutOfBounds:
-    """Where something was written that belongs to no tensor: beside which tensor of which slot."""
+    """The place of a write that belongs to no tensor: beside which tensor of which slot."""
 
     slot: int
     name: str
@@ -133,7 +133,7 @@ class OutOfBounds:
 
 @dataclass(frozen=True)
 class SlotScore:
-    """How one output of a call compares with the oracle: its worst tensor.
+    """An output of a call compared with the oracle: its worst tensor.
 
     ``mismatch``: why its structure, shapes or dtypes are wrong; then nothing else is known. ``digests``: of the outputs that must have the
     same bits on all ranks.

@@ -15,7 +15,7 @@ from peerlane.generate.attempts import Usage, best_attempt
 from peerlane.generate.judging import MODES, Judge, Judged
 from peerlane.generate.models import ModelOptions, usage_of
 from peerlane.generate.prompt import Prompt
-from peerlane.generate.reply import extract_code
+from peerlane.generate.reply import Status, extract_code
 from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord, StepRecord
 from peerlane.generate.single_shot import Progress, run_inspect
 from peerlane.generate.tools import Workbench, workbench_tools
@@ -137,7 +137,8 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
             raise
         source = bench.source
         ending = ("submitted", None) if bench.submitted else ("limit", limit)
-        record = SampleRecord.of(key, source, usage, seconds=time.monotonic() - began, stop_reason=ending[0], limit=ending[1])
+        status: Status = "code" if source is not None else "no_code"
+        record = SampleRecord.of(key, status, usage, seconds=time.monotonic() - began, stop_reason=ending[0], limit=ending[1])
         run.write_sample(record, state.output.completion, source)
         progress.kept(record)
         return state

@@ -9,6 +9,8 @@ from typing import NamedTuple
 CORRECT = "correct"
 NO_CODE = "no_code"
 """The reply held no complete candidate."""
+TRUNCATED = "truncated"
+"""The reply was cut, by the limit of tokens or of the model, before it held a complete candidate."""
 NO_REPLY = "no_reply"
 """The provider gave no reply, or a limit ended the sample before one."""
 NOT_JUDGED = "not_judged"
@@ -73,7 +75,9 @@ class Attempt:
         verdict: the evaluator's, or one of the words above.
         speedups: by launch mode, of a correct attempt that was timed.
         mechanisms: those that the evaluator saw in a call.
+        seconds: of wall time that the model's reply or the agent's episode took.
         steps: of an agent: what it had judged on the way, in order; the attempt itself is the best of them.
+        needs_multicast: it is not correct, and asks for NVLink multicast, which was off.
     """
 
     problem: int
@@ -82,7 +86,9 @@ class Attempt:
     speedups: Mapping[str, Speedup] = field(default_factory=dict)
     mechanisms: tuple[str, ...] = ()
     usage: Usage = Usage()
+    seconds: float = 0.0
     steps: tuple[Attempt, ...] = ()
+    needs_multicast: bool = False
 
     @property
     def correct(self) -> bool:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from peerlane.generate.attempts import NO_CODE, NO_REPLY, NOT_JUDGED, Attempt, Setting
+from peerlane.generate.attempts import NO_REPLY, NOT_JUDGED, Attempt, Setting
 from peerlane.generate.judging import speedups_of
 from peerlane.generate.run_folder import RunFolder, SampleKey
-from peerlane.results.result import Result
+from peerlane.results.result import NEEDS_MULTICAST, Result
 
 
 def setting_of(result: Result) -> Setting:
@@ -41,7 +41,8 @@ def judged_samples(run: RunFolder, results: Iterable[Result], setting: Setting |
 def attempt_of(result: Result, sample: int) -> Attempt:
     """Returns a candidate's result as the sample of that number."""
     seen = tuple(item.name for item in result.mechanisms if item.confidence == "seen")
-    return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen)
+    needs_multicast = NEEDS_MULTICAST in result.flags
+    return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen, needs_multicast=needs_multicast)
 
 
 def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str], Result]) -> tuple[Attempt, Result | None]:
@@ -52,5 +53,5 @@ def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str
     elif record.sha256 is not None:
         attempt = Attempt(key.problem, key.sample, NOT_JUDGED)
     else:
-        attempt = Attempt(key.problem, key.sample, NO_CODE if record.error is None else NO_REPLY)
-    return replace(attempt, usage=record.usage, steps=tuple(step.attempt(key) for step in run.steps(key))), judged
+        attempt = Attempt(key.problem, key.sample, record.status if record.error is None else NO_REPLY)
+    return replace(attempt, usage=record.usage, seconds=record.seconds, steps=tuple(step.attempt(key) for step in run.steps(key))), judged

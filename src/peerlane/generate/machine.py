@@ -40,6 +40,11 @@ class Machine(BaseModel):
     software: dict[str, str] = Field(default_factory=dict)
 
     @property
+    def block_shared_kib(self) -> int | None:
+        """Shared memory that a block may have, in KiB, where peerlane knows it. An SM has 1 KiB more."""
+        return 227 if (self.compute_capability or "").partition(".")[0] in ("9", "10") else None
+
+    @property
     def profile(self) -> HardwareProfile | None:
         """The datasheet figures that belong to the GPU, if peerlane has them."""
         return profile_for(self.gpu)

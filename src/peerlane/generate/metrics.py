@@ -18,12 +18,13 @@ from peerlane.generate.attempts import Attempt, Usage
 
 RESAMPLES = 2000
 _SEED = 20_26
+_Z = 1.959964  # of a 95 % interval
 
 Test = Callable[[Attempt], bool]
 
 
 class Estimate(NamedTuple):
-    """A value with its 95 % interval, from resampling problems."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
@@ -77,6 +78,21 @@ def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: 
     }
 
 
+def needing_multicast(attempts: Sequence[Attempt]) -> int:
+    """Counts the attempts that need NVLink multicast, which was off; none of them is correct."""
+    return sum(attempt.needs_multicast for attempt in attempts)
+
+
+def without_multicast(attempts: Sequence[Attempt], problems: Sequence[int]) -> tuple[list[Attempt], list[int]]:
+    """Returns the attempts that do not need NVLink multicast, and the problems without those all of whose attempts need it.
+
+    Their shares stand beside those of all attempts. Nothing is ranked by them: anybody can have a failed attempt left out.
+    """
+    kept = [attempt for attempt in attempts if not attempt.needs_multicast]
+    left_out = {attempt.problem for attempt in attempts} - {attempt.problem for attempt in kept}
+    return kept, [number for number in problems if number not in left_out]
+
+
 def is_timed(attempts: Sequence[Attempt], mode: str) -> bool:
     """Tells whether any correct attempt has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
     return any(attempt.correct and mode in attempt.speedups for attempt in attempts)
@@ -100,6 +116,28 @@ def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str
         number: expected_best([gain(attempt) for attempt in group], min(k, len(group))) if group else 0.0
         for number, group in by_problem(attempts, problems).items()
     }
+
+
+def share(values: Sequence[float]) -> Estimate:
+    """Returns the mean of probabilities by problem with its 95 % Wilson interval; raises ValueError for none.
+
+    The interval counts as many independent trials as explain the spread over problems, which holds the samples of a problem too, and at
+    least one a problem. So it is never of no width: 8 of 8 is 1 [0.68, 1].
+    """
+    if not values:
+        raise ValueError("the share of no problems: expected at least one")
+    count = len(values)
+    mean = sum(values) / count
+    spread = sum((value - mean) ** 2 for value in values) / (count - 1) / count if count > 1 else 0.0
+    trials = max(float(count), mean * (1 - mean) / spread) if spread > 0 else float(count)
+    centre, room = mean + _Z**2 / (2 * trials), _Z * math.sqrt(mean * (1 - mean) / trials + _Z**2 / (4 * trials**2))
+    whole = 1 + _Z**2 / trials
+    return Estimate(mean, min(mean, max(0.0, (centre - room) / whole)), max(mean, min(1.0, (centre + room) / whole)))
+
+
+def tried(attempts: Sequence[Attempt]) -> list[int]:
+    """Returns the problems that have a judged attempt, in order."""
+    return sorted({attempt.problem for attempt in attempts if attempt.judged})
 
 
 def geometric_mean(logarithms: Mapping[int, float]) -> Estimate:

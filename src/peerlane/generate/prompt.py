@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,23 @@ import jinja2
 
 from peerlane.errors import UsageError
 from peerlane.generate.machine import Machine
+from peerlane.generate.wording import case_lines, exact_outputs, tolerance_lines
 from peerlane.hardware.profiles import H200_SXM, profile_for
 from peerlane.problems import Problem
 from peerlane.problems.reference_source import reference_source
 from peerlane.report.catalogue import problem_detail
+from peerlane.settings import Deadlines
 
 BACKENDS = ("cuda", "kit", "triton", "pytorch", "parallelkittens")
 TRACKS = ("custom", "open")
 VARIANTS = ("default", "pkb")
 
-VERSION = 1
+VERSION = 2
 """Of the templates; raised when their meaning changes. :func:`template_version` also tells edits apart."""
 MAX_TOKENS = 12_000
 MAX_SHOTS = 3
+EXAMPLE_ARCH = "sm_90a"
+"""in the worked examples; prompts for another GPU name its own"""
 _CHARACTERS_PER_TOKEN = 3.0  # a low estimate for code and English, so that counts are upper bounds
 _FOLDER = Path(__file__).parent / "prompts"
 _TITLES = {"cuda": "CUDA C++", "kit": "the device kit", "triton": "Triton", "pytorch": "PyTorch"}
@@ -82,7 +86,7 @@ def render_prompt(problem: Problem, settings: PromptSettings) -> Prompt:
 
 @functools.cache
 def template_version() -> str:
-    """Returns ``1-`` and the beginning of a hash of all templates and examples."""
+    """Returns the version and the beginning of a hash of all templates and examples."""
     digest = hashlib.sha256()
     for path in sorted(path for path in _FOLDER.rglob("*") if path.suffix in (".jinja", ".py")):
         digest.update(path.relative_to(_FOLDER).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -143,17 +147,21 @@ def _context(problem: Problem, settings: PromptSettings) -> dict[str, Any]:
             "dtype": timed["dtype"],
             "params": timed["params"],
         },
-        "other_cases": list(_case_lines(others)),
-        "tolerances": list(_tolerance_lines(timed["tolerance"] or {})),
-        "comparison": inspect.getdoc(problem.compare) if problem.compare else None,
+        "other_cases": list(case_lines(others)),
+        "special": about["small"],
+        "tolerances": list(tolerance_lines(timed["tolerance"] or {}, inspect.getdoc(problem.compare) if problem.compare else None)),
+        "comparison": bool(problem.compare),
+        "exact": exact_outputs(problem, world_size, variant),
         "hardware": describe_machine(settings.machine),
+        "machine": settings.machine,
+        "limits": Deadlines(),
         "bound_us": timed["roofline"]["bound_us"] if profile is not None else None,
         "bound_by": timed["roofline"]["bound_by"],
         "hbm": _bytes(timed["cost"]["hbm_bytes"]),
         "egress": _bytes(timed["cost"]["egress_bytes"]),
         "backend": settings.backend,
-        "arch_flags": f"`{settings.machine.arch_flags}`" if settings.machine.arch_flags else "the GPU's own architecture",
-        "examples": list(_examples(settings.backend, settings.shots)),
+        "arch": settings.machine.arch_flags or EXAMPLE_ARCH,
+        "examples": list(_examples(settings.backend, settings.shots, settings.machine.arch_flags or EXAMPLE_ARCH)),
     }
 
 
@@ -169,13 +177,13 @@ def _detail(problem: Problem, world_size: int, preset: str, gpu: str) -> dict[st
     return _details[key]
 
 
-def _examples(backend: str, shots: int) -> Iterator[dict[str, str]]:
+def _examples(backend: str, shots: int, arch: str) -> Iterator[dict[str, str]]:
     order = [name for name in (backend, "pytorch", "cuda", "triton") if name in _TITLES]
     for number, name in enumerate(list(dict.fromkeys(order))[:shots]):
         yield {
             "title": f"Example in {_TITLES[name]}",
             "about": "It is not the task: it shows how ranks exchange data." if number == 0 else "The same function once more.",
-            "source": (_FOLDER / "examples" / f"difference_{name}.py").read_text(),
+            "source": (_FOLDER / "examples" / f"difference_{name}.py").read_text().replace(EXAMPLE_ARCH, arch),
         }
 
 
@@ -183,32 +191,6 @@ def _replicated(problem: Problem) -> str:
     if isinstance(problem.replicated, bool):
         return "All outputs" if problem.replicated else ""
     return ", ".join(f"`{name}`" for name in problem.replicated)
-
-
-def _case_lines(cases: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    """Returns one line for all cases, given with the names of their presets, that have the same arguments."""
-    labels: dict[str, list[str]] = {}
-    for preset, case in cases:
-        arguments = ", ".join(f"`{item['name']}` {item['value']}" for item in case["arguments"] or [])
-        labels.setdefault(arguments or str(case["params"]), []).append(f"{preset}/{case['label']}")
-    for arguments, names in labels.items():
-        yield f"{', '.join(names)}: {arguments}"
-
-
-def _tolerance_lines(tolerances: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:
-    """Returns one line for every output that may differ from the expected value."""
-    for output, model in tolerances.items():
-        terms = [
-            f"{model[name]:.3g} {what}"
-            for name, what in (("relative", "|want|"), ("magnitude", "(sum of the absolute values of the terms)"), ("rms", "rms(want)"))
-            if model[name]
-        ]
-        parts = [f"|got - want| <= {' + '.join(terms)} in every element"] if terms else []
-        if model["normwise"] is not None:
-            parts.append(f"norm(got - want) <= {model['normwise']:.3g} norm(want)")
-        if model["rowwise"] is not None:
-            parts.append(f"the same in every row with {model['rowwise']:.3g}")
-        yield f"`{output}`: {'; '.join(parts)}"
 
 
 def _bytes(count: float) -> str:

@@ -28,6 +28,7 @@ from peerlane.errors import FileRefused, UsageError
 from peerlane.files import read_regular, write_atomically
 from peerlane.generate.attempts import Attempt, Speedup, Usage
 from peerlane.generate.machine import Machine
+from peerlane.generate.reply import Status
 from peerlane.results.record import Mode
 from peerlane.results.sanitize import sanitize
 from peerlane.version import __version__
@@ -39,8 +40,6 @@ MOST_CODE_BYTES, MOST_FACTS_BYTES = 2 << 20, 1 << 20
 _SAMPLE_FOLDER = re.compile(r"(\d{1,4})/(\d{1,6})", re.ASCII)
 
 Kind = Literal["generate", "agent", "candidates"]
-Status = Literal["code", "no_code"]
-
 
 _OF_SEVERAL_LINES = ("error", "feedback")
 Count = Annotated[int, Field(ge=0, le=10**15)]
@@ -108,12 +107,12 @@ class SampleRecord(_Record):
     finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @classmethod
-    def of(cls, key: SampleKey, source: str | None, usage: Usage, *, seconds: float, stop_reason: str, limit: str | None = None) -> Self:
-        """Returns a sample that ended with this source, or with None."""
+    def of(cls, key: SampleKey, status: Status, usage: Usage, *, seconds: float, stop_reason: str, limit: str | None = None) -> Self:
+        """Returns a sample that ended like this."""
         return cls(
             problem=key.problem,
             sample=key.sample,
-            status="code" if source is not None else "no_code",
+            status=status,
             stop_reason=stop_reason,
             limit=limit,
             seconds=seconds,
@@ -240,6 +239,16 @@ class RunFolder:
             write_atomically(candidate, data)
             record = record.model_copy(update={"sha256": hashlib.sha256(data).hexdigest()})
         write_atomically(folder / "sample.json", (record.model_dump_json(indent=2) + "\n").encode())
+
+    def put_candidate(self, key: SampleKey, data: bytes) -> None:
+        """Keeps a candidate from elsewhere, of which nothing else is known; raises UsageError if the sample is of another kind."""
+        folder = self.path / key.folder
+        if self.is_done(key):
+            raise UsageError(f"{folder} is a sample of a model: expected only candidates from elsewhere; use another folder")
+        if folder.parent.is_symlink() or folder.is_symlink():
+            raise UsageError(f"{folder} is behind a link: expected folders; remove the link, or use another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "candidate.py", data)
 
     def write_step(self, key: SampleKey, record: StepRecord, source: str) -> None:
         """Keeps a candidate that an agent had judged."""

@@ -13,7 +13,7 @@ from inspect_ai.solver import Generate, Solver, TaskState, solver
 from peerlane.errors import PeerlaneError
 from peerlane.generate.models import ModelOptions, first_line, open_model, usage_of
 from peerlane.generate.prompt import Prompt
-from peerlane.generate.reply import extract_code
+from peerlane.generate.reply import extract
 from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord
 
 FAILURES_IN_A_ROW = 20
@@ -106,8 +106,8 @@ def _ask_once(run: RunFolder, options: ModelOptions, progress: Progress) -> Solv
         except Exception as error:
             progress.failed(key, error)
             raise
-        source, usage = extract_code(reply), usage_of(output, options.prices)
-        record = SampleRecord.of(key, source, usage, seconds=time.monotonic() - began, stop_reason=str(output.stop_reason))
+        (source, status), usage = extract(reply, str(output.stop_reason)), usage_of(output, options.prices)
+        record = SampleRecord.of(key, status, usage, seconds=time.monotonic() - began, stop_reason=str(output.stop_reason))
         run.write_sample(record, reply, source)
         progress.spent(usage.cost_usd)
         progress.kept(record)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peerlane import problems
+from peerlane.errors import UsageError
 from peerlane.generate import metrics
 from peerlane.generate.attempts import Attempt, Setting
 from peerlane.generate.judging import MODES
 from peerlane.report.tables import NOT_MEASURED, TextTable
+from peerlane.report.tiers import LATENCY_US, bound_us, regime, tiers
 
 PUBLISHED_FILE = Path(__file__).with_name("published.json")
 
@@ -34,32 +38,76 @@ class Scored:
         """Judged samples of the problem that has the most."""
         return max((len(group) for group in metrics.by_problem(self.attempts, list(self.problems)).values()), default=0)
 
+    def without_multicast(self) -> Scored:
+        """Returns the same without the attempts that need NVLink multicast, and without problems all of whose attempts do."""
+        attempts, numbers = metrics.without_multicast(self.attempts, list(self.problems))
+        return replace(self, attempts=attempts, problems={number: self.problems[number] for number in numbers})
+
+    def regimes(self) -> dict[str, list[int]]:
+        """Problems by what bounds the judged case: ``latency`` (a roofline below 20 us) or ``bandwidth``; none without a setting."""
+        groups: dict[str, list[int]] = {}
+        for number in self.problems if self.setting is not None else ():
+            with contextlib.suppress(UsageError):
+                assert self.setting is not None
+                bound = bound_us(problems.get(number), self.setting.preset, self.setting.world_size)
+                groups.setdefault(regime(bound), []).append(number)
+        return dict(sorted(groups.items()))
+
+    def tiers(self) -> dict[str, list[int]]:
+        """Problems of the suite by tier of difficulty, see :mod:`peerlane.report.tiers`."""
+        known = tiers()
+        groups = {name: [number for number in self.problems if known.get(number) == name] for name in ("easy", "medium", "hard")}
+        return {name: group for name, group in groups.items() if group}
+
     def counts(self, test: metrics.Test, k: int) -> dict[int, float]:
         """Returns by problem the probability that k samples hold one that passes."""
         return metrics.solved(self.attempts, list(self.problems), test, k)
 
 
 def summary(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str, Any]:
-    """Returns all metrics of a model as JSON can hold them; what was not measured is None."""
+    """Returns all metrics of a model as JSON can hold them; what was not measured is None.
+
+    ``without_multicast`` has the shares of the samples that do not need NVLink multicast.
+    """
     numbers = list(scored.problems)
     usage = metrics.total_usage(scored.attempts)
     correct = sum(attempt.correct for attempt in scored.attempts)
-    usable = [k for k in ks if k <= max(scored.samples, 1)]
-    result: dict[str, Any] = {
+    return {
         "model": scored.model,
         "setting": None if scored.setting is None else vars(scored.setting),
+        **_shares(scored, ks, ps),
+        "needs_multicast": metrics.needing_multicast(scored.attempts),
+        "without_multicast": _shares(scored.without_multicast(), ks, ps),
+        "by_category": _by_category(scored, _usable(scored, ks)),
+        "by_regime": {name: _part(scored, _usable(scored, ks), group) for name, group in scored.regimes().items()},
+        "by_tier": {name: _part(scored, _usable(scored, ks), group) for name, group in scored.tiers().items()},
+        "by_problem": {str(number): _problem(scored, number) for number in numbers},
+        "verdicts": metrics.verdicts(scored.attempts),
+        "mechanisms": metrics.mechanisms(scored.attempts),
+        "usage": {
+            **vars(usage),
+            "wall_seconds": sum(attempt.seconds for attempt in scored.attempts),
+            "cost_usd_per_correct": usage.cost_usd / correct if usage.cost_usd is not None and correct else None,
+        },
+        "by_step": metrics.step_curve(scored.attempts, numbers, metrics.is_correct),
+    }
+
+
+def _usable(scored: Scored, ks: Sequence[int]) -> list[int]:
+    return [k for k in ks if k <= max(scored.samples, 1)]
+
+
+def _shares(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str, Any]:
+    """Returns the denominators, and the metrics that are shares of them or means over them."""
+    numbers, usable = list(scored.problems), _usable(scored, ks) if scored.problems else []
+    result: dict[str, Any] = {
         "problems": len(numbers),
+        "tried": len(metrics.tried(scored.attempts)),
         "samples": len(scored.attempts),
         "unjudged_samples": metrics.unjudged(scored.attempts),
         "pass_at_k": {str(k): _estimate(scored, metrics.is_correct, k) for k in usable},
         "fast_p_at_k": {},
         "geometric_mean": {},
-        "by_category": _by_category(scored, usable),
-        "by_problem": {str(number): _problem(scored, number) for number in numbers},
-        "verdicts": metrics.verdicts(scored.attempts),
-        "mechanisms": metrics.mechanisms(scored.attempts),
-        "usage": {**vars(usage), "cost_usd_per_correct": usage.cost_usd / correct if usage.cost_usd is not None and correct else None},
-        "by_step": metrics.step_curve(scored.attempts, numbers, metrics.is_correct),
     }
     for mode in MODES:
         timed = metrics.is_timed(scored.attempts, mode)
@@ -74,7 +122,7 @@ def summary(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str,
 def _estimate(scored: Scored, test: metrics.Test, k: int) -> dict[str, float]:
     """Returns the expected number of problems solved, with its interval, and the share."""
     values = list(scored.counts(test, k).values())
-    mean = metrics.bootstrap_mean(values)
+    mean = metrics.share(values)
     count = len(values)
     return {"problems": sum(values), "low": mean.low * count, "high": mean.high * count, "share": mean.value}
 
@@ -96,6 +144,37 @@ def _problem(scored: Scored, number: int) -> dict[str, Any]:
     }
     verdicts = [attempt.verdict for attempt in sorted(group, key=lambda attempt: attempt.sample)]
     return {"category": scored.problems[number], "correct": sum(attempt.correct for attempt in group), "verdicts": verdicts, "best": best}
+
+
+def _part(scored: Scored, ks: Sequence[int], numbers: Sequence[int]) -> dict[str, Any]:
+    """Returns what of some of the problems was solved."""
+    part: dict[str, Any] = {"problems": len(numbers)}
+    for k in ks:
+        part[f"correct@{k}"] = metrics.share([scored.counts(metrics.is_correct, k)[number] for number in numbers])._asdict()
+    for mode in MODES:
+        if metrics.is_timed(scored.attempts, mode):
+            faster = scored.counts(metrics.is_faster(1.0, mode), ks[-1])
+            part[f"fast_1@{ks[-1]} {mode}"] = metrics.share([faster[number] for number in numbers])._asdict()
+    return part
+
+
+def regime_table(models: Sequence[Scored], k: int, p: float, mode: str) -> TextTable:
+    """Returns one row a model, and kind of task (bound by latency or bandwidth) or tier of difficulty, with shares and 95 % intervals."""
+    columns = ["tasks", "model", "problems", f"correct@{k}", f"fast_{p:g}@{k} {mode}"]
+    table = TextTable(columns, right={"problems"})
+    for scored in models:
+        correct, faster = scored.counts(metrics.is_correct, k), scored.counts(metrics.is_faster(p, mode), k)
+        timed = metrics.is_timed(scored.attempts, mode)
+        names = {"latency": f"bound below {LATENCY_US:g} us (latency)", "bandwidth": "bandwidth or compute"}
+        for name, group in {**scored.regimes(), **scored.tiers()}.items():
+            cells = [_share(correct, group), _share(faster, group) if timed else NOT_MEASURED]
+            table.add(names.get(name, name), scored.model, str(len(group)), *cells)
+    return table
+
+
+def _share(values: Mapping[int, float], numbers: Sequence[int]) -> str:
+    estimate = metrics.share([values[number] for number in numbers])
+    return f"{estimate.value:.0%} [{estimate.low:.0%}, {estimate.high:.0%}]"
 
 
 def category_table(models: Sequence[Scored], ks: Sequence[int], p: float, mode: str) -> TextTable:
@@ -126,11 +205,16 @@ def category_table(models: Sequence[Scored], ks: Sequence[int], p: float, mode: 
 
 
 def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]) -> TextTable:
-    """Returns one row for every model, metric and k, with 95 % intervals from resampling problems."""
+    """Returns one row for every model, metric and k, with 95 % intervals from resampling problems.
+
+    A model with samples that need NVLink multicast has its rows once more, without these.
+    """
     table = TextTable(["model", "metric", "k", "problems", "95 %", "share"], right={"k", "problems", "share"})
-    for scored in models:
+    every = [(scored, scored.without_multicast()) for scored in models]
+    renamed = [replace(rest, model=f"{rest.model}, without multicast") for scored, rest in every if rest.attempts != scored.attempts]
+    for scored in [*models, *(rest for rest in renamed if rest.problems)]:
         numbers = list(scored.problems)
-        for k in ks:
+        for k in _usable(scored, ks):
             rows: list[tuple[str, metrics.Test, bool]] = [("correct", metrics.is_correct, True)]
             for mode in MODES:
                 timed = metrics.is_timed(scored.attempts, mode)
@@ -162,7 +246,7 @@ def verdict_table(models: Sequence[Scored]) -> TextTable:
 
 def usage_table(models: Sequence[Scored]) -> TextTable:
     """Returns tokens and cost of each model."""
-    columns = ["model", "calls", "input tokens", "from cache", "output tokens", "reasoning", "USD", "USD per correct"]
+    columns = ["model", "calls", "input tokens", "from cache", "output tokens", "reasoning", "USD", "USD per correct", "hours"]
     table = TextTable(columns, right=set(columns[1:]))
     for scored in models:
         usage, correct = metrics.total_usage(scored.attempts), sum(attempt.correct for attempt in scored.attempts)
@@ -175,6 +259,7 @@ def usage_table(models: Sequence[Scored]) -> TextTable:
             ),
             "-" if cost is None else f"{cost:.2f}",
             "-" if cost is None or not correct else f"{cost / correct:.2f}",
+            f"{sum(attempt.seconds for attempt in scored.attempts) / 3600:.2f}",
         )
     return table
 

@@ -61,9 +61,9 @@ def _backward_of_one_shape(known: tuple[torch.Tensor, ...], scale: float, causal
     score."""
     dout, q, k, v, out, logarithms = known
     shared, depth = q.shape[2] // k.shape[2], max(q.shape[3], v.shape[3])
-    dout, q_wide, out = (pad(tensor, (0, depth - tensor.shape[3])) for tensor in (dout, q, out))
-    k_wide, v_wide = (pad(tensor, (0, depth - tensor.shape[3])).repeat_interleave(shared, 2) for tensor in (k, v))
-    dq, dk, dv = attend_over_ranks_backward(dout, q_wide, k_wide, v_wide, out, logarithms, scale=scale, causal=causal, group=kit)
+    dout, query, key, value, result = (pad(tensor, (0, depth - tensor.shape[3])) for tensor in (dout, q, k, v, out))
+    key, value = (tensor.repeat_interleave(shared, 2) for tensor in (key, value))
+    dq, dk, dv = attend_over_ranks_backward(dout, query, key, value, result, logarithms, scale=scale, causal=causal, group=kit)
     dk, dv = (gradient.unflatten(2, (-1, shared)).sum(3) for gradient in (dk, dv))  # type: ignore[no-untyped-call]
     return _contiguous((dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]))
 

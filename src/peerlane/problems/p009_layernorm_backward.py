@@ -124,7 +124,8 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 
     def of(dtype: torch.dtype) -> pc.Tolerance:
         u = pc.UNIT_ROUNDOFF[dtype]
-        return pc.Tolerance(relative=u, magnitude=u, normwise=1e-2 if dtype == BF16 and average else None)
+        size = "W + 1 times the sum of the absolute values of all ranks' partial sums, and what rounding of their terms may add"
+        return pc.Tolerance(relative=u, magnitude=u, normwise=1e-2 if dtype == BF16 and average else None, size=size)
 
     return {"d_gamma": of(torch.promote_types(case.dtype, _normalised_dtype(case))), "d_beta": of(case.dtype)}
 

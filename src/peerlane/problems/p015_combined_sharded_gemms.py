@@ -92,9 +92,10 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     rows, _, _, out = _sizes(case)
     normwise = 8e-3 if case.dtype == BF16 and rows // case.world_size * out >= 256 else None
+    size = "the root of the sum over f of (a_f^2 + (z silu'(z))_f^2) W2_f^2, for a = silu(z)"
     return {
         "output": pc.Tolerance(
-            relative=2 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=_ROUNDINGS * pc.UNIT_ROUNDOFF[case.dtype], normwise=normwise
+            relative=2 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=_ROUNDINGS * pc.UNIT_ROUNDOFF[case.dtype], normwise=normwise, size=size
         )
     }
 

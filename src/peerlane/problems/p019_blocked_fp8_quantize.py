@@ -117,7 +117,10 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 
     Codes must be the correctly rounded quotient; where it lies within 2^-20 of a tie, relatively, either neighbour.
     """
-    return {"codes": pc.Tolerance(), "scales": pc.Tolerance(relative=8 * pc.UNIT_ROUNDOFF[FP32])}
+    words = (
+        "the correctly rounded quotient x / scale; either neighbour, if the quotient is within 2^-20 of the middle of two codes, relatively"
+    )
+    return {"codes": pc.Tolerance(words=words), "scales": pc.Tolerance(relative=8 * pc.UNIT_ROUNDOFF[FP32])}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

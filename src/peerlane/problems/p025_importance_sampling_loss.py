@@ -160,7 +160,19 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, No
 
 def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """The oracle derives every output's error from that of the log-probabilities, and gives it as magnitude."""
-    return dict.fromkeys(("loss", "logprobs", "policy_gradient", "metrics"), pc.Tolerance(magnitude=1.0))
+    u = pc.UNIT_ROUNDOFF[case.dtype]
+    error = (
+        f"e = {u:.2g} (|l| + (1 - p) |z| + sum of p |z| over the other tokens + 1 + log S), for the log-probability l, the token's logit z "
+        "and probability p, and S, the sum of exp(logit - largest logit)"
+    )
+    ratio = "the ratio of a token may be off by the factor exp(e), e being the error of its log-probability"
+    words = {
+        "logprobs": f"|got - want| <= 2 e, where {error}",
+        "policy_gradient": f"{ratio}, and so may its gradient",
+        "loss": f"{ratio}; the loss may be off by the root of the sum of squares of what that does to its terms",
+        "metrics": f"{ratio}; means may be off like the loss, the least and the largest ratio by that factor",
+    }
+    return {name: pc.Tolerance(magnitude=1.0, words=text) for name, text in words.items()}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

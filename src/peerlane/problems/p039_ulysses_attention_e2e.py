@@ -191,7 +191,8 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     spread = case.params.get("spread", 1.0)
     rowwise = 2.5e-2 if case.dtype == BF16 else 256 * pc.UNIT_ROUNDOFF[FP32] * (1 + spread)
     normwise = 1e-2 if case.dtype == BF16 and case["batch"] * _local_length(case) >= 16 else None
-    return {"output": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=6 * rowwise, normwise=normwise, rowwise=rowwise)}
+    size, u = "the root mean square of the element's row", pc.UNIT_ROUNDOFF[case.dtype]
+    return {"output": pc.Tolerance(relative=2 * u, magnitude=6 * rowwise, normwise=normwise, rowwise=rowwise, size=size)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

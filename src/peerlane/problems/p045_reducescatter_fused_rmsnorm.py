@@ -27,6 +27,9 @@ def reference(rs_input_1d: torch.Tensor, gamma: torch.Tensor, eps: float) -> tor
     return (hidden * scale * gamma.to(torch.float32)).to(rs_input_1d.dtype)
 
 
+_SIZE = "|gamma| / R (A + |t| mean(|t| A) / R^2), for the mean t, the mean A of absolute terms and the root R"
+
+
 def _rows(case: pc.Case) -> int:
     """Rows that a rank owns: ``rows`` (a number, or one by world size), or its share of ``tokens``."""
     if "tokens" in case.params:
@@ -96,9 +99,9 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     u = pc.UNIT_ROUNDOFF[case.dtype]
     if case.dtype == FP32:
-        return {"normalised": pc.Tolerance(relative=16 * u, magnitude=(case.world_size + 1) * u)}
+        return {"normalised": pc.Tolerance(relative=16 * u, magnitude=(case.world_size + 1) * u, size=_SIZE)}
     normwise, rowwise = (None, None) if case.params.get("pattern") == "outlier" else (1e-2, 2e-2)
-    return {"normalised": pc.Tolerance(relative=2 * u, magnitude=(case.world_size + 1) * u, normwise=normwise, rowwise=rowwise)}
+    return {"normalised": pc.Tolerance(relative=2 * u, magnitude=(case.world_size + 1) * u, normwise=normwise, rowwise=rowwise, size=_SIZE)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

@@ -71,7 +71,8 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     u = pc.UNIT_ROUNDOFF[case.dtype]
     normwise = 6e-3 if case.dtype == BF16 and _shard(case) >= 64 else None
-    return {"logits": pc.Tolerance(relative=_SLACK * u, magnitude=_SLACK * u, normwise=normwise, rowwise=normwise)}
+    size = "the absolute value of the product without bias"
+    return {"logits": pc.Tolerance(relative=_SLACK * u, magnitude=_SLACK * u, normwise=normwise, rowwise=normwise, size=size)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

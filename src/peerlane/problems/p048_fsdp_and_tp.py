@@ -172,7 +172,8 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     unit = pc.UNIT_ROUNDOFF[case.dtype] + pc.UNIT_ROUNDOFF[FP32] * math.sqrt(max(case["depth"], case["width"]))
     average = case.dtype == BF16 and case["depth"] >= 256 and case.params.get("pattern") != "cancelling"
-    return {"y": pc.Tolerance(magnitude=unit, normwise=1e-2 if average else None, rowwise=2e-2 if average else None)}
+    size = f"{_ROOTS:g} times the root of the sum of squares of what rounding every intermediate once to relative precision 1 would do"
+    return {"y": pc.Tolerance(magnitude=unit, normwise=1e-2 if average else None, rowwise=2e-2 if average else None, size=size)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

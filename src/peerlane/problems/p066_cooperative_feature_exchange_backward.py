@@ -101,7 +101,8 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 
     A row that no id names is 0, exactly.
     """
-    return {"gradient": pc.Tolerance(magnitude=2 * pc.UNIT_ROUNDOFF[FP32])}
+    size = "m times the sum of the absolute values of the m terms"
+    return {"gradient": pc.Tolerance(magnitude=2 * pc.UNIT_ROUNDOFF[FP32], size=size)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

@@ -161,7 +161,8 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     Normwise each of these three roundings leaves 0.43 u (1.7e-3 in bfloat16), and bfloat16 has 6e-3.
     """
     normwise = 6e-3 if case.dtype == BF16 and case.preset != "small" else None
-    return {"gated": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=_spread(case), normwise=normwise)}
+    size = "|x1| (sqrt(h^2 * z^2) + |bias z|), where * is the convolution"
+    return {"gated": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[case.dtype], magnitude=_spread(case), normwise=normwise, size=size)}
 
 
 def _foreign_history(case: pc.Case, reader: int, owner: int, world: int, local: int, taps: int) -> int:

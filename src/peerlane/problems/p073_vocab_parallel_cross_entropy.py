@@ -20,6 +20,7 @@ _CHUNK_BYTES = 2**29
 
 # The least vocabulary in which a few logits of every token stand out, and how many.
 _LONG, _RIVALS = 256, 3
+_SIZE = "1, and a little more for tokens whose logits are far from 0"
 
 
 def reference(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -135,9 +136,9 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     for the sum over the vocabulary, and what the oracle adds for large logits.
     """
     if case.dtype == FP32:
-        return {"loss": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[FP32], magnitude=_absolute(case, 0))}
+        return {"loss": pc.Tolerance(relative=2 * pc.UNIT_ROUNDOFF[FP32], magnitude=_absolute(case, 0), size=_SIZE)}
     normwise = 6e-3 if math.prod(case["lead"]) >= 64 else None
-    return {"loss": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[BF16], magnitude=_absolute(case, 0), normwise=normwise)}
+    return {"loss": pc.Tolerance(relative=4 * pc.UNIT_ROUNDOFF[BF16], magnitude=_absolute(case, 0), normwise=normwise, size=_SIZE)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

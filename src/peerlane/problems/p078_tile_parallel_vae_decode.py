@@ -131,7 +131,7 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
 def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """A rounding of the decoded tile, and for every axis of blending those of two products and of their sum, all to bfloat16: 7 u of the
     blended absolute values, and one to spare. Interpolation in float32 errs by a few 2^-24 of the latents."""
-    return {"video": pc.Tolerance(magnitude=_BOUND, normwise=6e-3)}
+    return {"video": pc.Tolerance(magnitude=_BOUND, normwise=6e-3, size="the blend of the absolute values of the decoded pixels")}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

@@ -213,6 +213,12 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> tuple[pc.Expected, Ne
 def compare(
     case: pc.Case, got: tuple[torch.Tensor, torch.Tensor], expected: tuple[pc.Expected, NearestLabels], kind: str
 ) -> list[pc.Score]:
+    """A similarity s may differ by 2 u (|s| + S), where S is the sum of the absolute values of its products.
+
+    There u is the features' unit roundoff: 2^-8 in bfloat16, 2^-11 in float16. In float32 it is 2^-24, and 4 sqrt(D) u S are allowed.
+    Similarities descend. Labels are those of different training rows with these similarities. Rows within the error of the k-th count as
+    well.
+    """
     want = expected[1]
     if want.similarities.shape[0] == 0:
         return [pc.Score("similarities", 0.0, "empty"), pc.Score("labels", 0.0, "empty")]

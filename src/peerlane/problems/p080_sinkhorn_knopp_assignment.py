@@ -118,7 +118,11 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     u = pc.UNIT_ROUNDOFF[FP32]
     largest = case.params.get("limit", 1.0) / case["temp"]
-    return {"assignment": pc.Tolerance(relative=u * (4 * largest + 64 * (case["iterations"] + 1)), magnitude=u * u)}
+    return {
+        "assignment": pc.Tolerance(
+            relative=u * (4 * largest + 64 * (case["iterations"] + 1)), magnitude=u * u, size="the largest element of the row"
+        )
+    }
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

@@ -134,10 +134,10 @@ def _gradient(case: pc.Case, logits: torch.Tensor, target: torch.Tensor, weight:
 
 
 def compare(case: pc.Case, got: torch.Tensor, expected: FilteredGradient, kind: str) -> list[pc.Score]:
-    """Zero where the entry may be dropped, else the distance from [low, high] in units of the oracle's error.
+    """An entry may differ by |g| (0.001 q + 2.4e-7) at the target and by 0.001 |g| q elsewhere.
 
-    That error is, for an upstream gradient g and a probability q, |g| (0.001 q + 4 u) at the target and 0.001 |g| q elsewhere, with u the
-    roundoff of float32; what lies below its smallest normal number may be flushed to zero.
+    There g is the upstream gradient of the token and q the entry's probability. It must be zero where top-k or top-p drops the entry. Where
+    rounding of the logits may decide at a threshold, whatever either decision gives is right. Values below 2^-126 may be flushed to zero.
     """
     if got.numel() == 0:
         return [pc.Score("gradient", 0.0, "empty")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from peerlane import problems
+from peerlane.errors import PeerlaneError
 from peerlane.generate import metrics
 from peerlane.generate.attempts import Attempt, Usage
 from peerlane.generate.judging import MODES
 from peerlane.publish.gather import Sample, Standing, Task
+from peerlane.report.tiers import LATENCY_US, bound_us, regime
 from peerlane.results.identity import NodeClass
 from peerlane.results.speed_record import Utilisation
 
@@ -48,6 +51,10 @@ class Row:
     mean: Mapping[str, metrics.Estimate | None]
     untimed: Mapping[str, int]
     """correct samples without a speed in a mode in which others have one"""
+    needs_multicast: int
+    """samples that need NVLink multicast, which was off"""
+    without_multicast: Mapping[int, metrics.Estimate]
+    """pass@k of the other samples, over the tasks that have any; empty if that is ``pass_at``. Nothing is ranked by it"""
     usage: Usage
 
 
@@ -130,6 +137,8 @@ class Board:
             pass_at={k: self._share(author, metrics.is_correct, k) for k in self.ks if k <= self._samples_a_task(author)},
             fast=fast,
             mean=mean,
+            needs_multicast=metrics.needing_multicast(attempts),
+            without_multicast=self._without_multicast(author),
             untimed={mode: metrics.untimed(attempts, mode) for mode in self.modes if metrics.is_timed(attempts, mode)},
             usage=metrics.total_usage(attempts),
         )
@@ -140,21 +149,45 @@ class Board:
     def _solved(self, author: str, test: metrics.Test, k: int = 1) -> dict[int, float]:
         return metrics.solved(self._attempts[author], range(len(self.tasks)), test, k)
 
+    def _without_multicast(self, author: str) -> dict[int, metrics.Estimate]:
+        attempts, numbers = metrics.without_multicast(self._attempts[author], range(len(self.tasks)))
+        if len(attempts) == len(self._attempts[author]) or not numbers:
+            return {}
+        most = max(Counter(attempt.problem for attempt in attempts).values(), default=1)
+        found = {k: metrics.solved(attempts, numbers, metrics.is_correct, k) for k in self.ks if k <= most}
+        return {k: metrics.bootstrap_mean(list(values.values())) for k, values in found.items()}
+
     def _share(self, author: str, test: metrics.Test, k: int) -> metrics.Estimate:
-        return metrics.bootstrap_mean(list(self._solved(author, test, k).values()))
+        return metrics.share(list(self._solved(author, test, k).values()))
 
     def heat(self) -> dict[str, tuple[int, dict[str, Cell]]]:
         """By category: its number of tasks, and a cell for each author."""
-        sizes = metrics.by_category(dict.fromkeys(self._categories, 1.0), self._categories)
+        return self._heat(self._categories)
+
+    def kinds(self) -> dict[str, tuple[int, dict[str, Cell]]]:
+        """The same for tasks that latency bounds, and for the others; without tasks whose roofline is not known here."""
+        names = {"latency": f"bound below {LATENCY_US:g} us (latency)", "bandwidth": "bound by bandwidth or compute"}
+        kinds = {}
+        for number, task in enumerate(self.tasks):
+            with contextlib.suppress(PeerlaneError):
+                kinds[number] = names[regime(bound_us(problems.get(task.problem), task.preset, self.key.world_size))]
+        return self._heat(kinds)
+
+    def _heat(self, groups: Mapping[int, str]) -> dict[str, tuple[int, dict[str, Cell]]]:
+        """By group of tasks: its number of tasks, and a cell for each author."""
+        sizes = metrics.by_category(dict.fromkeys(groups, 1.0), groups)
         found: dict[str, tuple[int, dict[str, Cell]]] = {category: (int(size), {}) for category, size in sorted(sizes.items())}
         for author in self.authors:
-            correct = metrics.by_category(self._solved(author, metrics.is_correct), self._categories)
+            correct = metrics.by_category(self._of(groups, author, metrics.is_correct), groups)
             mode = self.main_mode
             timed = mode is not None and metrics.is_timed(self._attempts[author], mode)
-            faster = metrics.by_category(self._solved(author, metrics.is_faster(1.0, mode)), self._categories) if mode and timed else {}
+            faster = metrics.by_category(self._of(groups, author, metrics.is_faster(1.0, mode)), groups) if mode and timed else {}
             for category, value in correct.items():
                 found[category][1][author] = Cell(value, faster.get(category))
         return found
+
+    def _of(self, groups: Mapping[int, str], author: str, test: metrics.Test) -> dict[int, float]:
+        return {number: value for number, value in self._solved(author, test).items() if number in groups}
 
     def fast_p(self) -> list[dict[str, Any]]:
         """Points of the fast_p curves: the expected share of tasks with a speedup above p."""

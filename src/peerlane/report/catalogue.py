@@ -186,6 +186,8 @@ def _tolerance(tolerance: Tolerance) -> Entry:
         "rms": tolerance.rms,
         "normwise": tolerance.normwise,
         "rowwise": tolerance.rowwise,
+        "size": tolerance.size if tolerance.magnitude else "",
+        "words": tolerance.words,
     }
 
 

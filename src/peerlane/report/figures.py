@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peerlane.problems import Problem
-from peerlane.report.evidence import NOTHING, Evidence, ReferenceTime
+from peerlane.report.comparison import speedups
+from peerlane.report.evidence import NOTHING, RESULTS, Evidence, ReferenceTime
 from peerlane.report.plots import COLOURS, matplotlib_parts
+from peerlane.results.reader import read_results
 
 FOLDER = Path("docs/images")
+SOLUTIONS = RESULTS / "h100x2" / "solutions.jsonl"
 COLUMNS = {
     "tensor_parallel": "tensor",
     "vocab_parallel": "tensor",
@@ -211,12 +214,13 @@ def references(evidence: Evidence) -> str:
     return _svg((11.0, 4.0), draw)
 
 
-def figures(suite: Sequence[Problem], evidence: Evidence) -> dict[Path, str]:
+def figures(suite: Sequence[Problem], evidence: Evidence, root: Path) -> dict[Path, str]:
     """Returns path in a checkout -> SVG, of all pictures of the suite."""
     return {
         FOLDER / "taxonomy.svg": taxonomy(suite, evidence),
         FOLDER / "coverage.svg": coverage(suite),
         FOLDER / "references.svg": references(evidence),
+        FOLDER / "solutions.svg": _svg((11.0, 3.9), lambda figure: speedups(figure, read_results(root / SOLUTIONS))),
     }
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
 
 from peerlane.errors import UsageError
 from peerlane.report.calibration import calibration_table
+from peerlane.report.comparison import comparison_report, summary
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.kernels import backend_report, collectives_report, fused_report, product_report
@@ -17,29 +17,22 @@ from peerlane.report.noise import accuracy
 from peerlane.report.operators import operators_table
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
-from peerlane.report.tables import environment_lines, results_report
+from peerlane.report.tables import environment_lines
 from peerlane.results.reader import read_results
 from peerlane.selftest import outcome
 from peerlane.selftest.calibrate import read_calibrations
 from peerlane.selftest.run import attributed
 from peerlane.selftest.table import FILE, load
-from peerlane.words import counted
 
 
 def _speeds(path: Path) -> str:
-    return results_report(read_results(path), mechanisms=False)
+    return comparison_report(read_results(path))
 
 
 def _solutions(path: Path) -> str:
     """Returns the table of speeds below a line for each launch mode that sums it up."""
     results = read_results(path)
-    lines = [f"* {counted(len({result.problem.id for result in results if result.correct}), 'problem')} correct."]
-    for mode in MODES:
-        speeds = [speed for result in results if (speed := result.speed_in(mode)) is not None]
-        if speeds:
-            mean, faster = geometric_mean(speed.speedup.median for speed in speeds), sum(speed.faster for speed in speeds)
-            lines.append(f"* {mode}: {counted(len(speeds), 'problem')} timed, {faster} faster; geometric mean {mean:.2f}.")
-    return "\n".join([*lines, "", results_report(results, mechanisms=False)])
+    return "\n".join([*summary(results), "", comparison_report(results)])
 
 
 def _accuracy(path: Path) -> str:
@@ -120,6 +113,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
 
 DOCUMENTS = (
     Path("docs/measurements.md"),
+    *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "virtual-node")),
     Path("docs/calibration.md"),
     Path("docs/ops-support.md"),
     Path("docs/device/collectives.md"),

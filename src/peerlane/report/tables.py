@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -73,6 +76,20 @@ class TextTable:
             table.add_row(*(cell for column, cell in zip(self.columns, row, strict=True) if column in widths))
         return table
 
+    def csv(self) -> str:
+        """Returns the table as comma-separated values, its columns' names first."""
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([self.columns, *self.rows])
+        return out.getvalue()
+
+    def latex(self) -> str:
+        """Returns the table as a LaTeX ``tabular`` in the style of ``booktabs``."""
+        lines = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
+        places = "".join("r" if column in self.right else "l" for column in self.columns)
+        return "\n".join(
+            [rf"\begin{{tabular}}{{{places}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"]
+        )
+
     def markdown(self) -> str:
         """Returns the table in GitHub's dialect, one line a row, with a newline at the end; without spare columns that say nothing."""
         shown = self._telling()
@@ -85,6 +102,10 @@ class TextTable:
         """Returns the columns, but for spare ones that say nothing in any row."""
         silent = {name for name, *cells in zip(self.columns, *self.rows, strict=True) if self.rows and {*cells} <= {"-", NOT_MEASURED}}
         return [name for name in self.columns if name not in self.spare or name not in silent]
+
+
+def _latex(text: str) -> str:
+    return re.sub(r"([&%$#_{}])", r"\\\1", text.replace("\\", r"\textbackslash "))
 
 
 def result_table(results: Iterable[Result]) -> TextTable:
@@ -153,13 +174,13 @@ def _speed_cells(speed: ModeSpeed) -> tuple[str, ...]:
         speed.mode,
         microseconds(speed.reference_us),
         microseconds(speed.candidate_us),
-        f"{_shown_speedup(speed):.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
+        f"{shown_speedup(speed):.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
         "yes" if speed.faster else "no",
         _share(speed.utilisation),
     )
 
 
-def _shown_speedup(speed: ModeSpeed) -> float:
+def shown_speedup(speed: ModeSpeed) -> float:
     """Returns the quotient of the two times shown; the recorded speedup is rounded to it. Earlier protocols recorded other times."""
     reference_us, candidate_us = (float(microseconds(times)) for times in (speed.reference_us, speed.candidate_us))
     quotient = reference_us / candidate_us if candidate_us else 0.0

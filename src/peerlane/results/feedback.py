@@ -1,4 +1,4 @@
-"""What the author of a candidate, or an agent, needs to go on: the verdict, where, how far, the first error, and what to try."""
+"""Text for the author of a candidate, or for an agent: the verdict, where, how far, the first error, and what to try."""
 
 from __future__ import annotations
 

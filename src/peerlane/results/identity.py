@@ -1,4 +1,4 @@
-"""What makes two evaluations the same: candidate, problem, class of machine, evaluator, rules, and the source of the problem."""
+"""The identity of an evaluation: candidate, problem, class of machine, evaluator, rules, and the source of the problem."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from peerlane.problem_files import OWN_FOLDER, OWN_PACKAGE, ProblemFile, problem
 from peerlane.results.definitions import Packages
 from peerlane.results.judged_source import JudgedSource
 from peerlane.results.record import Mode, Record
+from peerlane.settings import nvls_allowed, torch_multicast_allowed
 
 if TYPE_CHECKING:
     from peerlane.problems.contract.spec import Problem
 
 HASH_CHARACTERS = 16
+_SWITCH = {True: "allowed", False: "off", None: "unknown"}
 
 
 class NodeClass(Record):
@@ -39,11 +41,22 @@ class NodeClass(Record):
     ranks_per_gpu: int = Field(default=1, ge=1)
     sharing: Sharing | None = Field(default=None, description="how ranks share a GPU of a virtual node")
     baseline: Baseline | None = Field(default=None, description="what serves torch.distributed on a virtual node")
+    nvls: bool | None = Field(
+        default=None,
+        description="NCCL might use NVLink multicast (NVLS): its ranks' NCCL_NVLS_ENABLE was not 0. None: unknown, or not a node",
+    )
+    multicast: bool | None = Field(
+        default=None,
+        description="symmetric memory might have multicast pointers: TORCH_SYMM_MEM_DISABLE_MULTICAST was not 1. None: as for nvls",
+    )
 
     @classmethod
     def of(cls, environment: Mapping[str, Any], device: str) -> Self:
-        """From a :func:`peerlane.hardware.environment.record`. Its optional key ``virtual_node`` has ``ranks_per_gpu``, ``sharing`` and
-        ``baseline``."""
+        """Returns the class of a :func:`peerlane.hardware.environment.record`.
+
+        Its optional key ``virtual_node`` has ``ranks_per_gpu``, ``sharing`` and ``baseline``. Ranks have the ``variables`` of the record,
+        but on a virtual node, where both kinds of multicast are always off.
+        """
         shared = environment.get("virtual_node") or {}
         shared = shared if shared.get("ranks_per_gpu", 1) > 1 else {}
         place = Place.of(device, shared=bool(shared))
@@ -51,19 +64,27 @@ class NodeClass(Record):
             return cls(kind=place.kind)
         counts = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
         driver = environment.get("driver")
+        variables = None if place.shares_gpus else environment.get("variables")
         return cls(
             kind=place.kind,
             gpu=" + ".join(sorted(counts)) or None,
             gpus=sum(counts.values()),
             link=environment.get("interconnect"),
             driver=driver.split(".")[0] if driver else None,
+            nvls=None if variables is None else nvls_allowed(variables),
+            multicast=None if variables is None else torch_multicast_allowed(variables),
             **{name: shared[name] for name in ("ranks_per_gpu", "sharing", "baseline") if name in shared},
         )
 
     @property
     def place(self) -> Place:
-        """Where its ranks run."""
+        """Returns the place of its ranks."""
         return Place.of_kind(self.kind)
+
+    @property
+    def lacks_multicast(self) -> bool:
+        """True if a candidate certainly had no multicast pointers."""
+        return self.place.shares_gpus or self.multicast is False
 
     def __str__(self) -> str:
         if not self.place.has_gpus:
@@ -75,8 +96,17 @@ class NodeClass(Record):
             f"{self.gpus}x {self.gpu or 'unknown GPU'}",
             self.link,
             f"driver {self.driver or 'unknown'}",
+            None if self.nvls is None else f"NVLS {_SWITCH[self.nvls]}",
+            None if self.multicast is None else f"multicast {_SWITCH[self.multicast]}",
         ]
         return ", ".join(part for part in parts if part)
+
+    def switches(self) -> list[tuple[str, str]]:
+        """Returns names of NCCL's and torch's multicast, each with ``allowed``, ``off`` or ``unknown``; nothing without GPUs."""
+        if not self.place.has_gpus:
+            return []
+        named = {"NVLS of NCCL": self.nvls, "multicast of symmetric memory": self.multicast}
+        return [(name, "off" if self.place.shares_gpus else _SWITCH[value]) for name, value in named.items()]
 
 
 class Identity(NamedTuple):

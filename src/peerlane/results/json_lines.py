@@ -74,7 +74,7 @@ def append_lines(path: Path, *lines: bytes) -> None:
 
 
 def _end_of_lines(descriptor: int) -> int | None:
-    """Where the next line begins: at the end, or where an unfinished record begins. None behind something else that has no line end."""
+    """Returns the offset of the next line: the end, or that of an unfinished record. None behind something else that has no line end."""
     size = os.fstat(descriptor).st_size
     begin, tail = size, b""
     while begin and b"\n" not in tail:

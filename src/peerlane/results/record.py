@@ -1,4 +1,4 @@
-"""What all stored records have in common: the base class, and numbers that JSON has no word for."""
+"""The base class of all stored records, and numbers that JSON has no word for."""
 
 from __future__ import annotations
 

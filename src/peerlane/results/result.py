@@ -1,4 +1,4 @@
-"""What is stored of an evaluation: the verdict, the evidence, the speed, and what identifies it. Read :class:`Result` first.
+"""The stored result of an evaluation: the verdict, the evidence, the speed, and the identity. Read :class:`Result` first.
 
 A result that contradicts itself cannot be constructed.
 """
@@ -26,12 +26,14 @@ from peerlane.words import counted
 RewardKind = Literal["correct", "log_speedup", "fast_p"]
 MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "gloo"]
 Confidence = Literal["seen", "possible", "loaded"]
+NEEDS_MULTICAST: Final = "needs_multicast"
+"""The flag of a candidate that failed or was not run, and asks for NVLink multicast, which was off."""
 SCHEMA_VERSION: Final = 2
 """of the lines of a ``results.jsonl``"""
 
 
 class CandidateInfo(Record):
-    """Which code was judged."""
+    """The code that was judged."""
 
     name: str = Field(description="the path below the folder that was asked for, without .py; or reference")
     labels: dict[str, str | int] = Field(default_factory=dict, description="who wrote it: model, sample, step")
@@ -41,7 +43,7 @@ class CandidateInfo(Record):
 
 
 class ProblemInfo(Record):
-    """Which problem, in which variant."""
+    """A problem in one of its variants."""
 
     id: int = Field(ge=1)
     slug: str
@@ -50,7 +52,7 @@ class ProblemInfo(Record):
 
 
 class CaseEvidence(Record):
-    """What was compared in one case."""
+    """The comparisons of one case."""
 
     case: str
     slots: int = Field(ge=0, description="slots compared, on every rank")
@@ -62,7 +64,7 @@ class CaseEvidence(Record):
 
 
 class Audit(Record):
-    """What ran in audited calls. Counts are per call: the largest of any rank and call."""
+    """A record of audited calls. Counts are per call: the largest of any rank and call."""
 
     calls: int = Field(ge=1, description="audited calls, on every rank")
     block_modes: tuple[Mode, ...] = Field(description="launch modes in which a whole block was recorded too")
@@ -233,7 +235,7 @@ class Result(Record):
         return math.log2(1.0 + max(measured)) if kind == "log_speedup" else float(max(measured) > p)
 
     def feedback(self) -> str:
-        """What the candidate's author needs, in 60 lines at most: verdict, where, how far, first error, what to try; no expected value."""
+        """Returns a text for the candidate's author, 60 lines at most: verdict, where, how far, first error, hints; no expected value."""
         problem = self.problem
         where = f"preset {self.preset}, {counted(self.world_size, 'rank')}"
         about = [f"problem {problem.id} {problem.slug} ({problem.variant} variant), {where}"]

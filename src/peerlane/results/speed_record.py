@@ -1,4 +1,4 @@
-"""What is stored of a candidate's speed in a launch mode."""
+"""The stored speed of a candidate in a launch mode."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Failed(Record):
 
 
 class NotMeasured(Record):
-    """Why there is no speed in this mode."""
+    """The reason why there is no speed in this mode."""
 
     status: Literal["not_measured"] = "not_measured"
     mode: Mode

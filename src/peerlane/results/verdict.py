@@ -71,7 +71,7 @@ class WrongType(_Verdict):
 
 
 class _InCase(Record):
-    """What may have happened in a case."""
+    """An event that may have happened in a case."""
 
     case: str | None = Field(default=None, description="key of the case that ran; None if none did, and in older records")
     dtype: str | None = Field(default=None, description="the case's dtype")
@@ -133,7 +133,7 @@ class OutOfMemory(_Failure):
 
 
 class Hang(_InCase):
-    """A phase did not end within its deadline; the whole group was killed."""
+    """Code of the candidate did not return in time: its import, a call, or what it left for the exit. The whole group was killed."""
 
     kind: Literal["hang"] = "hang"
     phase: Phase

@@ -1,4 +1,4 @@
-"""What a candidate's code compiles is kept for that very code and nobody else: a candidate cannot leave anything in another one's cache.
+"""Caches of compiled code, one for each candidate's source: a candidate cannot leave anything in another one's cache.
 
 A rank group is confined, before it is known whose it will be, to a slot: an empty folder. The candidate's cache is moved into the slot
 before the candidate is loaded, and moved back when the group has ended. Moving does not look at what the candidate left there. The ranks

@@ -1,4 +1,4 @@
-"""What a tier of isolation does to the processes of a run, from inside them: the fork server, the leader of a group, a rank.
+"""The measures of a tier of isolation, taken inside the processes of a run: the fork server, the leader of a group, a rank.
 
 The ranks of a group must reach each other's memory (symmetric memory duplicates file descriptors, which needs the right to trace), so what
 makes a domain is entered once, by their leader, while it has one thread. A measure that cannot be taken raises: the group does not start.
@@ -48,7 +48,7 @@ def device_nodes(gpus: bool = True) -> list[str]:
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the processes of a run have to know of their isolation; travels as JSON.
+    """The isolation of a run as its processes have to know it; travels as JSON.
 
     Attributes:
         measures: names, of those above, that are in force.
@@ -115,7 +115,7 @@ class Confinement:
             seccomp.install()
 
     def _named_threads(self, device: str) -> list[str]:
-        """Where the CUDA driver names its threads; it does not start where it cannot (CUDA_ERROR_OPERATING_SYSTEM).
+        """Returns the files by which the CUDA driver names its threads; where it cannot, it does not start (CUDA_ERROR_OPERATING_SYSTEM).
 
         Which processes the ranks will be is not known yet, so it is all of /proc; for root only where that is guarded."""
         return ["/proc"] if Place.of(device).has_gpus and (GUARDED_PROC in self.measures or os.geteuid() != 0) else []

@@ -1,4 +1,4 @@
-"""What processes hold that their status does not tell: memory in files without a name, and space on disk."""
+"""Holdings of processes that their status does not tell: memory in files without a name, and space on disk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def memory_device() -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a process holds: ``private`` bytes that no file backs, and the bytes of its memory ``files`` and shared mappings."""
+    """The memory of a process: ``private`` bytes that no file backs, and the bytes of its memory ``files`` and shared mappings."""
 
     private: int
     files: dict[File, int]

@@ -1,4 +1,4 @@
-"""How far candidates are kept from the machine and from the evaluator: three tiers, what each needs, and what this machine can give.
+"""The three tiers that keep candidates from the machine and from the evaluator: what each needs, and what this machine can give.
 
 L0: processes of their own and deadlines. L1: the kernel keeps candidates from the evaluator's processes and files. L2: L1 inside one
 bubblewrap sandbox that holds all ranks. docs/isolation.md says what remains possible in each.
@@ -171,7 +171,7 @@ def probe_measures(sandbox: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def _python_folders() -> list[Path]:
-    """Where this Python, its packages, compilers and the user's own problems are."""
+    """Returns the folders of this Python, its packages, compilers and the user's own problems."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     found = [
         sys.prefix,

@@ -1,4 +1,4 @@
-"""What the processes of one candidate may take of the machine: memory, processes, bytes on disk.
+"""Limits of the machine's resources for the processes of one candidate: memory, processes, bytes on disk.
 
 The leader of a group looks five times a second at what its descendants hold, and ends the group that holds too much. Between two looks
 a candidate can take more; then the kernel's own choice falls on it, because its processes ask to be killed first.
@@ -45,11 +45,12 @@ class Limits:
     files: int
 
     @classmethod
-    def of_machine(cls, scratch: Path) -> Self:
-        """Shares of what is free now: of memory, unless a setting says how much, and of the disk that holds ``scratch``."""
+    def of_machine(cls, scratch: Path, sharers: int = 1) -> Self:
+        """Shares of what is free now, for one of so many groups that run side by side: of memory, unless a setting says how much, and of
+        the disk that holds ``scratch``."""
         disk = os.statvfs(scratch)
         return cls(
-            candidate_memory_bytes() or max(_LEAST_MEMORY_BYTES, int(available_memory() * _MEMORY_SHARE)),
+            candidate_memory_bytes() or max(_LEAST_MEMORY_BYTES, int(available_memory() * _MEMORY_SHARE / sharers)),
             _MOST_PROCESSES,
             max(_LEAST_DISK_BYTES, int(disk.f_bavail * disk.f_frsize * _DISK_SHARE)),
             _MOST_FILES,
@@ -110,7 +111,7 @@ class Watch:
         return self._look_at_disk(pids)
 
     def _memory_bytes(self, pids: Sequence[int], private: int) -> int:
-        """What the group holds, if it may be too much. Of many processes only some are looked at each time, for that takes milliseconds."""
+        """Returns what the group holds, if it may be too much. Looks at some of many processes each time, for that takes milliseconds."""
         self._shared = min(self._shared, now := shared_memory_of_machine())
         if private + now - self._shared <= self._limits.memory_bytes:
             return 0
@@ -127,7 +128,7 @@ class Watch:
         return sum(memory.private for memory in self._known.values()) + sum(files.values()) + self._in_shared_memory()
 
     def _look_at_disk(self, pids: Sequence[int]) -> tuple[str, str] | None:
-        """What its processes wrote misses space that was only reserved, and processes that nobody waited for."""
+        """Returns the limit of disk that was exceeded. Bytes written miss space that was only reserved, and processes nobody waited for."""
         limits, missing = self._limits, _Space(0, 0)
         for folder, before in self._free.items():
             now = _free(folder)
@@ -175,7 +176,7 @@ class _Taken(NamedTuple):
 
 
 def _taken(pid: int) -> _Taken:
-    """What a process takes; nothing of what cannot be read."""
+    """Returns the resources that a process takes; nothing of what cannot be read."""
     status = fields(f"/proc/{pid}/status", "RssAnon", "VmSwap", "VmPTE", "Threads")
     written = fields(f"/proc/{pid}/io", "write_bytes")
     threads = status.pop("Threads", 0)

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
@@ -67,7 +68,7 @@ def no_new_privileges() -> None:
 
 
 def set_dumpable(dumpable: bool) -> bool:
-    """Whether others of the same user may trace the process or open its memory; returns what was so before."""
+    """Lets others of the same user trace the process and open its memory, or forbids it; returns what was so before."""
     before = prctl(PR_GET_DUMPABLE) == 1
     prctl(PR_SET_DUMPABLE, int(dumpable))
     return before
@@ -188,6 +189,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RULE_PATH_BENEATH, _SCOPE_SIGNAL = 1, 1 << 1
 _WRITE_FILE, _READ_FILE, _TRUNCATE = 1 << 1, 1 << 2, 1 << 14
+_MOVE = 1 << 13  # files from one folder to another
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 14))  # remove, make and move entries of all kinds
 LANDLOCK_WITH_TRUNCATE, LANDLOCK_WITH_SIGNALS = 3, 6  # versions of the interface
 
@@ -204,10 +206,12 @@ def landlock(writable: Sequence[str] | None, *, readable: Sequence[str] | None =
     ``readable`` likewise can be read (None: anything). With ``keep_signals``, processes outside cannot be sent signals. They can never be
     traced. Needs no_new_privileges.
     """
-    handled = 0 if writable is None else _WRITE_FILE | _TRUNCATE | _CHANGE_FOLDER
+    handled = _MOVE if writable is None else _WRITE_FILE | _TRUNCATE | _CHANGE_FOLDER
     reading = 0 if readable is None else _READ_FILE
     handled |= reading
     rules = [(path, handled) for path in writable or ()] + [(path, reading) for path in readable or ()]
+    if writable is None:
+        rules.append(("/", _MOVE))  # a domain that does not allow it refuses it, even one that handles nothing
     attributes = struct.pack("QQQ", handled, 0, _SCOPE_SIGNAL if keep_signals else 0)
     size = len(attributes) if keep_signals else 8  # older kernels know less of it
     ruleset = syscall("landlock_create_ruleset", _CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
@@ -228,3 +232,12 @@ def landlock(writable: Sequence[str] | None, *, readable: Sequence[str] | None =
         syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, ctypes.c_uint32(0))
     finally:
         os.close(ruleset)
+
+
+def lower_priority(pid: int, niceness: int) -> None:
+    """Lowers the priority of a process's threads, and of its session where the kernel shares cores by sessions."""
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread), niceness)
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))

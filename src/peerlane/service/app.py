@@ -191,9 +191,9 @@ class Service:
 
     def _document(self, key: str) -> JobDocument | None:
         document = self.queue.get(key)
-        running = self.node.running
-        if document is not None and running is not None and running.key == key and document.state == "running":
-            document.stage = self.node.stage
+        running = self.node.running.get(key)
+        if document is not None and running is not None and document.state == "running":
+            document.stage = running.stage
         return document
 
     # --- the service ---

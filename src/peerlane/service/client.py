@@ -31,7 +31,9 @@ _POLL_S = 30.0
 _CONNECT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _ASYNC_CALLS = 64
-"""at a time; more wait here"""
+"""at a time and URL; more wait here"""
+_MOVE_ON_S = 20.0
+"""without an answer, after which a job goes to another URL"""
 _SILENT_S = 5.0
 """without any answer, after which a warning is logged"""
 _log = logging.getLogger("peerlane")
@@ -44,6 +46,10 @@ class ServiceFault(HarnessError):
     """The service cannot be reached, or has no verdict; says nothing about the candidate."""
 
 
+class _NoAnswer(ServiceFault):
+    """A service does not answer."""
+
+
 class _Stop(Exception):
     """The call was cancelled from another thread."""
 
@@ -51,9 +57,11 @@ class _Stop(Exception):
 class _Call:
     """One call, which another thread may stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str) -> None:
         self.stopped = threading.Event()
+        self.url = url
         self.job: str | None = None
+        self.begun = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,8 @@ class Client:
     """Judges candidates on a service: the calls of :class:`.Evaluator`, from any number of threads and tasks.
 
     Args:
-        url: of ``peerlane serve``, such as ``http://127.0.0.1:8300``.
+        url: of ``peerlane serve``, such as ``http://127.0.0.1:8300``, or a list of such URLs, among which jobs are spread: each goes to
+            the one where the fewest of this client's jobs wait, and to another one if that does not answer.
         token: by default PEERLANE_TOKEN, or the one in the file that PEERLANE_TOKEN_FILE names.
         patience: seconds without any answer after which a call gives up.
         longest: seconds after which a call gives up in any case, the wait in the service's queue included.
@@ -77,11 +86,13 @@ class Client:
     Calls raise :class:`UsageError` for what the service refuses, and :class:`ServiceFault` if there is no verdict.
     """
 
-    def __init__(self, url: str, token: str | None = None, *, patience: float = 600.0, longest: float = 86_400.0, **options: Any) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"url={url!r}: expected an address such as http://127.0.0.1:8300")
-        self.url = url.rstrip("/")
+    def __init__(
+        self, url: str | Sequence[str], token: str | None = None, *, patience: float = 600.0, longest: float = 86_400.0, **options: Any
+    ) -> None:
+        self.urls = tuple(dict.fromkeys(_checked(item) for item in ([url] if isinstance(url, str) else url)))
+        if not self.urls:
+            raise UsageError("url=[]: expected at least one address such as http://127.0.0.1:8300")
+        self.url = self.urls[0]
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if (found := token or service_token()) is not None:
             self._headers["Authorization"] = f"Bearer {found}"
@@ -89,9 +100,9 @@ class Client:
         self._store: ResultsStore | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._wanted: Counter[str] = Counter()
-        self._taken_back: set[str] = set()
-        """by job, calls that wait for it"""
+        self._wanted: Counter[tuple[str, str]] = Counter()
+        """by URL and job, calls that wait for it"""
+        self._taken_back: set[tuple[str, str]] = set()
         self._calls: set[_Call] = set()
 
     def storing(self, folder: Path) -> Self:
@@ -121,13 +132,13 @@ class Client:
         **changes: Any,
     ) -> Result:
         """The result of one candidate, as :meth:`.Evaluator.evaluate` gives it."""
-        return self._judge(*self._body(_one_candidate(problem, source, path, candidate, name), changes), _Call())
+        return self._judge(*self._body(_one_candidate(problem, source, path, candidate, name), changes), _Call(self.url))
 
     async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
         """The same, awaited. A cancelled task takes its request back."""
         path, candidate = request.pop("path", None), request.pop("candidate", None)
         chosen = _one_candidate(problem, source, path, candidate, request.pop("name", "candidate"))
-        call = _Call()
+        call = _Call(self.url)
         future = self._pool().submit(self._judge, *self._body(chosen, request), call)
         try:
             return await asyncio.wrap_future(future)
@@ -139,7 +150,7 @@ class Client:
         """One result for every candidate and preset, in order; they wait in the service's queue together."""
         presets = _known(changes).get("presets") or self._options.get("presets", ("pkb",))
         calls = [self._body(item, {**changes, "presets": (preset,)}) for item in candidates for preset in presets]
-        made = [_Call() for _ in calls]
+        made = [_Call(self.url) for _ in calls]
         futures = [self._pool().submit(self._judge, body, item, call) for (body, item), call in zip(calls, made, strict=True)]
         try:
             return [future.result() for future in futures]
@@ -149,16 +160,14 @@ class Client:
             raise
 
     def node(self) -> dict[str, Any]:
-        """Describes what judges there: node class, ranks, isolation, evaluator version, limits."""
-        return self._ask("GET", "/v1/node", None, _Call()).body
+        """Describes what judges there, at the first URL: node class, ranks, isolation, evaluator version, limits."""
+        return self._ask("GET", "/v1/node", None, _Call(self.url)).body
 
     # --- one job ---
 
     def _body(self, candidate: CandidateFile, changes: Mapping[str, Any]) -> tuple[dict[str, Any], CandidateFile]:
         options = {**self._options, **_known(changes)}
-        presets = options.pop("presets", ("pkb",))
-        if isinstance(presets, str) or len(presets) != 1:
-            raise UsageError(f"presets={presets!r}: expected one preset, such as ('small',); use evaluate_all for several")
+        preset = _one_preset(options.pop("presets", ("pkb",)))
         if candidate.is_reference:
             raise UsageError("the reference is no text that can be sent: evaluate it on the node itself")
         if candidate.problem is None:
@@ -173,24 +182,26 @@ class Client:
             options["track"] = candidate.track
         chosen = {name: value for name, value in options.items() if value is not None}
         name = candidate.name.rsplit("/", 1)[-1][:200]
-        return {"problem": candidate.problem, "source": text, "name": name, "preset": presets[0], **chosen}, candidate
+        return {"problem": candidate.problem, "source": text, "name": name, "preset": preset, **chosen}, candidate
 
     def _judge(self, body: dict[str, Any], candidate: CandidateFile, call: _Call) -> Result:
-        """Submits the job and waits for its end. Submitting again is safe, for equal requests are one job."""
-        give_up = time.monotonic() + self._longest
+        """The result, from the first URL that gives one."""
         with self._lock:
             self._calls.add(call)
         try:
-            job = self._submit(body, call)
-            while job["state"] in ("queued", "running"):
-                if time.monotonic() > give_up:
-                    raise ServiceFault(f"no verdict of {self.url} within {self._longest:g} s; the job {job['id']} is {job['state']}")
-                answer = self._ask("GET", f"/v1/jobs/{job['id']}?wait={_POLL_S:g}", None, call)
-                # A service that lost its folder does not know the job any more.
-                job = answer.body if answer.status == 200 else self._submit(body, call)
-                if job["state"] == "cancelled" and job["id"] in self._taken_back:  # by another call, while this one was under way
-                    self._taken_back.discard(job["id"])
-                    job = self._submit(body, call)
+            tried: list[str] = []
+            while True:
+                with self._lock:
+                    left = [url for url in self.urls if url not in tried]
+                    others = [other.url for other in self._calls if other is not call and other.begun]
+                    call.url, call.begun = min(left, key=lambda url: (others.count(url), random.random())), True
+                tried.append(call.url)
+                try:
+                    job = self._job(body, call, self._patience if len(left) == 1 else min(self._patience, _MOVE_ON_S))
+                    break
+                except _NoAnswer:
+                    if len(left) == 1:
+                        raise
         except _Stop:
             raise ServiceFault("cancelled here") from None
         finally:
@@ -198,7 +209,7 @@ class Client:
             with self._lock:
                 self._calls.discard(call)
         if job["result"] is None:
-            raise ServiceFault(f"the job {job['id']} {job['state']} on {self.url}: {job['error']}")
+            raise ServiceFault(f"the job {job['id']} {job['state']} on {call.url}: {job['error']}")
         result = Result.model_validate({**job["result"], "environment": job["environment"] or {}})
         result = result.model_copy(update={"candidate": candidate_info(candidate)})
         if self._store is not None:
@@ -207,12 +218,31 @@ class Client:
                     self._store.append(result)
         return result
 
-    def _submit(self, body: dict[str, Any], call: _Call) -> dict[str, Any]:
-        job = self._ask("POST", "/v1/jobs", json.dumps(body).encode(), call).body
+    def _job(self, body: dict[str, Any], call: _Call, patience: float) -> dict[str, Any]:
+        """Submits the job and waits for its end. Submitting again is safe, for equal requests are one job."""
+        give_up = time.monotonic() + self._longest
+        try:
+            job = self._submit(body, call, patience)
+            while job["state"] in ("queued", "running"):
+                if time.monotonic() > give_up:
+                    raise ServiceFault(f"no verdict of {call.url} within {self._longest:g} s; the job {job['id']} is {job['state']}")
+                answer = self._ask("GET", f"/v1/jobs/{job['id']}?wait={_POLL_S:g}", None, call, patience)
+                # A service that lost its folder does not know the job any more.
+                job = answer.body if answer.status == 200 else self._submit(body, call, patience)
+                if job["state"] == "cancelled" and (call.url, job["id"]) in self._taken_back:  # by another call, while this was under way
+                    self._taken_back.discard((call.url, job["id"]))
+                    job = self._submit(body, call, patience)
+            return job
+        except _NoAnswer:
+            self._leave(call)
+            raise
+
+    def _submit(self, body: dict[str, Any], call: _Call, patience: float) -> dict[str, Any]:
+        job = self._ask("POST", "/v1/jobs", json.dumps(body).encode(), call, patience).body
         with self._lock:
             if call.job is None:
                 call.job = job["id"]
-                self._wanted[job["id"]] += 1
+                self._wanted[call.url, job["id"]] += 1
         return job
 
     def _leave(self, call: _Call) -> bool:
@@ -221,10 +251,11 @@ class Client:
             job, call.job = call.job, None
             if job is None:
                 return False
-            self._wanted[job] -= 1
-            last = self._wanted[job] == 0
+            key = call.url, job
+            self._wanted[key] -= 1
+            last = self._wanted[key] == 0
             if last:
-                del self._wanted[job]
+                del self._wanted[key]
             return last
 
     def _stop(self, call: _Call) -> None:
@@ -232,7 +263,7 @@ class Client:
         call.stopped.set()
         job = call.job
         if job is not None and self._leave(call):
-            self._pool().submit(self._take_back, job)
+            self._pool().submit(self._take_back, call.url, job)
 
     def stop(self) -> None:
         """Ends all calls from another thread, and cancels their jobs."""
@@ -241,13 +272,14 @@ class Client:
         for call in calls:
             self._stop(call)
 
-    def _take_back(self, job: str) -> None:
-        self._taken_back.add(job)
+    def _take_back(self, url: str, job: str) -> None:
+        self._taken_back.add((url, job))
         with contextlib.suppress(*_BROKEN):
-            self._send("DELETE", f"/v1/jobs/{job}", None)
+            self._send("DELETE", f"{url}/v1/jobs/{job}", None)
 
-    def _ask(self, method: str, path: str, body: bytes | None, call: _Call) -> _Answer:
+    def _ask(self, method: str, path: str, body: bytes | None, call: _Call, patience: float | None = None) -> _Answer:
         """The answer, after as many tries as it takes: with back-off, and as the service asks with Retry-After."""
+        url, patience = call.url, self._patience if patience is None else patience
         heard, begin, pause = time.monotonic(), time.monotonic(), _FIRST_PAUSE_S
         why, told = "", False
         while True:
@@ -255,38 +287,27 @@ class Client:
                 raise _Stop
             answer = None
             try:
-                answer = self._send(method, path, body)
+                answer = self._send(method, url + path, body)
             except _BROKEN as error:
                 why = str(getattr(error, "reason", error))
             if answer is not None:
                 if answer.status not in (408, 429, 500, 502, 503, 504):
-                    return self._accepted(answer)
+                    return _accepted(url, answer)
                 why = f"{answer.status}: {answer.body.get('error')}"
                 if answer.status == 429:
                     heard = time.monotonic()  # it is there, and has much to do
             now = time.monotonic()
-            if now - heard > self._patience or now - begin > self._longest:
-                raise ServiceFault(f"{self.url} does not answer: {why}; tried for {now - begin:.0f} s")
+            if now - heard > patience or now - begin > self._longest:
+                raise _NoAnswer(f"{url} does not answer: {why}; tried for {now - begin:.0f} s")
             if answer is None and not told and now - heard > _SILENT_S:
                 told = True
-                _log.warning(
-                    "%s does not answer (%s): is `peerlane serve` running there? Trying for up to %.0f s", self.url, why, self._patience
-                )
+                _log.warning("%s does not answer (%s): is `peerlane serve` running there? Trying for up to %.0f s", url, why, patience)
             wanted = answer.retry_after if answer is not None and answer.retry_after is not None else pause
             call.stopped.wait(max(0.05, min(wanted, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _accepted(self, answer: _Answer) -> _Answer:
-        """The answer; raises UsageError for one that says that the request itself is wrong."""
-        if answer.status == 401:
-            raise UsageError(f"{self.url} does not accept the token: set PEERLANE_TOKEN or PEERLANE_TOKEN_FILE, or give token=")
-        if answer.status in (400, 403, 405, 413, 422):
-            fields = "; ".join(f"{item['field']}: {item['message']}" for item in answer.body.get("fields", ()))
-            raise UsageError(f"{self.url} refuses the request: {fields or answer.body.get('error')}")
-        return answer
-
-    def _send(self, method: str, path: str, body: bytes | None) -> _Answer:
-        request = urllib.request.Request(self.url + path, data=body, headers=self._headers, method=method)
+    def _send(self, method: str, url: str, body: bytes | None) -> _Answer:
+        request = urllib.request.Request(url, data=body, headers=self._headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=_POLL_S + _CONNECT_S) as found:
                 return _Answer(found.status, json.load(found))
@@ -302,8 +323,38 @@ class Client:
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(_ASYNC_CALLS, thread_name_prefix="peerlane-client")
+                self._threads = ThreadPoolExecutor(_ASYNC_CALLS * len(self.urls), thread_name_prefix="peerlane-client")
             return self._threads
+
+
+def _checked(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"url={url!r}: expected an address such as http://127.0.0.1:8300")
+    return url.rstrip("/")
+
+
+def _accepted(url: str, answer: _Answer) -> _Answer:
+    """The answer; raises UsageError for one that says that the request itself is wrong."""
+    if answer.status == 401:
+        raise UsageError(f"{url} does not accept the token: set PEERLANE_TOKEN or PEERLANE_TOKEN_FILE, or give token=")
+    if answer.status in (400, 403, 405, 413, 422):
+        fields = "; ".join(f"{item['field']}: {item['message']}" for item in answer.body.get("fields", ()))
+        raise UsageError(f"{url} refuses the request: {fields or answer.body.get('error')}")
+    return answer
+
+
+def checked_options(options: Mapping[str, Any]) -> None:
+    """Raises UsageError for options of a request that do not exist, and for several presets."""
+    presets = _known(options).get("presets")
+    if presets is not None:
+        _one_preset(presets)
+
+
+def _one_preset(presets: Any) -> str:
+    if isinstance(presets, str) or len(presets) != 1:
+        raise UsageError(f"presets={presets!r}: expected one preset, such as ('small',); use evaluate_all for several")
+    return str(presets[0])
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping
 
-from peerlane.service.node import Node
+from peerlane.service.node import Histogram, Node
 from peerlane.service.queue import JobQueue
 
 _STARTED = time.time()
@@ -36,7 +37,17 @@ def render_metrics(queue: JobQueue, node: Node, responses: Mapping[tuple[str, in
     for name, kind, text, samples in metrics:
         lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{{{labels}}} {value:.15g}" if labels else f"{name} {value:.15g}" for labels, value in samples]
+    for name, histogram in node.histograms.items():
+        lines += _histogram(f"peerlane_{name}_seconds", f"Seconds of {name}, for every job that was judged.", histogram)
     return "\n".join(lines) + "\n"
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> list[str]:
+    counts = list(itertools.accumulate(histogram.counts))
+    bounds = [*(f"{bound:g}" for bound in histogram.BOUNDS), "+Inf"]
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} histogram"]
+    lines += [f'{name}_bucket{{le="{bound}"}} {count}' for bound, count in zip(bounds, counts, strict=True)]
+    return [*lines, f"{name}_sum {histogram.total:.15g}", f"{name}_count {counts[-1]}"]
 
 
 def _labelled(label: str, counts: Mapping[str, int]) -> list[tuple[str, float]]:

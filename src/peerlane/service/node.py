@@ -1,15 +1,18 @@
-"""The node behind a service: one evaluator that has the machine to itself, and takes one job after the other from the queue."""
+"""The node behind a service: one evaluator that has the machine to itself, and takes from the queue as many jobs as it has work for."""
 
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import json
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 from peerlane.errors import PeerlaneError, UsageError
@@ -26,6 +29,9 @@ _RECHECK_S = 300.0
 _FAULTS = 2
 """so many harness errors in a row, and the node is checked again"""
 _OURS = ("harness_error", "not_run")
+_HOLD_UP = ("hang", "out_of_memory")
+"""verdicts of candidates that cost the node much"""
+_LOOK_S = 0.5
 
 
 Opener: TypeAlias = Callable[[Progress], Evaluator]
@@ -36,6 +42,31 @@ class NodeCheck(NamedTuple):
 
     device: str
     isolation: str
+
+
+@dataclass
+class Running:
+    """A job that runs."""
+
+    taken: Taken
+    evaluation: asyncio.Task[Result]
+    stage: str = "waiting for ranks"
+
+
+class Histogram:
+    """Counts of seconds in buckets, as Prometheus has them."""
+
+    BOUNDS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(self.BOUNDS) + 1)
+        """the last one: beyond all bounds"""
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Counts one."""
+        self.counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
+        self.total += seconds
 
 
 class Changes:
@@ -74,14 +105,15 @@ class Node:
         self.why: str | None = None
         self.stopped = False
         """nothing will change any more"""
-        self.running: Taken | None = None
-        self.stage: str | None = None
+        self.running: dict[str, Running] = {}
+        """by key"""
         self.verdicts: Counter[str] = Counter()
         self.seconds = 0.0
         """of evaluations, all together"""
+        self.histograms = {name: Histogram() for name in ("waiting", "building", "judging")}
+        """seconds of every job that was judged"""
         self._queue, self._open, self._check = queue, open_evaluator, check
         self._evaluator: Evaluator | None = None
-        self._task: asyncio.Task[Result] | None = None
         self._wake = asyncio.Event()
         self._faults = 0
 
@@ -93,18 +125,18 @@ class Node:
 
     def cancel(self, key: str) -> None:
         """Ends the evaluation of this job, if it runs."""
-        if self.running is not None and self.running.key == key and self._task is not None:
-            self._task.cancel()
+        if (running := self.running.get(key)) is not None:
+            running.evaluation.cancel()
         self.changes.tell(key)
 
     async def drain(self, seconds: float) -> None:
-        """Takes no more jobs, and gives the running one so many seconds; what is left of it is queued again."""
+        """Takes no more jobs, and gives those that run so many seconds; what is left of them is queued again."""
         self._say("draining", None)
         self._wake.set()
-        if self._task is not None:
-            task = self._task
-            await asyncio.wait([task], timeout=seconds)
-            task.cancel()
+        if tasks := [running.evaluation for running in self.running.values()]:
+            await asyncio.wait(tasks, timeout=seconds)
+            for task in tasks:
+                task.cancel()
         self.stopped = True
         self.changes.tell_all()
 
@@ -112,16 +144,20 @@ class Node:
 
     async def run(self) -> None:
         """Judges until it is drained; then no process of the evaluator is left."""
+        tasks = set[asyncio.Task[None]]()
         try:
             while self.condition != "draining":
                 if self.condition != "ready" or self._evaluator is None:
+                    await _all_of(tasks)
                     await self._get_ready()
                     continue
-                taken = self._queue.take()
+                taken = self._queue.take() if len(self.running) < self._evaluator.capacity else None
                 if taken is None:
-                    await self._sleep(60.0)
+                    await self._sleep(_LOOK_S if self.running else 60.0)  # an evaluation that takes long makes room for another
                     continue
-                await self._judge(taken)
+                tasks.add(task := asyncio.create_task(self._judge(self._begin(taken), self._evaluator)))
+                task.add_done_callback(tasks.discard)
+            await _all_of(tasks)
         finally:
             await asyncio.to_thread(self._close)
 
@@ -136,7 +172,7 @@ class Node:
                 await self._sleep(_RECHECK_S)
                 return
         try:
-            evaluator = self._open(_Stages(asyncio.get_running_loop(), self._entered))
+            evaluator = self._open(_Notes())
             await asyncio.to_thread(evaluator.__enter__)
         except PeerlaneError as error:
             self._say("left_out", str(error))
@@ -169,15 +205,29 @@ class Node:
         while self.condition != "draining":
             await self._sleep(60.0)
 
-    async def _judge(self, taken: Taken) -> None:
+    def _begin(self, taken: Taken) -> Running:
+        """Begins an evaluation."""
         assert self._evaluator is not None
-        evaluator, self.running, self.stage = self._evaluator, taken, "waiting for ranks"
+        loop, request = asyncio.get_running_loop(), taken.request
+
+        def entered(stage: str) -> None:
+            running.stage = stage
+            self.changes.tell(taken.key)
+
+        def tell(stage: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(entered, stage)
+
+        evaluation = self._evaluator.evaluate_async(request.problem, request.source, tell=tell, **call_options(request))
+        running = self.running[taken.key] = Running(taken, asyncio.create_task(evaluation))
         self.changes.tell(taken.key)
-        begin = asyncio.get_running_loop().time()
-        request = taken.request
-        self._task = asyncio.create_task(evaluator.evaluate_async(request.problem, request.source, **call_options(request)))
+        return running
+
+    async def _judge(self, running: Running, evaluator: Evaluator) -> None:
+        """Waits for the end of an evaluation, and stores what it gives."""
+        taken, begin = running.taken, time.monotonic()
         try:
-            result = await self._task
+            result = await running.evaluation
         except asyncio.CancelledError:
             self._queue.release(taken)  # of a job that was cancelled, this changes nothing
         except UsageError as error:
@@ -188,14 +238,12 @@ class Node:
         else:
             self._keep(taken, result)
         finally:
-            self.seconds += asyncio.get_running_loop().time() - begin
-            self.running = self.stage = self._task = None
+            self.seconds += time.monotonic() - begin
+            del self.running[taken.key]
             self.changes.tell(taken.key)
+            self._wake.set()
         if self.condition == "ready" and (self._faults >= _FAULTS or evaluator.gave_up is not None):
-            self._say("checking", evaluator.gave_up or f"{self._faults} evaluations in a row failed in the harness")
-            if self._check is None:
-                await asyncio.to_thread(self._close)
-                self._say("ready", None)
+            self._say("checking", evaluator.gave_up or _faults_in_a_row(self._faults))
 
     def _keep(self, taken: Taken, result: Result) -> None:
         """Stores a result with its job; what says nothing about the candidate is tried again."""
@@ -205,20 +253,22 @@ class Node:
         ours = kind in _OURS
         environment = json.dumps(result.environment)
         error = result.verdict.reason if ours else None
-        outcome = Outcome(result.model_dump_json(), environment, error, again=ours)
+        outcome = Outcome(result.model_dump_json(), environment, error, again=ours, held_up=kind in _HOLD_UP)
         if kind == "not_run" and self._evaluator is not None and self._evaluator.gave_up is None:
             taken = taken._replace(tries=sys.maxsize)  # this machine lacks what the candidate needs: so it will the next time
         self._queue.finish(taken, outcome)
+        if not ours:
+            building = result.stage_seconds.get("build", 0.0)
+            judging = sum(result.stage_seconds.values()) - building
+            self.histograms["judging"].add(judging)
+            self.histograms["waiting"].add(max(0.0, time.time() - taken.submitted - building - judging))
+            if "build" in result.stage_seconds:
+                self.histograms["building"].add(building)
 
     def _say(self, condition: Condition, why: str | None) -> None:
         if self.condition != "draining":
             self.condition, self.why = condition, why
             self.changes.tell_all()
-
-    def _entered(self, stage: str) -> None:
-        if self.running is not None:
-            self.stage = stage
-            self.changes.tell(self.running.key)
 
     def _close(self) -> None:
         evaluator, self._evaluator = self._evaluator, None
@@ -231,15 +281,17 @@ class Node:
         self._wake.clear()
 
 
-class _Stages(Silent):
-    """Progress that passes stages on to the event loop's thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
-        self._loop, self._tell = loop, tell
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._tell, phase)
+class _Notes(Silent):
+    """Progress that prints notes alone."""
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+def _faults_in_a_row(count: int) -> str:
+    return f"{count} evaluations in a row failed in the harness"

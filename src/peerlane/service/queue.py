@@ -25,11 +25,14 @@ create table if not exists job(
 create index if not exists queued on job(state, submitted);
 create table if not exists submitter(key text, owner text, primary key(key, owner)) without rowid;
 create table if not exists turn(owner text primary key, last real not null) without rowid;
+create table if not exists penalty(owner text primary key, strikes integer not null, seconds real not null) without rowid;
 """
 _NEXT = """
-select job.key, body, owner, tries from job left join turn using(owner) where state = 'queued'
-order by ifnull(turn.last, 0), priority desc, submitted limit 1
+select job.key, body, owner, tries, submitted from job left join turn using(owner) left join penalty using(owner) where state = 'queued'
+order by ifnull(turn.last, 0) + ifnull(penalty.seconds, 0), priority desc, submitted limit 1
 """
+_FIRST_PENALTY_S, _LONGEST_PENALTY_S = 5.0, 300.0
+"""by which a token's turn is later than those of others: after two candidates in a row that held up the node, and at most"""
 
 
 class Taken(NamedTuple):
@@ -38,6 +41,7 @@ class Taken(NamedTuple):
     key: str
     request: JobRequest
     tries: int
+    submitted: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Outcome:
     error: str | None = None
     again: bool = False
     """the machine failed: another try may succeed, or a later request for the same"""
+    held_up: bool = False
+    """the candidate held up the node, such as by a hang"""
 
 
 class NotOwner(PeerlaneError):
@@ -165,11 +171,11 @@ class JobQueue:
             row = self._db.execute(_NEXT).fetchone()
             if row is None:
                 return None
-            key, body, owner, tries = row
+            key, body, owner, tries, submitted = row
             now = time.time()
             self._db.execute("update job set state = 'running', tries = tries + 1, started = ? where key = ?", (now, key))
             self._db.execute("insert or replace into turn values(?, ?)", (owner, now))
-        return Taken(key, JobRequest.model_validate_json(body), tries + 1)
+        return Taken(key, JobRequest.model_validate_json(body), tries + 1, submitted)
 
     def finish(self, taken: Taken, outcome: Outcome) -> State:
         """Ends a try; the new state. A job that was cancelled in the meantime stays so."""
@@ -179,7 +185,17 @@ class JobQueue:
             "update job set state = ?, finished = ?, result = ?, environment = ?, error = ? where key = ? and state = 'running'",
             (state, None if again else time.time(), outcome.result, outcome.environment, outcome.error, taken.key),
         )
+        if state == "done" and not outcome.again:
+            self._count_strike(taken.key, outcome.held_up)
         return self.state(taken.key) or state
+
+    def _count_strike(self, key: str, held_up: bool) -> None:
+        """The token of a job whose last candidates held up the node waits behind others, longer each time; one that did not ends that."""
+        owner = self._owner(key)
+        row = self._db.execute("select strikes from penalty where owner = ?", (owner,)).fetchone()
+        strikes = (0 if row is None else row[0]) + 1 if held_up else 0
+        seconds = 0.0 if strikes < 2 else min(_LONGEST_PENALTY_S, _FIRST_PENALTY_S * 2.0 ** min(strikes - 2, 10))
+        self._db.execute("insert or replace into penalty values(?, ?, ?)", (owner, strikes, seconds))
 
     def release(self, taken: Taken) -> None:
         """Puts back a job that was interrupted by us; the try does not count."""

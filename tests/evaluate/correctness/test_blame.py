@@ -21,10 +21,15 @@ FAULT = GroupFailure("cuda_error", "correctness", "an illegal memory access was 
 class Ranks:
     """A group that fails whenever it is asked, or never does."""
 
+    world_size = 2
+
     def __init__(self, failure: GroupFailure | None) -> None:
         self._failure = failure
+        self.spaces: set[str] = set()
+        self.asked: list[tuple[str, bool]] = []
+        """every operation, and whether it runs code of the candidate"""
 
-    def begin(self, *_: Any) -> None:
+    def begin(self, *_: Any, **__: Any) -> None:
         pass
 
     def finish(self) -> list[wire.Answer]:
@@ -32,7 +37,8 @@ class Ranks:
             raise self._failure
         return [wire.Done()]
 
-    def ask(self, *_: Any) -> list[wire.Answer]:
+    def ask(self, request: Any, *_: Any, calls: bool = True) -> list[wire.Answer]:
+        self.asked.append(((request[0] if isinstance(request, list) else request).op, calls))
         return self.finish()
 
     def log_tail(self) -> str:
@@ -72,6 +78,29 @@ def test_a_slow_reference_gives_a_candidate_more_time() -> None:
     made.reference_s = 0.5
     assert made.deadline(30, calls=1) == 30
     assert made.deadline(30, calls=10) > 100
+
+
+def test_the_requests_that_run_code_of_the_candidate() -> None:
+    """Only those can hang."""
+    made, _ = runner(None, None)
+    candidate, plan = made.candidate, wire.BlockPlan(1, (), ())
+    candidate.attach_case(made.case, [{}])  # type: ignore[list-item]
+    candidate.call([0], "first_call", 1.0)
+    candidate.call_under_stress([wire.CallUnderStress("check", [], [], [], [], ())], 1.0)
+    candidate.prepare_block("eager", "candidate", plan, 1.0)
+    candidate.warm_up_block(1.0)
+    candidate.ready_block(0)
+    candidate.run_block(1.0)
+    candidate.describe_outputs(1)
+    candidate.recopy_output(0, "stress")
+    candidate.profile_block(1, "", 1.0, timeline=False)
+    candidate.list_loaded_code()
+    candidate.detach_case()
+    asked = made.group.asked  # type: ignore[attr-defined]
+    assert {op for op, calls in asked if calls} == {
+        *("call", "call_under_stress", "prepare_block", "warm_up_block", "run_block", "profile_block")
+    }
+    assert len(asked) == 12
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class ScriptedRanks:
     def __init__(self, **answers: list[Any]) -> None:
         self.answers = answers
 
-    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float) -> list[Any]:
+    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float, **_: Any) -> list[Any]:
         return self.answers.get(request.op, [wire.Done(), wire.Done()])
 
 
@@ -222,7 +222,7 @@ class NotedRanks:
     def __init__(self, name: str, log: list[Any], failure: GroupFailure | None = None) -> None:
         self.name, self.log, self.failure = name, log, failure
 
-    def begin(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float) -> None:
+    def begin(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float, **_: Any) -> None:
         self.log.append((self.name, [(request.op, getattr(request, "seconds", None)) for request in requests]))
 
     def finish(self) -> list[wire.Answer]:
@@ -231,7 +231,7 @@ class NotedRanks:
             raise self.failure
         return [wire.Done()] * 4
 
-    def ask(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float) -> list[wire.Answer]:
+    def ask(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float, **_: Any) -> list[wire.Answer]:
         self.begin(requests, phase, deadline_s)
         return self.finish()
 

@@ -13,6 +13,8 @@ import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate import messages, wire
+from peerlane.evaluate.correctness.case_runner import verdict_of
+from peerlane.evaluate.processes.limit import Limit, OutOfTime
 from peerlane.evaluate.processes.protocol import MAX_MESSAGE_BYTES, Channel
 from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, GroupFailure, RankGroup, _cause
 
@@ -74,19 +76,6 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
     assert len(group.finish()) == 2
 
 
-def test_whether_a_group_answers_is_known_without_waiting(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
-    group.begin(wire.UseDevice(), "build", 5)
-    assert not group.answering
-    far.ranks[1].send({"ok": True})
-    assert group.answering
-    far.ranks[0].send({"ok": True})
-    assert len(group.finish()) == 2
-    assert not group.answering
-    far.leader.send({"exited": 0, "status": 1})
-    assert group.answering
-
-
 def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin(wire.UseDevice(), "first_call", 0.1)
@@ -96,9 +85,44 @@ def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, F
     assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
 
 
-def test_time_to_compile_is_not_taken_from_a_call(pair: tuple[RankGroup, Far]) -> None:
+def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.building = BuildTime(60)
+    group.begin(wire.RecopyOutput("case", 0), "stress", 0.1, calls=False)
+    far.ranks[0].send({"ok": True})
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.ranks) == ("no_answer", (1,))
+    verdict = verdict_of(caught.value)
+    assert verdict.kind == "runtime_error" and "rank(s) 1 for 0.1 s to recopy_output" in verdict.reason
+
+
+@pytest.mark.parametrize(("asked_s", "named"), [(0.3, (0, 1)), (0.1, ())], ids=["in_time", "late"])
+def test_a_limit_blames_ranks_that_took_half_of_it(asked_s: float, named: tuple[int, ...], pair: tuple[RankGroup, Far]) -> None:
+    """Else the evaluator took the time, and a call that had just begun is no hang."""
+    group, _ = pair
+    group.limit = Limit(0.4)
+    group.limit.start()
+    time.sleep(0.4 - asked_s)
+    with pytest.raises(OutOfTime) as caught:
+        group.ask(wire.Call("case", "candidate", [0]), "first_call", 60)
+    assert caught.value.ranks == named
+    group.limit.close()
+
+
+def test_a_limit_blames_no_rank_for_what_is_not_its_code(pair: tuple[RankGroup, Far]) -> None:
+    group, _ = pair
+    group.limit = Limit(0.2)
+    group.limit.start()
+    with pytest.raises(OutOfTime) as caught:
+        group.ask(wire.DetachCase("case"), "spawn", 60, calls=False)
+    assert caught.value.ranks == ()
+    group.limit.close()
+
+
+def test_time_to_compile_is_taken_from_no_call_and_no_time_limit(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.building, group.limit = BuildTime(60), Limit(0.2)
+    group.limit.start()
     group.begin(wire.UseDevice(), "first_call", 0.1)
 
     def compile_and_answer() -> None:

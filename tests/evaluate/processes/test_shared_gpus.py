@@ -43,12 +43,12 @@ class StandIn:
         self.log, self.name, self.lost, self.busy, self.role = log, name, lost, False, name
         self.alive, self.running = True, tuple[int, ...]()
 
-    def ask(self, request: Any, phase: str, deadline_s: float) -> list[Any]:
+    def ask(self, request: Any, phase: str, deadline_s: float, **_: Any) -> list[Any]:
         if self.lost:
             raise GroupFailure("cuda_error", phase, "an illegal memory access was encountered")
         return [{}]
 
-    def begin(self, *_: Any) -> None: ...
+    def begin(self, *_: Any, **__: Any) -> None: ...
 
     def kill(self) -> None:
         self.log.append(f"killed {self.name}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,12 @@ from typing import Any
 import pytest
 
 from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
-from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator
+from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator, wire
 from peerlane.evaluate.processes import machine_faults
+from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.pool import NoRanks, WarmPool
-from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure
 from peerlane.evaluate.ranks import builds
 from peerlane.hardware.memory import GpuMemory, parse_smi_memory
 from peerlane.place import GPUS
@@ -170,7 +173,7 @@ class Judged:
     def __init__(self, results: list[Any]) -> None:
         self.results, self.closed = results, False
 
-    def judge(self, jobs: Any, limit: Any) -> Iterator[Any]:
+    def judge(self, jobs: Any) -> Iterator[Any]:
         try:
             yield from zip(jobs, self.results, strict=False)
         finally:
@@ -180,7 +183,7 @@ class Judged:
 def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = [result(candidate=result().candidate.model_copy(update={"sha256": f"{number:064d}"})) for number in range(3)]
     run = Judged(results)
-    monkeypatch.setattr(evaluator.Evaluator, "judge", lambda _, jobs, limit: run.judge(jobs, limit))
+    monkeypatch.setattr(evaluator.Evaluator, "judge", lambda _, jobs, *__: run.judge(jobs))
     syncs = iter([None, OSError(errno.ENOSPC, "No space left on device")])
 
     def fsync(fd: int) -> None:
@@ -219,44 +222,56 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_gpu_leaves_the_rest_of_the_run_undone() -> None:
     plan = EvaluationPlan(discover(["reference"]), problems="1,2,4", presets=("small",), world_sizes=(2,))
     with evaluator.Evaluator(plan=plan) as run:
-        run._session_of(2)
+        run._lanes_of(2)
         run._missing = "GPU 1 does not answer: GPU is lost"
         results = [result for _, result in run.judge(evaluator.make_jobs(plan))]
     assert [item.verdict.kind for item in results] == ["not_run"] * 3 and "GPU is lost" in results[2].verdict.reason
 
 
 class Builder(Group):
-    """Whatever it builds fails."""
+    """Whatever it builds fails, once it is let go."""
 
-    overdue = False
-    answering = False
-    wrong: Exception | None = None
+    def __init__(self) -> None:
+        super().__init__(0, good=False)
+        self.wrong: Exception | None = None
+        self.building, self.limit = BuildTime(0.0), Limit()
+        self.let_go = threading.Event()
 
-    def finish(self) -> list[Any]:
-        if self.wrong is not None:
-            raise self.wrong
-        return super().finish()
+    def ask(self, request: Any, *_: Any) -> None:
+        if isinstance(request, wire.BuildCandidate):
+            while not self.let_go.wait(0.005):
+                self.limit.check("build")
+            if self.wrong is not None:
+                raise self.wrong
+            self.finish()
 
     def admit(self, sha256: str) -> None: ...
 
-    def ask(self, *_: Any) -> None: ...
-
-    def begin(self, *_: Any) -> None: ...
-
 
 class Building:
-    """A session that has builders only; ``built`` are those that it gave."""
+    """A session that has builders only; ``built`` are those that it gave. They are let go at once, unless ``held``."""
 
     place = GPUS
+    world_size = 2
     pool_settings = PoolSettings()
     deadlines = EvaluationPlan([]).deadlines
 
-    def __init__(self) -> None:
+    def __init__(self, *, held: bool = False) -> None:
         self.built: list[Builder] = []
+        self.held = held
 
     def builder(self) -> Any:
-        self.built.append(Builder(0, good=False))
+        self.built.append(Builder())
+        if not self.held:
+            self.built[-1].let_go.set()
         return self.built[-1]
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -268,6 +283,10 @@ def compiled(tmp_path: Path) -> Any:
     return candidate
 
 
+def others(compiled: Any, count: int) -> list[Any]:
+    return [replace(compiled, sha256=f"{number:064d}", text=compiled.path.read_bytes()) for number in range(count)]
+
+
 def test_a_full_disk_is_no_build_error(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever runs out of disk space while it compiles is not to blame."""
 
@@ -276,55 +295,67 @@ def test_a_full_disk_is_no_build_error(compiled: Any, monkeypatch: pytest.Monkey
 
     session: Any = Building()
     with pytest.raises(GroupFailure):
-        builds.Builds(session, []).finish(compiled)
+        builds.Builds(session, 0).finish(compiled)
     monkeypatch.setattr("shutil.disk_usage", lambda _: Room())
     with pytest.raises(HarnessError, match=r"disk of .* is full"):
-        builds.Builds(session, []).finish(compiled)
+        builds.Builds(session, 0).finish(compiled)
 
 
-def test_a_build_that_takes_too_long_ends_before_its_turn(compiled: Any) -> None:
-    """It runs beside the evaluations of others, and may do so to disturb them."""
-    session: Any = Building()
-    ahead = builds.Builds(session, [compiled])
-    ahead.poll()
-    (builder,) = session.built
-    ahead.poll()
-    assert not builder.killed
-    builder.overdue = True
-    ahead.poll()
-    assert builder.killed
-    with pytest.raises(GroupFailure):
-        ahead.finish(compiled)
-    assert session.built == [builder]
-
-
-def test_what_goes_wrong_with_a_build_ahead_of_its_turn_is_told_of_in_its_turn(compiled: Any) -> None:
+def test_what_goes_wrong_with_a_build_ahead_is_told_in_its_turn(compiled: Any) -> None:
     """There it costs one evaluation, and not the run."""
-    session: Any = Building()
-    ahead = builds.Builds(session, [compiled])
-    ahead.poll()
-    session.built[0].answering, session.built[0].wrong = True, TypeError("by a candidate")
-    ahead.poll()
-    assert session.built[0].killed and not ahead.ready(compiled)
-    with pytest.raises(GroupFailure):
+    session: Any = Building(held=True)
+    ahead = builds.Builds(session, 2)
+    ahead.order([compiled])
+    wait_until(lambda: bool(session.built))
+    session.built[0].wrong = TypeError("by a candidate")
+    session.built[0].let_go.set()
+    wait_until(lambda: ahead.ready(compiled))
+    assert session.built[0].killed
+    with pytest.raises(TypeError):
         ahead.finish(compiled)
-    assert len(session.built) == 2
 
 
 def test_a_candidate_is_ready_when_its_build_is_done(compiled: Any) -> None:
-    """Collecting it makes room for the next; one that is compiled only when it is its turn is never waited for."""
-    session: Any = Building()
+    """It is built once; one that is compiled only when it is its turn is never waited for."""
+    session: Any = Building(held=True)
     (reference,) = discover(["reference"])
-    ahead = builds.Builds(session, [compiled, reference])
-    ahead.poll()
+    ahead = builds.Builds(session, 2)
+    ahead.order([compiled, reference])
     assert ahead.ready(reference) and not ahead.ready(compiled)
-    session.built[0].answering = True
-    ahead.poll()
-    assert ahead.ready(compiled) and session.built[0].killed
+    wait_until(lambda: bool(session.built))
+    session.built[0].let_go.set()
+    wait_until(lambda: ahead.ready(compiled))
+    for _ in range(2):
+        with pytest.raises(GroupFailure):
+            ahead.finish(compiled)
+    assert len(session.built) == 1 and builds.Builds(session, 0).ready(compiled)
 
-    alone: Any = Building()
-    alone.pool_settings = PoolSettings(builds=0)
-    assert builds.Builds(alone, [compiled]).ready(compiled)
+
+def test_builds_run_as_many_at_a_time_as_asked(compiled: Any) -> None:
+    session: Any = Building(held=True)
+    ahead = builds.Builds(session, 3)
+    ahead.order(waiting := others(compiled, 5))
+    wait_until(lambda: len(session.built) == 3)
+    session.built[1].let_go.set()
+    wait_until(lambda: len(session.built) == 4)
+    ahead.drop(waiting)
+    wait_until(lambda: all(builder.killed for builder in session.built))
+    assert len(session.built) == 4, "what nobody wants any more is not begun"
+
+
+def test_an_import_that_hangs_leaves_its_place_to_another_build(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builds, "_PATIENCE_S", 0.05)
+    session: Any = Building(held=True)
+    ahead = builds.Builds(session, 1)
+    first, second = others(compiled, 2)
+    ahead.order([first, second])
+    wait_until(lambda: bool(session.built))
+    session.built[0].building.report(0, True)
+    time.sleep(0.1)
+    assert not ahead.ready(second) and len(session.built) == 1, "a compiler may take its time"
+    session.built[0].building.report(0, False)
+    wait_until(lambda: not ahead.ready(second) and len(session.built) == 2)
+    ahead.close()
 
 
 @pytest.mark.usefixtures("idle")
@@ -332,10 +363,13 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
     names = ["1_a_cuda.py", "1_b_pytorch.py", "1_c_pytorch.py"]
     for name in names:
         (tmp_path / name).write_text("import cupy" if "cuda" in name else "")
-    plan = EvaluationPlan(discover([str(tmp_path / name) for name in names]), presets=("small",), world_sizes=(2,))
+    one = PoolSettings(judged_at_a_time=1)
+    plan = EvaluationPlan(discover([str(tmp_path / name) for name in names]), presets=("small",), world_sizes=(2,), pool_settings=one)
     turns: list[str] = []
 
     class Examined:
+        missed_deadline = False
+        short_of_memory = False
         group = SimpleNamespace(healthy=False, reusable=False, no_ranks=False, end=lambda: None)
 
         def __init__(self, session: Any, job: Any, *_: Any, **__: Any) -> None:
@@ -346,7 +380,7 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
             return result()
 
     monkeypatch.setattr(evaluator, "EvaluationPipeline", Examined)
-    monkeypatch.setattr(builds.Builds, "poll", lambda _: None)
+    monkeypatch.setattr(builds.Builds, "order", lambda *_: None)
     monkeypatch.setattr(builds.Builds, "ready", lambda _, candidate: candidate.backend != "cuda" or len(turns) == 2)
     with evaluator.Evaluator(plan=plan) as run:
         assert len(list(run.judge(evaluator.make_jobs(plan)))) == 3

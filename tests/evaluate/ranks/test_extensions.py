@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib
 import os
 import sys
@@ -125,6 +126,7 @@ def test_every_build_of_the_extension_loader_is_reported(monkeypatch: pytest.Mon
     """Also one that fails, and whoever imported the loader before."""
     from torch.utils import cpp_extension
 
+    @functools.wraps(cpp_extension._jit_compile)
     def fail(*_: Any, **__: Any) -> None:
         told.append("building")
         raise RuntimeError("no compiler")

@@ -44,6 +44,8 @@ class World:
     slots: int = 4
     judge_s: float = 0.0
     collected: list[int] = field(default_factory=list)
+    deadlines: list[tuple[int, float]] = field(default_factory=list)
+    """of the blocks of the candidate's ranks: their calls, and how long they may take"""
     mode: str = "eager"
     plan: wire.BlockPlan = field(default_factory=lambda: wire.BlockPlan(0, (), ()))
     side: str = ""
@@ -52,6 +54,9 @@ class World:
     problem = problems.get(1)
     case = problem.cases("small", 2)[0]
     session = types.SimpleNamespace(deadlines=Deadlines(), suspect_trusted=lambda: None)
+
+    def deadline(self, seconds: float, calls: int = 1) -> float:
+        return max(seconds, calls * self.reference_us * 50e-6)
 
     @property
     def alike(self) -> list[int]:
@@ -115,8 +120,9 @@ class CandidateSide(Side):
     def describe_outputs(self, slots: int) -> list[wire.DescribedOutputs]:
         return [wire.DescribedOutputs([{}] * slots)] * 2
 
-    def run_block(self) -> list[wire.BlockRun]:
+    def run_block(self, deadline_s: float) -> list[wire.BlockRun]:
         world = self.world
+        world.deadlines.append((world.plan.calls, deadline_s))
         if world.wrong is not None and world.loaded and world.mode == "graph":
             raise world.wrong
         if world.side == "reference":
@@ -141,6 +147,12 @@ def measure(worlds: list[World], mode: str = "graph", rules: TimingRules | None 
     world.loaded = True
     benchmark.measure(mode)  # type: ignore[arg-type]
     return benchmark.record(mode)  # type: ignore[arg-type]
+
+
+def test_blocks_of_a_slow_reference_may_take_long(clock: list[World]) -> None:
+    """A candidate as slow as the reference returns, however late."""
+    measure(clock, "eager", reference_us=20e6, candidate_us=20e6)
+    assert clock[-1].deadlines and all(limit_s == calls * 1000.0 for calls, limit_s in clock[-1].deadlines)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

@@ -95,7 +95,7 @@ class Lane:
             for wait in waits:
                 wait()
             return
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
             for wait in waits:
                 wait()
 

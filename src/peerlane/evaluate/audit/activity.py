@@ -1,4 +1,4 @@
-"""What ran in an audited call, from the names that a profiler recorded: kernels, copies, memsets and operators of communication.
+"""The activity of an audited call, from the names that a profiler recorded: kernels, copies, memsets, operators of communication.
 
 Pure: a rank counts names (recorder.py), this sorts the counts. Standard library only.
 """

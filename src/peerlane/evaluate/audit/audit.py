@@ -41,7 +41,7 @@ def library_violation(kernels: Iterable[str]) -> TrackViolation:
 
 @dataclass
 class Auditor:
-    """What the ranks of one candidate report of their audited calls. They are not believed more than that: see docs/tracks.md.
+    """The reports of one candidate's ranks on their audited calls. They are not believed more than that: see docs/tracks.md.
 
     Attributes:
         place: where the ranks run.
@@ -122,11 +122,11 @@ class Auditor:
 
     @property
     def integrity_failure(self) -> IntegrityFailure | None:
-        """What is allowed in no track."""
+        """Returns the objection to what is allowed in no track."""
         return IntegrityFailure(phase="audit", what=self.monkeypatches[0]) if self.monkeypatches else None
 
     def violation(self, *, must_move: bool) -> IntegrityFailure | TrackViolation | None:
-        """What the custom track objects to. ``must_move``: the answer cannot be had without bytes from another rank."""
+        """Returns what the custom track objects to. ``must_move``: the answer cannot be had without bytes from another rank."""
         if self.faults:
             return IntegrityFailure(phase="audit", what=self.faults[0])
         for spans, where in ((self.calls, "an audited call"), (self.blocks, "an audited block")):
@@ -171,7 +171,7 @@ class Auditor:
 
 
 def profiler_works(session: Session) -> bool:
-    """Whether a kernel of PyTorch's is seen in fresh ranks, in which no candidate ever was."""
+    """Tells whether a kernel of PyTorch's is seen in fresh ranks, in which no candidate ever was."""
     group = session.take_group()
     try:
         answers = group.ask(wire.ProbeProfiler(secrets.token_hex(16)), "audit", session.deadlines.first_call)

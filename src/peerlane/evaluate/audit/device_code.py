@@ -1,4 +1,4 @@
-"""Which transfer mechanisms a kernel's machine code has instructions for, from PTX or from SASS as cuobjdump prints it.
+"""Finds the transfer mechanisms that a kernel's code has instructions for, in PTX or in SASS as cuobjdump prints it.
 
 Pure: text in, sets of words out. The words are ``nvls`` (multicast loads and stores), ``tma`` (bulk and tensor copies from or to global
 memory) and ``sm_load_store`` (loads, stores, atomics or fences of system scope, which is what talking to another GPU takes; talking to the
@@ -27,9 +27,10 @@ _SASS = {
     "tma": re.compile(r"\b(?:UBLKCP|UBLKRED|UTMALDG|UTMASTG|UTMAREDG)\b"),
     "sm_load_store": re.compile(r"\b(?:LDG?|STG?|REDG?|ATOMG?)\.[\w.]*\bSYS\b|\bMEMBAR\.[\w.]*\bSYS\b"),
 }
+_MULTICAST_POINTER = re.compile(r"\b(?:get_)?multicast_ptr\b|\bcuMulticastCreate\b")
 _ENTRY = re.compile(r"^[ \t]*(?:\.(?:visible|weak|extern)[ \t]+)*\.(entry|func)\b", re.MULTILINE)
 _ENTRY_NAME = re.compile(r"\.entry\s+([\w$]+)")
-_PTX_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)  # one without an end is searched for its end once, not from every start
 _FUNCTION = re.compile(r"^\s*Function : (\S+)[ \t]*$", re.MULTILINE)
 
 
@@ -37,9 +38,15 @@ def _mechanisms(text: str, patterns: Mapping[str, re.Pattern[str]]) -> frozenset
     return frozenset(name for name, pattern in patterns.items() if pattern.search(text))
 
 
+def holds_multicast(text: str) -> bool:
+    """Tells whether device code, in CUDA C++ or PTX, has multicast instructions or asks for a multicast pointer outside of its comments."""
+    text = _COMMENT.sub("", text)
+    return bool(_PTX["nvls"].search(text) or _MULTICAST_POINTER.search(text))
+
+
 def in_ptx(text: str) -> Kernels:
     """The kernels of a PTX module. What functions that are not inlined hold counts for every kernel of the module."""
-    text = _PTX_COMMENT.sub("", text)
+    text = _COMMENT.sub("", text)
     starts = [(match.start(), match[1]) for match in _ENTRY.finditer(text)]
     ends = [*(start for start, _ in starts[1:]), len(text)][: len(starts)]
     kernels: dict[str, frozenset[str]] = {}

@@ -68,7 +68,7 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> wire.LoadedCode:
 
 
 def _choices() -> list[str]:
-    """What the kit's tuner has chosen in this process."""
+    """Returns the choices of the kit's tuner in this process."""
     return [str(choice)[:NAME_CHARACTERS] for choice in tune.report()]
 
 

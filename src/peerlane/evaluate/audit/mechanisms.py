@@ -1,4 +1,4 @@
-"""How a candidate moves data between ranks, as a set of mechanisms, each with what speaks for it. Never one label, never a verdict.
+"""The mechanisms by which a candidate moves data between ranks, each with what speaks for it. Never one label, never a verdict.
 
 An instruction in a kernel that ran need not have been executed, and its address need not have been a peer's; what is said is what was
 found. A kernel that was loaded and did not run in any audited call is said to be that, and no more.
@@ -33,7 +33,7 @@ def loaded_kernels(found: Iterable[wire.LoadedKernel]) -> list[LoadedKernel]:
 
 
 def mechanisms(spans: Iterable[Activity], loaded: Sequence[LoadedKernel]) -> tuple[Mechanism, ...]:
-    """What the audited spans and the loaded code show, in a fixed order; each mechanism once, with the best there is to say for it."""
+    """Returns what audited spans and loaded code show, in a fixed order; each mechanism once, with its best evidence."""
     spans = list(spans)
     found = [*_from_activity(spans), *_from_code(spans, loaded)]
     best = {item.name: item for item in sorted(found, key=lambda item: _ORDER.index(item.confidence), reverse=True)}

@@ -1,4 +1,4 @@
-"""Which of the evaluator's own functions are not what they were before a candidate was loaded into its rank.
+"""Finds functions of the evaluator that are not what they were before a candidate was loaded into its rank.
 
 A candidate shares the process and can hide what it did. What must hold against that is decided elsewhere, by the outer clock and by other
 processes; this is for what one line of Python does.

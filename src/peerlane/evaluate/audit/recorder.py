@@ -51,7 +51,7 @@ def replaced() -> list[str]:
 
 
 def collectives() -> int:
-    """How many collectives the process groups of this rank have counted so far. Costs microseconds; sees no other library's."""
+    """Returns how many collectives the process groups of this rank have counted. Costs microseconds; sees no other library's."""
     total = 0
     for group in list(_world.pg_map):
         with contextlib.suppress(Exception):  # backends that do not count
@@ -60,7 +60,7 @@ def collectives() -> int:
 
 
 class Recording:
-    """What ran between the two ends of :func:`recording`: see :class:`wire.Recording` for its parts."""
+    """The events between the two ends of :func:`recording`: see :class:`wire.Recording` for its parts."""
 
     def __init__(self, marker: str = "") -> None:
         self._marker = marker

@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True)
 class RoleSpan:
-    """What a role of one block did: its name (``wait``, ``compute``, ...), microseconds since the same first span as :class:`Span`."""
+    """An action of one block's role: its name (``wait``, ``compute``, ...), microseconds since the same first span as :class:`Span`."""
 
     name: str
     rank: int
@@ -86,7 +86,7 @@ class Timeline:
 
     @property
     def on_device(self) -> bool:
-        """Whether spans of a device were recorded; on CPU ranks there are those of the host alone."""
+        """Tells whether spans of a device were recorded; on CPU ranks there are those of the host alone."""
         return any(span.lane != HOST_LANE for span in self.spans)
 
     @property

@@ -78,7 +78,7 @@ def verdict_of(failure: GroupFailure, case: Case | None = None) -> Verdict:
 
 @dataclass
 class Evidence:
-    """What has been compared in one case so far."""
+    """The comparisons of one case so far."""
 
     slots: int = 0
     integer_slots: int = 0
@@ -137,7 +137,7 @@ class CaseRunner:
 
     @property
     def slot_bytes(self) -> float:
-        """What one slot takes on the rank that needs most, with its outputs."""
+        """Returns the bytes of one slot, with its outputs, on the rank that needs most."""
         return max(layout.input_bytes + layout.output_bytes for layout in self.layouts) / max(1, self.slots)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class CaseRunner:
         self.trusted.close_case()
 
     def deadline(self, seconds: float, calls: int = 1) -> float:
-        """How long so many calls of the candidate may take: ``seconds``, or more where the reference is slow or the machine is busy."""
+        """Returns the timeout of so many calls of the candidate: ``seconds``, or more where the reference is slow here."""
         return max(seconds, _PATIENCE * calls * self.reference_s)
 
     def generate_inputs(self, *, mixed: bool = False, slots: int | None = None) -> None:
@@ -171,13 +171,14 @@ class CaseRunner:
     ) -> tuple[list[wire.PreparedBlock], list[wire.PreparedBlock]]:
         """Has the trusted and the candidate's ranks build their timed blocks, at the same time; returns the answers of both."""
         with self.trusted.preparing_block(mode, plan) as ours:
-            theirs = self.candidate.prepare_block(mode, side, plan)
+            theirs = self.candidate.prepare_block(mode, side, plan, self.deadline(self.session.deadlines.first_call, plan.calls))
         return ours, theirs
 
     @contextlib.contextmanager
     def time_slicing(self, rank: int | None, seconds: float) -> Iterator[None]:
-        """What is asked of the candidate's ranks in here finds the GPU of ``rank`` kept busy by a trusted rank for ``seconds``, and shares
-        it in time slices; with None no GPU.
+        """Has a trusted rank keep the GPU of ``rank`` busy for ``seconds``; with None no GPU is kept busy.
+
+        What is asked of the candidate's ranks in here shares that GPU in time slices.
         """
         if rank is None:
             yield

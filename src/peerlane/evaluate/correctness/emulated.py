@@ -25,7 +25,7 @@ _MOST_LINES = 20
 
 @dataclass
 class EmulatedJudgement:
-    """What a case showed: a failure, a wrong result, findings of the emulator, or nothing."""
+    """The outcome of a case: a failure, a wrong result, findings of the emulator, or nothing."""
 
     file: Path
     outcome: Outcome
@@ -77,7 +77,7 @@ def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int =
 def _judge_call(
     problem: Problem, case: Case, call: int, inputs: Sequence[Any], own: Sequence[Any], outputs: Sequence[Any]
 ) -> WrongResult | WrongType | None:
-    """What is wrong with a call, by rank its ``inputs``, the arguments that it left behind and what it returned."""
+    """Returns what is wrong with a call, by rank its ``inputs``, the arguments that it left behind and what it returned."""
     answers = []
     for rank, returned in enumerate(outputs):
         got, expected = problem.answer(returned, own[rank]), problem.oracle(case, inputs, rank)

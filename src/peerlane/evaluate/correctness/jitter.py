@@ -1,4 +1,4 @@
-"""What ranks do to their timing under stress: they wait on the host or in their stream, have some of their SMs held, or a GPU kept busy.
+"""Jitter of ranks under stress: they wait on the host or in their stream, have some of their SMs held, or a GPU kept busy.
 
 Which rank does what before which call, the supervisor draws and sends along with the request. All of it is made ready before candidate code
 is loaded, and ends by itself, whatever the candidate does meanwhile.

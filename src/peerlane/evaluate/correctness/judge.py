@@ -16,7 +16,7 @@ from peerlane.problems.contract.tree import Tree, leaves
 
 @dataclass(frozen=True)
 class Judged:
-    """How an output compares with the oracle: its worst tensor, and checksums of the tensors that must be the same on all ranks."""
+    """An output compared with the oracle: its worst tensor, and checksums of the tensors that must be the same on all ranks."""
 
     worst: Score
     digests: tuple[tuple[str, int], ...]

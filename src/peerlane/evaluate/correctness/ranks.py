@@ -135,7 +135,10 @@ class Trusted:
 
 
 class Candidate:
-    """A candidate's ranks with one case in one space. Every method raises GroupFailure for what they do, or fail to do."""
+    """A candidate's ranks with one case in one space. Every method raises GroupFailure for what they do, or fail to do.
+
+    ``calls=False`` marks the requests that run no code of the candidate: who does not answer one of them does not hang.
+    """
 
     def __init__(self, session: Session, group: RankGroup, space: str) -> None:
         self._session, self._group, self._space = session, group, space
@@ -147,11 +150,11 @@ class Candidate:
 
     def attach_case(self, case: Case, layouts: Sequence[wire.CaseLayout]) -> None:
         requests = [wire.AttachCase(self._space, case.problem, case.variant, layout) for layout in layouts]
-        self._group.ask(requests, "spawn", self._session.deadlines.spawn)
+        self._group.ask(requests, "spawn", self._session.deadlines.spawn, calls=False)
         self._group.spaces.add(self._space)
 
     def detach_case(self) -> None:
-        self._group.ask(wire.DetachCase(self._space), "spawn", self._session.deadlines.spawn)
+        self._group.ask(wire.DetachCase(self._space), "spawn", self._session.deadlines.spawn, calls=False)
         self._group.spaces.discard(self._space)
 
     def call(
@@ -172,28 +175,28 @@ class Candidate:
         """One request for each rank."""
         return self._group.ask(requests, "stress", deadline_s)
 
-    def prepare_block(self, mode: wire.LaunchMode, side: wire.Side, plan: wire.BlockPlan) -> list[wire.PreparedBlock]:
-        return self._group.ask(wire.PrepareBlock(self._space, mode, side, plan), "timing", self._session.deadlines.first_call)
+    def prepare_block(self, mode: wire.LaunchMode, side: wire.Side, plan: wire.BlockPlan, deadline_s: float) -> list[wire.PreparedBlock]:
+        return self._group.ask(wire.PrepareBlock(self._space, mode, side, plan), "timing", deadline_s)
 
-    def warm_up_block(self) -> None:
-        self._group.ask(wire.WarmUpBlock(), "timing", self._session.deadlines.calls)
+    def warm_up_block(self, deadline_s: float) -> None:
+        self._group.ask(wire.WarmUpBlock(), "timing", deadline_s)
 
     def ready_block(self, core: int) -> None:
-        self._group.ask(wire.ReadyBlock(core), "timing", self._session.deadlines.calls)
+        self._group.ask(wire.ReadyBlock(core), "timing", self._session.deadlines.calls, calls=False)
 
-    def run_block(self) -> list[wire.BlockRun]:
-        return self._group.ask(wire.RunBlock(), "timing", self._session.deadlines.calls)
+    def run_block(self, deadline_s: float) -> list[wire.BlockRun]:
+        return self._group.ask(wire.RunBlock(), "timing", deadline_s)
 
     def describe_outputs(self, slots: int) -> list[wire.DescribedOutputs]:
-        return self._group.ask(wire.DescribeOutputs(self._space, slots), "timing", self._session.deadlines.calls)
+        return self._group.ask(wire.DescribeOutputs(self._space, slots), "timing", self._session.deadlines.calls, calls=False)
 
     def recopy_output(self, slot: int, phase: Phase) -> None:
-        self._group.ask(wire.RecopyOutput(self._space, slot), phase, self._session.deadlines.calls)
+        self._group.ask(wire.RecopyOutput(self._space, slot), phase, self._session.deadlines.calls, calls=False)
 
-    def profile_block(self, slots: int, marker: str, *, timeline: bool) -> list[wire.ProfiledBlock]:
-        return self._group.ask(wire.ProfileBlock(self._space, slots, marker, timeline), "audit", self._session.deadlines.first_call)
+    def profile_block(self, slots: int, marker: str, deadline_s: float, *, timeline: bool) -> list[wire.ProfiledBlock]:
+        return self._group.ask(wire.ProfileBlock(self._space, slots, marker, timeline), "audit", deadline_s)
 
     def list_loaded_code(self) -> list[wire.LoadedCode]:
         """One rank disassembles libraries."""
         requests = [wire.ListLoadedCode(libraries=rank == 0) for rank in range(self._group.world_size)]
-        return self._group.ask(requests, "audit", self._session.deadlines.build)
+        return self._group.ask(requests, "audit", self._session.deadlines.build, calls=False)

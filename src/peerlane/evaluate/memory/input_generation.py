@@ -1,4 +1,4 @@
-"""What one rank draws for the calls of a case."""
+"""Draws the inputs of one rank for the calls of a case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the slots of a case lie in memory: the sizes of what is drawn for them, and of what the reference answers."""
+"""The layout of a case's slots in memory: the sizes of what is drawn for them, and of what the reference answers."""
 
 from __future__ import annotations
 

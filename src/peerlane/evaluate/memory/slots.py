@@ -94,7 +94,7 @@ class ArgumentSlots:
             _fill(region, POISON)
 
     def swapper(self, slot: int, other: int) -> Callable[[], None]:
-        """What has the tensors of two slots of one structure exchange their contents, in stream order, and as quickly as it can."""
+        """Returns a function that exchanges the contents of two slots of one structure, in stream order and as quickly as it can."""
         pairs = list(zip(self._regions(slot), self._regions(other), strict=True))
 
         def exchange() -> None:
@@ -163,7 +163,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class OutputRegions:
-    """Where the outputs of every slot are snapshot, in stream order, right after the call.
+    """The regions where the outputs of every slot are snapshot, in stream order, right after the call.
 
     ``updates``: the arguments that a call updates in place, which are part of its answer: names and positions.
     """

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -41,7 +42,7 @@ def memory_file(name: str) -> int:
 
 
 def fork_server_environment(device: str) -> dict[str, str]:
-    """What the fork server of ranks on this device gets besides the environment of its isolation."""
+    """Returns the variables that the fork server of this device's ranks gets besides those of its isolation."""
     environment = {
         "OMP_NUM_THREADS": "1",  # the fork server must have one thread when it forks
         "OPENBLAS_NUM_THREADS": "1",
@@ -58,6 +59,9 @@ class ForkServer:
         self._environment, self._start_deadline_s, self._isolation = environment, start_deadline_s, isolation
         self._folders = RunFolders(isolation.tier != "L0")
         self._groups: list[RankGroup] = []
+        self._ordering = threading.RLock()  # several sessions, and builds, order from it
+        self.sharers = 1
+        """groups of candidates that share the machine's memory at a time"""
         try:
             self._launch()
         except BaseException:
@@ -122,6 +126,10 @@ class ForkServer:
     ) -> RankGroup:
         """A new group, as soon as the process is up; ``share`` gives it that group's shared memory, rank by rank, instead of its own.
         Raises :class:`HarnessError`."""
+        with self._ordering:
+            return self._spawn(role, world_size, config, share, kind)
+
+    def _spawn(self, role: str, world_size: int, config: dict[str, Any], share: RankGroup | None, kind: type[RankGroup]) -> RankGroup:
         self._groups = [group for group in self._groups if group.alive]
         if not self.alive:
             self._reap()
@@ -159,7 +167,7 @@ class ForkServer:
                     "writable": [folder, *([] if slot is None else [str(slot.folder)]), *config.get("writable", ())],
                     "confinement": asdict(confinement),
                     "niceness": os.getpriority(os.PRIO_PROCESS, 0),
-                    "limits": None if role == "trusted" else asdict(Limits.of_machine(self._folders.scratch)),
+                    "limits": None if role == "trusted" else asdict(Limits.of_machine(self._folders.scratch, self.sharers)),
                 }
                 ends = [there.fileno() for _, there in pairs]
                 per_rank = zip(ends[1:], memories, logs, strict=True)
@@ -180,14 +188,15 @@ class ForkServer:
 
     def _sweep(self, folder: str) -> None:
         """Has what is left of the group with this folder killed, and waits until that is done."""
-        self._order({"end": folder}, [])
-        if not self._up:
-            return  # it has started nothing
-        self._orders.settimeout(_SWEEP_S)
-        with contextlib.suppress(TimeoutError):
-            while self._orders.recv(4096) not in (folder.encode(), b""):  # an answer that came too late for an earlier one
-                pass
-        self._orders.settimeout(None)
+        with self._ordering:
+            self._order({"end": folder}, [])
+            if not self._up:
+                return  # it has started nothing
+            self._orders.settimeout(_SWEEP_S)
+            with contextlib.suppress(TimeoutError):
+                while self._orders.recv(4096) not in (folder.encode(), b""):  # an answer that came too late for an earlier one
+                    pass
+            self._orders.settimeout(None)
 
     def close(self) -> None:
         """Kills all groups, then the fork server; before them, if nobody has waited for it: it may not be up, and would start them yet."""

@@ -9,7 +9,7 @@ import time
 
 
 class OutOfTime(Exception):
-    """The time limit of an evaluation has passed. ``ranks``: those of the candidate that had not answered, if it was being waited for."""
+    """The time limit of an evaluation has passed. ``ranks``: those that had not returned from the candidate's code, if that took long."""
 
     def __init__(self, phase: str, seconds: float, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(f"the time limit of {seconds:g} s passed in {phase}")
@@ -21,17 +21,23 @@ class Cancelled(Exception):
 
 
 class Limit:
-    """Of one evaluation; :meth:`start` begins its time. Any thread may :meth:`cancel` it, which ends a wait at once."""
+    """The limit of one evaluation; :meth:`start` begins its time. Any thread may :meth:`cancel` it, which ends a wait at once.
+
+    Attributes:
+        called_s: how long ranks have been waited for that ran the candidate's code.
+    """
 
     def __init__(self, seconds: float | None = None) -> None:
         self.seconds = math.inf if seconds is None else seconds
         self.end = math.inf
+        self.called_s = 0.0
         self.cancelled = False
         self._lock = threading.Lock()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def start(self) -> None:
-        self.end = time.monotonic() + self.seconds
+        """Begins the time of the next evaluation."""
+        self.end, self.called_s = time.monotonic() + self.seconds, 0.0
 
     def cancel(self) -> None:
         """Ends the evaluation, or the wait for its turn."""
@@ -41,11 +47,15 @@ class Limit:
                 os.eventfd_write(self._event, 1)
 
     def check(self, phase: str, ranks: tuple[int, ...] = ()) -> None:
-        """Raises :class:`Cancelled`, or :class:`OutOfTime`, if the evaluation is to go no further."""
+        """Raises :class:`Cancelled`, or :class:`OutOfTime`, if the evaluation is to go no further.
+
+        ``ranks``: those that have not returned from the candidate's code. They are named only if that code took half of the time: else
+        the evaluator, or the machine, was slow.
+        """
         if self.cancelled:
             raise Cancelled
         if time.monotonic() >= self.end:
-            raise OutOfTime(phase, self.seconds, ranks)
+            raise OutOfTime(phase, self.seconds, ranks if 2 * self.called_s >= self.seconds else ())
 
     def fileno(self) -> int:
         """Readable once the evaluation is cancelled."""

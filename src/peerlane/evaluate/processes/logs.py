@@ -1,4 +1,4 @@
-"""What ranks print: read from pipes by their leader, of which the end is kept. A candidate can print for ever and fill nothing."""
+"""The output of ranks, which their leader reads from pipes, and whose end is kept. A candidate can print for ever and fill nothing."""
 
 from __future__ import annotations
 

@@ -27,6 +27,6 @@ def overloaded() -> bool:
 
 
 def lost_gpus(indices: Sequence[int]) -> str | None:
-    """Why the GPUs with these numbers cannot be used, and what to do; None if they all answer, or there is no driver to ask."""
+    """Returns why these GPUs cannot be used, and what to do; None if they all answer, or there is no driver to ask."""
     found = [f"GPU {index} does not answer: {gpu.fault}" for index, gpu in zip(indices, gpu_memory(indices), strict=False) if gpu.fault]
     return f"{'; '.join(found)}. Leave it out with CUDA_VISIBLE_DEVICES, and tell the machine's administrator" if found else None

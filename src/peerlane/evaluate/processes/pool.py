@@ -79,7 +79,7 @@ class WarmPool:
             _end(self._waiting.popleft())
 
     def _drop_lost(self) -> None:
-        """What a candidate killed while it waited is not handed to the next one."""
+        """Ends groups that an earlier candidate killed while they waited: the next candidate must not get them."""
         lost = [group for group in self._waiting if not group.busy and group.lost]  # of one that is coming up, its answer says more
         for group in lost:
             self._waiting.remove(group)

@@ -30,13 +30,13 @@ class GroupFailure(Exception):
     """A rank group did not do what it was asked. The group must be killed.
 
     Attributes:
-        kind: ``hang``, ``exit``, ``garbage``, ``machine`` (no rank is to blame), or the kind a rank reported
-            (``runtime_error``, ``cuda_error``, ...).
+        kind: ``hang`` (the candidate's code did not return), ``no_answer`` (the evaluator's own code in the rank did not), ``exit``,
+            ``garbage``, ``machine`` (no rank is to blame), or the kind a rank reported (``runtime_error``, ``cuda_error``, ...).
         phase: what was being done.
         rank: the first rank that failed, if one can be named.
-        ranks: for a hang, the ranks that had not answered.
+        ranks: for ``hang`` and ``no_answer``, the ranks that had not answered.
         message: the rank's traceback or a sentence.
-        deadline_s: for a hang, how long was waited.
+        deadline_s: for ``hang`` and ``no_answer``, how long was waited.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GroupFailure(Exception):
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory since the machine's start; 0 where it does not say."""
+    """Returns how many processes the kernel has killed for memory since the machine's start; 0 where it does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -73,7 +73,7 @@ def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
 
 
 class BuildTime:
-    """How long the ranks of a group may compile, all their builds together: that time is not taken from what they are asked meanwhile."""
+    """The time in which a group may compile, all its builds together: it is not taken from what the ranks are asked meanwhile."""
 
     def __init__(self, total_s: float) -> None:
         self.total_s = self.left_s = total_s
@@ -113,7 +113,8 @@ class RankGroup:
         """the kind of failure and its message, if the candidate took more of the machine than it may"""
         self._log = ""
         self._sweep = sweep
-        self._pending: tuple[str, float, float, set[int]] | None = None
+        self._pending: tuple[str, float, float, bool] | None = None
+        """the phase, the end of its time, how long that is, and whether candidate code runs"""
         self._asked: list[wire.Request[Any]] = []
         """of every rank, what it was asked last"""
         self.alive = True
@@ -128,9 +129,12 @@ class RankGroup:
 
     # --- conversation ---
 
-    def ask(self, requests: wire.Request[A] | Sequence[wire.Request[A]], phase: str, deadline_s: float) -> list[A]:
-        """Sends one request to every rank (the same, or one each) and waits for all answers; raises :class:`GroupFailure`."""
-        self.begin(requests, phase, deadline_s)
+    def ask(self, requests: wire.Request[A] | Sequence[wire.Request[A]], phase: str, deadline_s: float, *, calls: bool = True) -> list[A]:
+        """Sends one request to every rank (the same, or one each) and waits for all answers; raises :class:`GroupFailure`.
+
+        ``calls``: the ranks run code of the candidate for it, so that one which does not answer hangs.
+        """
+        self.begin(requests, phase, deadline_s, calls=calls)
         return self.finish()
 
     @property
@@ -138,24 +142,13 @@ class RankGroup:
         return self._pending is not None
 
     @property
-    def overdue(self) -> bool:
-        """True if what it was asked by :meth:`begin` should have been answered by now."""
-        return self._pending is not None and time.monotonic() > self._pending[1]
-
-    @property
-    def answering(self) -> bool:
-        """True if one of its ranks has begun to answer, or has ended: :meth:`finish` waits for the rest at most. Does not wait."""
-        with selectors.DefaultSelector() as selector:
-            for channel in (self._control, *self._ranks):
-                selector.register(channel, selectors.EVENT_READ)
-            return bool(selector.select(0))
-
-    @property
     def lost(self) -> bool:
         """True if the leader, or a rank, has ended by now. Does not wait."""
         return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
 
-    def begin(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]], phase: str, deadline_s: float) -> None:
+    def begin(
+        self, requests: wire.Request[Any] | Sequence[wire.Request[Any]], phase: str, deadline_s: float, *, calls: bool = True
+    ) -> None:
         """Sends without waiting; :meth:`finish` collects. Raises ProtocolError, with nothing sent, for a request that cannot be encoded."""
         if self._pending is not None:
             raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
@@ -163,7 +156,7 @@ class RankGroup:
         if self.limit is not None:
             self.limit.check(phase)
         now = time.monotonic()
-        self._pending = (phase, now + deadline_s, deadline_s, set(range(self.world_size)))
+        self._pending = (phase, now + deadline_s, deadline_s, calls)
         for rank, frame in enumerate(frames):
             try:
                 self._ranks[rank].send_frame(frame)
@@ -171,7 +164,7 @@ class RankGroup:
                 continue  # the exit report says why
 
     def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
-        """What each process is sent. Remembers the requests, which answers have to fit."""
+        """Returns the frame that each process is sent. Remembers the requests, which answers have to fit."""
         if isinstance(requests, wire.Request):
             frames = [encode(messages.request_message(requests))] * self.world_size
             self._asked = [requests] * self.world_size
@@ -187,8 +180,8 @@ class RankGroup:
     def finish(self) -> list[Any]:
         """Waits for the answers to :meth:`begin`."""
         assert self._pending is not None, "begin comes first"
-        phase, end, deadline_s, waiting = self._pending
-        self._pending = None
+        phase, end, deadline_s, calls = self._pending
+        self._pending, waiting, begin = None, set(range(self.world_size)), time.monotonic()
         answers: dict[int, Any] = {}
         failure: GroupFailure | None = None
         last_end = math.inf if self.limit is None else self.limit.end
@@ -205,7 +198,10 @@ class RankGroup:
                 expired = left <= 0
                 ready = selector.select(max(left, 0))
                 if building:
-                    end += self.building.spend(time.monotonic() - now)
+                    spent = self.building.spend(time.monotonic() - now)
+                    end, last_end = end + spent, last_end + spent
+                    if self.limit is not None:
+                        self.limit.end = last_end
                 for key, _ in ready:
                     if key.data is None:
                         failure = self._read_control(phase) or failure
@@ -234,15 +230,20 @@ class RankGroup:
                 if failure is not None:
                     self.building.ranks.clear()
                     end = min(end, time.monotonic() + _GRACE_S)
+        if self.limit is not None and calls:
+            self.limit.called_s += time.monotonic() - begin
         if failure is not None:
             raise failure
         if waiting:
             stuck = tuple(sorted(waiting))
             if self.limit is not None:
-                self.limit.check(phase, stuck)
+                self.limit.check(phase, stuck if calls else ())
             if self.building.ranks:
                 phase, deadline_s, stuck = "build", self.building.total_s, tuple(sorted(self.building.ranks))
-            raise GroupFailure("hang", phase, f"no answer from rank(s) {stuck}", ranks=stuck, deadline_s=deadline_s)
+            what = f"no answer from rank(s) {', '.join(map(str, stuck))} for {deadline_s:g} s"
+            if not calls:
+                what += f" to {self._asked[0].op}, while no call ran: threads of the candidate, or other programs, keep them busy"
+            raise GroupFailure("hang" if calls else "no_answer", phase, what, ranks=stuck, deadline_s=deadline_s)
         return [answers[rank] for rank in range(self.world_size)]
 
     def _read_rank(self, rank: int, phase: str) -> Any | GroupFailure | None:
@@ -262,7 +263,7 @@ class RankGroup:
         return GroupFailure("exit", phase, "the process ended", rank=rank)
 
     def _last_words(self, rank: int, phase: str) -> Any | GroupFailure:
-        """What a rank that has ended sent before, or how it ended. Its answer may have come after the selector's last look."""
+        """Returns what a rank sent before it ended, or how it ended. Its answer may have come after the selector's last look."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._ranks[rank], selectors.EVENT_READ)
             while selector.select(0):
@@ -416,7 +417,7 @@ class EmulatedRankGroup(RankGroup):
         try:
             (answers,) = super().finish()
         except GroupFailure as failure:
-            if failure.kind == "hang":
+            if failure.kind in ("hang", "no_answer"):
                 failure.ranks = tuple(range(self.emulated_ranks))
             raise
         return list(answers)

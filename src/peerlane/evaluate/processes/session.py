@@ -27,6 +27,7 @@ from peerlane.settings import Deadlines, PoolSettings
 A = TypeVar("A", bound=wire.Answer)
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
 _USE_S = 5.0
+_LONG_NICENESS = 5  # a third of the usual share
 EMULATED_SCHEDULES = 8
 """Schedules under which the emulator runs the launches of a candidate that is evaluated."""
 _EMULATED_CALLS = 10  # a call whose kernels run in the emulator may take so many times as long
@@ -36,7 +37,7 @@ class Session:
     """Everything that runs for one world size. Use as a context manager: leaving it ends every process.
 
     ``isolation`` is that of candidates and builders. ``note`` hears what went wrong and was mended. On a virtual ``node`` the session owns
-    the daemon through which ranks share GPUs.
+    the daemon through which ranks share GPUs. ``beside``: a session whose fork server this one uses, too; it must be left later.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Session:
         isolation: Isolation = NO_ISOLATION,
         note: Callable[[str], None] = lambda _: None,
         node: VirtualNode | None = None,
+        beside: Session | None = None,
     ) -> None:
+        self._beside = beside
         self.place = Place.of(device, shared=node is not None and node.ranks_per_gpu > 1)
         self.world_size, self.isolation = world_size, isolation
         self.deadlines = deadlines if not self.place.emulated else deadlines.with_calls(_EMULATED_CALLS * deadlines.first_call)
@@ -61,6 +64,7 @@ class Session:
         self._daemon: MpsDaemon | None = None
         self._fork_server: ForkServer | None = None
         self._trusted: RankGroup | None = None
+        self._at_work: RankGroup | None = None
         self._suspected = False
         self._trusted_source = WarmPool("trusted", self._spawn_trusted, self.pool_settings, note)
         self._pool = WarmPool("candidate", self._spawn_candidate, self.pool_settings, note)
@@ -68,6 +72,9 @@ class Session:
         self._sm_holder = ""  # the kernel that candidates' ranks on GPUs hold SMs with, which trusted ranks compile
 
     def __enter__(self) -> Self:
+        if self._beside is not None:
+            self._fork_server = self._beside.fork_server
+            return self
         environment = fork_server_environment(self.place.device)
         if NOT_DUMPABLE in self.isolation.measures:
             self._kept_open.enter_context(linux.not_dumpable())
@@ -83,7 +90,10 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        if self._fork_server is not None:
+        if self._beside is not None:
+            self.drop_trusted()
+            self._pool.clear()
+        elif self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
         self._daemon = None
@@ -118,7 +128,7 @@ class Session:
         return group
 
     def _config(self) -> dict[str, Any]:
-        """What the processes of a group have to know of where they run: on CPUs, each on a GPU of its own, or several on each GPU."""
+        """Returns what a group's processes must know of their place: CPUs, a GPU for each, or several on each GPU."""
         ranks, node = range(self.world_size), self.node
         config: dict[str, Any] = {"device": self.place.device, "backend": self.place.backend}
         if self.place.emulated:
@@ -206,7 +216,15 @@ class Session:
         if self.place.has_gpus:
             self.trusted  # noqa: B018  (compiles the kernel)
             self._prepare(group, wire.LoadSmHolder(self._sm_holder))
+        self._at_work = group
         return group
+
+    def let_others_go_first(self) -> None:
+        """Gives the candidate at work a smaller share of the cores: it takes long, and may well spin for ever."""
+        group = self._at_work
+        if group is not None and group.alive and self.isolation.tier != "L2":  # where processes have other numbers
+            for pid in group.pids:
+                linux.lower_priority(pid, _LONG_NICENESS)
 
     def end(self, group: RankGroup) -> None:
         """Kills a candidate's group. Processes that survive are a note; what the candidate did is known all the same."""

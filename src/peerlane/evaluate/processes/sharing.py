@@ -1,4 +1,4 @@
-"""Whether trusted and candidate ranks can share memory under an isolation: tried with one rank of each, before anything is judged.
+"""Tries whether trusted and candidate ranks can share memory under an isolation, with one rank of each, before anything is judged.
 
 Which of the kernel's boundaries the CUDA driver's sharing passes depends on driver and kernel, and is documented nowhere. Trying takes
 seconds, so that it was possible is remembered until the machine starts anew.
@@ -29,7 +29,7 @@ _MACHINE = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/v
 
 @functools.cache
 def sharing_failure(isolation: Isolation, device: Device, deadlines: Deadlines, mps: bool = False) -> str:
-    """Why a candidate rank could not start, or could not map an arena of a trusted rank; empty if it could. ``mps``: through MPS."""
+    """Returns why a candidate rank could not start or map a trusted rank's arena; empty if it could. ``mps``: through MPS."""
     mark = _mark(isolation, f"{device} mps" if mps else device)
     if mark.exists():
         return ""

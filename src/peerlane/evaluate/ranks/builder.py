@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from peerlane.errors import CompileError
-from peerlane.evaluate import wire
+from peerlane.evaluate import messages, wire
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
-from peerlane.evaluate.ranks.rank import Rank, classify, wants_gpu
+from peerlane.evaluate.ranks.extension_calls import find_extension_calls
+from peerlane.evaluate.ranks.rank import Rank, classify, refused_source, wants_gpu
 from peerlane.evaluate.timing.cores import cores_beside
 
 _NICE = 10  # candidates may be timed meanwhile
@@ -36,24 +36,30 @@ class Builder(Rank):
         return wire.Initialized(os.getpid())
 
     def build_candidate(self, request: wire.BuildCandidate) -> wire.Done:
-        """Imports the candidate. Compiler errors are raised; anything else is left to the ranks, where it may well work.
+        """Imports the candidate, and compiles what its source shows that it will compile when it is called.
 
-        With ``gpu_only`` no rank here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
+        Compiler errors of the import are raised; anything else is left to the ranks, where it may well work. With ``gpu_only`` no rank
+        here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
         """
         path, source = Path(request.path), request.source.encode("latin-1")
         extensions.use_cache(request.cache)
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         out_of_reach.refuse_answers(request.granted)
+        extensions.compile_cheaply(lambda building: self.send(messages.building_message(building)))
+        module = None
         try:
             module = import_candidate(path, source)
         except Exception as error:
             if classify(error) == "build_error":
-                mended = request.on_cpu and torch.version.cuda is None and not isinstance(error, CompileError)
+                mended = request.on_cpu and torch.version.cuda is None and not refused_source(error)
             else:
                 mended = not request.gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
                 raise
-            return wire.Done()
+        failure = extensions.compile_ahead(find_extension_calls(source, None if module is None else vars(module)))
         if request.gpu_only:
-            solution_of(module, path)
+            if failure is not None:
+                raise failure
+            if module is not None:
+                solution_of(module, path)
         return wire.Done()

@@ -3,84 +3,188 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-from collections import deque
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from peerlane.errors import CandidateChanged, HarnessError
+from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.candidates import CandidateFile
-from peerlane.evaluate.processes.limit import Limit
-from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.processes.limit import Cancelled, Limit
+from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.timing.cores import cores_beside
 from peerlane.sandbox.hidden_files import family_sources
+from peerlane.sandbox.holdings import available_memory
 from peerlane.settings import cache_dir
 
 _FULL_BYTES = 64 << 20  # a disk with less than this is full, as far as a compiler is concerned
+_COMPILER_BYTES = 3 << 30  # that a compiler of CUDA may need for torch's headers
+_PATIENCE_S = 5.0  # an import that compiles nothing for so long is no build, and makes room for one
+_LOOK_S = 0.1
+
+
+def builds_at_a_time(session: Session) -> int:
+    """How many candidates compile at a time: what the settings say, else as many as cores and memory allow."""
+    if session.pool_settings.builds is not None:
+        return session.pool_settings.builds
+    cores = cores_beside(session.world_size) if session.place.has_gpus else os.sched_getaffinity(0)
+    return max(1, min(len(cores), available_memory() // _COMPILER_BYTES))
+
+
+@dataclass
+class _Build:
+    candidate: CandidateFile
+    wanted: int = 0
+    begun: float | None = None
+    builder: RankGroup | None = None
+    limit: Limit = field(default_factory=Limit)
+    ended: threading.Event = field(default_factory=threading.Event)
+    failure: Exception | None = None
+    seconds: float = 0.0
+
+    @property
+    def stuck(self) -> bool:
+        """It has not begun to compile, long after its start."""
+        late = self.begun is not None and time.monotonic() - self.begun > _PATIENCE_S
+        return late and (self.builder is None or not self.builder.building.ranks)
 
 
 class Builds:
-    """The builds of a session, for its candidates in the order of their turns; see ``PoolSettings.builds``.
+    """The builds of a session, in the order in which they are ordered, each in a thread that waits for its builder.
 
-    Each file is built once; what failed fails again without being compiled again.
+    What several evaluations want is built once. Safe to use from several threads. ``changed`` is called when a build has ended.
     """
 
-    def __init__(self, session: Session, candidates: Iterable[CandidateFile]) -> None:
-        self._session = session
-        self._candidates = {item.sha256: item for item in candidates if item.compiles}
-        self._upcoming = deque(self._candidates)
-        self._running: dict[str, RankGroup] = {}
-        self._done: dict[str, GroupFailure | None] = {}
+    def __init__(self, session: Session, at_a_time: int, changed: Callable[[], None] = lambda: None) -> None:
+        self._session, self.at_a_time, self._changed = session, at_a_time, changed
+        self._lock = threading.Lock()
+        self._builds: dict[str, _Build] = {}
+        self._waiting: list[_Build] = []
+        self._running: list[_Build] = []
+
+    @property
+    def ahead(self) -> bool:
+        """Whether anything is compiled before its turn."""
+        return self.at_a_time > 0
+
+    def order(self, candidates: Iterable[CandidateFile]) -> None:
+        """Has these compiled ahead of their turn; :meth:`drop` takes the order back."""
+        if self.ahead:
+            for candidate in candidates:
+                if candidate.compiles:
+                    self._want(candidate)
 
     def ready(self, candidate: CandidateFile) -> bool:
-        """Whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
-        return candidate.sha256 not in self._candidates or candidate.sha256 in self._done or self._session.pool_settings.builds == 0
+        """Tells whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
+        build = self._builds.get(candidate.sha256)
+        if build is not None and not build.ended.is_set():
+            self._start()  # one that is stuck may have made room meanwhile
+        return build is None or build.ended.is_set()
 
-    def poll(self) -> None:
-        """Collects finished builds, ends those that take too long, and starts the next, as many at a time as the settings allow."""
-        for sha256 in [sha256 for sha256, builder in self._running.items() if builder.overdue or builder.answering]:
-            with contextlib.suppress(Exception):  # whatever it is, it comes again in the candidate's own turn, and is reported there
-                self._done[sha256] = self._await(sha256)
-        while self._upcoming and len(self._running) < self._session.pool_settings.builds:
-            with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn
-                self._begin(self._upcoming.popleft())
+    def finish(self, candidate: CandidateFile, limit: Limit | None = None) -> float:
+        """Waits until the candidate is built; returns the seconds that it took.
 
-    def finish(self, candidate: CandidateFile, limit: Limit | None = None) -> None:
-        """Waits until the candidate is built; raises GroupFailure if it does not compile, HarnessError if the builder fails,
-        CandidateChanged if it is not what it was; and what ``limit`` raises."""
-        sha256 = candidate.sha256
-        self._candidates[sha256] = candidate
-        if sha256 not in self._done:
-            self._begin(sha256)
-            self._running[sha256].limit = limit
-            self._done[sha256] = self._await(sha256)
-            self.poll()
-        if (failure := self._done[sha256]) is not None:
-            raise failure
+        Raises GroupFailure if it does not compile, HarnessError if the builder fails, CandidateChanged if it is not what it was; and what
+        ``limit`` raises.
+        """
+        build = self._want(candidate, at_once=not self.ahead)
+        try:
+            while not build.ended.wait(_LOOK_S):
+                if limit is not None:
+                    limit.check("build", (0,))
+                self._start()
+            if build.failure is not None:
+                raise build.failure
+            return build.seconds
+        finally:
+            self.drop([candidate])
+
+    def drop(self, candidates: Iterable[CandidateFile]) -> None:
+        """Takes back an order for each of these; ends builds that nobody wants any more."""
+        with self._lock:
+            for candidate in candidates:
+                if (build := self._builds.get(candidate.sha256)) is not None:
+                    build.wanted -= 1
+                    if build.wanted <= 0:
+                        del self._builds[candidate.sha256]
+                        if build in self._waiting:
+                            self._waiting.remove(build)
+                        build.limit.cancel()
 
     def close(self) -> None:
-        for sha256 in list(self._running):
-            self._end(sha256)
+        """Ends all builds, and waits for their threads."""
+        with self._lock:
+            builds, self._waiting = [*self._running], []
+            self._builds.clear()
+        for build in builds:
+            build.limit.cancel()
+        for build in builds:
+            build.ended.wait()
 
-    def _begin(self, sha256: str) -> None:
-        if sha256 not in self._running and sha256 not in self._done:
-            candidate = self._candidates[sha256]
-            source = candidate.source() or ""
-            builder = self._running[sha256] = self._session.builder()
+    def _want(self, candidate: CandidateFile, *, at_once: bool = False) -> _Build:
+        with self._lock:
+            if (build := self._builds.get(candidate.sha256)) is None:
+                build = self._builds[candidate.sha256] = _Build(candidate)
+                self._waiting.append(build)
+            build.wanted += 1
+            if at_once and build in self._waiting:
+                self._waiting.remove(build)
+                self._launch(build)
+        self._start()
+        return build
+
+    def _start(self) -> None:
+        """Starts those that there is room for. What is stuck takes none, up to twice as many."""
+        with self._lock:
+            while self._waiting and len(self._running) < 2 * self.at_a_time:
+                if sum(not build.stuck for build in self._running) >= self.at_a_time:
+                    break
+                self._launch(self._waiting.pop(0))
+
+    def _launch(self, build: _Build) -> None:
+        self._running.append(build)
+        build.begun = time.monotonic()
+        threading.Thread(target=self._run, args=(build,), name="peerlane-build", daemon=True).start()
+
+    def _run(self, build: _Build) -> None:
+        try:
+            self._compile(build)
+        except Exception as error:  # whatever it is, it is raised in the candidate's own turn
+            build.failure = error
+        finally:
+            assert build.begun is not None
+            build.seconds = time.monotonic() - build.begun
+            with self._lock:
+                self._running.remove(build)
+            build.limit.close()
+            build.ended.set()
+            self._start()
+            self._changed()
+
+    def _compile(self, build: _Build) -> None:
+        """Builds; raises what :meth:`finish` does, and Cancelled."""
+        candidate, deadlines = build.candidate, self._session.deadlines
+        source = candidate.source() or ""
+        builder = self._session.builder()
+        try:
             try:
-                builder.ask(wire.Initialize(), "build", self._session.deadlines.spawn)
+                builder.limit = build.limit
+                builder.ask(wire.Initialize(), "build", deadlines.spawn)
             except GroupFailure as failure:
-                self._end(sha256)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
-            cache = builder.admit(sha256)
+            cache = builder.admit(candidate.sha256)
             on_cpu = not self._session.place.runs_cuda
             gpu_only = on_cpu and candidate.is_cuda
             request = wire.BuildCandidate(str(candidate.path), source, cache, family_sources(candidate.path), on_cpu, gpu_only)
-            builder.begin(request, "build", self._session.deadlines.build)
-
-    def _await(self, sha256: str) -> GroupFailure | None:
-        try:
-            self._running[sha256].finish()
+            builder.building = BuildTime(deadlines.build)
+            build.builder = builder
+            builder.ask(request, "build", deadlines.load)
+        except Cancelled:
+            raise
         except GroupFailure as failure:
             free_bytes = shutil.disk_usage(next(item for item in (cache_dir(), *cache_dir().parents) if item.exists())).free
             if failure.kind != "hang" and free_bytes < _FULL_BYTES:
@@ -88,11 +192,7 @@ class Builds:
                     f"cannot build: the disk of {cache_dir()} is full ({free_bytes >> 20} MiB free); free some, or set PEERLANE_CACHE_DIR"
                 ) from None
             failure.phase = "import" if failure.kind == "import_error" else failure.phase
-            return failure
+            raise
         finally:
-            self._end(sha256)
-        return None
-
-    def _end(self, sha256: str) -> None:
-        with contextlib.suppress(HarnessError):
-            self._running.pop(sha256).kill()
+            with contextlib.suppress(HarnessError):
+                builder.kill()

@@ -19,7 +19,7 @@ from peerlane.problems.contract.tree import Description, tensor_descriptions
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a candidate returned for one slot of one block, as its rank described it, the bytes in its region, and those of its inputs.
+    """An answer of a candidate for one slot of one block: its rank's description, the bytes in its region, and those of its inputs.
 
     ``source``: the slot that these were generated for."""
 
@@ -70,7 +70,7 @@ class OpenCase:
         self.private.fill(inputs.of(slot, block, kind, self._generators).args for slot, kind in enumerate(kinds))
 
     def spans(self, slot: int) -> list[slice]:
-        """Where every rank has the inputs of a slot in its memory."""
+        """Returns the range of a slot's inputs in the memory of every rank."""
         return [slot_range(layout[slot]) for layout in self.layouts]
 
     @property

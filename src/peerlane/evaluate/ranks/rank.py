@@ -50,7 +50,7 @@ def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") ->
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in text for word in _MEMORY_WORDS):
         return "out_of_memory"
-    if isinstance(error, CompileError) or "Error building extension" in text or "Ninja is required" in text:
+    if refused_source(error) or "Error building extension" in text or "Ninja is required" in text:
         return "build_error"
     if isinstance(error, ModuleNotFoundError) and error.name == "triton":
         return "not_run"
@@ -59,13 +59,18 @@ def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") ->
     return default
 
 
+def refused_source(error: BaseException) -> bool:
+    """Whether a compiler of device code, which needs no GPU, has refused the source: the kit's, or NVRTC through ``cuda.core``."""
+    return isinstance(error, CompileError) or "NVRTC_ERROR_COMPILATION" in str(error)
+
+
 def wants_gpu(line: str) -> bool:
-    """Whether an error, as the last line of a traceback has it, says that there is no GPU, or nothing that goes with one."""
+    """Tells whether an error, by the last line of its traceback, says that there is no GPU, or nothing that goes with one."""
     return _GPU_WORDS.search(line) is not None and not line.startswith(("SyntaxError", "IndentationError", "NameError"))
 
 
 class Rank:
-    """What both kinds of rank have: a device, a process group, sub-groups, and the requests every rank understands."""
+    """The base of both kinds of rank: a device, a process group, sub-groups, and the requests every rank understands."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         self.config, self.rank, self.memory_fd = config, rank, memory_fd
@@ -201,7 +206,7 @@ class Rank:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """What is done in here is done by one rank of a GPU at a time."""
+        """Lets one rank of a GPU at a time do what is done in here."""
         if not self.place.has_gpus or self.world_size == 1:
             yield
             return

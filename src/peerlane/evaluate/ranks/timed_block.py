@@ -68,7 +68,7 @@ class Block(abc.ABC):
 
     @abc.abstractmethod
     def latest(self) -> list[torch.Tensor]:
-        """What the last call of the latest run returned."""
+        """Returns what the last call of the latest run returned."""
 
     def ready(self) -> None:
         """Makes the rank ready for :meth:`run`: no garbage, idle devices, a cold L2 cache."""
@@ -166,7 +166,7 @@ class GraphBlock(Block):
 
 
 def capture_failure(error: BaseException) -> str:
-    """Why a capture failed: torch reports the end of the capture, with what went wrong inside it as the context."""
+    """Returns why a capture failed: torch reports the end of the capture, with what went wrong inside it as the context."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {error}"[:1000]
@@ -186,7 +186,7 @@ def make_block(
 
 
 def copies_us(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> float:
-    """What a block's swaps and output copies take without its calls, in microseconds: the shortest of a few runs. The plan's swaps are
+    """Returns the microseconds of a block's swaps and output copies without its calls: the shortest of a few runs. The plan's swaps are
     carried out ``COPIES_RUNS + 1`` times."""
     answers = {slot: solution(*outputs.fresh(inputs.args[slot])) for slot in sorted(plan.copied)}
     slots = itertools.cycle(range(plan.calls))

@@ -303,7 +303,7 @@ def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch
 
 
 def _out_of_bounds(current: OpenCase) -> wire.OutOfBounds | None:
-    """Where something was written that belongs to no tensor, if anywhere."""
+    """Returns the place of a write that belongs to no tensor, if there was one."""
     found = current.guards.out_of_bounds()
     if found is None:
         return None
@@ -313,7 +313,7 @@ def _out_of_bounds(current: OpenCase) -> wire.OutOfBounds | None:
 
 
 def _claimed_mismatch(described: Any, expected: Tree, device: torch.device) -> str | None:
-    """Why what a candidate's rank described, which says what it likes, has not the expected structure, shapes, dtypes and devices."""
+    """Returns how a description by a candidate's rank, which says what it likes, differs in structure, shapes, dtypes or devices."""
     try:
         if (other := next(_others(described), None)) is not None:
             return one_line(f"output holds a {other}, expected a plain tensor on the rank's device")

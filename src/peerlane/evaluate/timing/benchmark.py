@@ -91,7 +91,7 @@ class Benchmark:
         if self.calls:
             runner, calls = self.runner, max(self.calls.values())
             runner.refresh_inputs(calls)
-            runner.candidate.call(range(calls), "timing", runner.session.deadlines.first_call, side=side)
+            runner.candidate.call(range(calls), "timing", runner.deadline(runner.session.deadlines.first_call, calls), side=side)
 
     def measure(self, mode: Mode) -> None:
         """Races the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.

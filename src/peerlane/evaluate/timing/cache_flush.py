@@ -40,7 +40,7 @@ def evict() -> None:
 
 @functools.cache
 def _filler() -> torch.Tensor:
-    """What is written for that; made by the first block, which runs before candidate code is loaded."""
+    """Returns the tensor that is written for that; made by the first block, which runs before candidate code is loaded."""
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return torch.empty(_L2_MULTIPLE * l2_bytes, dtype=torch.uint8, device="cuda")
 

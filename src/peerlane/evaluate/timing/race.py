@@ -104,7 +104,7 @@ class Race(Rounds):
         if self.mode == "graph":
             self.runner.trusted.warm_up_block()
             self.runner.trusted.undo_swaps()
-            self.runner.candidate.warm_up_block()
+            self.runner.candidate.warm_up_block(self._block_s)
         if not self.copies_us:
             self.copies_us = max(answer.copies_us for answer in self.runner.trusted.time_copies())
             self.runner.trusted.undo_swaps()
@@ -140,7 +140,8 @@ class Race(Rounds):
         runner.refresh_inputs(self.calls)
         self._draw(0)
         self._build()
-        answers = runner.candidate.profile_block(self.calls, marker, timeline=timeline)
+        limit_s = runner.deadline(runner.session.deadlines.first_call, self.calls)
+        answers = runner.candidate.profile_block(self.calls, marker, limit_s, timeline=timeline)
         runner.collect_from([answer.outputs for answer in answers], self._plan.copied, "audit")
         runner.judge("audit")
         return [answer.recording for answer in answers]
@@ -167,17 +168,22 @@ class Race(Rounds):
         return BlockTimes.of(answers, clock_us)
 
     def _other_block(self, core: int, *, refreshed: bool, compared: bool) -> BlockTimes:
-        runner = self.runner
+        runner, limit_s = self.runner, self._block_s
         if refreshed:
             runner.publish_inputs(self.calls)
         runner.candidate.ready_block(core)
-        answers, clock_us = _timed(runner.candidate.run_block)
+        answers, clock_us = _timed(lambda: runner.candidate.run_block(limit_s))
         ended = time.monotonic()
         times = BlockTimes.of(answers, clock_us)
         if compared:
             runner.count_collectives(answers)
             self._compare(ended)
         return times
+
+    @property
+    def _block_s(self) -> float:
+        """Returns the timeout of a block of the other side."""
+        return self.runner.deadline(self.runner.session.deadlines.calls, self.calls)
 
     def _compare(self, ended: float) -> None:
         """Has outputs kept, to be judged after the race, or now where they are large. After some blocks, at random, the last output is

@@ -1,4 +1,4 @@
-"""What the rounds of a race say: the time of every block by both clocks, and the ratio of the two sides. No ranks here."""
+"""The scores of a race's rounds: the time of every block by both clocks, and the ratio of the two sides. No ranks here."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Rounds:
 
     @property
     def hand_off_us(self) -> float:
-        """What the supervisor's clock has on top of the events in nine of ten blocks of the reference."""
+        """Returns the time that the supervisor's clock has on top of the events in nine of ten blocks of the reference."""
         return max(0.0, float(np.quantile([block.clock_us - block.events_us for block in self.references], HAND_OFF_QUANTILE)))
 
     def counted_us(self, blocks: list[BlockTimes]) -> list[float]:
@@ -75,7 +75,7 @@ class Rounds:
         return median_interval([max(us, 1e-6) for us in self.counted_us(self.others)])
 
     def contradiction(self) -> str | None:
-        """What to say if the events of most blocks claim less than half of what the clock says; else None."""
+        """Returns a sentence if the events of most blocks claim less than half of what the clock says; else None."""
         hand_off_us = self.hand_off_us
         false = [
             block for block in self.others if block.clock_us - hand_off_us > max(2 * block.events_us, block.events_us + _CONTRADICTION_US)

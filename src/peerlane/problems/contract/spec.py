@@ -166,6 +166,9 @@ class Tolerance:
     * rowwise: the same for every row (last axis) on its own
 
     Every number follows from the unit roundoff u, the depth of the sums and the scale of the data; there is no absolute tolerance.
+
+    ``size`` says what :attr:`Expected.magnitude` is. ``words`` says the elementwise bound itself, where the oracle or
+    :attr:`Problem.compare` computes it and the numbers say nothing. Authors of candidates read both.
     """
 
     relative: float = 0.0
@@ -173,6 +176,8 @@ class Tolerance:
     rms: float = 0.0
     normwise: float | None = None
     rowwise: float | None = None
+    size: str = "the sum of the absolute values of the element's terms"
+    words: str = ""
 
 
 @dataclass(frozen=True)

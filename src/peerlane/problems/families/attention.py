@@ -12,6 +12,7 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+_SIZE = "the sum of p |v| over the keys, for the probabilities p of the softmax"
 
 # Bytes of scores that are held at a time; a softmax needs about three times as much.
 SCORE_BYTES = 2**29
@@ -121,8 +122,8 @@ def softmax_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     u = pc.UNIT_ROUNDOFF[case.dtype]
     if case.dtype == FP32:
-        return {"output": pc.Tolerance(relative=2 * u, magnitude=128 * u)}
-    return {"output": pc.Tolerance(relative=2 * u, magnitude=2 * u, normwise=5e-3, rowwise=3 * u)}
+        return {"output": pc.Tolerance(relative=2 * u, magnitude=128 * u, size=_SIZE)}
+    return {"output": pc.Tolerance(relative=2 * u, magnitude=2 * u, normwise=5e-3, rowwise=3 * u, size=_SIZE)}
 
 
 Blocks = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]

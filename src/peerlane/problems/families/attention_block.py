@@ -15,6 +15,7 @@ from peerlane.problems.families.codes import eight_bits
 
 # How the queries at one place of a ring attend to its blocks.
 Attend = Callable[[Blocks, int], torch.Tensor]
+_SIZE = "the root of the sum of squares of the element's terms in the last product"
 
 
 def attention_layer(
@@ -119,9 +120,9 @@ def layer_tolerance(case: pc.Case, layers: int, cancels: bool) -> pc.Tolerance:
     its row's average. In float32 there is the accumulation, and scores up to 30 that err by 30 u.
     """
     if case.dtype == FP32:
-        return pc.Tolerance(magnitude=512 * pc.UNIT_ROUNDOFF[FP32] * layers)
+        return pc.Tolerance(magnitude=512 * pc.UNIT_ROUNDOFF[FP32] * layers, size=_SIZE)
     depth = layers**0.5
-    return pc.Tolerance(magnitude=14 * pc.UNIT_ROUNDOFF[BF16] * depth, normwise=None if cancels else 1e-2 * depth)
+    return pc.Tolerance(magnitude=14 * pc.UNIT_ROUNDOFF[BF16] * depth, normwise=None if cancels else 1e-2 * depth, size=_SIZE)
 
 
 def layer_flops(case: pc.Case, heads: int, ring: int, place: int, out: int) -> float:

@@ -13,6 +13,7 @@ from peerlane.problems.families.matmul import BF16, FP32
 
 # Tokens that are prepared together before the state runs through them: bounds memory. A multiple of every chunk's size.
 _SEGMENT = 2048
+_SIZE = "the scale of an output: its error if each token of the recurrence were rounded once to relative precision 1"
 
 
 @dataclass(frozen=True)
@@ -199,5 +200,5 @@ def delta_tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     u = pc.UNIT_ROUNDOFF[case.dtype]
     if case.dtype == BF16:
-        return {"output": pc.Tolerance(relative=2 * u, magnitude=20 * u, normwise=1.75e-2)}
-    return {"output": pc.Tolerance(relative=2 * u, magnitude=3e-5, normwise=1.5e-5)}
+        return {"output": pc.Tolerance(relative=2 * u, magnitude=20 * u, normwise=1.75e-2, size=_SIZE)}
+    return {"output": pc.Tolerance(relative=2 * u, magnitude=3e-5, normwise=1.5e-5, size=_SIZE)}

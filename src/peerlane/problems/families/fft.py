@@ -89,7 +89,8 @@ def fft_tolerance(name: str) -> Callable[[pc.Case], Mapping[str, pc.Tolerance]]:
     errors follow from what the others hold.
     """
     u = pc.UNIT_ROUNDOFF[FP32]
-    return lambda _: {name: pc.Tolerance(relative=32 * u, magnitude=32 * u)}
+    size = "the root mean square of the slice, plus those of the element's row and column, plus an eighth of the slice's largest element"
+    return lambda _: {name: pc.Tolerance(relative=32 * u, magnitude=32 * u, size=size)}
 
 
 def fft_flops(slices: int, rows: int, columns: int) -> float:

@@ -31,6 +31,7 @@ def comparison(tolerance: Callable[[pc.Case], Mapping[str, pc.Tolerance]]) -> Ca
     """A ``Problem.compare`` that knows intervals. Exact outputs are compared bit for bit, except that one NaN is as good as another."""
 
     def compare(case: pc.Case, got: pc.Tree, expected: pc.Tree, kind: str) -> list[pc.Score]:
+        """Where rounding decides between two answers, such as neighbouring codes or nearly equal experts, either is right."""
         tolerances = tolerance(case)
         pairs = zip(pc.leaves(got), pc.expected_leaves(expected), strict=True)
         return [_score(value, leaf, tolerances.get(leaf.name, pc.Tolerance())) for value, leaf in pairs]

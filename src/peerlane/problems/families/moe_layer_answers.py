@@ -111,7 +111,8 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     """
     u = pc.UNIT_ROUNDOFF[case.dtype] * (16 if case.dtype == FP32 else 1)
     room = 1.25 if "low_rank" in case.params else 1.0
-    return {"output": pc.Tolerance(relative=4 * u, magnitude=20 * room * u, normwise=5 * room * u, rowwise=10 * room * u)}
+    size = "the weighted sum over the token's experts of the root mean square of their output row, scaled to the channel"
+    return {"output": pc.Tolerance(relative=4 * u, magnitude=20 * room * u, normwise=5 * room * u, rowwise=10 * room * u, size=size)}
 
 
 def cost(case: pc.Case, rank: int) -> pc.Cost:

@@ -255,10 +255,21 @@ def step_tolerance(case: pc.Case, outputs: Sequence[Output]) -> Mapping[str, pc.
     parameter; those of the second 6 u; that of the new parameter 2 u of it, which is one spacing at most, and as much again with weight
     decay. Normwise, bfloat16 leaves 8e-3 in the first moments and 12e-3 in the second.
     """
+    u = pc.UNIT_ROUNDOFF[case.dtype]
+    spread = "d is how far the result moves if the gradient changes by its error, that of passes which round all intermediates to the dtype"
+    words = (
+        f"|got - want| <= 2 d + {_STEP_ROUNDINGS * u:.2g} |update| + {2 * u:.2g} |want|; {spread}",
+        f"|got - want| <= 2 d + {4 * u:.2g} (|beta1 m| + |(1 - beta1) g|); {spread}",
+        f"|got - want| <= 2 d + {6 * u:.2g} |want|; {spread}",
+    )
     normwise = {1: 1.5e-2, 2: 2.5e-2} if case.dtype == BF16 and case.params.get("pattern") != "cancelling" else {}
     enough = 4096
     return {
-        output.name: pc.Tolerance(magnitude=1.0, normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None)
+        output.name: pc.Tolerance(
+            magnitude=1.0,
+            normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None,
+            words=words[output.source],
+        )
         for output in outputs
     }
 

@@ -90,7 +90,10 @@ def _log_probability(case: pc.Case, logits: torch.Tensor, target: torch.Tensor) 
 
 
 def compare(case: pc.Case, got: torch.Tensor, expected: FilteredLogProbability, kind: str) -> list[pc.Score]:
-    """-inf where the token may be dropped, else the distance from [low, high] in units of ABSOLUTE + RELATIVE |log-probability|."""
+    """A log-probability may differ by 0.001 + 0.002 |want|. It must be -inf where top-k or top-p drops the target.
+
+    Where rounding of the logits may decide at a threshold, whatever either decision gives is right.
+    """
     got = got.to(FP64)
     nearest = torch.minimum(torch.maximum(got, expected.low), expected.high)
     ratio = (got - nearest).abs() / (ABSOLUTE + RELATIVE * nearest.abs())

@@ -30,6 +30,10 @@ _VERIFIED = (
     "Verdicts and speeds of verified entries were measured by the keeper of this page. Tokens and cost are what their authors say, and "
     "steps of their agents are not shown."
 )
+_NEED_MULTICAST = (
+    "Some samples need NVLink multicast, which was off here. None of them counts as right. Behind each pass@k of their authors stands "
+    "the share of the rest: without these samples, and without tasks that have no others. The order of the table does not depend on it."
+)
 _CLAIMED = "Entries that are not verified show what their authors claim."
 
 
@@ -143,6 +147,7 @@ class View:
         standings = {sample.standing for sample in self.board.samples}
         found += [_VERIFIED] if "verified" in standings else []
         found += [_CLAIMED] if standings & {"unverified", "differs"} else []
+        found += [_NEED_MULTICAST] if any(row.needs_multicast for row in self.rows) else []
         if not self.board.samples:
             found.append("Only references were judged here, so there is no leaderboard.")
         return found
@@ -187,6 +192,7 @@ class View:
         rows: list[tuple[str, list[str]]] = [
             ("machine", [str(self.board.key.node)]),
             ("driver", [str(environment.get("driver") or "") for environment in environments]),
+            *((name, [value]) for name, value in self.board.key.node.switches()),
             ("CPU", [_cpu(environment) for environment in environments]),
             ("system", [str(environment.get("os") or "") for environment in environments]),
             ("software", [_software(environment) for environment in environments]),

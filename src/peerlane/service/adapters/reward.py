@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from peerlane.generate.reply import extract_code
+from peerlane.errors import UsageError
+from peerlane.generate.reply import extract
 from peerlane.results.result import RewardKind
-from peerlane.service.client import Client, ServiceFault
+from peerlane.service.client import Client, ServiceFault, checked_options
 
 if TYPE_CHECKING:
     from peerlane.results.result import Result
 
+_NO_SOURCE = {
+    "no_code": "The reply holds no complete Python block that defines `solution`.",
+    "truncated": "The reply ends before a complete Python block that defines `solution`.",
+}
 URL = "PEERLANE_URL"
 """variable of the environment with the service's URL"""
+TIMEOUT_S = 60.0
+"""of one evaluation, unless the options say otherwise"""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,8 @@ class Reward:
 
     Attributes:
         value: None if nothing can be said: the service was not there, the machine failed, or a speed was not measured.
-        verdict: kind of the verdict; ``no_code`` if the reply holds no candidate, ``no_verdict`` if there is none.
+        verdict: kind of the verdict; ``no_code`` if the reply holds no candidate, ``truncated`` if it was cut before one,
+            ``no_verdict`` if there is none.
         feedback: text for the author of the reply.
         result: the stored record, if there is one.
     """
@@ -43,39 +52,54 @@ class RewardSettings:
 
     Attributes:
         kind, p: as in :meth:`.Result.reward`.
-        url: of the service; None: PEERLANE_URL. The token comes from PEERLANE_TOKEN or PEERLANE_TOKEN_FILE.
-        options: of every request, such as ``presets``, ``modes`` or ``track``.
+        url: of the service, or of several, among which jobs are spread; None: PEERLANE_URL, with commas between several. The token comes
+            from PEERLANE_TOKEN or PEERLANE_TOKEN_FILE.
+        options: of every request, such as ``presets``, ``modes`` or ``track``. By default ``timeout`` is 60 seconds, compiling and waiting
+            apart.
+
+    Raises UsageError for what can give no reward: an unknown kind or option, and a speedup without a mode that is timed.
     """
 
     kind: RewardKind = "correct"
     p: float = 1.0
-    url: str | None = None
+    url: str | Sequence[str] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(RewardKind):
+            raise UsageError(f"kind={self.kind!r}: expected one of {', '.join(get_args(RewardKind))}")
+        if not (math.isfinite(self.p) and self.p >= 0):
+            raise UsageError(f"p={self.p!r}: expected a speedup, such as 1.0")
+        checked_options(self.options)
+        modes = self.options.get("modes")
+        if self.kind != "correct" and modes is not None and not tuple(modes):
+            raise UsageError(f"kind={self.kind!r} needs a speed, and modes=() measures none: leave modes out, or take kind='correct'")
 
     def client(self) -> Client:
         """The client of the service, one for each process; raises UsageError without a URL."""
-        return _client(os.getpid(), self.url or service_url(), json.dumps(dict(self.options), default=list, sort_keys=True))
+        given = self.url or service_url()
+        urls = tuple(given.split(",") if isinstance(given, str) else given)
+        options = {"timeout": TIMEOUT_S, **self.options}
+        return _client(os.getpid(), urls, json.dumps(options, default=list, sort_keys=True))
 
 
 def service_url() -> str:
     """See :data:`URL`."""
-    from peerlane.errors import UsageError
-
     if (url := os.environ.get(URL)) is None:
         raise UsageError(f"no service: set {URL}, such as to http://127.0.0.1:8300, or give url=")
     return url
 
 
 @functools.lru_cache(maxsize=8)
-def _client(_process: int, url: str, options: str) -> Client:
-    return Client(url, **json.loads(options))  # through JSON: trainers give lists of their own, which cannot be sent
+def _client(_process: int, urls: tuple[str, ...], options: str) -> Client:
+    return Client(urls, **json.loads(options))  # through JSON: trainers give lists of their own, which cannot be sent
 
 
 async def reward_of(problem: int, reply: Any, settings: RewardSettings) -> Reward:
     """The reward of a reply: text, or a chat's messages, of which the last counts."""
-    source = extract_code(reply_text(reply))
+    source, status = extract(reply_text(reply))
     if source is None:
-        return Reward(0.0, "no_code", "verdict: no_code\nThe reply holds no complete Python block that defines `solution`.")
+        return Reward(0.0, status, f"verdict: {status}\n{_NO_SOURCE[status]}")
     try:
         result = await settings.client().evaluate_async(problem, source)
     except ServiceFault as fault:

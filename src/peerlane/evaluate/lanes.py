@@ -1,0 +1,233 @@
+"""Where candidates are judged: on GPUs one at a time, elsewhere as many side by side as cores allow, each in a session of its own.
+
+An evaluation that takes long gives its place to another one, so that a hang holds up nobody. It goes on beside the others.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from peerlane.evaluate.plan import Job
+from peerlane.evaluate.processes.limit import Cancelled, Limit
+from peerlane.evaluate.processes.rank_group import RankGroup
+from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.ranks.builds import Builds, builds_at_a_time
+from peerlane.results.result import Result
+from peerlane.sandbox.holdings import available_memory
+
+_PATIENCE_S = 3.0  # an evaluation that takes longer may well hang, as long as none has ended
+_TIMES, _LEAST_S, _MOST_S = 2.0, 1.0, 30.0  # later: that takes so many times as long as those that ended last, within these
+_REMEMBERED = 16
+_BUSY_CORES = 0.67  # of a rank, of which an evaluation waits a third
+_LANE_BYTES = 1 << 30  # that the processes of a session need
+_MOST = 16  # sessions
+_LOOK_S = 0.1
+_END_S = 15.0  # for evaluations that are cancelled
+
+
+@dataclass
+class Lane:
+    """A session, and what its last evaluation left there."""
+
+    session: Session
+    kept: RankGroup | None = None
+    """of the reference, which is ours: one group for all its problems"""
+    after_failure: bool = False
+    """the last evaluation here left ranks that had to be killed"""
+    begun: float = 0.0
+    """when the evaluation at work began"""
+    slow: bool = False
+    """it takes longer than most"""
+
+
+class Lanes:
+    """The lanes of one number of ranks, and the builds of all. ``open_beside`` opens one more session, which shares the first one's fork
+    server. Whoever waits for a lane or a build waits for ``changed``, which also guards what is in here."""
+
+    def __init__(self, first: Session, open_beside: Callable[[], Session], usual: int, most: int) -> None:
+        self.world_size, self.usual, self.most = first.world_size, usual, most
+        self.first = first
+        self.changed = threading.Condition()
+        self.builds = Builds(first, builds_at_a_time(first), self._tell)
+        first.fork_server.sharers = usual if most > 1 else 1
+        self._open_beside = open_beside
+        self._idle, self._busy = [Lane(first)], list[Lane]()
+        self._sessions = [first]
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)  # of the evaluations that ended last
+
+    @classmethod
+    def of(cls, first: Session, open_beside: Callable[[], Session]) -> Lanes:
+        """The lanes that a machine has room for."""
+        most = 1 if first.place.has_gpus else first.pool_settings.judged_at_a_time
+        if most is not None:
+            return cls(first, open_beside, most, most)
+        usual = max(1, math.ceil(len(os.sched_getaffinity(0)) / (_BUSY_CORES * first.world_size)))
+        room = max(1, min(_MOST, available_memory() // _LANE_BYTES))
+        return cls(first, open_beside, min(usual, room), room)
+
+    @property
+    def capacity(self) -> int:
+        """How many evaluations it pays to have at hand: those that are judged, and those that are compiled meanwhile."""
+        with self.changed:
+            slow = len(self._busy) - self._at_work() if self.most > 1 else 0
+            return min(self.most, self.usual + slow) + max(1, self.builds.at_a_time)
+
+    def _at_work(self) -> int:
+        """Evaluations that take no longer than most. The others leave the cores to them."""
+        if self.most == 1:
+            return len(self._busy)
+        now, patience_s = time.monotonic(), _PATIENCE_S
+        if self._seconds:
+            patience_s = min(_MOST_S, max(_LEAST_S, _TIMES * statistics.median(self._seconds)))
+        for lane in self._busy:
+            if not lane.slow and now - lane.begun >= patience_s:
+                lane.slow = True
+                lane.session.let_others_go_first()
+        return sum(not lane.slow for lane in self._busy)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is judged."""
+        return not self._busy
+
+    def take(self) -> Lane | None:
+        """An idle lane, if another evaluation may begin now."""
+        with self.changed:
+            if self._at_work() >= self.usual or len(self._busy) >= self.most:
+                return None
+            if not self._idle:
+                self._sessions.append(self._open_beside())
+                self._idle.append(Lane(self._sessions[-1]))
+            lane = self._idle.pop()
+            lane.begun, lane.slow = time.monotonic(), False
+            self._busy.append(lane)
+            return lane
+
+    def give(self, lane: Lane) -> None:
+        """The evaluation in this lane has ended."""
+        with self.changed:
+            self._seconds.append(time.monotonic() - lane.begun)
+            self._busy.remove(lane)
+            self._idle.append(lane)
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Ends every process."""
+        self.builds.close()
+        for session in reversed(self._sessions):
+            session.__exit__(None, None, None)
+
+    def _tell(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+
+Judge: TypeAlias = Callable[[Limit | None], Result]
+"""judges one job, under a limit"""
+
+
+class OneByOne:
+    """Judges in the thread of the caller, who may set one ``limit`` to it all."""
+
+    def __init__(self, lanes: Lanes, limit: Limit | None) -> None:
+        self._lanes, self._limit = lanes, limit
+        self._ended: list[tuple[Job, Result | BaseException]] = []
+
+    @property
+    def running(self) -> bool:
+        """Something was begun, and has not been told to have ended."""
+        return bool(self._ended)
+
+    @property
+    def any_ended(self) -> bool:
+        """Something has ended that was not told."""
+        return bool(self._ended)
+
+    def begin(self, job: Job, lane: Lane, judge: Judge) -> None:
+        """Judges a job; raises what that raises."""
+        try:
+            if self._limit is not None and job.timeout is not None:
+                self._limit.seconds = job.timeout
+                self._limit.start()
+            self._ended.append((job, judge(self._limit)))
+        finally:
+            self._lanes.give(lane)
+
+    def ended(self) -> list[tuple[Job, Result | BaseException]]:
+        """The jobs that have ended since the last call, waited for a moment if there is none; raises :class:`Cancelled`."""
+        return _take(self._lanes, self._limit, self._ended)
+
+    def stop(self) -> bool:
+        """Nothing runs between two calls."""
+        return True
+
+
+class SideBySide:
+    """Judges every job in a thread of its own."""
+
+    def __init__(self, lanes: Lanes, limit: Limit | None) -> None:
+        self._lanes, self._limit = lanes, limit
+        self._limits: dict[threading.Thread, Limit] = {}
+        self._ended: list[tuple[Job, Result | BaseException]] = []
+
+    @property
+    def running(self) -> bool:
+        """Something was begun, and has not been told to have ended."""
+        with self._lanes.changed:
+            return bool(self._limits or self._ended)
+
+    @property
+    def any_ended(self) -> bool:
+        """Something has ended that was not told."""
+        return bool(self._ended)
+
+    def begin(self, job: Job, lane: Lane, judge: Judge) -> None:
+        """Begins to judge a job."""
+        limit = Limit(job.timeout)
+
+        def run() -> None:
+            outcome: Result | BaseException
+            try:
+                limit.start()
+                outcome = judge(limit)
+            except BaseException as error:
+                outcome = error
+            with self._lanes.changed:
+                limit.close()
+                del self._limits[thread]
+                self._ended.append((job, outcome))
+                self._lanes.give(lane)
+
+        thread = threading.Thread(target=run, name="peerlane-judge", daemon=True)
+        with self._lanes.changed:
+            self._limits[thread] = limit
+            thread.start()
+
+    def ended(self) -> list[tuple[Job, Result | BaseException]]:
+        """The jobs that have ended since the last call, waited for a moment if there is none; raises :class:`Cancelled`."""
+        return _take(self._lanes, self._limit, self._ended)
+
+    def stop(self) -> bool:
+        """Ends what runs; False if it does not end."""
+        with self._lanes.changed:
+            for limit in self._limits.values():
+                limit.cancel()
+            return self._lanes.changed.wait_for(lambda: not self._limits, _END_S)
+
+
+def _take(lanes: Lanes, limit: Limit | None, ended: list[tuple[Job, Result | BaseException]]) -> list[tuple[Job, Result | BaseException]]:
+    with lanes.changed:
+        if not ended:
+            lanes.changed.wait(_LOOK_S)
+        if limit is not None and limit.cancelled and not ended:
+            raise Cancelled
+        found, ended[:] = list(ended), []
+        return found

@@ -1,0 +1,118 @@
+"""Nobody waits for another's hang: where nothing is timed, evaluations run side by side, and one that takes long gives up its place."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import closing
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+import peerlane as pl
+from peerlane.evaluate import lanes
+from peerlane.evaluate.candidates import candidate_text
+from peerlane.evaluate.lanes import Lanes
+from peerlane.evaluate.plan import make_jobs
+from peerlane.evaluate.processes.session import Session
+from peerlane.place import CPU
+from peerlane.settings import PoolSettings
+
+RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    dist.all_reduce(tensor := tensor.clone())\n    return tensor\n"
+HANGS = "import time\n\n\ndef solution(tensor):\n    time.sleep(1000)\n"
+LIMIT_S = 100.0
+
+
+class Opened:
+    """A session of which nothing but its lanes is used."""
+
+    place, world_size, pool_settings = CPU, 2, PoolSettings(builds=0)
+
+    def __init__(self) -> None:
+        self.fork_server = SimpleNamespace(sharers=1)
+        self.left = False
+
+    def __exit__(self, *_: object) -> None:
+        self.left = True
+
+    def let_others_go_first(self) -> None: ...
+
+
+def lanes_of(usual: int, most: int) -> tuple[Lanes, list[Opened]]:
+    opened = [Opened()]
+
+    def beside() -> Session:
+        opened.append(Opened())
+        return cast(Session, opened[-1])
+
+    return Lanes(cast(Session, opened[0]), beside, usual, most), opened
+
+
+def test_as_many_lanes_as_usual_and_each_is_used_again() -> None:
+    made, opened = lanes_of(2, 8)
+    first, second = made.take(), made.take()
+    assert first is not None and second is not None and made.take() is None
+    made.give(first)
+    assert made.take() is first and len(opened) == 2
+    made.close()
+    assert all(item.left for item in opened)
+
+
+def test_an_evaluation_that_takes_long_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_PATIENCE_S", 0.05)
+    made, _ = lanes_of(1, 2)
+    assert made.take() is not None and made.take() is None
+    before = made.capacity
+    time.sleep(0.06)
+    assert made.capacity == before + 1 and made.take() is not None
+    time.sleep(0.06)
+    assert made.take() is None, "two are the most"
+
+
+def test_patience_grows_with_what_evaluations_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_LEAST_S", 0.0)
+    made, _ = lanes_of(1, 4)
+    for _ in range(3):
+        lane = made.take()
+        assert lane is not None
+        lane.begun -= 10.0
+        made.give(lane)
+    slow = made.take()
+    assert slow is not None
+    slow.begun -= 20.0
+    assert made.take() is None, "the others took 10 s"
+    slow.begun -= 20.0
+    assert made.take() is not None
+
+
+def test_where_something_is_timed_there_is_one_lane() -> None:
+    made, _ = lanes_of(1, 1)
+    lane = made.take()
+    assert lane is not None
+    lane.begun -= 1000.0
+    assert made.take() is None
+
+
+def test_a_hang_holds_up_nobody_in_a_run() -> None:
+    sources = [HANGS, *(f"{RIGHT}# {number}" for number in range(3)), HANGS + "#", *(f"{RIGHT}#_{number}" for number in range(3))]
+    candidates = [candidate_text(source, 1, f"{number}") for number, source in enumerate(sources)]
+    plan = pl.EvaluationPlan(candidates, problems="1", presets=("small",), modes=(), cases="timed", world_sizes=(2,), timeout=LIMIT_S)
+    with pl.Evaluator(plan=plan) as evaluator, closing(evaluator.judge(make_jobs(plan))) as judged:
+        found = [next(judged) for _ in range(6)]
+    assert all(result.correct for _, result in found), "all but those that hang have ended before these"
+    assert {job.candidate.name for job, _ in found} == {"1", "2", "3", "5", "6", "7"}
+
+
+def test_a_hang_holds_up_nobody_who_asks_later() -> None:
+    async def ask(evaluator: pl.Evaluator) -> list[pl.Result]:
+        hang = asyncio.create_task(evaluator.evaluate_async(1, HANGS, timeout=LIMIT_S))
+        await asyncio.sleep(0.2)
+        try:
+            return await asyncio.gather(*(evaluator.evaluate_async(1, f"{RIGHT}# {number}") for number in range(4)))
+        finally:
+            assert not hang.done()
+            hang.cancel()
+
+    with pl.Evaluator(2, "cpu", presets=("small",), modes=(), cases="timed") as evaluator:
+        assert all(result.correct for result in asyncio.run(ask(evaluator)))

@@ -1,0 +1,41 @@
+"""Kernels beside their references: one row a problem, nothing that is the same in every row, and a reason for every empty cell."""
+
+from __future__ import annotations
+
+from peerlane.report.comparison import NONE, comparison_report, comparison_table, summary
+from peerlane.results.result import CandidateInfo, ProblemInfo
+from peerlane.results.speed_record import NotMeasured
+from peerlane.results.verdict import NotRun
+from sample_results import measured, result
+
+SECOND = ProblemInfo(id=2, slug="allgather", variant="default")
+WHY = NotMeasured(mode="graph", why="the reference cannot be captured: the host must know")
+
+
+def test_both_modes_stand_in_one_row() -> None:
+    table = comparison_table([result(), result(problem=SECOND, speed=(measured("eager", 90.0, 30.0), WHY))])
+    assert table.columns[0] == "problem" and "preset" not in table.columns and "kernel" not in table.columns
+    assert table.rows == [
+        ("1 allreduce", "7", "30.0", "29.8", "1.01 (noise)", "40.0", "20.0", "2.00"),
+        ("2 allgather", "7", NONE, NONE, NONE, "90.0", "30.0", "3.00"),
+    ]
+
+
+def test_presets_and_kernels_are_named_where_they_differ() -> None:
+    sizes = [result(preset=f"sweep_{size}") for size in (16384, 1024)]
+    assert [row[1] for row in comparison_table(sizes).rows] == ["1024", "16384"]
+    other = CandidateInfo(name="1_other_cuda", path="1_other_cuda.py", sha256="1" * 64, backend="cuda")
+    assert [row[1] for row in comparison_table([result(), result(candidate=other)]).rows] == ["1_allreduce_cuda", "1_other_cuda"]
+
+
+def test_empty_cells_have_their_reasons() -> None:
+    found = [result(speed=(measured("eager", 40.0, 20.0), WHY)), result(problem=SECOND, verdict=NotRun(missing="no GPU."), speed=())]
+    text = comparison_report(found)
+    assert "* The reference cannot be captured in a graph: 1." in text
+    assert "* 2 allgather: not_run: no GPU." in text
+
+
+def test_the_summary_says_what_its_mean_is_of() -> None:
+    lines = summary([result(), result(problem=SECOND, speed=(measured("eager", 80.0, 10.0), WHY))])
+    assert lines[0] == "* 2 problems correct."
+    assert "* eager: 2 problems timed, 2 faster; geometric mean of those timed 4.00." in lines
