@@ -23,6 +23,9 @@ def same_call(name: str, group: str, *tensors: torch.Tensor) -> None:
         return
     call = f"{name}({', '.join(f'{tuple(tensor.shape)} {tensor.dtype}' for tensor in tensors)})".replace("torch.", "")
     kit = kit_group(tensors[0], group)
+    if kit is not None and kit.check_call is not None:
+        kit.check_call(call)  # which also tells groups whose calls come in another order, and does not wait for them
+        return
     if kit is None:
         calls: list[list[str]] = [[]] * world_size(group)
         dist.all_gather_object(calls, [call, _place()], group=process_group(group))
