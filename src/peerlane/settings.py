@@ -277,9 +277,7 @@ class TimingRules:
     swaps: int = 2
     """slot swaps per block: each catches a candidate that works ahead"""
     min_rounds: int = 9
-    """of a race that ends within its budget"""
-    fewest_rounds: int = 5
-    """of a race: fewer have no meaningful interval. So few do where a round takes a fifth of the budget, and its noise is small"""
+    """of a race that ends within its budget: fewer have no meaningful interval"""
     baseline_s: float = 1.0
     """of the reference against itself, per mode: longer hardly narrows the group offset"""
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.04, "graph": 0.015})

@@ -16,7 +16,7 @@ from peerlane.evaluate.processes import fork_client
 from peerlane.evaluate.processes.session import Session
 from peerlane.settings import Deadlines, TimingRules
 
-RULES = TimingRules(budget_s=0.3, min_rounds=3, fewest_rounds=3, baseline_s=0.1)
+RULES = TimingRules(budget_s=0.3, min_rounds=3, baseline_s=0.1)
 NODE = Node("run", "cuda", 2, {"gpus": [{"name": "none"}]}, None, (), 8e9)
 
 

@@ -178,7 +178,7 @@ def mixed_calls(sizes: list[int]) -> None:
         ops.all_gather_gemm(part[:tokens], wide)
 
 
-def test_sizes_behind_the_largest_take_no_memory_and_exchange_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_behind_the_largest_take_no_memory_and_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     counter, draw = Counter(monkeypatch), random.Random(3)
     first = [2 * draw.randrange(MOST // 2 + 1) for _ in range(20)]
     rest = [0, 2, *(2 * draw.randrange(MOST // 2 + 1) for _ in range(300))]

@@ -419,7 +419,7 @@ class Evaluator:
 
     @property
     def capacity(self) -> int:
-        """How many evaluations it pays to ask for at a time: those that are judged, and those that are compiled meanwhile."""
+        """Returns how many evaluations to ask for at a time: those that are judged, and those that are compiled meanwhile."""
         lanes = self._lanes
         return 1 if lanes is None else lanes.capacity
 

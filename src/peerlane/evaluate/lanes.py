@@ -1,4 +1,4 @@
-"""Where candidates are judged: on GPUs one at a time, elsewhere as many side by side as cores allow, each in a session of its own.
+"""The lanes in which candidates are judged: on GPUs one at a time, elsewhere as many at once as cores allow, each in its own session.
 
 An evaluation that takes long gives its place to another one, so that a hang holds up nobody. It goes on beside the others.
 """
@@ -75,7 +75,7 @@ class Lanes:
 
     @property
     def capacity(self) -> int:
-        """How many evaluations it pays to have at hand: those that are judged, and those that are compiled meanwhile."""
+        """Returns how many evaluations to have at hand: those that are judged, and those that are compiled meanwhile."""
         with self.changed:
             slow = len(self._busy) - self._at_work() if self.most > 1 else 0
             return min(self.most, self.usual + slow) + max(1, self.builds.at_a_time)

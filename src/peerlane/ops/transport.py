@@ -1,4 +1,4 @@
-"""What carries an operator's data: the kit, torch.distributed, or for a single rank nothing at all."""
+"""The carriers of an operator's data: the kit, torch.distributed, or for a single rank nothing at all."""
 
 from __future__ import annotations
 

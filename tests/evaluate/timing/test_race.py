@@ -197,7 +197,7 @@ def test_a_race_ends_when_it_knows_enough_with_its_budget_or_when_that_cannot_do
 
 def test_calls_that_take_long_are_few_and_their_race_keeps_to_its_budget(clock: list[World]) -> None:
     speed = measure(clock, reference_us=500_000.0, candidate_us=250_000.0)
-    assert speed.calls_per_block == 2 and speed.rounds == TimingRules().fewest_rounds
+    assert speed.calls_per_block == 2 and speed.rounds == race_module._FEWEST_ROUNDS
     assert speed.speedup.median == pytest.approx(2.0, rel=0.04)
     assert clock[-1].now_s < 30, "probe, baseline and race"
 

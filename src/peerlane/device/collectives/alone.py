@@ -10,7 +10,7 @@ from peerlane.device.collectives.reductions import SUM, Reduction
 
 
 class Alone:
-    """What ``Communicator`` does, for a single rank. ``Communicator`` says what each method does."""
+    """The collectives of a group of one rank, with the methods of ``Communicator``, which says what each method does."""
 
     def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor | None = None, reduction: Reduction = SUM) -> None:
         output = tensor if output is None else output

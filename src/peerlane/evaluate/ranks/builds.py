@@ -29,7 +29,7 @@ _LOOK_S = 0.1
 
 
 def builds_at_a_time(session: Session) -> int:
-    """How many candidates compile at a time: what the settings say, else as many as cores and memory allow."""
+    """Returns how many candidates compile at a time: what the settings say, else as many as cores and memory allow."""
     if session.pool_settings.builds is not None:
         return session.pool_settings.builds
     cores = cores_beside(session.world_size) if session.place.has_gpus else os.sched_getaffinity(0)
@@ -78,7 +78,7 @@ class Builds:
 
     @property
     def ahead(self) -> bool:
-        """Whether anything is compiled before its turn."""
+        """Tells whether anything is compiled before its turn."""
         return self.at_a_time > 0
 
     def order(self, candidates: Iterable[CandidateFile]) -> None:

@@ -190,7 +190,7 @@ Build: TypeAlias = Callable[[Asked], Any]
 
 
 def _versions() -> Any:
-    """What torch's loader knows of the names that this process has used."""
+    """Torch's own record of the names that this process has used."""
     return cpp_extension.JIT_EXTENSION_VERSIONER
 
 
@@ -223,7 +223,7 @@ def _text(source: str) -> str:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How the builder's build went, in files beside it. ``digest`` stands for all that it was made of."""
+    """The outcome of the builder's build, in files beside it. ``digest`` stands for all that it was made of."""
 
     folder: Path
     name: str

@@ -60,7 +60,7 @@ def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") ->
 
 
 def refused_source(error: BaseException) -> bool:
-    """Whether a compiler of device code, which needs no GPU, has refused the source: the kit's, or NVRTC through ``cuda.core``."""
+    """Tells whether a compiler of device code, which needs no GPU, has refused the source: the kit's, or NVRTC through ``cuda.core``."""
     return isinstance(error, CompileError) or "NVRTC_ERROR_COMPILATION" in str(error)
 
 

@@ -19,6 +19,7 @@ _ROUNDS_PER_LOOK = 3
 _ROUNDS_PER_CAPTURE = 5  # graphs are captured anew: how fast a graph is depends on its place in memory
 _WARM_ROUNDS = 3  # clocks, caches and connections become steady
 _WARM_S = 0.5  # is enough for that in fewer, longer rounds
+_FEWEST_ROUNDS = 5  # where they use up the budget: a round is long then, and its noise small
 _PROBES, _PROBE_S = 3, 0.2  # blocks of a probe, and the time behind which one is enough
 _COMPARED_OTHERS = 1  # outputs per block besides those of swapped calls and the last: any call may be compared
 _JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer than the calls
@@ -88,7 +89,7 @@ class Race(Rounds):
     def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
         count = len(self.others)
         if passed_s >= budget_s:
-            return count >= self.rules.fewest_rounds
+            return count >= min(_FEWEST_ROUNDS, self.rules.min_rounds)
         if count < self.rules.min_rounds or count % _ROUNDS_PER_LOOK:
             return False
         target = self.rules.offset_half_width if self.side == "reference" else self.rules.target_half_width[self.mode]
