@@ -184,7 +184,7 @@ def canary() -> Iterator[subprocess.Popen[bytes]]:
 
 def small_limits() -> None:
     """Has the candidates of this process stopped before the machine notices their bombs."""
-    Limits.of_machine = classmethod(lambda cls, scratch: LIMITS)  # type: ignore[method-assign]
+    Limits.of_machine = classmethod(lambda cls, scratch, sharers: LIMITS)  # type: ignore[method-assign]
 
 
 def soak(options: argparse.Namespace, temp: Path, bombs: list[Path]) -> dict[str, object]:

@@ -68,7 +68,10 @@ def test_ranks_that_share_a_device_share_its_sms() -> None:
 
 
 def test_the_ranks_of_a_destroyed_process_group_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "ProcessGroupRanks", lambda group: threading.Event())  # the real one needs a GPU
+    class Ranks:  # the real ones need a GPU
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(ipc, "ProcessGroupRanks", lambda group: Ranks())
     group, other = dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1)
     assert ipc.process_group(group) is ipc.process_group(group) is not ipc.process_group(other)
     ranks, other_ranks = weakref.ref(ipc.process_group(group)), weakref.ref(ipc.process_group(other))

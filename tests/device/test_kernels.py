@@ -68,8 +68,8 @@ def test_a_kernel_fits_its_budget_and_obeys_the_rules(kernel: str, world_size: i
 
 def test_a_dtype_without_a_sum_is_refused() -> None:
     assert len(ELEMENT_TYPES) == 6
-    with pytest.raises(UsageError, match=r"a sum of torch\.int64: expected one of torch\.bfloat16"):
-        compile_kernel("all_reduce_relay", 2, torch.int64, "sm_90a")
+    with pytest.raises(UsageError, match=r"a reduction of torch\.float64; the kit reduces bfloat16"):
+        compile_kernel("all_reduce_relay", 2, torch.float64, "sm_90a")
 
 
 @pytest.mark.parametrize("defines", [{"PEERLANE_FUZZ": 1}, {"PEERLANE_TIMELINE": 1}], ids=lambda defines: next(iter(defines)))

@@ -147,9 +147,9 @@ def switchboard() -> Iterator[Switchboard]:
     board = Switchboard()
     begin, spawn = RankGroup.begin, ForkServer.spawn
 
-    def seen_begin(group: RankGroup, requests: Any, phase: str, deadline_s: float) -> None:
+    def seen_begin(group: RankGroup, requests: Any, phase: str, deadline_s: float, *, calls: bool = True) -> None:
         with board.sending(group, (requests if isinstance(requests, Request) else requests[0]).op):
-            begin(group, requests, phase, deadline_s)
+            begin(group, requests, phase, deadline_s, calls=calls)
 
     def seen_spawn(fork_server: ForkServer, *arguments: Any) -> RankGroup:
         before = children(fork_server.pid)

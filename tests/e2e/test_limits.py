@@ -19,7 +19,7 @@ QUICK = ("recursion", "disk", "memory file", "small processes")
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Limits, "of_machine", classmethod(lambda cls, scratch: LIMITS))
+    monkeypatch.setattr(Limits, "of_machine", classmethod(lambda cls, scratch, sharers: LIMITS))
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in BOMBS])

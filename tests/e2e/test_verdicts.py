@@ -96,9 +96,9 @@ ON_CPU = {
         *(("build_error", "x.cu(1): error") if find_nvcc() and torch.version.cuda is None else ("not_run", "its import here ended in")),
     ),
     "1_calls_cuda": (
-        "import torch\ndef solution(x, **_): torch.empty(1, device='cuda')\n",
-        "not_run",
-        "needs a GPU: AssertionError",
+        "import torch\ndef solution(x, **_): torch.empty(1, device='cuda')\n",  # no CUDA code of its own, whatever its name says
+        "runtime_error",
+        "Torch not compiled with CUDA" if torch.version.cuda is None else "CUDA",
     ),
     "1_plain_cuda": ((EXAMPLES / "pytorch" / "1_allreduce_pytorch.py").read_text(), "correct", "right"),
 }
