@@ -42,9 +42,9 @@ def test_what_thunderkittens_needs(
 @pytest.mark.parametrize(
     ("number", "name", "source", "wrong_ranks", "to_blame"),
     [
-        (19, "a_triton", "y = x.to(tl.float8e4nv)", (0, 1), "Triton's interpreter"),
+        (19, "a_triton", "import triton.language as tl\ny = x.to(tl.float8e4nv)", (0, 1), "Triton's interpreter"),
         (19, "a_pytorch", "y = x.to(torch.float8_e4m3fn)", (0, 1), None),
-        (19, "a_triton", "y = x + 1", (0, 1), None),
+        (19, "a_triton", "import triton.language as tl\ny = x + 1", (0, 1), None),
         (4, "a_pytorch", "dist.reduce(x, dst=0)", (1,), "gloo"),
         (4, "a_pytorch", "dist.reduce(x, dst=0)", (0, 1), None),
         (4, "a_pytorch", "dist.all_reduce(x)", (1,), None),

@@ -102,6 +102,7 @@ def joins(rank: int, world: int, hosts: bool) -> list[str]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("peerlane.ops")
     log.addHandler(handler)
+    log.setLevel(logging.INFO)
     group, before = dist.new_group(list(range(world))), groups.host_name
     assert group is not None
     if hosts:
@@ -111,6 +112,7 @@ def joins(rank: int, world: int, hosts: bool) -> list[str]:
     finally:
         groups.host_name = before
         log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
     return [line.replace(group.group_name, "NAME") for line in lines]
 
 

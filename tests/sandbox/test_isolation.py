@@ -34,9 +34,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, **lacking: str) -> None:
 
 def test_every_measure_is_tried_and_none_breaks_the_probe() -> None:
     """Whatever this machine is: a container, another user, an old kernel."""
-    reasons = isolation.choose(None, "cpu").missing
-    assert set(reasons) <= set(probe(())) and all(reasons.values())
-    assert linux.set_dumpable(True), "the probes leave the process that asks alone"
+    before = linux.set_dumpable(True)
+    try:
+        reasons = isolation.choose(None, "cpu").missing
+        assert set(reasons) <= set(probe(())) and all(reasons.values())
+        assert linux.set_dumpable(True), "the probes leave the process that asks alone"
+    finally:
+        linux.set_dumpable(before)
 
 
 def test_the_best_of_two_tiers_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ PURPOSES = {
     "peerlane.generate": "candidates from models",
     "peerlane.scaffolds": "files of peerlane new",
     "peerlane.report": "tables, plots, pictures, documentation",
-    "peerlane.selftest": "runs the adversarial corpus",
+    "peerlane.selftest": "runs the corpus",
     "peerlane.evaluate": "verdict and speed of a candidate",
     "peerlane.results": "records, store",
     "peerlane.sandbox": "isolation",
