@@ -44,8 +44,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def strangers():
     """The supervisor, the fork server, and the ranks and leaders of other groups: told, for it may not see them."""
-    with open(AIMS["processes"]) as file:
-        parents = {{int(pid): parent for pid, parent in json.load(file).items()}}
+    told = ""
+    while not told.endswith("}}"):  # it is being written, for the candidate beside this one
+        with open(AIMS["processes"]) as file:
+            told = file.read()
+    parents = {{int(pid): parent for pid, parent in json.loads(told).items()}}
     leader = os.getppid()
     fork_server = parents[leader]
     others = [pid for pid, parent in parents.items() if parent == fork_server and pid != leader]
