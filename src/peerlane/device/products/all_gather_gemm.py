@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Unpack
 
 import torch
@@ -21,7 +20,6 @@ from peerlane.device.host.declare import (
     Flags,
     Map,
     Pointer,
-    Reserved,
     structure,
 )
 from peerlane.device.host.group import Group, per_group
@@ -29,7 +27,7 @@ from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.capacity import capacity, with_room
-from peerlane.device.products.gathering import Plan, Workspace, arena_sizes, choose_pieces, most_pieces, plan
+from peerlane.device.products.gathering import Memory, Plan, Workspace, arena_sizes, choose_pieces, most_pieces, plan
 from peerlane.device.products.gemm import Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
 
@@ -62,14 +60,6 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 }
 """
 ALL_GATHER_GEMM = DeclaredKernel("all_gather_gemm", SOURCE, **FIELDS)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What is kept in the arena: room for shards of up to ``capacity`` rows, and flags of their pieces."""
-
-    reserved: Reserved
-    capacity: int
 
 
 def _memory(group: Group, m: int, local_k: int, communicator_blocks: Sequence[int]) -> Memory:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from peerlane.device.host.declare import Reserved
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
@@ -61,6 +62,14 @@ def most_pieces(m: int, local_k: int, world_size: int, communicator_blocks: int 
     """How many pieces shards of up to ``m`` rows have at most. Smaller ones may have more than that of ``m``: rows of a piece are halved
     while there are fewer pieces than senders, which gives less than two for each."""
     return max(choose_pieces(m, local_k, world_size, communicator_blocks).count, 2 * (communicator_blocks or gemm.TYPICAL_SM_COUNT))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is kept in the arena: room for shards of up to ``capacity`` rows, and flags of their pieces."""
+
+    reserved: Reserved
+    capacity: int
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ from peerlane.device.host.declare import (
     Flags,
     Map,
     Pointer,
-    Reserved,
     array,
     structure,
 )
@@ -43,7 +42,7 @@ from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.capacity import with_room
-from peerlane.device.products.gathering import Plan, Workspace, arena_sizes, choose_pieces, most_pieces
+from peerlane.device.products.gathering import Memory, Plan, Workspace, arena_sizes, choose_pieces, most_pieces
 from peerlane.device.products.gemm import Epilogue, GroupedTiles, Major, Tiling
 from peerlane.errors import UsageError
 
@@ -76,14 +75,6 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 }
 """
 ROW_GATHER_GEMM = DeclaredKernel("row_gather_gemm", SOURCE, **FIELDS)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What is kept in the arena: room for shards of up to ``capacity`` rows, and flags of their pieces."""
-
-    reserved: Reserved
-    capacity: int
 
 
 def reserve(group: Group, m: int, k: int) -> Memory:
