@@ -26,7 +26,7 @@ def docs(
         raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
     from peerlane.cli import command_reference
-    from peerlane.report import architecture, evidence, figures, pages, sections
+    from peerlane.report import architecture, evidence, figures, navigation, pages, sections
     from peerlane.report.site import stage
 
     if site is not None:
@@ -47,10 +47,11 @@ def docs(
                 *sections.write(root),
                 *command_reference.write(root, command),
                 *figures.write(root, pictures),
+                *navigation.write(root, problems.suite()),
             ]
         for change in changes:
             print(f"written: {change}")
-        print(f"{len(generated)} pages in {folder}")
+        print(f"{len(generated)} files in {folder}")
         return
     changes = pages.stale(folder, generated)
     if documents:
@@ -59,10 +60,11 @@ def docs(
             *sections.stale(root),
             *command_reference.stale(root, command),
             *figures.stale(root, pictures),
+            *navigation.stale(root, problems.suite()),
         ]
     for change in changes:
         print(change)
     if changes:
         print("run `peerlane docs --write`")
         raise typer.Exit(ExitCode.CHECK_FAILED)
-    print(f"{len(generated)} pages in {folder} match the code")
+    print(f"{len(generated)} files in {folder} match the code")

@@ -25,6 +25,13 @@ def scaffold_name(problem: Problem, backend: str) -> str:
     return f"{problem.id}_{problem.slug}_{_ENDING.get(backend, backend)}.py"
 
 
+def scaffold_backend(problem: Problem) -> str:
+    """Returns the first backend that can be written for a problem: ``kit``, or ``pytorch`` where two ranks of the reference talk alone."""
+    from peerlane.problems.reference_source import reference_source
+
+    return "pytorch" if _ONE_SIDED.search(reference_source(problem)) else "kit"
+
+
 def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
     """Returns the source of a candidate with the problem's signature, which is right as it comes.
 
