@@ -59,7 +59,7 @@ SAMPLE = dataclasses.replace(
 )
 
 SOLUTION = SolutionTime(
-    machine="node: 2x H100",
+    machine="2x H100",
     preset="pkb",
     world_size=2,
     mode="graph",
@@ -180,7 +180,7 @@ def test_a_page_of_the_documentation_leads_with_the_reference_and_folds_cases() 
         "](p900.svg)",
         "peerlane new 900\n",
         "](../../src/p900.py)",
-        "| node: 2x H100 |",
+        "| 2x H100 |",
         "## Cost",
         "<summary>The reference's speed",
     )
@@ -197,9 +197,9 @@ def test_a_long_reference_is_folded_below_its_signature() -> None:
 
 
 def test_uncertain_speedups_and_virtual_nodes_are_marked() -> None:
-    virtual = SOLUTION.model_copy(update={"machine": "virtual node: 1x H200", "virtual": True, "certain": False, "utilisation": None})
+    virtual = SOLUTION.model_copy(update={"machine": "1x H200, virtual node", "virtual": True, "certain": False, "utilisation": None})
     text = page(problem_detail(SAMPLE, world_size=4), Measured(solutions=(virtual,)))
-    assert "| virtual node: 1x H200 | 2 | `pkb` | graph | 30.0 | 20.0 | 1.50 (noise) | – |" in text
+    assert "| 1x H200, virtual node | 2 | `pkb` | graph | 30.0 | 20.0 | 1.50 (noise) | – |" in text
     assert "say nothing about links or NCCL" in text and "On nodes the reference" not in text
     assert "On nodes the reference" in page(problem_detail(SAMPLE, world_size=4), Measured(solutions=(SOLUTION,)))
 

@@ -53,7 +53,7 @@ class SolutionTime(Record):
     """The solution that comes with peerlane beside the reference, in one preset, world size and launch mode on one machine."""
 
     machine: str
-    """class of machine and GPUs: ``node: 2x H100``"""
+    """GPUs and class: ``2x H100``, ``1x H200, virtual node``"""
     virtual: bool = False
     """ranks share a GPU"""
     preset: str
@@ -178,7 +178,7 @@ def _solution_times(result: Result) -> Iterator[SolutionTime]:
             continue
         bound = None if node.place.shares_gpus else next((item for item in speed.utilisation if item.ceilings == "datasheet"), None)
         yield SolutionTime(
-            machine=f"{'virtual node' if node.place.shares_gpus else 'node'}: {node.gpus}x {gpu}",
+            machine=f"{node.gpus}x {gpu}{', virtual node' if node.place.shares_gpus else ''}",
             virtual=node.place.shares_gpus,
             preset=result.preset,
             world_size=result.world_size,

@@ -11,7 +11,7 @@ from peerlane.problems.contract.judge import STANDARD_WRONG_ANSWERS
 from peerlane.report.catalogue import Entry
 from peerlane.report.evidence import NOTHING, Measured
 from peerlane.report.problem_speeds import reference_section, solution_times
-from peerlane.report.quantities import quantity
+from peerlane.report.quantities import quantity, shown_us
 from peerlane.report.tables import TextTable
 
 _NUMBER_OF_RANKS = re.compile(r"/w\d+$")
@@ -60,7 +60,11 @@ def page(detail: Entry, measured: Measured = NOTHING, illustration: Illustration
         f"```python\n{detail['signature']}\n```\n" if illustration is None else _opening(detail, illustration),
         *([] if illustration is None else [_start(detail, illustration)]),
         "## Our solution\n",
-        *([] if illustration is None or not illustration.solution else [f"[Source]({illustration.solution}) of the solution.\n"]),
+        *(
+            []
+            if illustration is None or not illustration.solution
+            else [f"[Read its source]({illustration.solution}). It uses the [device kit](../device/README.md).\n"]
+        ),
         solution_times(measured),
         _cost(detail),
         "## Facts\n",
@@ -236,7 +240,7 @@ def _cost(detail: Entry) -> str:
             _bytes(cost["hbm_bytes"]),
             _bytes(cost["egress_bytes"]),
             _bytes(cost["ingress_bytes"]),
-            f"{bound['bound_us']:.3g}",
+            shown_us(bound["bound_us"]),
             bound["bound_by"] if bound["bound_us"] else "-",
         )
     return (

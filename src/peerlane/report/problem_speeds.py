@@ -19,8 +19,8 @@ def solution_times(measured: Measured) -> str:
     """Returns a table of the solution beside the reference, one row for each machine, preset and launch mode."""
     if not measured.solutions:
         return "It has not been timed yet.\n"
-    columns = ("machine", "ranks", "preset", "mode", "reference us", "solution us", "speedup", "share of bound")
-    table = TextTable(columns, right={"ranks", "reference us", "solution us", "speedup", "share of bound"})
+    columns = ("node", "ranks", "preset", "mode", "reference us", "solution us", "speedup", "of bound")
+    table = TextTable(columns, right={"ranks", "reference us", "solution us", "speedup", "of bound"})
     for item in measured.solutions:
         sure = "" if item.certain else " (noise)"
         share = "–" if item.utilisation is None else f"{item.utilisation:.0%}" if item.utilisation >= 0.1 else f"{item.utilisation:.1%}"
@@ -35,7 +35,11 @@ def _median(value_us: float) -> str:
 
 
 def _what_it_says(measured: Measured) -> str:
-    sentences = ["Times are medians per call, and each row is the newest correct run.", "Runs differ, so do not compare rows."]
+    sentences = [
+        "Times are medians per call, and each row is the newest correct run.",
+        "Runs differ, so do not compare rows.",
+        "*Of bound* is the bound over our time.",
+    ]
     if any(item.virtual for item in measured.solutions):
         sentences.append(
             "On a [virtual node](../one-gpu.md) all ranks share one GPU and the reference runs on the kit's own collectives: those rows "

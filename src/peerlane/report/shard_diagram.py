@@ -14,7 +14,7 @@ from peerlane.report.quantities import quantity
 
 MOST_ROWS, MOST_STEPS = 6, 12
 _WIDTH, _MARGIN, _GAP = 560, 8, 12
-_LINE, _BOX, _ANSWER, _BAND = 19, 20, 48, 104
+_LINE, _BOX, _ANSWER, _BAND = 21, 20, 48, 108
 _CHARACTER = 7.6  # width of one at 14 px, on average
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c6bb1")
@@ -62,7 +62,7 @@ class _Canvas:
     def line(self, text: str, kind: str = "") -> None:
         """Writes a line of text below what is drawn, cut to the width of the picture."""
         most = int((_WIDTH - 2 * _MARGIN) / _CHARACTER)
-        self.text(_MARGIN, self.y + 14, text if len(text) <= most else f"{text[: most - 1]}…", kind)
+        self.text(_MARGIN, self.y + 15, text if len(text) <= most else f"{text[: most - 1]}…", kind)
         self.y += _LINE
 
     def rectangle(self, x: float, y: float, width: float, height: float, paint: str, rounded: float = 0.0) -> None:
