@@ -26,7 +26,7 @@ def docs(
         raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
     from peerlane.cli import command_reference
-    from peerlane.report import architecture, evidence, figures, navigation, pages, sections
+    from peerlane.report import architecture, evidence, figures, navigation, pages, sections, tutorial_figures
     from peerlane.report.site import stage
 
     if site is not None:
@@ -38,7 +38,12 @@ def docs(
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
-    pictures = {**figures.figures(problems.suite(), measured, root), **architecture.pictures(root)} if documents else {}
+    own = (
+        (figures.figures(problems.suite(), measured, root), architecture.pictures(root), tutorial_figures.pictures(root))
+        if documents
+        else ()
+    )
+    pictures = {path: picture for group in own for path, picture in group.items()}
     if write:
         changes = pages.write(folder, generated)
         if documents:
