@@ -16,7 +16,13 @@ ALL = frozenset(range(4))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def drawn(dependence: Dependence, steps: tuple[Step, ...] = (), costs: list[Cost] | None = None) -> ET.Element:
+def dependence(number: int) -> Dependence:
+    problem = problems.get(number)
+    case = problem.cases("pkb", 4)[0]
+    return find_dependence(problem, 4, [problem.cost(case, rank) for rank in range(4)])
+
+
+def drawn(dependence: Dependence, steps: tuple[Step, ...] = (), costs: tuple[Cost, ...] = ()) -> ET.Element:
     return ET.fromstring(shard_diagram(dependence, {"x": "bfloat16[8]"}, costs, steps, "A <title>", "pkb"))
 
 
@@ -34,27 +40,28 @@ def texts(picture: ET.Element) -> list[str]:
         (60, [ALL] * 4),
         (64, [ALL] * 4),
         (70, [ALL] * 4),
+        (74, [{0, 1}, {0, 1}, ALL, ALL]),
         (87, [{0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3}]),
     ],
-    ids=("all_reduce", "broadcast", "reduce", "causal", "complex", "graph", "integers", "halo"),
+    ids=("all_reduce", "broadcast", "reduce", "causal", "complex", "graph", "integers", "as_costs_say", "halo"),
 )
 def test_needs_are_those_of_the_operation(number: int, needs: list[set[int]]) -> None:
-    assert list(find_dependence(problems.get(number), 4).needs) == needs
+    assert list(dependence(number).needs) == needs
 
 
 def test_a_gathered_answer_has_a_stripe_of_every_rank() -> None:
-    found = find_dependence(problems.get(2), 4)
+    found = dependence(2)
     assert found.answers[0].maps == (tuple((frozenset({rank}),) for rank in range(4)),) * 4
     assert found.held == (Held("tensor", replicated=False),)
 
 
 def test_arguments_that_all_ranks_share_are_found() -> None:
-    assert [item.replicated for item in find_dependence(problems.get(71), 4).held] == [False, True]
+    assert [item.replicated for item in dependence(71).held] == [False, True]
 
 
 def test_messages_are_drawn_from_source_to_target() -> None:
     some = Dependence("a", 2, (Held("x", False),), (Answer("y", (((frozenset({1}),),), None)),), (frozenset({1}), frozenset()))
-    picture = drawn(some, costs=[Cost(0, 0, 2e6), Cost(0, 2e6, 0)])
+    picture = drawn(some, costs=(Cost(0, 0, 2e6), Cost(0, 2e6, 0)))
     (message,) = (item for item in picture.iter(f"{SVG}path") if item.get("class") == "message")
     assert message.get("stroke") == COLOURS[1]
     assert {"x: bfloat16[8]", "2 MB out", "2 MB in", "0 B in", "empty", "y"} <= set(texts(picture))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.problems import Case, Draw, Problem
+from peerlane.problems import Case, Cost, Draw, Problem
 from peerlane.problems.contract.judge import expected_leaves, same_bits
 from peerlane.problems.contract.tree import leaves, map_leaves
 
@@ -61,18 +61,29 @@ class Dependence:
     answers: tuple[Answer, ...]
     needs: tuple[frozenset[int], ...]
 
+    @property
+    def sending(self) -> set[int]:
+        """The ranks whose data others need."""
+        return {source for rank, needs in enumerate(self.needs) for source in needs - {rank}}
 
-def find_dependence(problem: Problem, ranks: int) -> Dependence:
-    """Returns the dependence in the first case of `small` in which every rank needs data and every rank's data is needed; in the first
-    case of all, if there is no such one."""
-    cases = [case for case in problem.cases("small", ranks) if case.variant == "default"]
+    @property
+    def receiving(self) -> set[int]:
+        """The ranks that need data of others."""
+        return {rank for rank, needs in enumerate(self.needs) if needs - {rank}}
+
+
+def find_dependence(problem: Problem, ranks: int, costs: Sequence[Cost]) -> Dependence:
+    """Returns the dependence in the first case of `small` in which those ranks send and receive that ``costs``, by rank, say so of (all
+    ranks, if no rank does there); in the first case of all, if there is no such one."""
+    sending = {rank for rank, cost in enumerate(costs) if cost.egress_bytes} or set(range(ranks))
+    receiving = {rank for rank, cost in enumerate(costs) if cost.ingress_bytes} or set(range(ranks))
     first: Dependence | None = None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the cases are tiny: threads cost many times what they save
     try:
-        for case in cases:
+        for case in problem.cases("small", ranks):
             found = _in_case(problem, case)
-            if all(found.needs) and frozenset().union(*found.needs) == frozenset(range(ranks)):
+            if (found.sending, found.receiving) == (sending, receiving):
                 return found
             first = first or found
     finally:
@@ -194,8 +205,11 @@ def _condensed(mask: torch.Tensor) -> tuple[tuple[frozenset[int], ...], ...] | N
     last = varying[-1] if varying and (len(varying) > 1 or varying[-1] == mask.dim() - 1 > 0) else None
     first = varying[0] if varying and varying[0] != last else None
     rows = [mask] if first is None else _slices(mask, first, ROWS)
-    cells = [[row] if last is None else _slices(row, last, COLUMNS) for row in rows]
-    return tuple(tuple(_members(_union([cell])) for cell in row) for row in cells)
+    cells = [[_union([cell]) for cell in ([row] if last is None else _slices(row, last, COLUMNS))] for row in rows]
+    whole = _union([mask])
+    if 2 * sum(row.count(whole) for row in cells) >= sum(map(len, cells)):
+        return ((_members(whole),),)  # the rest is chance: a gradient that is zero, a sum that rounds to the same
+    return tuple(tuple(map(_members, row)) for row in cells)
 
 
 def _slices(mask: torch.Tensor, axis: int, most: int) -> list[torch.Tensor]:

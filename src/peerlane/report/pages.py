@@ -61,10 +61,11 @@ def picture(problem: Problem, detail: Entry, measured: Measured) -> str:
     ranks = detail["world_size"]
     timed = next((timed_case(preset) for preset in detail["presets"] if preset["name"] == _PICTURED), None)
     case = next((case for case in problem.cases(_PICTURED, ranks) if timed and case.label == timed["label"]), None)
+    costs = [] if case is None else [problem.cost(case, rank) for rank in range(ranks)]
     return shard_diagram(
-        find_dependence(problem, ranks),
+        find_dependence(problem, ranks, costs),
         shapes={} if timed is None else {item["name"]: item["value"] for item in timed["arguments"] or ()},
-        costs=None if case is None else [problem.cost(case, rank) for rank in range(ranks)],
+        costs=costs,
         steps=measured.steps if ranks == COUNTED_WORLD_SIZE else (),
         title=f"{problem.title}, on {ranks} ranks",
         preset=_PICTURED,

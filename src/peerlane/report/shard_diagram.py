@@ -81,11 +81,11 @@ class _Canvas:
 
 
 def shard_diagram(
-    dependence: Dependence, shapes: Mapping[str, str], costs: Sequence[Cost] | None, steps: Sequence[Step], title: str, preset: str
+    dependence: Dependence, shapes: Mapping[str, str], costs: Sequence[Cost], steps: Sequence[Step], title: str, preset: str
 ) -> str:
     """Returns the picture as SVG.
 
-    ``shapes``: by parameter, its shape at ``preset`` on rank 0, in words. ``costs``: of one call at ``preset`` by rank, if known.
+    ``shapes``: by parameter, its shape at ``preset`` on rank 0, in words. ``costs``: of one call at ``preset`` by rank; may be empty.
     ``steps``: what the reference does in one call at ``preset`` on rank 0; may be empty.
     """
     canvas = _Canvas(dependence.ranks)
@@ -132,13 +132,13 @@ def _before(canvas: _Canvas, dependence: Dependence, shapes: Mapping[str, str]) 
     canvas.y += 6
 
 
-def _messages(canvas: _Canvas, dependence: Dependence, costs: Sequence[Cost] | None, preset: str) -> None:
+def _messages(canvas: _Canvas, dependence: Dependence, costs: Sequence[Cost], preset: str) -> None:
     canvas.line("Messages that the answers need", "head")
     pairs = [(source, rank) for rank, needs in enumerate(dependence.needs) for source in sorted(needs) if source != rank]
     if not pairs:
         canvas.line("none in the case that was drawn", "soft")
         return
-    if costs is not None:
+    if costs:
         canvas.line(f"at least so many bytes leave and enter a rank in one call at {preset}", "soft")
         for rank, cost in enumerate(costs):
             canvas.text(canvas.middle(rank), canvas.y + 14, f"{quantity(cost.egress_bytes)}B out", "soft", "middle")
