@@ -219,7 +219,7 @@ def _slices(mask: torch.Tensor, axis: int, most: int) -> list[torch.Tensor]:
 def _union(masks: Sequence[torch.Tensor]) -> int:
     found = 0
     for mask in masks:
-        for value in mask.unique().tolist():
+        for value in set(mask.flatten().tolist()):
             found |= int(value)
     return found
 

@@ -140,7 +140,7 @@ def read_evidence(root: Path) -> Evidence:
     public = _public_times(root / PUBLIC)
     solutions: dict[int, list[SolutionTime]] = {}
     for result in newest(item for name in SOLUTIONS for item in _results(root / name)):
-        if result.correct and result.candidate.path.rpartition("/")[2].startswith(f"p{result.problem.id:03d}_"):
+        if result.correct and (result.candidate.path or "").rpartition("/")[2].startswith(f"p{result.problem.id:03d}_"):
             solutions.setdefault(result.problem.id, []).extend(_solution_times(result))
     return {
         number: Measured(
