@@ -60,6 +60,7 @@ class CaseId:
     preset: str
     label: str
     world_size: int
+    nodes: int
 
 
 @dataclass(frozen=True)

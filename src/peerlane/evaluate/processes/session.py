@@ -265,4 +265,4 @@ class Session:
 
 def case_id(case: Case) -> wire.CaseId:
     """The names by which ranks find a case."""
-    return wire.CaseId(case.problem, case.preset, case.label, case.world_size)
+    return wire.CaseId(case.problem, case.preset, case.label, case.world_size, case.nodes)

@@ -224,4 +224,4 @@ class Rank:
     @staticmethod
     def case_of(case: wire.CaseId) -> tuple[Problem, Case]:
         problem = problems.get(case.problem)
-        return problem, problem.case(case.preset, case.label, case.world_size)
+        return problem, problem.case(case.preset, case.label, case.world_size, case.nodes)
