@@ -381,7 +381,7 @@ class EvaluationPipeline:
                 auditor.look_at_code(runner)
             except GroupFailure:
                 self.group.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
-        must_move = any(self.job.problem.cost(runner.case, rank).ingress_bytes > 0 for rank in range(runner.case.world_size))
+        must_move = any(self.job.problem.cost(runner.case, rank).receives for rank in range(runner.case.world_size))
         if is_answer_file(self.job.candidate.path):
             auditor.library.clear()  # solutions that come with peerlane are made of it
         if self.job.track == "custom" and (objection := auditor.violation(must_move=must_move)) is not None:

@@ -221,8 +221,8 @@ class Cost:
         flops: operations by unit: ``bf16``, ``fp16``, ``fp8`` (tensor cores), ``fp32``, ``fp64`` (vector units).
         hbm_bytes: compulsory reads and writes of device memory.
         egress_bytes, ingress_bytes: bytes that must leave or enter the rank's NVLink port: to and from ranks of its own node.
-        network_egress_bytes, network_ingress_bytes: bytes that must leave or enter the rank's network adapter: to and from other nodes. Each
-            rank has an adapter of its own, so what a node must send is shared evenly by its ranks.
+        network_egress_bytes, network_ingress_bytes: bytes that must leave or enter the rank's network adapter: to and from other nodes.
+            Every rank has an adapter of its own, so the ranks of a node share evenly what the node must send and receive.
         typical: the amounts depend on a slot's layout or contents, and these are their mean: a single call may need less.
     """
 
