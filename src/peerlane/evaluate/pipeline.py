@@ -225,12 +225,12 @@ class EvaluationPipeline:
     def _cases(self) -> tuple[Case, ...]:
         """Those to judge, the timed one first; raises :class:`Rejected` if the preset has none."""
         job = self.job
-        cases = job.problem.cases(job.preset, job.world_size, job.variant)
+        cases = job.problem.cases(job.preset, job.world_size, job.variant, job.nodes)
         if not cases:
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
             missing = f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}"
             raise Rejected(NotRun(missing=missing))
-        more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
+        more = job.problem.cases("small", job.world_size, job.variant, job.nodes) if job.preset != "small" else ()
         return (*cases, *more) if job.cases == "all" else tuple(cases[:1])
 
     def _spawn(self) -> None:
