@@ -9,11 +9,13 @@ import typer
 from peerlane.cli.options import ProblemFolders
 from peerlane.cli.output import console, print_json
 from peerlane.errors import UsageError
+from peerlane.words import counted
 
 
 def list_problems(
     problems_folders: ProblemFolders = None,
     category: Annotated[str | None, typer.Option(help="Only problems whose category holds this text.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Only problems that run on so many nodes.")] = 1,
     parallelism: Annotated[str | None, typer.Option(help="Only problems with a tag of parallelism that holds this text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -24,14 +26,14 @@ def list_problems(
 
     suite = [
         problem
-        for problem in problems.all_problems()
+        for problem in problems.all_problems(nodes)
         if (category or "").lower() in problem.category.lower()
         and any((parallelism or "").lower() in tag.lower() for tag in problem.parallelism)
     ]
     if not suite:
-        known = sorted({problem.category for problem in problems.all_problems()})
-        tags = sorted({tag for problem in problems.all_problems() for tag in problem.parallelism})
-        raise UsageError(f"no problem fits; categories: {', '.join(known)}; parallelism: {', '.join(tags)}")
+        known = sorted({problem.category for problem in problems.all_problems(None)})
+        tags = sorted({tag for problem in problems.all_problems(None) for tag in problem.parallelism})
+        raise UsageError(f"no problem fits {nodes=}; categories: {', '.join(known)}; parallelism: {', '.join(tags)}")
     if as_json:
         print_json({"problems": [problem_entry(problem) for problem in suite]})
         return
@@ -49,3 +51,5 @@ def list_problems(
     out = console()
     out.print(table.rich())
     out.print("`peerlane show NUMBER` prints everything about one problem.")
+    if elsewhere := sorted({number for problem in problems.all_problems(None) for number in problem.nodes} - {nodes}):
+        out.print(f"`peerlane list --nodes {elsewhere[0]}` lists problems that run on {counted(elsewhere[0], 'node')}.")

@@ -18,6 +18,7 @@ from pathlib import Path
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
+from peerlane.evaluate.audit.network import count_network_bytes
 from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidate_group import CandidateGroup
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
@@ -35,7 +36,7 @@ from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
-from peerlane.results.result import NEEDS_MULTICAST, Audit, CaseEvidence, Result
+from peerlane.results.result import NEEDS_MULTICAST, Audit, CaseEvidence, NetworkBytes, Result
 from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
@@ -92,6 +93,7 @@ class EvaluationPipeline:
     """ranks did not answer in time, whoever is to blame"""
     speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
+    network: NetworkBytes | None = None
 
     def __post_init__(self, kept: RankGroup | None) -> None:
         self.group = CandidateGroup(self.session, self.limit, kept)
@@ -195,6 +197,9 @@ class EvaluationPipeline:
             self._stress(checked)
         self.shown_right = True
         self.case, runner = cases[0], checked[0]
+        if job.nodes > 1:
+            with self._in("audit"):
+                self.network = count_network_bytes(runner, self.session.cluster)
         timed = bool(job.modes) and not self.node.place.untimed
         if job.timelines is not None and not (timed and job.candidate.is_reference):
             # Before any timing: what hangs there then has a timeline of one call all the same.
@@ -436,6 +441,7 @@ class EvaluationPipeline:
             speed=tuple(self.speeds) if correct else (),
             audit=self._audit_record(),
             mechanisms=() if self.auditor is None else self.auditor.mechanisms(),
+            network=self.network,
             flags=tuple(sorted(self.flags)),
             stage_seconds=self.stage_seconds,
             log_tail=log,

@@ -64,6 +64,15 @@ class CaseId:
 
 
 @dataclass(frozen=True)
+class Connection:
+    """A TCP connection of a rank: the addresses of both ends, and the bytes that this end has received."""
+
+    local: Name
+    peer: Name
+    received: Count
+
+
+@dataclass(frozen=True)
 class CaseLayout:
     """A trusted rank's layout of a case: the handle of its arena, where arguments and outputs of all slots lie, and how many bytes
     each take. Outputs lie behind the inputs. ``groups``: the members of each process group that arguments name."""

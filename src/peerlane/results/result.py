@@ -99,6 +99,21 @@ class Mechanism(Record):
     evidence: str = Field(min_length=1)
 
 
+class NetworkBytes(Record):
+    """Bytes between nodes in one call of the timed case, of the rank with most, read from the kernel's counters of TCP connections."""
+
+    egress: int = Field(ge=0, description="sent to ranks of other nodes, with what libraries add")
+    ingress: int = Field(ge=0, description="received from ranks of other nodes")
+    least_egress: float = Field(ge=0, description="what the rank with most must send at least, by the problem's cost")
+    least_ingress: float = Field(ge=0)
+
+    @property
+    def over_least(self) -> float | None:
+        """The counted bytes over the least, of the direction where this is larger; None where nothing needs to be moved."""
+        pairs = ((self.egress, self.least_egress), (self.ingress, self.least_ingress))
+        return max((counted / least for counted, least in pairs if least), default=None)
+
+
 class Asked(NamedTuple):
     """The fields of a result that are known before it: what is asked, of which evaluator, and on what machine."""
 
@@ -159,6 +174,7 @@ class Result(Record):
     speed: tuple[Speed, ...] = ()
     audit: Audit | None = Field(default=None, description="None where no call was audited: the reference, failures before, older records")
     mechanisms: tuple[Mechanism, ...] = Field(default=(), description="how it moves data, by evidence; says nothing without an audit")
+    network: NetworkBytes | None = Field(default=None, description="between the nodes of a virtual cluster; None on one node")
     flags: tuple[str, ...] = Field(default=(), description="remarkable but legitimate, such as aliased_output")
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="wall time by phase, seconds")
     log_tail: str = Field(default="", description="the end of what the candidate's ranks printed, after a failure")

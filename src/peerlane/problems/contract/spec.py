@@ -453,14 +453,14 @@ class Problem:
         Raises :class:`UsageError` if the mathematics forbids the size. A problem without this variant has the default one alone.
         """
         chosen = variant if variant in self.variants else "default"
-        if world_size not in self.world_sizes:
-            allowed = ", ".join(map(str, self.world_sizes))
-            raise UsageError(f"problem {self.id} does not run on {counted(world_size, 'rank')}; it runs on {allowed}")
         if nodes is None:
             nodes = next((number for number in self.nodes if Cluster.fits(number, world_size)), self.nodes[0])
         if nodes not in self.nodes:
             allowed = " or ".join(map(str, self.nodes))
             raise UsageError(f"problem {self.id} does not run on {counted(nodes, 'node')}: use --nodes {allowed}")
+        if world_size not in self.world_sizes:
+            allowed = ", ".join(map(str, self.world_sizes))
+            raise UsageError(f"problem {self.id} does not run on {counted(world_size, 'rank')}; it runs on {allowed}")
         Cluster(nodes, world_size)  # raises for ranks that cannot be divided so
         for preset in self._meant(preset_name):
             cases = [
