@@ -111,8 +111,8 @@ PROBLEM = pc.Problem(
     parallelism=("data", "tensor"),
     origin="Hierarchical all-reduce of Horovod and of NCCL's trees: gradients of data parallelism over nodes (DDP, Megatron-LM)",
     summary=(
-        f"Every rank returns the elementwise sum of all ranks' tensors, in the input's shape and dtype and in fresh storage. "
-        f"The order of the additions and the width of the accumulator are free. {two_tiers.GROUPS}"
+        "Every rank returns the elementwise sum of all ranks' tensors, in the input's shape and dtype and in fresh storage. The order "
+        f"of the additions and the width of the accumulator are free. {two_tiers.GROUPS}"
     ),
     reference=reference,
     inputs=inputs,

@@ -235,12 +235,13 @@ PROBLEM = pc.Problem(
     parallelism=("expert",),
     origin="DeepEP's internode dispatch and combine: expert parallelism of DeepSeek-V3 over NVLink and RDMA",
     summary=(
-        "Expert e of E is on rank e // (E / W). tokens (T, H), selected_experts (T, k), all different for a token, and routing_weights "
-        "(T, k) float32 are the rank's own; T differs by rank. The first result holds a row for every token of any rank that chose an "
-        "expert of this rank: by expert, then source rank, then token; exact. expert_outputs (R, H) has one row for each of these, in the "
-        "same order. The second result (T, H) is, for each own token, the sum over its slots of weight times the row in the "
-        "expert_outputs of the expert's rank, in any order, in tokens' dtype. The two do not depend on each other. splits[q][r]: rows from rank q "
-        f"to rank r. rows_by_expert (W, E / W): rows from every rank for each expert of this one. {two_tiers.GROUPS}"
+        "Expert e of E is on rank e // (E / W). tokens (T, H), selected_experts (T, k), all different for a token, and "
+        "routing_weights (T, k) float32 are the rank's own; T differs by rank. The first result holds a row for every token of any "
+        "rank that chose an expert of this rank: by expert, then source rank, then token; exact. expert_outputs (R, H) has one row "
+        "for each of these, in the same order. The second result (T, H) is, for each own token, the sum over its slots of weight "
+        "times the row in the expert_outputs of the expert's rank, in any order, in tokens' dtype. The two do not depend on each "
+        "other. splits[q][r]: rows from rank q to rank r. rows_by_expert (W, E / W): rows from every rank for each expert of this "
+        f"one. {two_tiers.GROUPS}"
     ),
     reference=reference,
     inputs=inputs,

@@ -124,8 +124,8 @@ PROBLEM = pc.Problem(
     parallelism=("tensor", "sequence", "fsdp"),
     origin="All-gather + GEMM between nodes of Triton-distributed and Flux: sequence-parallel activations of tensor parallelism over nodes",
     summary=(
-        "A_local (m, K) holds rows [r m, (r+1) m) of A (W m, K). Every rank returns A @ B (W m, N) with its own B (K, N), accumulated in "
-        f"float32 in any order and rounded once. B differs from rank to rank. {two_tiers.GROUPS}"
+        "A_local (m, K) holds rows [r m, (r+1) m) of A (W m, K). Every rank returns A @ B (W m, N) with its own B (K, N), accumulated "
+        f"in float32 in any order and rounded once. B differs from rank to rank. {two_tiers.GROUPS}"
     ),
     reference=reference,
     inputs=inputs,

@@ -167,9 +167,9 @@ PROBLEM = pc.Problem(
     origin="LoongTrain's double ring attention: context-parallel training on sequences that are too long for one node",
     summary=(
         "q (B, S, h, D), k and v (B, S, h_kv, D) are the rank's part of a sequence sharded in rank order over all ranks. Returns "
-        "softmax(scale q k^T) v over all keys, (B, S, h, D) in q's dtype, scores and sums in float32; scale is D^-0.5 if None; causal: key "
-        "j counts for query i if j <= i in the whole sequence, and one of a later rank leaves no trace, not even NaN. h / h_kv consecutive "
-        f"query heads share a key head. {two_tiers.GROUPS}"
+        "softmax(scale q k^T) v over all keys, (B, S, h, D) in q's dtype, scores and sums in float32; scale is D^-0.5 if None; "
+        "causal: key j counts for query i if j <= i in the whole sequence, and one of a later rank leaves no trace, not even NaN. h / "
+        f"h_kv consecutive query heads share a key head. {two_tiers.GROUPS}"
     ),
     reference=reference,
     inputs=inputs,

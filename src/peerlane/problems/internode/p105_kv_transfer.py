@@ -183,12 +183,12 @@ PROBLEM = pc.Problem(
     parallelism=("tensor", "data"),
     origin="Disaggregated prefill and decoding: Mooncake's transfer engine, NIXL in Dynamo and vLLM's KV connectors",
     summary=(
-        "cache (P, page, 2, heads, D) holds keys [:, :, 0] and values [:, :, 1] of a layer, page by page. Token t of request i lies in "
-        "page block_table[i, t // page], at t mod page. Nodes 0 to N / 2 - 1 have computed lengths[i] tokens of every request i: the rank "
-        "at place l holds the heads [l h / L, (l + 1) h / L). Node n >= N / 2 takes over from node n - N / 2: its rank at place i mod L "
-        "owns request i and has all h heads. Every rank's cache is updated in place: those of decoding ranks get the tokens of their "
-        "requests, and nothing else in them changes; all others stay. block_table is -1 where the rank has no page. Page numbers differ from rank "
-        f"to rank. Returns None. {two_tiers.GROUPS}"
+        "cache (P, page, 2, heads, D) holds keys [:, :, 0] and values [:, :, 1] of a layer, page by page. Token t of request i lies "
+        "in page block_table[i, t // page], at t mod page. Nodes 0 to N / 2 - 1 have computed lengths[i] tokens of every request i: "
+        "the rank at place l holds the heads [l h / L, (l + 1) h / L). Node n >= N / 2 takes over from node n - N / 2: its rank at "
+        "place i mod L owns request i and has all h heads. Every rank's cache is updated in place: those of decoding ranks get the "
+        "tokens of their requests, and nothing else in them changes; all others stay. block_table is -1 where the rank has no page. "
+        f"Page numbers differ between ranks. Returns None. {two_tiers.GROUPS}"
     ),
     reference=reference,
     inputs=inputs,
