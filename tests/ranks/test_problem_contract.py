@@ -19,7 +19,7 @@ _ALIKE_SLOTS = 4
 
 def small_cases() -> Iterator[Any]:
     """Every case on 2 and on 4 ranks: on one of them in turn in the quick tests, on the other in the long ones."""
-    for problem in problems.all_problems():
+    for problem in problems.all_problems(None):
         for variant in problem.variants:
             sizes = [size for size in (2, 4) if size in problem.world_sizes]
             cases = {size: problem.cases("small", size, variant) for size in sizes}
@@ -95,7 +95,7 @@ def test_where_contents_decide_shapes_it_shows(rank_pool: Any) -> None:
     assert all(rank_pool(2).run(unlike_answers, 67)), "the test above can fail"
 
 
-@pytest.mark.parametrize("problem", problems.all_problems(), ids=lambda p: f"p{p.id:03d}")
+@pytest.mark.parametrize("problem", problems.all_problems(None), ids=lambda p: f"p{p.id:03d}")
 def test_problem_declares_everything(problem: Problem) -> None:
     names = [preset.name for preset in problem.presets]
     assert names[:2] == ["small", "pkb"] and len(names) >= 3 and len(set(names)) == len(names)

@@ -23,6 +23,7 @@ from peerlane.results.result import Asked, ProblemInfo
 from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
 from peerlane.version import __version__
+from peerlane.words import counted
 
 Cases = Literal["all", "timed"]
 MAX_RANKS_PER_GPU = 8
@@ -155,6 +156,8 @@ def make_jobs(plan: EvaluationPlan, note: Callable[[str], None] = lambda _: None
     selected = None if plan.problems is None else problems.select(plan.problems, plan.nodes)
     jobs = []
     chosen = [(candidate, _problems_of(candidate, selected, plan.nodes)) for candidate in plan.candidates]
+    if selected is None:
+        chosen = _on_nodes(chosen, plan.nodes, note)
     must_have_presets([problem for _, candidates_problems in chosen for problem in candidates_problems], plan.presets)
     for world_size in plan.world_sizes:
         for candidate, candidates_problems in chosen:
@@ -168,6 +171,19 @@ def make_jobs(plan: EvaluationPlan, note: Callable[[str], None] = lambda _: None
     if not jobs:
         raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
     return jobs
+
+
+def _on_nodes(
+    chosen: list[tuple[CandidateFile, tuple[Problem, ...]]], nodes: int, note: Callable[[str], None]
+) -> list[tuple[CandidateFile, tuple[Problem, ...]]]:
+    """Leaves out problems that do not run on so many nodes, if others do: a folder may hold candidates of both kinds."""
+    fitting = [(candidate, tuple(problem for problem in found if nodes in problem.nodes)) for candidate, found in chosen]
+    if not any(found for _, found in fitting):
+        return chosen
+    left_out = {problem.id for _, found in chosen for problem in found if nodes not in problem.nodes}
+    if left_out:
+        note(f"problems {', '.join(map(str, sorted(left_out)))} do not run on {counted(nodes, 'node')}; they are skipped")
+    return fitting
 
 
 def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None, nodes: int) -> tuple[Problem, ...]:
