@@ -84,7 +84,8 @@ def test_a_case_of_another_world_size_is_named_without_figures() -> None:
 
 def test_cost_is_the_busiest_ranks_and_depends_on_the_profile() -> None:
     timed = problem_detail(SAMPLE, world_size=4)["presets"][1]["cases"][0]
-    assert timed["cost"] == {"flops": {"bf16": 2e9}, "hbm_bytes": 4.8e6, "egress_bytes": 3 * 450e3, "ingress_bytes": 0.0}
+    between = {"network_egress_bytes": 0.0, "network_ingress_bytes": 0.0}
+    assert timed["cost"] == {"flops": {"bf16": 2e9}, "hbm_bytes": 4.8e6, "egress_bytes": 3 * 450e3, "ingress_bytes": 0.0, **between}
     assert timed["roofline"]["bound_by"] == "nvlink" and timed["roofline"]["bound_us"] == pytest.approx(3.0)
     faster = problem_detail(SAMPLE, world_size=4, profile=B200_SXM)["presets"][1]["cases"][0]["roofline"]
     assert faster["times_us"]["nvlink"] == pytest.approx(1.5)

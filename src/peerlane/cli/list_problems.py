@@ -9,13 +9,12 @@ import typer
 from peerlane.cli.options import ProblemFolders
 from peerlane.cli.output import console, print_json
 from peerlane.errors import UsageError
-from peerlane.words import counted
 
 
 def list_problems(
     problems_folders: ProblemFolders = None,
     category: Annotated[str | None, typer.Option(help="Only problems whose category holds this text.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, help="Only problems that run on so many nodes.")] = 1,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Only problems that run on so many nodes.")] = None,
     parallelism: Annotated[str | None, typer.Option(help="Only problems with a tag of parallelism that holds this text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -33,11 +32,11 @@ def list_problems(
     if not suite:
         known = sorted({problem.category for problem in problems.all_problems(None)})
         tags = sorted({tag for problem in problems.all_problems(None) for tag in problem.parallelism})
-        raise UsageError(f"no problem fits {nodes=}; categories: {', '.join(known)}; parallelism: {', '.join(tags)}")
+        raise UsageError(f"no problem fits; categories: {', '.join(known)}; parallelism: {', '.join(tags)}")
     if as_json:
         print_json({"problems": [problem_entry(problem) for problem in suite]})
         return
-    table = TextTable(("id", "name", "title", "category", "parallelism", "ranks", "presets"), right={"id"})
+    table = TextTable(("id", "name", "title", "category", "parallelism", "nodes", "ranks", "presets"), right={"id"})
     for problem in suite:
         table.add(
             str(problem.id),
@@ -45,11 +44,10 @@ def list_problems(
             problem.title,
             problem.category,
             ", ".join(problem.parallelism),
+            ", ".join(map(str, problem.nodes)),
             ", ".join(map(str, problem.world_sizes)),
             str(len(problem.presets) - len(problem.family("sweep"))) + (" + sweep" if problem.family("sweep") else ""),
         )
     out = console()
     out.print(table.rich())
     out.print("`peerlane show NUMBER` prints everything about one problem.")
-    if elsewhere := sorted({number for problem in problems.all_problems(None) for number in problem.nodes} - {nodes}):
-        out.print(f"`peerlane list --nodes {elsewhere[0]}` lists problems that run on {counted(elsewhere[0], 'node')}.")

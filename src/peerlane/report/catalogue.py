@@ -89,7 +89,12 @@ def problem_detail(
         "world_size": world_size,
         "profile": profile.name,
         "presets": [_preset_detail(problem, preset, world_size, nodes, profile) for preset in selected],
-        "clusters": [_cluster_detail(problem, cluster, preset, profile) for cluster in clusters_of(problem) for preset in selected],
+        "clusters": [
+            _cluster_detail(problem, cluster, preset, profile)
+            for preset in selected
+            if preset.family != "small"
+            for cluster in clusters_of(problem)
+        ],
         "sweep": [{"name": item.name, "size": item.about} for item in problem.family("sweep")],
     }
 

@@ -442,12 +442,14 @@ def run(
     sm_count: int | None = None,
     gpu: EmulatedGpu | None = None,
     from_ptx: bool = False,
+    nodes: int = 1,
 ) -> Outcome:
     """Calls the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
-    ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
+    ``nodes``: as in :class:`EmulatedRanks`. ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name,
+    into its arguments. Outputs are copies.
     """
-    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu, from_ptx=from_ptx)
+    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu, from_ptx=from_ptx, nodes=nodes)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
     latest: dict[int, Any] = {}
     reused: list[int] = []

@@ -11,7 +11,7 @@ import traceback
 from types import ModuleType
 
 from peerlane.errors import UnknownProblem, UsageError
-from peerlane.problem_files import OWN_PACKAGE, ProblemFile, folder_package, problem_files
+from peerlane.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, problem_files
 from peerlane.problems.contract.spec import Problem
 
 
@@ -69,9 +69,10 @@ def all_problems(nodes: int | None = 1) -> tuple[Problem, ...]:
     return tuple(problem for problem in map(get, numbers()) if nodes is None or nodes in problem.nodes)
 
 
-def suite() -> tuple[Problem, ...]:
-    """The suite that comes with peerlane, by number: those of one node."""
-    return tuple(get(number) for number, file in problem_files().items() if file.package == OWN_PACKAGE)
+def suite(nodes: int | None = 1) -> tuple[Problem, ...]:
+    """Those of them that come with peerlane: 87 on one node, and others on several."""
+    own = {number for number, file in problem_files().items() if file.package in (OWN_PACKAGE, f"{OWN_PACKAGE}.{INTERNODE}")}
+    return tuple(problem for problem in all_problems(nodes) if problem.id in own)
 
 
 def select(text: str, nodes: int = 1) -> tuple[Problem, ...]:
