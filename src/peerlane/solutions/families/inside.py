@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,3 +70,8 @@ def attend(
     gather(blocks, whole, node)
     seen = range(rank + 1 if causal else ranks)
     return merge([wide_attention(q, *whole[2 * i : 2 * i + 2], scale=scale, causal=causal and i == rank) for i in seen])
+
+
+def join(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Returns attention to several sets of keys together, from what :func:`attend` returns for each."""
+    return merge(parts)[0] if len(parts) > 1 else parts[0][0]

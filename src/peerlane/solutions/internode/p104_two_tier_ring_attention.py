@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device.attention.forward import merge
-from peerlane.solutions.families.inside import attend
+from peerlane.solutions.families.inside import attend, join
 from peerlane.solutions.families.rails import start
 
 
@@ -41,4 +40,4 @@ def solution(
         parts.append(attend(q, keys, values, scale, causal and other == node, node_group))
     for sent_only in transfers.keys() - blocks.keys():
         transfers[sent_only].wait()
-    return (merge(parts) if len(parts) > 1 else parts[0])[0].to(q.dtype).contiguous()
+    return join(parts).to(q.dtype).contiguous()
