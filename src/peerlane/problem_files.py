@@ -80,8 +80,7 @@ def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
 def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
     """Packages and their folders, in the order in which they are searched."""
     yield OWN_PACKAGE, OWN_FOLDER
-    if (OWN_FOLDER / INTERNODE).is_dir():
-        yield f"{OWN_PACKAGE}.{INTERNODE}", OWN_FOLDER / INTERNODE
+    yield f"{OWN_PACKAGE}.{INTERNODE}", OWN_FOLDER / INTERNODE
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda item: item.value):
         try:
             spec = importlib.util.find_spec(entry.value)

@@ -36,7 +36,7 @@ from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
-from peerlane.results.result import NEEDS_MULTICAST, Audit, CaseEvidence, NetworkBytes, Result
+from peerlane.results.result import BELOW_NETWORK_BOUND, NEEDS_MULTICAST, Audit, CaseEvidence, NetworkBytes, Result
 from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
@@ -199,7 +199,7 @@ class EvaluationPipeline:
         self.case, runner = cases[0], checked[0]
         if job.nodes > 1:
             with self._in("audit"):
-                self.network = count_network_bytes(runner, self.session.cluster)
+                self._count_network_bytes(runner)
         timed = bool(job.modes) and not self.node.place.untimed
         if job.timelines is not None and not (timed and job.candidate.is_reference):
             # Before any timing: what hangs there then has a timeline of one call all the same.
@@ -353,6 +353,11 @@ class EvaluationPipeline:
         measured = speed.record(mode)
         self.flags |= set(measured.flags)
         return measured
+
+    def _count_network_bytes(self, runner: CaseRunner) -> None:
+        self.network = count_network_bytes(runner, self.session.cluster)
+        if self.network.is_below_bound(typical=self.job.problem.cost(runner.case, 0).typical):
+            self.flags.add(BELOW_NETWORK_BOUND)
 
     def _audit(self, runner: CaseRunner, speed: Benchmark | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""

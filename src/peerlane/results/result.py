@@ -99,6 +99,10 @@ class Mechanism(Record):
     evidence: str = Field(min_length=1)
 
 
+BELOW_NETWORK_BOUND: Final = "below_network_bound"
+"""The flag of a candidate whose ranks exchanged less over the network than the problem needs, hence something by another way."""
+
+
 class NetworkBytes(Record):
     """Bytes between nodes in one call of the timed case, of the rank with most, read from the kernel's counters of TCP connections."""
 
@@ -112,6 +116,11 @@ class NetworkBytes(Record):
         """The counted bytes over the least, of the direction where this is larger; None where nothing needs to be moved."""
         pairs = ((self.egress, self.least_egress), (self.ingress, self.least_ingress))
         return max((counted / least for counted, least in pairs if least), default=None)
+
+    def is_below_bound(self, *, typical: bool) -> bool:
+        """Tells whether less was moved than must be; ``typical``: the bound is a mean over contents, of which a call may need half."""
+        certain = 0.5 if typical else 1.0
+        return self.egress < certain * self.least_egress or self.ingress < certain * self.least_ingress
 
 
 class Asked(NamedTuple):

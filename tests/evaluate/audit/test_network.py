@@ -54,3 +54,10 @@ def test_the_kernel_counts_what_a_connection_received() -> None:
 def test_the_ratio_is_that_of_the_worse_direction(counted: tuple[int, int], least: tuple[float, float], over: float | None) -> None:
     found = NetworkBytes(egress=counted[0], ingress=counted[1], least_egress=least[0], least_ingress=least[1])
     assert found.over_least == (over if over is None else pytest.approx(over))
+    assert not found.is_below_bound(typical=False)
+
+
+def test_bytes_that_went_another_way_are_missed() -> None:
+    found = NetworkBytes(egress=100, ingress=60, least_egress=100.0, least_ingress=100.0)
+    assert found.is_below_bound(typical=False) and not found.is_below_bound(typical=True)
+    assert NetworkBytes(egress=0, ingress=0, least_egress=100.0, least_ingress=0.0).is_below_bound(typical=True)
