@@ -88,7 +88,8 @@ def overview(details: Sequence[Entry], evidence: Evidence) -> str:
         "# The problems\n",
         "After this page you can choose a problem. Every problem is one function, `solution(*args)`, that all ranks call. Its page has the "
         "result, the shapes, the tolerance, the cost and bound, the reference's speed, and the wrong answers that are rejected.\n",
-        _summary(details, list(categories)),
+        _summary([detail for detail in details if 1 in detail["nodes"]]),
+        *_between_nodes([detail for detail in details if 1 not in detail["nodes"]]),
         f"The tables show the timed `pkb` case on the busiest of {PAGE_WORLD_SIZE} ranks, and the production preset of longest bound. "
         f"Bounds are computed from the H200 datasheet. Reference times were measured on {NODE_NAME}. {EARLIER}\n",
     ]
@@ -98,14 +99,25 @@ def overview(details: Sequence[Entry], evidence: Evidence) -> str:
     return "\n".join(parts)
 
 
-def _summary(details: Sequence[Entry], categories: Sequence[str]) -> str:
-    bounds = ("tensor", "vector", "hbm", "nvlink", *(("network",) if any(detail["clusters"] for detail in details) else ()), "latency")
+def _summary(details: Sequence[Entry]) -> str:
+    """Returns a table of what bounds the problems of one node, by category."""
+    bounds = ("tensor", "vector", "hbm", "nvlink", "latency")
     table = TextTable(("category", "problems", *(f"{name} bound" for name in bounds)), right={"problems", *(f"{n} bound" for n in bounds)})
-    for category in [*categories, "all"]:
+    for category in [*dict.fromkeys(sorted(detail["category"] for detail in details)), "all"]:
         members = [detail for detail in details if category in (detail["category"], "all")]
         largest = [largest_production(detail)["roofline"]["bound_by"] for detail in members]
         table.add(category.replace("_", " "), str(len(members)), *(str(largest.count(name)) for name in bounds))
     return f"What bounds the largest production preset of each, by the roofline:\n\n{table.markdown()}"
+
+
+def _between_nodes(details: Sequence[Entry]) -> list[str]:
+    """Returns a paragraph about the problems that one node does not suffice for; nothing if there are none."""
+    if not details:
+        return []
+    return [
+        f"Beside this suite of one node there are {len(details)} problems [between nodes](../between-nodes.md), of the category "
+        "[internode](#internode).\n"
+    ]
 
 
 def timed_case(preset: Entry) -> Entry | None:

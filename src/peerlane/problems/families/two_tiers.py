@@ -1,4 +1,4 @@
-"""What the problems between nodes share: the groups of both tiers, sizes, and bytes of collectives."""
+"""Shared parts of the problems between nodes: the groups of both tiers, sizes, and bytes of collectives."""
 
 from __future__ import annotations
 

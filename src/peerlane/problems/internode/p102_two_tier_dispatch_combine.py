@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,21 +35,27 @@ def reference(
     got_far = [sum(splits[q][r] for r in own_node) for q in rail]
     sent_near = [sum(splits[q][r] for q in rail) for r in own_node]
     got_near = [sum(splits[q][me] for q in ranks if q % places == p) for p in range(places)]
-    between = torch.tensor([[splits[q][r] for r in own_node] for q in rail])
+    between = [[splits[q][r] for r in own_node] for q in rail]
     by_place = rows_by_expert.view(nodes, places, -1).transpose(0, 1)
 
     order = selected_experts.flatten().argsort(stable=True)
     rows = exchange(tokens[order // selected_experts.shape[1]], sent_far, got_far, rail_group)
-    rows = exchange(reordered(rows, between, (1, 0)), sent_near, got_near, node_group)
+    rows = exchange(swapped(rows, between), sent_near, got_near, node_group)
     dispatched = reordered(rows, by_place, (2, 1, 0))
 
     back = reordered(expert_outputs, by_place.permute(2, 1, 0), (2, 1, 0))
     back = exchange(back, got_near, sent_near, node_group)
-    back = exchange(reordered(back, between.t(), (1, 0)), got_far, sent_far, rail_group)
+    back = exchange(swapped(back, list(zip(*between, strict=True))), got_far, sent_far, rail_group)
     terms = back.new_empty((*selected_experts.shape, back.shape[1]))
     terms.view(-1, back.shape[1])[order] = back
     combined = torch.bmm(routing_weights.to(FP32).unsqueeze(1), terms.to(FP32)).squeeze(1)
     return dispatched, combined.to(tokens.dtype)
+
+
+def swapped(rows: torch.Tensor, lengths: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rows that lie in chunks of ``lengths[a][b]``, a outermost, with b outermost."""
+    chunks, width = rows.split([length for line in lengths for length in line]), len(lengths[0])
+    return torch.cat([chunk for b in range(width) for chunk in chunks[b::width]])
 
 
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -126,6 +133,18 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
     return {"combined": pc.Tolerance(magnitude=(case["k"] + 2) * pc.UNIT_ROUNDOFF[case.dtype], normwise=normwise)}
 
 
+def _distinct(case: pc.Case, parts: int) -> float:
+    """On how many of ``parts`` equal parts of the ranks a token has experts, on average, or somewhat less.
+
+    If there are fewer groups of experts than parts, a token has an equal share of its experts in each of the groups that it takes.
+    """
+    groups, chosen = case.params.get("limit", (1, 1))
+    if parts <= groups or groups == 1:
+        return moe.distinct_ranks(case, parts)
+    in_group = {"experts": case["experts"] // groups, "k": case["k"] // chosen, "exponent": case.params.get("exponent", 0.0)}
+    return float(chosen * moe.distinct_ranks(replace(case, params=in_group), parts // groups))
+
+
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """A token crosses the network once to each other node with experts of its own, and one row comes back from each.
 
@@ -134,8 +153,8 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """
     row, places = case["hidden"] * case.dtype.itemsize, case.cluster.ranks_per_node
     tokens = sum(moe.routed_tokens(case, q) for q in range(case.world_size)) / case.world_size
-    far = 2 * row * tokens * moe.distinct_ranks(case, case.nodes) * (case.nodes - 1) / case.nodes
-    near = 2 * row * tokens * moe.distinct_ranks(case, case.world_size) * (places - 1) / places
+    far = 2 * row * tokens * _distinct(case, case.nodes) * (case.nodes - 1) / case.nodes
+    near = 2 * row * tokens * _distinct(case, case.world_size) * (places - 1) / places
     return pc.Cost(
         hbm_bytes=(2 * tokens + 2 * case["k"] * tokens) * row,
         egress_bytes=near,
@@ -224,7 +243,7 @@ def _several(case: pc.Case) -> bool:
 
 
 def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> pc.CaseSpec:
-    return pc.case(label, dtype, **{"tokens": (0, 13, 29, 41), "hidden": 16, "experts": 32, "k": 2, "exponent": 0.7, **params})
+    return pc.case(label, dtype, **{"tokens": (29, 13, 41, 0), "hidden": 16, "experts": 32, "k": 2, "exponent": 0.7, **params})
 
 
 PROBLEM = pc.Problem(

@@ -207,7 +207,7 @@ PROBLEM = pc.Problem(
         ),
         pc.preset(
             "production_wan2_1_14b_720p",
-            "video diffusion self-attention, 75600 tokens, 40 heads, not causal",
+            "video diffusion self-attention, 75648 tokens (75600, padded), 40 heads, not causal",
             pc.case("bf16", BF16, batch=1, length=75648, heads=40, depth=128, causal=False),
         ),
     ),

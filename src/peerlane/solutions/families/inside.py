@@ -1,4 +1,4 @@
-"""What ranks of one node do together: kernels of the kit. CPU ranks, which the kit does not serve, do the same by torch.distributed."""
+"""Collectives and fused kernels inside a node, by the kit. CPU ranks, which the kit does not serve, use torch.distributed."""
 
 from __future__ import annotations
 
