@@ -75,8 +75,8 @@ class Dependence:
 def find_dependence(problem: Problem, ranks: int, costs: Sequence[Cost]) -> Dependence:
     """Returns the dependence in the first case of `small` in which those ranks send and receive that ``costs``, by rank, say so of (all
     ranks, if no rank does there); in the first case of all, if there is no such one."""
-    sending = {rank for rank, cost in enumerate(costs) if cost.egress_bytes} or set(range(ranks))
-    receiving = {rank for rank, cost in enumerate(costs) if cost.ingress_bytes} or set(range(ranks))
+    sending = {rank for rank, cost in enumerate(costs) if cost.egress_bytes or cost.network_egress_bytes} or set(range(ranks))
+    receiving = {rank for rank, cost in enumerate(costs) if cost.ingress_bytes or cost.network_ingress_bytes} or set(range(ranks))
     first: Dependence | None = None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the cases are tiny: threads cost many times what they save

@@ -14,7 +14,7 @@ from peerlane.report.problem_speeds import reference_section, solution_times
 from peerlane.report.quantities import quantity, shown_us
 from peerlane.report.tables import TextTable
 
-_NUMBER_OF_RANKS = re.compile(r"/w\d+$")
+_NUMBER_OF_RANKS = re.compile(r"/w\d+(x\d+)?$")
 _FEW_CASES, _MANY_CASES = 3, 8
 _BOUNDS = ("relative", "magnitude", "rms", "normwise", "rowwise")
 _LONG_REFERENCE = 70
@@ -30,6 +30,7 @@ class Illustration:
         solution: link to the solution's source; empty if there is none.
         scaffold: name of the file that `peerlane new` writes.
         backend: of that file.
+        nodes: the smallest number of nodes that the problem runs on.
     """
 
     reference: str
@@ -37,6 +38,7 @@ class Illustration:
     solution: str
     scaffold: str
     backend: str
+    nodes: int = 1
 
 
 def page(detail: Entry, measured: Measured = NOTHING, illustration: Illustration | None = None) -> str:
@@ -65,8 +67,9 @@ def page(detail: Entry, measured: Measured = NOTHING, illustration: Illustration
             if illustration is None or not illustration.solution
             else [f"[Read its source]({illustration.solution}). It uses the [device kit](../device/README.md).\n"]
         ),
-        solution_times(measured),
+        solution_times(measured) if measured.solutions or illustration is None or illustration.solution else "There is none yet.\n",
         _cost(detail),
+        *_tiers(detail),
         "## Facts\n",
         _facts(detail),
         *(fold(title, text) for title, text in sections.items()),
@@ -94,13 +97,16 @@ def _opening(detail: Entry, illustration: Illustration) -> str:
 
 
 def _start(detail: Entry, illustration: Illustration) -> str:
-    backend = "" if illustration.backend == "kit" else f" --backend {illustration.backend}"
-    device = "emulated" if illustration.backend == "kit" else "cpu"
-    what = "[emulated ranks](../laptop.md)" if illustration.backend == "kit" else "CPU ranks"
+    """Returns the commands that write a candidate and judge it without a GPU."""
+    emulated = illustration.backend == "kit"
+    backend = "" if emulated else f" --backend {illustration.backend}"
+    nodes = "" if illustration.nodes == 1 else f" --nodes {illustration.nodes} --world-size {detail['world_size']}"
+    where = "[emulated ranks](../laptop.md)" if emulated else "CPU ranks" + (" of [several nodes](../between-nodes.md)" if nodes else "")
+    options = f"--device {'emulated' if emulated else 'cpu'}{nodes} --preset small"
     return (
-        f"## Write your own\n\nThe first command writes a candidate that is right and slow. The second one judges it on {what}, without a "
-        "GPU; without options it judges on the GPUs of the machine.\n\n"
-        f"```bash\npeerlane new {detail['id']}{backend}\npeerlane eval {illustration.scaffold} --device {device} --preset small\n```\n"
+        f"## Write your own\n\nThe first command writes a candidate that is right and slow. The second one judges it on {where}, without a "
+        "GPU. Without `--device` it judges on the GPUs of the machine.\n\n"
+        f"```bash\npeerlane new {detail['id']}{backend}\npeerlane eval {illustration.scaffold} {options}\n```\n"
     )
 
 
@@ -111,6 +117,7 @@ def _facts(detail: Entry) -> str:
         "Parallelism": ", ".join(detail["parallelism"]),
         "Origin": detail["origin"],
         "World sizes": ", ".join(map(str, detail["world_sizes"])),
+        **({"Nodes": ", ".join(map(str, detail["nodes"]))} if detail["nodes"] != [1] else {}),
         "Variants": ", ".join(detail["variants"]),
         "Launch modes": ", ".join(detail["modes"]) + graph,
         "Updates in place, compared after the call": ", ".join(f"`{name}`" for name in detail["updates"]) or "nothing",
@@ -249,3 +256,28 @@ def _cost(detail: Entry) -> str:
         f"the bound. The bound is computed from the {detail['profile']} datasheet; it is not a measurement.\n\n"
         f"{table.markdown()}"
     )
+
+
+def _tiers(detail: Entry) -> list[str]:
+    """Returns the roofline by tier on the profiles of several nodes; nothing for a problem of one node."""
+    columns = ("nodes x ranks", "preset", "inside", "between", "inside us", "between us", "bound us", "bound by")
+    table = TextTable(columns, right={*columns} - {"nodes x ranks", "preset", "bound by"})
+    for item in detail["clusters"]:
+        if (cost := item["cost"]) is not None:
+            times = item["roofline"]["times_us"]
+            table.add(
+                item["cluster"],
+                f"`{item['preset']}`",
+                _bytes(max(cost["egress_bytes"], cost["ingress_bytes"])),
+                _bytes(max(cost["network_egress_bytes"], cost["network_ingress_bytes"])),
+                *(shown_us(time) for time in (times["nvlink"], times["network"], item["roofline"]["bound_us"])),
+                item["roofline"]["bound_by"],
+            )
+    if not table.rows:
+        return []
+    return [
+        "## Roofline by tier\n\n"
+        "The table counts the bytes of one rank inside its node and between nodes, and the time that each tier needs for them. Every rank "
+        f"has a network adapter of its own. Bandwidths are those of the {detail['profile']} datasheets; nothing here is a measurement.\n\n"
+        f"{table.markdown()}"
+    ]

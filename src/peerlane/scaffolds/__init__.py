@@ -26,10 +26,11 @@ def scaffold_name(problem: Problem, backend: str) -> str:
 
 
 def scaffold_backend(problem: Problem) -> str:
-    """Returns the first backend that can be written for a problem: ``kit``, or ``pytorch`` where two ranks of the reference talk alone."""
+    """Returns the first backend that serves a problem: ``kit``, or ``pytorch`` between nodes and where two ranks of the reference talk
+    alone."""
     from peerlane.problems.reference_source import reference_source
 
-    return "pytorch" if _ONE_SIDED.search(reference_source(problem)) else "kit"
+    return "pytorch" if 1 not in problem.nodes or _ONE_SIDED.search(reference_source(problem)) else "kit"
 
 
 def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
