@@ -173,7 +173,7 @@ def test_profiles_are_found_by_their_first_word() -> None:
         find_profile("h20")
 
 
-def test_a_page_of_the_documentation_leads_with_the_reference_and_folds_cases() -> None:
+def test_pages_lead_with_the_reference_and_fold_cases() -> None:
     shown = Illustration("def reference(x): ...\n", "p900.svg", "../../src/p900.py", "900_sample_cuda.py", "kit")
     text = page(problem_detail(SAMPLE, world_size=4), Measured(solutions=(SOLUTION,)), shown)
     order = (

@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Dependence:
-    """What moves in one case.
+    """The data that moves in one case.
 
     Attributes:
         case: its label within the preset ``small``.

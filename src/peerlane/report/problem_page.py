@@ -22,7 +22,7 @@ _LONG_REFERENCE = 70
 
 @dataclass(frozen=True)
 class Illustration:
-    """What a page of the documentation has and a terminal has not.
+    """The parts of a page that only the documentation has.
 
     Attributes:
         reference: source of the reference as one file.

@@ -48,7 +48,7 @@ class _Canvas:
         return (_WIDTH - 2 * _MARGIN - (self.ranks - 1) * _GAP) / self.ranks
 
     def left(self, rank: int) -> float:
-        """Where a rank's column begins."""
+        """The left edge of a rank's column."""
         return _MARGIN + rank * (self.column + _GAP)
 
     def middle(self, rank: int) -> float:
