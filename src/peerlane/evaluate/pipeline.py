@@ -47,7 +47,6 @@ CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
 _RAISED = ("runtime_error", "import_error", "cuda_error")
-KIT = "peerlane.device"
 
 
 def groups_needed(job: Job, place: Place) -> int:
@@ -187,7 +186,7 @@ class EvaluationPipeline:
                 built = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
             self.stage_seconds["build"] = round(built.seconds, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
-                return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=KIT in (self.source or "")))
+                return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=runs_emulated(self.source or "")))
         self._spawn()
         self._load()
         checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]

@@ -6,8 +6,10 @@ import ast
 import inspect
 import re
 
+from peerlane.device.nvshmem.installation import what_is_missing
+from peerlane.device.nvshmem.world import NEEDS_MPS
 from peerlane.evaluate.audit.device_code import holds_multicast
-from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.candidates import CandidateFile, uses_nvshmem
 from peerlane.problems.contract.spec import Problem
 from peerlane.results.verdict import CudaError, Hang, ImportFailure, NotRun, RuntimeFailure, Unstable, Verdict, WrongResult
 from peerlane.settings import MULTICAST_REASON, multicast_allowed, thunderkittens_root
@@ -21,6 +23,8 @@ _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distribute
 
 def missing_before(source: str) -> str | None:
     """Returns what a candidate of this source needs before it is compiled, and is not here; None if nothing is missing."""
+    if uses_nvshmem(source) and (missing := what_is_missing()) is not None:
+        return missing
     if "parallelkittens_runtime" not in source:
         return None
     if thunderkittens_root() is None:
@@ -92,6 +96,8 @@ def missing_on_virtual_node(message: str) -> str | None:
     """Returns what the ranks of a virtual node lack, if this failure shows that the candidate needs it; None if it does not."""
     if "invalid device ordinal" in message or "Duplicate GPU" in message:
         return "a GPU for every rank: the candidate addresses GPUs by the numbers of ranks, which share one here"
+    if NEEDS_MPS in message:
+        return "MPS whose control program the ranks can call"
     if "NCCL" in message and re.search(r"invalid ?argument", message, re.IGNORECASE):
         return "a GPU for every rank: NCCL refused a call of the candidate, as it does for ranks that share one"
     return None

@@ -42,6 +42,7 @@ __device__ inline void wait_signal(uint64_t* signal, uint64_t value, u64 limit_n
     while (nvshmem_signal_fetch(signal) < value) {
         if (ptx::globaltimer() > end) __trap();
     }
+    nvshmem_signal_wait_until(signal, NVSHMEM_CMP_GE, value);  // which holds by now: what was put before the signal is there to be read
 }
 
 }  // namespace peerlane
