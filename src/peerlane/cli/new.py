@@ -15,7 +15,7 @@ from peerlane.errors import UsageError
 
 def new(
     problem_name: Annotated[str, typer.Argument(metavar="PROBLEM", help="The problem's number or name, such as 36.")],
-    backend: Annotated[str, typer.Option(help="kit (peerlane's device kit, also without a GPU), cuda, nvshmem, triton or pytorch.")] = "kit",
+    backend: Annotated[str, typer.Option(help="kit (the device kit, also without a GPU), cuda, nvshmem, triton or pytorch.")] = "kit",
     problems_folders: ProblemFolders = None,
     variant: Annotated[str, typer.Option(help="default, or pkb: the public benchmark's semantics.")] = "default",
     out: Annotated[Path | None, typer.Option(help="The file; by default <id>_<name>_<backend>.py here.")] = None,

@@ -18,8 +18,10 @@ from pathlib import Path
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
+from peerlane.evaluate.audit.library import team_collectives
 from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidate_group import CandidateGroup
+from peerlane.evaluate.candidates import runs_emulated
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.node import Node
@@ -366,7 +368,7 @@ class EvaluationPipeline:
             self.flags.add("audit_failed")
 
     def _audit_calls(self, runner: CaseRunner, speed: Benchmark | None) -> None:
-        auditor = self.auditor = Auditor(self.node.place)
+        auditor = self.auditor = Auditor(self.node.place, team_collectives=team_collectives(self.source or ""))
         if speed is not None:
             for item in self.speeds:
                 if isinstance(item, ModeSpeed):

@@ -206,7 +206,9 @@ def check_nvshmem() -> Check:
 
     found = find_installation()
     if found is None:
-        return Check("NVSHMEM", "absent", f"candidates for it are not run: they need {(what_is_missing() or '').partition(': run')[0]}", INSTALL)
+        return Check(
+            "NVSHMEM", "absent", f"candidates for it are not run: they need {(what_is_missing() or '').partition(': run')[0]}", INSTALL
+        )
     if nvjitlink() is not None:
         return Check("NVSHMEM", "ok", f"{found}; kernels are compiled by NVRTC and linked by nvJitLink")
     if find_nvcc():

@@ -6,7 +6,7 @@ Pure: text in, sets of words out. The words are:
 * ``tma``: bulk and tensor copies from or to global memory;
 * ``nvshmem``: calls of NVSHMEM's device library, or uses of its state;
 * ``nccl_device``: types of NCCL's device API among a kernel's parameters, or calls of its functions;
-* ``sm_load_store``: loads, stores, atomics or fences of system scope. Talking to another GPU takes them, and so does talking to the host: a hint.
+* ``sm_load_store``: loads, stores, atomics or fences of system scope, a hint: talking to another GPU takes them, and talking to the host.
 
 An instruction in the text need not be executed.
 """
@@ -73,7 +73,11 @@ def in_ptx(text: str) -> Kernels:
 def _libraries(text: str, start: int, end: int) -> frozenset[str]:
     """Returns the libraries for devices whose names are in a kernel or function: NVSHMEM's in its body, NCCL's anywhere."""
     body = text.find("{", start, end)
-    named = {"nvshmem": body >= 0 and _NVSHMEM.search(text, body, end), "nccl_device": _NCCL_DEVICE.search(text, start, end)}
+    closed = text.find("\n}", body, end)  # behind the last kernel are tables of the headers' names
+    named = {
+        "nvshmem": min(body, closed) >= 0 and _NVSHMEM.search(text, body, closed),
+        "nccl_device": _NCCL_DEVICE.search(text, start, end),
+    }
     return frozenset(name for name, found in named.items() if found)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -18,6 +19,10 @@ from peerlane.device.host.declare import DeclaredKernel, LocalKernel
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.solutions import families
 
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_TEAM_COLLECTIVE = re.compile(
+    r"\bnvshmemx?_\w*(?:reduce|reducescatter|fcollect|alltoall|broadcast)(?:mem)?(?:_warp|_block|_on_stream)?(?=\s*\()"
+)
 _ROOMS = (collectives, products, attention, moe, families)
 
 
@@ -30,6 +35,15 @@ def library_kernels() -> dict[str, str]:
             declared = (value for value in vars(module).values() if isinstance(value, DeclaredKernel))
             found |= {token_hash(kernel.source): kernel.name for kernel in declared if not isinstance(kernel, LocalKernel)}
     return found
+
+
+def team_collectives(source: str) -> list[str]:
+    """Returns the collectives of NVSHMEM's teams that kernels of this source call.
+
+    They are inlined into kernels, where nothing tells them from puts and signals. So the source is the evidence. Its barriers and
+    synchronisations of teams are no collectives.
+    """
+    return sorted(set(_TEAM_COLLECTIVE.findall(_COMMENT.sub("", source))))
 
 
 def _modules(room: ModuleType) -> Iterator[ModuleType]:
