@@ -230,9 +230,11 @@ def check_nccl_device_api(topology: Topology) -> Check:
     name, version = "NCCL device API", software_versions()["nccl"]
     numbers = tuple(int(part) for part in (version or "").split(".") if part.isdecimal())
     allowed = [what for since, what in NCCL_DEVICE_API if numbers >= since]
+    remedy = "a torch with a newer NCCL: pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu130"
     if not allowed:
-        return Check(name, "absent", f"{f'NCCL {version}' if version else 'no NCCL'}; its device API begins with 2.28")
-    return Check(name, "ok" if topology.gpus else "absent", f"NCCL {version}: {'; '.join(allowed)}")
+        return Check(name, "absent", f"{f'NCCL {version}' if version else 'no NCCL'}; its device API begins with 2.28", remedy)
+    detail = f"NCCL {version}: {'; '.join(allowed)}"
+    return Check(name, "ok", detail) if topology.gpus else Check(name, "absent", detail, "use a machine with GPUs")
 
 
 def check_extension_toolchain() -> Check:

@@ -51,6 +51,7 @@ PURPOSES = {
     "peerlane.device.emulator": "races without a GPU",
     "peerlane.device.attention": "ring, heads",
     "peerlane.device.moe": "experts",
+    "peerlane.device.nvshmem": "NVSHMEM",
     "peerlane.device.tools": "lint, traces",
     "peerlane.device.products": "matrix products, alone and fused with collectives",
     "peerlane.device.collectives": "the collectives of torch.distributed, one kernel each",

@@ -142,6 +142,7 @@ inline std::shared_ptr<Copy> Machine::issue(
     copy->block = fiber.block;
     copy->stream = fiber.block->stream;
     copy->actor = slot.actor;
+    copy->slot = static_cast<std::size_t>(&slot - fiber.slots.data());
     copy->clock = std::max(slot.clock, Vector::floor) + 1;
     copy->view = snapshot(fiber)->view;
     copy->segments.assign(segments, segments + count);
@@ -153,6 +154,7 @@ inline std::shared_ptr<Copy> Machine::issue(
     slot.must_know = writes_shared ? slot.clock : reads_shared ? copy->clock : Vector::floor;
     slot.site = fiber.site;
     slot.block = uses;
+    slot.remote = false;
     ++copy->stream->copies;
     copies_.push_back(copy);
     ++version_;
@@ -181,7 +183,8 @@ inline void Machine::remote(
     if (counter) check_remote(counter, sizeof *counter, "signals here");
     const Segment whole{target, source, bytes};
     const std::shared_ptr<Copy> copy = issue(&whole, bytes ? 1 : 0, false, false, current->block);
-    copy->remote = true;
+    copy->remote = current->slots[copy->slot].remote = true;
+    --copy->stream->copies;
     copy->counter = counter ? memory.offset(counter) : ~0ull;
     copy->add = add;
     current->groups[remote_queue].open.push_back(copy);
@@ -289,8 +292,10 @@ inline void Machine::copy_goes_on(std::size_t index) {
         }
         std::swap(copies_[index], copies_.back());
         copies_.pop_back();
-        --copy->stream->copies;
-        stream_goes_on(*copy->stream);
+        if (!copy->remote) {
+            --copy->stream->copies;
+            stream_goes_on(*copy->stream);
+        }
     }
     ++version_;
     if (copy->issuer->state == State::blocked && copy->issuer->waits_for_copies) enlist(*copy->issuer, State::runnable);

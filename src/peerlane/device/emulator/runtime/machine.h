@@ -12,6 +12,7 @@ struct Copy {
     Stream* stream;
     Block* block;
     Actor actor;
+    std::size_t slot;  // of the issuer
     Clock clock;  // of its reads; its writes have the next one
     View view;    // of the issuer when it was issued
     std::vector<Segment> segments;
