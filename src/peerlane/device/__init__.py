@@ -18,6 +18,7 @@ Its rooms, each of which imports only those before it:
     attention     attention on one rank, over a ring, and by heads
     moe           mixtures of experts
     backend       the torch.distributed backend ``peerlane``
+    nvshmem       kernels that put and signal by NVSHMEM, NVIDIA's library
     emulator      ranks without a GPU, and the checker for races
     tools         mechanisms, lint, resources, traces
 

@@ -11,6 +11,7 @@ enum Twin : u32 {
     reuses_source,     // the outbox is written again while its bytes may still be read
     has_one_inbox,     // the next launch's bytes may arrive while these are read
     maps_other_node,   // there is no address for memory of another node
+    stores_remotely,   // nor does a store reach it
 };
 
 struct Places {
@@ -52,6 +53,7 @@ extern "C" __global__ void sum_over_nodes(
     __syncthreads();
     if (i == 0) {
         if (TWIN == maps_other_node) words(arena.peer(other_leader, at.total))[0] = outbox[0];
+        if (TWIN == stores_remotely) words(remote.local(inbox) + (u64(other_leader) - arena.rank) * remote.stride)[0] = outbox[0];
         if (TWIN == signals_with_put || TWIN == reuses_source) {
             remote.put_signal(other_leader, inbox, outbox, line_bytes, at.counter, 1);
         } else {

@@ -15,6 +15,7 @@ from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.arena import ArenaView
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.remote import RemoteView
 from peerlane.device.host.waits import WaitRecord
 from peerlane.errors import UsageError
 
@@ -68,12 +69,6 @@ class EmulatedArena:
         )
 
 
-class RemoteView(ctypes.Structure):
-    """The second tier as kernels get it: ``Remote`` of remote.cuh."""
-
-    _fields_ = (("base", ctypes.c_uint64 * MAX_RANKS), ("rank", ctypes.c_uint32), ("world_size", ctypes.c_uint32))
-
-
 class RemoteMemory:
     """Zeroed memory of the same size on every rank that no other rank can address: kernels reach it by messages (``Remote``)."""
 
@@ -88,11 +83,12 @@ class RemoteMemory:
     def view(self, rank: int) -> RemoteView:
         """Returns the memory as rank ``rank`` passes it to kernels."""
         addresses = self.memory.addresses
-        return RemoteView((ctypes.c_uint64 * MAX_RANKS)(*addresses), rank, len(addresses))
+        return RemoteView(addresses[rank], addresses[-1] - addresses[-2] if len(addresses) > 1 else 0, rank, len(addresses))
 
 
 Argument = Any
-"""A ctypes value, a Buffer (its address on each rank), an EmulatedArena or a RemoteMemory (its view), or a function from the rank to one of these."""
+"""A ctypes value, a Buffer (its address on each rank), an EmulatedArena or a RemoteMemory (its view), or a function from the rank to one of
+these."""
 
 
 @dataclass
@@ -101,8 +97,8 @@ class Scenario:
 
     ``source`` and ``defines`` are what ``compile_cubin`` would get; or ``source`` is PTX that a compiler made. Ranks start together and are
     not synchronised by anything but their kernels. They lie in ``nodes`` nodes of as many neighbours each: an arena's view has null pointers
-    for ranks of other nodes, which only a :class:`RemoteMemory` reaches. Launches of a rank run one after the other, as on one stream; those of different
-    ``stream`` numbers run side by side.
+    for ranks of other nodes, which only a :class:`RemoteMemory` reaches. Launches of a rank run one after the other, as on one stream; those
+    of different ``stream`` numbers run side by side.
     """
 
     name: str

@@ -18,6 +18,7 @@ from peerlane import settings
 from peerlane.device.host.device_memory import bytes_at
 from peerlane.device.host.jit import Cubin
 from peerlane.device.host.launch import Kernel, module_of
+from peerlane.device.host.remote import RemoteView
 from peerlane.device.nvshmem.host_library import LIMITED, HostLibrary, host_library
 from peerlane.device.nvshmem.installation import installation
 from peerlane.errors import DeviceError, UsageError
@@ -65,6 +66,10 @@ class World:
         self.barrier()
         torch.cuda.synchronize(self.device)
         return tensor
+
+    def remote(self, nbytes: int) -> RemoteView:
+        """Returns zeroed symmetric memory as kernels with <peerlane/remote.cuh> get it, which run in the emulator too."""
+        return RemoteView(self.zeros(nbytes, dtype=torch.uint8).data_ptr(), 0, self.rank, self.world_size)
 
     def kernel(self, program: Cubin, name: str) -> Kernel:
         """Returns the kernel of a program that ``compile`` made, ready to call NVSHMEM. Launches go to PyTorch's current stream."""

@@ -5,26 +5,26 @@
 // * `wait` returns when the own counter has the value: what was flushed, or put with the signal, before it was added to can be read.
 #pragma once
 
-#include <peerlane/arena.cuh>
 #include <peerlane/ptx_remote.cuh>
 
 namespace peerlane {
 
-// The symmetric allocation of the second tier as a kernel argument; mirrors `peerlane.device.emulator.scenario.RemoteView`. Only base[rank]
-// can be addressed. Every function is of one thread. Sources lie in the own part, counters are 64-bit words at multiples of 8.
+// The symmetric allocation of the second tier as a kernel argument; mirrors `peerlane.device.host.remote.RemoteView`. Only the own part can be
+// addressed. Every function is of one thread. Sources lie in the own part, counters are 64-bit words at multiples of 8.
 struct Remote {
-    char* base[max_ranks];
+    char* own;
+    u64 stride;  // from rank to rank, in the emulator alone
     u32 rank;
     u32 world_size;
 
-    __device__ char* local(u64 offset) const { return base[rank] + offset; }
+    __device__ char* local(u64 offset) const { return own + offset; }
 
     __device__ void put(int q, u64 offset, const void* source, u64 bytes) const {
-        ptx::remote_put(local(offset), base[q] + offset, q, source, bytes);
+        ptx::remote_put(local(offset), part(q, offset), q, source, bytes);
     }
     __device__ void signal(int q, u64 counter, u64 add) const { ptx::remote_signal(word(rank, counter), word(q, counter), q, add); }
     __device__ void put_signal(int q, u64 offset, const void* source, u64 bytes, u64 counter, u64 add) const {
-        ptx::remote_put_signal(local(offset), base[q] + offset, q, source, bytes, word(rank, counter), word(q, counter), add);
+        ptx::remote_put_signal(local(offset), part(q, offset), q, source, bytes, word(rank, counter), word(q, counter), add);
     }
     __device__ void flush() const { ptx::remote_flush(); }
 
@@ -40,7 +40,8 @@ struct Remote {
     }
 
   private:
-    __device__ u64* word(int q, u64 offset) const { return reinterpret_cast<u64*>(base[q] + offset); }
+    __device__ char* part(int q, u64 offset) const { return own + (static_cast<u64>(q) - rank) * stride + offset; }
+    __device__ u64* word(int q, u64 offset) const { return reinterpret_cast<u64*>(part(q, offset)); }
 };
 
 }  // namespace peerlane
