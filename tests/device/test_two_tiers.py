@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device import compile_cubin
 from peerlane.device.emulator import Report, Scenario, check
-from peerlane.device.host.remote import RemoteView
 from peerlane.errors import UsageError
 
 SOURCE = Path(__file__).parent / "protocols" / "two_tiers.cu"
@@ -56,14 +54,6 @@ def test_a_broken_twin_is_a_race_across_tiers(twin: int, kind: str, memory: str)
 @pytest.mark.parametrize(("twin", "kind"), [(5, "crash"), (6, "illegal_address")], ids=["arena", "remote memory"])
 def test_no_store_reaches_another_node(twin: int, kind: str) -> None:
     assert [finding.kind for finding in report(twin).findings] == [kind]
-
-
-def test_the_host_s_structure_has_the_device_s_layout() -> None:
-    offsets = "".join(
-        f"static_assert(__builtin_offsetof(Remote, {name}) == {getattr(RemoteView, name).offset});\n" for name, _ in RemoteView._fields_
-    )
-    size = f"static_assert(sizeof(Remote) == {ctypes.sizeof(RemoteView)});"
-    compile_cubin(f"#include <peerlane/remote.cuh>\nusing namespace peerlane;\n{offsets}{size}")
 
 
 def test_nodes_have_as_many_ranks_each() -> None:

@@ -96,9 +96,9 @@ class Scenario:
     """A list of launches on ``world_size`` ranks, to be run under many schedules.
 
     ``source`` and ``defines`` are what ``compile_cubin`` would get; or ``source`` is PTX that a compiler made. Ranks start together and are
-    not synchronised by anything but their kernels. They lie in ``nodes`` nodes of as many neighbours each: an arena's view has null pointers
-    for ranks of other nodes, which only a :class:`RemoteMemory` reaches. Launches of a rank run one after the other, as on one stream; those
-    of different ``stream`` numbers run side by side.
+    not synchronised by anything but their kernels. They lie in ``nodes`` nodes, neighbours together: an arena's view has null pointers for
+    ranks of other nodes, which only a :class:`RemoteMemory` reaches. Launches of a rank run one after the other, as on one stream; those of
+    different ``stream`` numbers run side by side.
     """
 
     name: str
