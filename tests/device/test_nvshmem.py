@@ -20,7 +20,7 @@ from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.evaluate.audit.activity import activity, kernel_kind
 from peerlane.evaluate.audit.device_code import in_ptx
 from peerlane.evaluate.audit.library import team_collectives
-from peerlane.evaluate.candidates import candidate_file, runs_emulated
+from peerlane.evaluate.candidates import candidate_file, candidate_text, runs_emulated
 from peerlane.evaluate.requirements import missing_before, missing_on_virtual_node
 from peerlane.hardware.doctor import check_nvshmem
 from peerlane.scaffolds import scaffold
@@ -150,12 +150,20 @@ def test_only_kernels_that_call_the_library_are_said_to(linker: UnchangedLinker)
 
 def test_an_installation_is_whole_and_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_HOME", str(install(tmp_path / "new")))
-    assert str(find_installation()) == "3.8.2" and what_is_missing() is None and missing_before("import nvshmem.core") is None
+    assert str(find_installation()) == "3.8.2" and what_is_missing() is None
     monkeypatch.setenv("NVSHMEM_HOME", str(install(tmp_path / "old", (3, 3))))
     assert find_installation() is None
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path / "new"))
     (tmp_path / "new" / "lib" / "libnvshmem_host.so.3").unlink()
     assert find_installation() is None
+
+
+def test_nvidia_s_python_package_is_asked_for_by_name(linker: UnchangedLinker, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import nvshmem.core\ndef solution(x): ..."
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "nvshmem4py" in str(missing_before(source)) and candidate_text(source, 1).is_cuda
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert missing_before(source) is None
 
 
 def test_candidates_are_not_run_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ _MOST_NAMED = 20  # files, in one error
 _CUDA_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension", "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
 _CUDA_NAMES = (
     *("torch.utils.cpp_extension", "cpp_extension", "load_inline", "utils.cuda_helpers", "compile_cuda_extension", "_compile_kernel"),
-    *("peerlane.device", "cuda.core", "cuda.bindings", "cupy", "pycuda", "numba.cuda"),
+    *("peerlane.device", "cuda.core", "cuda.bindings", "cupy", "pycuda", "numba.cuda", "nvshmem"),
 )
 """modules and functions that only sources with CUDA kernels import or call"""
 _TRITON_NAMES = ("triton", "peerlane.device.triton")

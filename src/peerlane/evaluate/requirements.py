@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 
@@ -18,6 +19,7 @@ _TENSORS = ("get_or_create_parallel_tensor", "create_parallel_tensor")
 _CRASHES = (CudaError, Hang, ImportFailure, RuntimeFailure)
 _FP8 = re.compile(r"float8|fp8|e4m3|e5m2", re.IGNORECASE)
 _TRITON = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
+_NVSHMEM4PY = re.compile(r"^\s*(import|from) nvshmem\b", re.MULTILINE)
 _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distributed import [^\n]*\breduce\b", re.MULTILINE)
 
 
@@ -25,6 +27,8 @@ def missing_before(source: str) -> str | None:
     """Returns what a candidate of this source needs before it is compiled, and is not here; None if nothing is missing."""
     if uses_nvshmem(source) and (missing := what_is_missing()) is not None:
         return missing
+    if _NVSHMEM4PY.search(source) and importlib.util.find_spec("nvshmem") is None:
+        return "nvshmem4py, NVIDIA's Python package, which the candidate imports: run pip install nvshmem4py-cu13"
     if "parallelkittens_runtime" not in source:
         return None
     if thunderkittens_root() is None:
