@@ -221,7 +221,8 @@ def test_ranks_that_share_a_gpu_need_mps() -> None:
     ],
 )
 def test_collectives_of_teams_are_a_library(source: str, called: list[str]) -> None:
-    assert team_collectives(source) == called
+    assert team_collectives(f"SOURCE = r'''{source}'''") == called
+    assert team_collectives(f"'''Not by {source}'''") == [] and team_collectives(f"# {source}") == []
 
 
 def test_kernels_of_the_host_s_collectives_are_a_library() -> None:

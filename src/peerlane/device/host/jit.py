@@ -146,7 +146,7 @@ def read_source(source: str | Path) -> tuple[str, str, list[Path]]:
 
 @cache
 def toolkit_dirs() -> tuple[Path, ...]:
-    """Include folders of the nvidia-cuda-runtime and -cccl wheels, if they are installed."""
+    """Returns the include folders of the nvidia-cuda-runtime and -cccl wheels, if they are installed."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
     found = [root / "cu13" / part for root in roots for part in ("include", "include/cccl")]

@@ -6,6 +6,7 @@ collectives, exchanges, fused products, attention, mixtures of experts, and what
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import pkgutil
@@ -38,12 +39,23 @@ def library_kernels() -> dict[str, str]:
 
 
 def team_collectives(source: str) -> list[str]:
-    """Returns the collectives of NVSHMEM's teams that kernels of this source call.
+    """Returns the collectives of NVSHMEM's teams that device code in the strings of a candidate's source calls.
 
-    They are inlined into kernels, where nothing tells them from puts and signals. So the source is the evidence. Its barriers and
-    synchronisations of teams are no collectives.
+    They are inlined into kernels, where nothing tells them from puts and signals: the source is the evidence. Barriers are none of them.
     """
-    return sorted(set(_TEAM_COLLECTIVE.findall(_COMMENT.sub("", source))))
+    return sorted({name for text in _device_code(source) for name in _TEAM_COLLECTIVE.findall(_COMMENT.sub("", text))})
+
+
+def _device_code(source: str) -> Iterator[str]:
+    """Yields the strings of a Python source, but for its documentation; nothing of what is no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    documentation = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation:
+            yield node.value
 
 
 def _modules(room: ModuleType) -> Iterator[ModuleType]:
