@@ -28,7 +28,7 @@ _SOCKETS = "/tmp"  # where NVSHMEM makes the sockets by which PEs of one host ha
 
 
 class Seat(NamedTuple):
-    """Where a rank sits, as all ranks must know before NVSHMEM starts."""
+    """The place of a rank, which all ranks must know before NVSHMEM starts."""
 
     host: str
     gpu: str
