@@ -15,7 +15,7 @@ from peerlane import problems
 from peerlane.device import nvshmem
 from peerlane.device.nvshmem import host_library, program
 from peerlane.device.nvshmem.installation import find_installation, what_is_missing
-from peerlane.device.nvshmem.world import NEEDS_MPS, Seat, environment
+from peerlane.device.nvshmem.world import NEEDS_MPS, NO_TRANSPORT, Seat, environment
 from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.evaluate.audit.activity import activity, kernel_kind
 from peerlane.evaluate.audit.device_code import in_ptx
@@ -189,6 +189,13 @@ def test_all_pes_get_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hosts == {"NVSHMEM_DISABLE_NCCL": "1", "NVSHMEM_DISABLE_NVLS": "1"}
     monkeypatch.setenv("NVSHMEM_REMOTE_TRANSPORT", "ibrc")
     assert environment([Seat("a", "0", True)])["NVSHMEM_REMOTE_TRANSPORT"] == "ibrc"
+
+
+def test_nodes_of_a_virtual_cluster_are_refused() -> None:
+    with pytest.raises(UsageError, match=NO_TRANSPORT) as refused:
+        environment([Seat("a/0", "0", True, True), Seat("a/1", "0", True, True)])
+    assert "network" in str(missing_on_virtual_node(str(refused.value)))
+    assert environment([Seat("a/0", "0", True, True)])["NVSHMEM_REMOTE_TRANSPORT"] == "none"
 
 
 def test_structures_have_the_library_s_sizes() -> None:

@@ -8,7 +8,7 @@ import inspect
 import re
 
 from peerlane.device.nvshmem.installation import what_is_missing
-from peerlane.device.nvshmem.world import NEEDS_MPS
+from peerlane.device.nvshmem.world import NEEDS_MPS, NO_TRANSPORT
 from peerlane.evaluate.audit.device_code import holds_multicast
 from peerlane.evaluate.candidates import CandidateFile, uses_nvshmem
 from peerlane.problems.contract.spec import Problem
@@ -102,6 +102,8 @@ def missing_on_virtual_node(message: str) -> str | None:
         return "a GPU for every rank: the candidate addresses GPUs by the numbers of ranks, which share one here"
     if NEEDS_MPS in message:
         return "MPS whose control program the ranks can call"
+    if NO_TRANSPORT in message:
+        return "nodes with a network that NVSHMEM can use"
     if "NCCL" in message and re.search(r"invalid ?argument", message, re.IGNORECASE):
         return "a GPU for every rank: NCCL refused a call of the candidate, as it does for ranks that share one"
     return None

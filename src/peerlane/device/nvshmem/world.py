@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from peerlane import settings
 from peerlane.device.host.device_memory import bytes_at
+from peerlane.device.host.ipc import host_name
 from peerlane.device.host.jit import Cubin
 from peerlane.device.host.launch import Kernel, module_of
 from peerlane.device.host.remote import RemoteView
@@ -24,6 +25,7 @@ from peerlane.device.nvshmem.installation import installation
 from peerlane.errors import DeviceError, UsageError
 
 NEEDS_MPS = "NVSHMEM lets the kernels of ranks that share a GPU wait for each other under MPS alone"
+NO_TRANSPORT = "NVSHMEM has no transport between the nodes of a virtual cluster"
 _SOCKETS = "/tmp"  # where NVSHMEM makes the sockets by which PEs of one host hand memory on
 
 
@@ -33,6 +35,8 @@ class Seat(NamedTuple):
     host: str
     gpu: str
     sockets: bool
+    virtual: bool = False
+    """whether the host is the node of a virtual cluster"""
 
 
 @dataclass
@@ -97,9 +101,15 @@ class World:
 
 
 def environment(seats: Sequence[Seat]) -> dict[str, str]:
-    """Returns the variables that NVSHMEM needs, the same on every rank: they decide how PEs reach each other's memory."""
+    """Returns the variables that NVSHMEM needs, the same on every rank: they decide how PEs reach each other's memory.
+
+    Raises UsageError in a virtual cluster, between whose nodes NVSHMEM would map memory.
+    """
+    hosts = {seat.host for seat in seats}
+    if len(hosts) > 1 and any(seat.virtual for seat in seats):
+        raise UsageError(f"{NO_TRANSPORT}; use torch.distributed between its nodes")
     return settings.nvshmem_environment(
-        one_host=len({seat.host for seat in seats}) == 1,
+        one_host=len(hosts) == 1,
         shares_gpu=len({(seat.host, seat.gpu) for seat in seats}) < len(seats),
         sockets=all(seat.sockets for seat in seats),
     )
@@ -136,4 +146,4 @@ def own_seat(device: torch.device) -> Seat:
         sockets = True
     except OSError:
         sockets = False
-    return Seat(socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid), sockets)
+    return Seat(host_name(), str(torch.cuda.get_device_properties(device).uuid), sockets, bool(settings.virtual_host()))
