@@ -34,6 +34,7 @@ from peerlane.ops.collectives import (
     replicate,
 )
 from peerlane.ops.collectives import replicates as _replicates
+from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch
 from peerlane.ops.experts import gated_experts
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
@@ -47,6 +48,8 @@ from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
+    "DispatchConfig",
+    "DispatchHandle",
     "all_gather",
     "all_gather_gemm",
     "all_reduce",
@@ -54,6 +57,8 @@ __all__ = [
     "all_reduce_rms_norm_fp8",
     "all_to_all",
     "close",
+    "combine",
+    "dispatch",
     "gated_experts",
     "gemm_all_gather",
     "gemm_all_reduce",

@@ -8,12 +8,12 @@ No count leaves the device: launches have one shape whatever the routes are, so 
 
 Dispatch. Bound: bytes that a rank takes in, H elements for each pair of a token and a rank that has experts of it, over the port's rate.
 What limits it: below some hundred tokens the numbering, one meeting of all ranks and two trips over the link, for a row's route and for
-the row; above that loads in flight, 4 KiB for each of 16 warps of an SM. Registers: 72 a thread, in blocks of 512. Device lines: 200.
+the row; above that loads in flight, 4 KiB for each of 16 warps of an SM. Registers: 64 a thread, in blocks of 512. Device lines: 200.
 Arena: 2 T (H elements + 8 k) bytes of T tokens.
 
-Combine. Bound: the same bytes, out instead of in; and k H elements for each token from memory. What limits it: below some hundred tokens two
-trips over the link, behind that loads of rows in flight, 1 KiB for each warp and row of a token. Registers: 64 a thread, in blocks of 512.
-Device lines: 90. Arena: W T H elements.
+Combine. Bound: the same bytes, out instead of in, and k H elements for each token from memory. What limits it: below some hundred tokens
+two trips over the link; above that loads in flight, 1 KiB for each warp. Registers: 64 a thread, in blocks of 512. Device lines: 90.
+Arena: W T H elements.
 
 No speed of either has been measured yet.
 """
@@ -112,8 +112,8 @@ class TokenExchange:
         experts = group.world_size * own
         if not 1 <= experts <= MAX_EXPERTS or not 1 <= k <= MAX_SLOTS or row_bytes % 16 or not row_bytes or room > MAX_TOKENS + 1:
             raise UsageError(
-                f"dispatch of {room} tokens of {row_bytes} bytes with {k} slots to {experts} experts: expected at most {MAX_TOKENS} tokens, "
-                f"a multiple of 16 bytes, 1 to {MAX_SLOTS} slots, 1 to {MAX_EXPERTS} experts of all ranks"
+                f"dispatch of {room} tokens of {row_bytes} bytes with {k} slots to {experts} experts: expected at most {MAX_TOKENS} "
+                f"tokens, a multiple of 16 bytes, 1 to {MAX_SLOTS} slots, 1 to {MAX_EXPERTS} experts of all ranks"
             )
         self.group, self.room, self.k, self.own, self.row_bytes = group, room, k, own, row_bytes
         slots, most_blocks = 4 * room * k, group.waiting_blocks
