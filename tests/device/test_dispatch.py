@@ -15,7 +15,7 @@ from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.device.emulator.sequence import findings
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.moe import dispatch
-from peerlane.device.moe.dispatch import Received, Routing, TokenExchange, token_exchange
+from peerlane.device.moe.dispatch import Received, Routing, TokenCombine, TokenDispatch, token_combine, token_dispatch
 from peerlane.errors import UsageError
 
 HIDDEN, SLOTS, OWN, MOST = 24, 3, 2, 6
@@ -46,7 +46,7 @@ def drawn(calls: Calls, number: int) -> list[Step]:
     def quarters(*shape: int) -> torch.Tensor:
         return torch.randint(-8, 9, shape, generator=generator) / 4
 
-    found = []
+    found: list[Step] = []
     for tokens in calls.tokens[number]:
         experts = torch.rand(tokens, calls.world_size * OWN, generator=generator).argsort(1)[:, :SLOTS]
         experts[torch.rand(tokens, SLOTS, generator=generator) < 0.2] = -1
@@ -85,15 +85,16 @@ def wanted(calls: Calls, given: list[Step]) -> list[dict[str, torch.Tensor]]:
 
 
 def solution(calls: Calls) -> Any:
-    made = token_exchange(group_of(), MOST, SLOTS, OWN, HIDDEN * 2)
+    sizes = MOST, SLOTS, OWN, HIDDEN * 2
+    send, add = token_dispatch(group_of(), *sizes), token_combine(group_of(), *sizes)
 
     def call(x: torch.Tensor, experts: torch.Tensor, slot_weights: torch.Tensor, *rows: torch.Tensor) -> Any:
         values, weights, scalars = rows
-        received = made.dispatch(x, experts, slot_weights, calls.routing)
+        received = send(x, experts, slot_weights, calls.routing)
         for _ in range(calls.in_a_row):
-            again = made.dispatch_again(x + x, received.sources, calls.routing)
+            again = send.again(x + x, received.sources, calls.routing)
         for _ in range(calls.in_a_row):
-            y, home = made.combine(values, received.sources, experts, calls.routing, weights, scalars)
+            y, home = add(values, received.sources, experts, calls.routing, weights, scalars)
         return received, again, y, home
 
     return call
@@ -190,8 +191,9 @@ def test_what_there_is_no_exchange_for_is_refused() -> None:
 
     def load(rank: int) -> Any:
         for sizes in ((64, 33, 1, 64), (64, 2, 512, 64), (64, 2, 1, 24)):
-            with pytest.raises(UsageError, match="a multiple of 16 bytes, 1 to 32 slots, 1 to 1023 experts"):
-                TokenExchange(group_of(), *sizes)
+            for kind in (TokenDispatch, TokenCombine):
+                with pytest.raises(UsageError, match="a multiple of 16 bytes, 1 to 32 slots, 1 to 1023 experts"):
+                    kind(group_of(), *sizes)
         return lambda: None
 
     made.load(load)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from peerlane.device import Group
 from peerlane.device.moe import dispatch as kernels
-from peerlane.device.moe.dispatch import Routing, TokenExchange, token_exchange
+from peerlane.device.moe.dispatch import Routing, token_combine, token_dispatch
 from peerlane.errors import UsageError
 from peerlane.ops import gathered_dispatch
 from peerlane.ops.check import same_call
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 
+Kernel = TypeVar("Kernel")
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -68,8 +69,8 @@ class DispatchHandle(NamedTuple):
 # --- operators ---
 
 
-def _exchange(x: torch.Tensor, slots: int, sizes: Sequence[int], group: str) -> TokenExchange | None:
-    """Returns the kit's exchange for rows like those of x; None where there is none."""
+def _kernel(make: Callable[..., Kernel], x: torch.Tensor, slots: int, sizes: Sequence[int], group: str) -> Kernel | None:
+    """Returns the kit's kernel for rows like those of x; None where there is none."""
     own, most, *_ = sizes
     row_bytes = x.shape[1] * x.itemsize
     fits = (
@@ -80,19 +81,19 @@ def _exchange(x: torch.Tensor, slots: int, sizes: Sequence[int], group: str) -> 
         and most <= kernels.MAX_TOKENS
     )
     kit: Group | None = kit_group(x, group) if fits and row_bytes else None
-    return None if kit is None else token_exchange(kit, most, slots, own, row_bytes)
+    return None if kit is None else make(kit, most, slots, own, row_bytes)
 
 
 @torch.library.custom_op("peerlane::dispatch", mutates_args=())
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, sizes: Sequence[int], group: str) -> Five:
     """Returns received rows, their weights (or none), ends, dropped, sources."""
     same_call(f"dispatch {list(sizes)}", group, x[:0], topk_idx[:0])
-    routing, exchange = Routing(*sizes), _exchange(x, topk_idx.shape[1], sizes, group)
+    routing, send = Routing(*sizes), _kernel(token_dispatch, x, topk_idx.shape[1], sizes, group)
     x, topk_idx = x.contiguous(), topk_idx.contiguous()
-    if exchange is None:
+    if send is None:
         received = gathered_dispatch.dispatch(x, topk_idx, topk_weights, routing, group)
     else:
-        received = exchange.dispatch(x, topk_idx, None if topk_weights is None else topk_weights.float().contiguous(), routing)
+        received = send(x, topk_idx, None if topk_weights is None else topk_weights.float().contiguous(), routing)
     weights = x.new_empty(0) if topk_weights is None or received.weights is None else received.weights.to(topk_weights.dtype)
     return received.x, weights, received.ends, received.dropped, received.sources
 
@@ -101,10 +102,10 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
 def _dispatch_again(x: torch.Tensor, topk_idx: torch.Tensor, sources: torch.Tensor, sizes: Sequence[int], group: str) -> torch.Tensor:
     """Returns rows of x where another dispatch has put its rows."""
     same_call(f"dispatch {list(sizes)} again", group, x[:0], topk_idx[:0])
-    routing, exchange = Routing(*sizes), _exchange(x, topk_idx.shape[1], sizes, group)
-    if exchange is None:
+    routing, send = Routing(*sizes), _kernel(token_dispatch, x, topk_idx.shape[1], sizes, group)
+    if send is None:
         return gathered_dispatch.dispatch_again(x.contiguous(), sources, routing, group)
-    return exchange.dispatch_again(x.contiguous(), sources, routing)
+    return send.again(x.contiguous(), sources, routing)
 
 
 @torch.library.custom_op("peerlane::combine", mutates_args=())
@@ -119,14 +120,14 @@ def _combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the tokens' sums of rows, each times its weight; and what ``scalars`` has for their slots, or nothing."""
     same_call(f"combine {list(sizes)}", group, x[:0], topk_idx[:0])
-    routing, exchange = Routing(*sizes), _exchange(x, topk_idx.shape[1], sizes, group)
+    routing, add = Routing(*sizes), _kernel(token_combine, x, topk_idx.shape[1], sizes, group)
     factors = None if weights is None else weights.contiguous()
     told = None if scalars is None else scalars.contiguous()
-    if exchange is None:
+    if add is None:
         y, found = gathered_dispatch.combine(x.contiguous(), sources, topk_idx, routing, factors, told, group)
     else:
         factors, of_rows = (None if value is None else value.float() for value in (factors, told))
-        y, found = exchange.combine(x.contiguous(), sources, topk_idx.contiguous(), routing, factors, of_rows)
+        y, found = add(x.contiguous(), sources, topk_idx.contiguous(), routing, factors, of_rows)
     return y, x.new_empty(0) if scalars is None or found is None else found.to(scalars.dtype)
 
 
@@ -181,7 +182,7 @@ def _again_gradients(ctx: Any, d_rows: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _remember_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weights, scalars, *kept, ctx.sizes, ctx.group = inputs
+    x, weights, _, *kept, ctx.sizes, ctx.group = inputs
     ctx.is_weighted = weights is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*kept, *([x, weights] if ctx.is_weighted else []))

@@ -13,7 +13,7 @@ from peerlane.ops.transport import transport
 
 
 def dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, group: str) -> Received:
-    """As :meth:`peerlane.device.moe.dispatch.TokenExchange.dispatch`; rows that nobody sends are zero."""
+    """As :class:`peerlane.device.moe.dispatch.TokenDispatch`; rows that nobody sends are zero."""
     own, capacity, alignment = routing.num_local_experts, routing.capacity, routing.alignment
     local = _of_all(topk_idx, routing, group, -1) - rank(group) * own
     is_here = (local >= 0) & (local < own)
@@ -35,7 +35,7 @@ def dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
 
 
 def dispatch_again(x: torch.Tensor, sources: torch.Tensor, routing: Routing, group: str) -> torch.Tensor:
-    """As the method of this name; rows that nobody sends are zero."""
+    """As its method ``again``; rows that nobody sends are zero."""
     tokens = _of_all(x, routing, group, 0).flatten(0, 1)
     return _placed(tokens, sources, routing.capacity)
 
@@ -49,7 +49,7 @@ def combine(
     scalars: torch.Tensor | None,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the method of this name, but sums are rounded once."""
+    """As :class:`peerlane.device.moe.dispatch.TokenCombine`, but sums are rounded once."""
     ranks, most, k = sources.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     token = torch.full((routing.capacity + 1,), ranks * most, device=x.device)

@@ -1,8 +1,8 @@
 """Host side of ``peerlane/dispatch.cuh``: tokens to the ranks of their experts, and sums of rows home, in one launch each way.
 
-    exchange = token_exchange(group, sizes)                                the first call for a size is collective
-    received = exchange.dispatch(x, topk_idx, topk_weights, routing)       received.x (capacity, H), by expert
-    y = exchange.combine(rows, received.sources, topk_idx, routing)        (tokens, H): of each token the sum of its rows
+    send, add = token_dispatch(group, *sizes), token_combine(group, *sizes)    the first calls for a size are collective
+    received = send(x, topk_idx, topk_weights, routing)                        received.x (capacity, H), by expert
+    y = add(rows, received.sources, topk_idx, routing)                         (tokens, H): of each token the sum of its rows
 
 No count leaves the device: launches have one shape whatever the routes are, so they can be captured in a graph.
 
@@ -103,54 +103,59 @@ class Received(NamedTuple):
     """(W, num_max_tokens, k), int32: the row of every rank's slots here, -1 for those of other ranks' experts, -2 for dropped ones"""
 
 
-class TokenExchange:
-    """Memory and launches of dispatch and combine for up to ``room`` tokens of a rank, ``k`` slots, and rows of ``row_bytes``.
+class TokenDispatch:
+    """Memory and launches of dispatch for up to ``room`` tokens of a rank, with ``k`` slots and rows of ``row_bytes``.
 
     Creating one is collective. Calls in one stream, of any sizes, need no barrier between them and can be captured in a graph."""
 
     def __init__(self, group: Group, room: int, k: int, own: int, row_bytes: int) -> None:
-        experts = group.world_size * own
-        if not 1 <= experts <= MAX_EXPERTS or not 1 <= k <= MAX_SLOTS or row_bytes % 16 or not row_bytes or room > MAX_TOKENS + 1:
-            raise UsageError(
-                f"dispatch of {room} tokens of {row_bytes} bytes with {k} slots to {experts} experts: expected at most {MAX_TOKENS} "
-                f"tokens, a multiple of 16 bytes, 1 to {MAX_SLOTS} slots, 1 to {MAX_EXPERTS} experts of all ranks"
-            )
+        _check(group, room, k, own, row_bytes)
         self.group, self.room, self.k, self.own, self.row_bytes = group, room, k, own, row_bytes
-        slots, most_blocks = 4 * room * k, group.waiting_blocks
-        self._dispatch = TOKEN_DISPATCH.reserve(
-            group,
-            sizes={
-                "rows": 2 * room * row_bytes, "routes": 2 * slots, "weights": 2 * slots,
-                "counts": 8 * group.world_size * (own + 1), "flags": most_blocks,
-            },
-        )  # fmt: skip
-        home = {"home": group.world_size * room * row_bytes, "home_scalars": slots, "flags": 1 + most_blocks}
-        self._combine = TOKEN_COMBINE.reserve(group, sizes=home)
-        self._bind_dispatch, self._bind_combine = functools.cache(self._dispatch_launch), functools.cache(self._combine_launch)
+        slots = 2 * 4 * room * k
+        sizes = {"rows": 2 * room * row_bytes, "routes": slots, "weights": slots, "counts": 2 * 4 * group.world_size * (own + 1)}
+        self._reserved = TOKEN_DISPATCH.reserve(group, sizes={**sizes, "flags": group.waiting_blocks})
+        self._bind = functools.cache(self._bound)
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing) -> Received:
+    def __call__(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing) -> Received:
         """Sends x (tokens, H) to the experts of topk_idx (tokens, k), int64, with topk_weights (tokens, k), float32."""
         sources = torch.empty((self.group.world_size, routing.num_max_tokens, self.k), dtype=torch.int32, device=x.device)
         ends, dropped = sources.new_empty(self.own), sources.new_empty(1)
         recv_x = x.new_empty((routing.capacity, x.shape[1]))
         recv_weights = None if topk_weights is None else topk_weights.new_empty(routing.capacity)
         routes = {"topk_idx": topk_idx, "topk_weights": topk_weights, "recv_weights": recv_weights, "ends": ends, "dropped": dropped}
-        self._bind_dispatch(True, self._blocks(routing))(
+        self._bind(True, _blocks(self.group, routing))(
             x=_vectors(x), recv_x=recv_x, sources=sources, **routes, tokens=x.shape[0],
             most=routing.num_max_tokens, capacity=routing.capacity, alignment=routing.alignment,
         )  # fmt: skip
         return Received(recv_x, recv_weights, ends, dropped, sources)
 
-    def dispatch_again(self, x: torch.Tensor, sources: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def again(self, x: torch.Tensor, sources: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Returns the rows (capacity, H) of x (tokens, H), of as many tokens, where another dispatch has put its rows. No other row is
         written."""
         recv_x = x.new_empty((routing.capacity, x.shape[1]))
-        self._bind_dispatch(False, self._blocks(routing))(
+        self._bind(False, _blocks(self.group, routing))(
             x=_vectors(x), recv_x=recv_x, sources=sources, tokens=x.shape[0], most=routing.num_max_tokens, capacity=routing.capacity
         )
         return recv_x
 
-    def combine(
+    def _bound(self, routed: bool, grid: int) -> BoundKernel:
+        return self._reserved.bind(
+            grid=grid, block=min(MAX_THREADS, self.group.max_threads), defines={"ROUTED": "true" if routed else "false"}, resident=True,
+            room=self.room, k=self.k, own=self.own, row_bytes=self.row_bytes, stride=self.row_bytes,
+        )  # fmt: skip
+
+
+class TokenCombine:
+    """Memory and launches of combine, as those of :class:`TokenDispatch`."""
+
+    def __init__(self, group: Group, room: int, k: int, own: int, row_bytes: int) -> None:
+        _check(group, room, k, own, row_bytes)
+        self.group, self.room, self.k, self.own = group, room, k, own
+        sizes = {"home": group.world_size * room * row_bytes, "home_scalars": 4 * room * k, "flags": 1 + group.waiting_blocks}
+        self._reserved = TOKEN_COMBINE.reserve(group, sizes=sizes)
+        self._bind = functools.cache(self._bound)
+
+    def __call__(
         self,
         x: torch.Tensor,
         sources: torch.Tensor,
@@ -165,25 +170,31 @@ class TokenExchange:
         sums, in rank order. Dropped rows and their scalars are zero."""
         y = x.new_empty((topk_idx.shape[0], x.shape[1]))
         slot_scalars = None if scalars is None else scalars.new_empty(tuple(topk_idx.shape))
-        self._bind_combine(x.dtype, self._blocks(routing))(
+        self._bind(x.dtype, _blocks(self.group, routing))(
             x=x, weights=weights, scalars=scalars, sources=sources, topk_idx=topk_idx, y=y, slot_scalars=slot_scalars,
             tokens=topk_idx.shape[0], most=routing.num_max_tokens, columns=x.shape[1],
         )  # fmt: skip
         return y, slot_scalars
 
-    def _blocks(self, routing: Routing) -> int:
-        return min(routing.num_sms or _DEFAULT_SMS, self.group.waiting_blocks)
+    def _bound(self, dtype: torch.dtype, grid: int) -> BoundKernel:
+        return self._reserved.bind(
+            grid=grid, block=min(MAX_THREADS, self.group.max_threads), defines={"ELEMENT": element_type(dtype)}, resident=True,
+            room=self.room, k=self.k, own=self.own,
+        )  # fmt: skip
 
-    def _common(self, grid: int) -> dict[str, int]:
-        return {"grid": grid, "block": min(MAX_THREADS, self.group.max_threads), "room": self.room, "k": self.k, "own": self.own}
 
-    def _dispatch_launch(self, routed: bool, grid: int) -> BoundKernel:
-        defines = {"ROUTED": "true" if routed else "false"}
-        sizes = {"row_bytes": self.row_bytes, "stride": self.row_bytes}
-        return self._dispatch.bind(**self._common(grid), **sizes, defines=defines, resident=True)
+def _check(group: Group, room: int, k: int, own: int, row_bytes: int) -> None:
+    """Raises UsageError for sizes without a kernel."""
+    experts = group.world_size * own
+    if not 1 <= experts <= MAX_EXPERTS or not 1 <= k <= MAX_SLOTS or row_bytes % 16 or not row_bytes or room > MAX_TOKENS + 1:
+        raise UsageError(
+            f"dispatch of {room} tokens of {row_bytes} bytes with {k} slots to {experts} experts: expected at most {MAX_TOKENS} tokens, a "
+            f"multiple of 16 bytes, 1 to {MAX_SLOTS} slots, 1 to {MAX_EXPERTS} experts of all ranks"
+        )
 
-    def _combine_launch(self, dtype: torch.dtype, grid: int) -> BoundKernel:
-        return self._combine.bind(**self._common(grid), defines={"ELEMENT": element_type(dtype)}, resident=True)
+
+def _blocks(group: Group, routing: Routing) -> int:
+    return min(routing.num_sms or _DEFAULT_SMS, group.waiting_blocks)
 
 
 def _vectors(x: torch.Tensor) -> torch.Tensor:
@@ -191,11 +202,14 @@ def _vectors(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-@per_group
-def _exchange(group: Group, room: int, k: int, own: int, row_bytes: int) -> TokenExchange:
-    return TokenExchange(group, room, k, own, row_bytes)
+_of_dispatch, _of_combine = per_group(TokenDispatch), per_group(TokenCombine)
 
 
-def token_exchange(group: Group, num_max_tokens: int, k: int, own: int, row_bytes: int) -> TokenExchange:
-    """Returns the group's exchange with room for so many tokens of a rank; the first call for each power of two of them is collective."""
-    return with_room(_exchange, group, max(1, num_max_tokens), k, own, row_bytes)
+def token_dispatch(group: Group, num_max_tokens: int, k: int, own: int, row_bytes: int) -> TokenDispatch:
+    """Returns the group's dispatch with room for so many tokens of a rank; the first call for each power of two of them is collective."""
+    return with_room(_of_dispatch, group, max(1, num_max_tokens), k, own, row_bytes)
+
+
+def token_combine(group: Group, num_max_tokens: int, k: int, own: int, row_bytes: int) -> TokenCombine:
+    """As :func:`token_dispatch`."""
+    return with_room(_of_combine, group, max(1, num_max_tokens), k, own, row_bytes)
