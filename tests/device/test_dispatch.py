@@ -143,6 +143,50 @@ def test_rows_reach_their_experts_and_sums_their_tokens(calls: Calls) -> None:
     assert not found(calls)
 
 
+def found_in_fp8(world_size: int) -> set[str]:
+    """Returns what :func:`found` does, of tokens in fp8 beside the same ones as they are."""
+    columns, routing, made = 384, Routing(OWN, MOST, 32, alignment=2), EmulatedRanks(world_size, schedules=2)
+
+    def load(rank: int) -> Any:
+        send = token_dispatch(group_of(), MOST, 2, OWN, columns * 2)
+        return lambda x, topk_idx: (send(x, topk_idx, None, routing, fp8=True), send(x, topk_idx, None, routing))
+
+    made.load(load)
+    generator, given, kinds = torch.Generator().manual_seed(1), [], set[str]()
+    for tokens in (MOST, 4, 1)[:world_size]:
+        x = torch.randn(tokens, columns, generator=generator).bfloat16()
+        x[0, :128] = 0
+        given.append((x, torch.rand(tokens, world_size * OWN, generator=generator).topk(2).indices))
+    for fp8, plain in made.call(list(given), lambda rank, output: output):
+        end, own = int(plain.ends[-1]), plain.sources[plain.sources >= 0].long()
+        wanted = plain.x[:end].float().view(end, 3, 128)
+        scales = (wanted.abs().amax(2) / 448).clamp(min=1e-12)
+        values = (wanted / scales.unsqueeze(2)).clamp(-448, 448).to(torch.float8_e4m3fn).float().view(end, columns)
+        same = torch.equal(fp8.sources, plain.sources) and torch.equal(fp8.scales[own], scales[own])
+        if not same or not torch.equal(fp8.x[:end].float(), values):
+            kinds.add("wrong_result")
+    return kinds | {finding.kind for finding in findings(made.reports())}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_tokens_travel_in_fp8_with_a_scale_for_128_columns(world_size: int) -> None:
+    assert not found_in_fp8(world_size)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("warp_reduce<scale_columns / row_lanes>(most", "warp_reduce<8>(most"),
+        ("args.recv_scales[to] = scale", "args.recv_scales[i] = scale"),
+    ],
+    ids=["a scale of 64 columns", "scales of the first row"],
+)
+def test_a_broken_twin_in_fp8_is_refused(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "TOKEN_DISPATCH", twin(dispatch.TOKEN_DISPATCH, old, new, "dispatch.cuh"))
+    assert found_in_fp8(2) & {"wrong_result", "race"}
+
+
 MEETING = "        meet_ranks(Peers<W>(arena, args.flags), arena, 0, epoch);\n"
 TWINS = {
     "rows that nobody has told of": ("TOKEN_DISPATCH", MEETING, "", {"race"}),
@@ -180,7 +224,9 @@ def test_a_broken_twin_of_dispatch_is_refused(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("routed", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_the_kernels_fit_their_registers(routed: str) -> None:
-    for kernel, defines in ((dispatch.TOKEN_DISPATCH, {"ROUTED": routed}), (dispatch.TOKEN_COMBINE, {"ELEMENT": "peerlane::BFloat16"})):
+    of_dispatch = [{"ROUTED": routed, "QUANTISED": "AsTheyAre"}, {"ROUTED": "true", "QUANTISED": "peerlane::BFloat16"}]
+    of_combine = {"ELEMENT": "peerlane::BFloat16"}
+    for kernel, defines in (*((dispatch.TOKEN_DISPATCH, each) for each in of_dispatch), (dispatch.TOKEN_COMBINE, of_combine)):
         report = compiler_report(kernel.source, defines={**defines, "WORLD_SIZE": 8})
         assert "0 bytes spill stores, 0 bytes spill loads" in report
         assert max(map(int, re.findall(r"Used (\d+) registers", report))) <= 72

@@ -333,12 +333,28 @@ def dispatch_and_combine(group: dist.ProcessGroup) -> None:
                 assert error <= limit * size, (dtype, alignment)
 
 
+@check(1, 2)
+def dispatch_in_fp8(group: dist.ProcessGroup) -> None:
+    topk_idx = torch.tensor([[0, 1], [1, -1], [2 * group.size() - 1, 0]], device=DEVICE)
+    config = ops.DispatchConfig(2 * group.size(), 3)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(group.rank())).bfloat16().to(DEVICE)
+    wanted, _, plain = ops.dispatch(x, topk_idx, None, config, group=group)
+    rows, scales, none, handle = ops.dispatch_fp8(x, topk_idx, None, config, group=group)
+    assert none is None and torch.equal(handle.sources, plain.sources) and rows.dtype == torch.float8_e4m3fn
+    end = int(handle.ends[-1])
+    got = rows[:end].float().view(end, 2, 128) * scales[:end].unsqueeze(2)
+    largest = wanted[:end].float().view(end, 2, 128).abs().amax(2)
+    torch.testing.assert_close(scales[:end], largest / 448)
+    torch.testing.assert_close(got.view(end, 256), wanted[:end].float(), rtol=2**-4, atol=float(largest.max()) / 448 * 2**-9)
+
+
 @check(2, thorough=(1, 3))
 def dispatch_and_combine_obey_torch(group: dist.ProcessGroup) -> None:
     sizes, x, weights = (2, 3, 16, 4, 0), torch.randn(3, 8, requires_grad=True), torch.rand(3, 2, requires_grad=True)
     topk_idx = torch.tensor([[0, 1], [1, -1], [2 * group.size() - 1, 0]])
     of_torch, name = torch.ops.peerlane, group.group_name
     torch.library.opcheck(of_torch.dispatch.default, (x, topk_idx, weights, sizes, name))
+    torch.library.opcheck(of_torch.dispatch_fp8.default, (torch.randn(3, 256), topk_idx, weights.detach(), sizes, name))
     *_, sources = of_torch.dispatch(x, topk_idx, weights, sizes, name)
     torch.library.opcheck(of_torch.dispatch_again.default, (x, topk_idx, sources, sizes, name))
     rows, of_rows = torch.randn(16, 8, requires_grad=True), torch.rand(16, requires_grad=True)

@@ -22,6 +22,7 @@ CHECKS = (
     "two_dimensional_mesh",
     "styles",
     "dispatch_and_combine",
+    "dispatch_in_fp8",
     "dispatch_and_combine_obey_torch",
     "wrong_shapes_are_told_alike",
     "different_calls_are_told",

@@ -13,7 +13,7 @@ from peerlane.ops.support import SUPPORT
 from peerlane.report.operators import operators_table
 
 NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "close", "memory_report", "prepare", "replicate"}
-TESTED_BY_THEMSELVES = {"all_reduce_rms_norm_fp8", "dispatch", "combine"}
+TESTED_BY_THEMSELVES = {"all_reduce_rms_norm_fp8", "dispatch", "dispatch_fp8", "combine"}
 
 
 def test_every_operator_is_declared_and_checked() -> None:

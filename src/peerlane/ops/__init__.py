@@ -34,7 +34,7 @@ from peerlane.ops.collectives import (
     replicate,
 )
 from peerlane.ops.collectives import replicates as _replicates
-from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch
+from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch, dispatch_fp8
 from peerlane.ops.experts import gated_experts
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
@@ -59,6 +59,7 @@ __all__ = [
     "close",
     "combine",
     "dispatch",
+    "dispatch_fp8",
     "gated_experts",
     "gemm_all_gather",
     "gemm_all_reduce",

@@ -98,6 +98,21 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
     return received.x, weights, received.ends, received.dropped, received.sources
 
 
+@torch.library.custom_op("peerlane::dispatch_fp8", mutates_args=())
+def _dispatch_fp8(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, sizes: Sequence[int], group: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns received rows in e4m3, their weights (or none), ends, dropped, sources, and the rows' scales."""
+    same_call(f"dispatch_fp8 {list(sizes)}", group, x[:0], topk_idx[:0])
+    has_kernel = x.dtype in kernels.FP8_DTYPES
+    routing, send = Routing(*sizes), _kernel(token_dispatch, x, topk_idx.shape[1], sizes, group) if has_kernel else None
+    given = x.contiguous(), topk_idx.contiguous(), None if topk_weights is None else topk_weights.float().contiguous()
+    received = gathered_dispatch.dispatch_fp8(*given, routing, group) if send is None else send(*given, routing, fp8=True)
+    weights = x.new_empty(0) if topk_weights is None or received.weights is None else received.weights.to(topk_weights.dtype)
+    assert received.scales is not None
+    return received.x, weights, received.ends, received.dropped, received.sources, received.scales
+
+
 @torch.library.custom_op("peerlane::dispatch_again", mutates_args=())
 def _dispatch_again(x: torch.Tensor, topk_idx: torch.Tensor, sources: torch.Tensor, sizes: Sequence[int], group: str) -> torch.Tensor:
     """Returns rows of x where another dispatch has put its rows."""
@@ -135,12 +150,22 @@ def _combine(
 
 
 @_dispatch.register_fake
-def _(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, sizes: Sequence[int], group: str) -> Five:
+def _like_dispatched(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, sizes: Sequence[int], group: str) -> Five:
     own, most, capacity, *_ = sizes
     weights = x.new_empty(0) if topk_weights is None else topk_weights.new_empty(capacity)
     ends, dropped = (topk_idx.new_empty(size, dtype=torch.int32) for size in (own, 1))
     sources = topk_idx.new_empty((world_size(group), most, topk_idx.shape[1]), dtype=torch.int32)
     return x.new_empty((capacity, x.shape[1])), weights, ends, dropped, sources
+
+
+@_dispatch_fp8.register_fake
+def _(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, sizes: Sequence[int], group: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, *rest = _like_dispatched(x, topk_idx, topk_weights, sizes, group)
+    scales = rest[1].new_empty((rows.shape[0], x.shape[1] // kernels.SCALE_COLUMNS), dtype=torch.float32)
+    weights, ends, dropped, sources = rest
+    return torch.empty_like(rows, dtype=kernels.FP8), weights, ends, dropped, sources, scales
 
 
 _dispatch_again.register_fake(lambda x, topk_idx, sources, sizes, group: x.new_empty((sizes[2], x.shape[1])))
@@ -235,19 +260,24 @@ def dispatch(
         return again, None, handle
     if topk_idx is None or config is None:
         raise UsageError("dispatch got no topk_idx or no config: expected both, or the handle of another dispatch")
-    _require_tokens("dispatch", x, topk_idx)
-    if topk_weights is not None and (topk_weights.shape != topk_idx.shape or not topk_weights.is_floating_point()):
-        raise UsageError(
-            f"dispatch got topk_weights {tuple(topk_weights.shape)} in {topk_weights.dtype}: expected {tuple(topk_idx.shape)} and "
-            "a floating-point dtype"
-        )
-    name = group_name(group)
-    sizes, flat = config.sizes(world_size(name), topk_idx.shape[-1]), topk_idx.flatten(0, -2)
-    if flat.shape[0] > config.num_max_tokens_per_rank:
-        raise UsageError(f"dispatch got {flat.shape[0]} tokens: expected at most num_max_tokens_per_rank={config.num_max_tokens_per_rank}")
-    given = None if topk_weights is None else topk_weights.flatten(0, -2)
-    rows, weights, ends, dropped, sources = _dispatch(x.flatten(0, -2), flat, given, sizes, name)
-    return rows, None if topk_weights is None else weights, DispatchHandle(ends, dropped, topk_idx, sources, sizes, name)
+    rows_of, name = _routed("dispatch", x, topk_idx, topk_weights, config, group), group_name(group)
+    rows, weights, ends, dropped, sources = _dispatch(*rows_of, name)
+    return rows, None if topk_weights is None else weights, DispatchHandle(ends, dropped, topk_idx, sources, rows_of[3], name)
+
+
+def dispatch_fp8(
+    x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, config: DispatchConfig, *, group: GroupLike = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, DispatchHandle]:
+    """Returns rows as :func:`dispatch` does, in float8_e4m3fn, and their scales (capacity, H / 128), float32; their weights; a handle.
+
+    Each 128 columns of a row, times their scale, are the token's; its largest value becomes 448. Tokens are quantised in the kernel.
+    H is a multiple of 128. There is no gradient."""
+    if x.shape[-1] % kernels.SCALE_COLUMNS or not x.is_floating_point():
+        raise UsageError(f"dispatch_fp8 got x {tuple(x.shape)} in {x.dtype}: expected H to be a multiple of 128, in a floating-point dtype")
+    rows_of, name = _routed("dispatch_fp8", x, topk_idx, topk_weights, config, group), group_name(group)
+    rows, weights, ends, dropped, sources, scales = _dispatch_fp8(*rows_of, name)
+    handle = DispatchHandle(ends, dropped, topk_idx, sources, rows_of[3], name)
+    return rows, scales, None if topk_weights is None else weights, handle
 
 
 def combine(x: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -265,6 +295,22 @@ def combine(x: torch.Tensor, handle: DispatchHandle, weights: torch.Tensor | Non
     y: torch.Tensor
     y, _ = _combine(x, weights, None, handle.topk_idx.flatten(0, -2), handle.sources, handle.sizes, handle.group)
     return y.view(*handle.topk_idx.shape[:-1], x.shape[1])
+
+
+def _routed(
+    name: str, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, config: DispatchConfig, group: GroupLike
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+    """Returns x, topk_idx and topk_weights of one axis of tokens, and the sizes. Raises UsageError unless they fit together."""
+    _require_tokens(name, x, topk_idx)
+    if topk_weights is not None and (topk_weights.shape != topk_idx.shape or not topk_weights.is_floating_point()):
+        raise UsageError(
+            f"{name} got topk_weights {tuple(topk_weights.shape)} in {topk_weights.dtype}: expected {tuple(topk_idx.shape)} and "
+            "a floating-point dtype"
+        )
+    sizes, flat = config.sizes(world_size(group_name(group)), topk_idx.shape[-1]), topk_idx.flatten(0, -2)
+    if flat.shape[0] > config.num_max_tokens_per_rank:
+        raise UsageError(f"{name} got {flat.shape[0]} tokens: expected at most num_max_tokens_per_rank={config.num_max_tokens_per_rank}")
+    return x.flatten(0, -2), flat, None if topk_weights is None else topk_weights.flatten(0, -2), sizes
 
 
 def _require_tokens(name: str, x: torch.Tensor, topk_idx: torch.Tensor) -> None:

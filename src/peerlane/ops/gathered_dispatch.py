@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device.moe.dispatch import Received, Routing
+from peerlane.device.moe.dispatch import FP8, LARGEST_FP8, SCALE_COLUMNS, SMALLEST_SCALE, Received, Routing
 from peerlane.ops.groups import rank, world_size
 from peerlane.ops.transport import transport
 
@@ -38,6 +38,15 @@ def dispatch_again(x: torch.Tensor, sources: torch.Tensor, routing: Routing, gro
     """As its method ``again``; rows that nobody sends are zero."""
     tokens = _of_all(x, routing, group, 0).flatten(0, 1)
     return _placed(tokens, sources, routing.capacity)
+
+
+def dispatch_fp8(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, group: str) -> Received:
+    """As the kernel with ``fp8``; rows that nobody sends are zero."""
+    parts = x.float().view(x.shape[0], -1, SCALE_COLUMNS)
+    scales = (parts.abs().amax(-1) / LARGEST_FP8).clamp(min=SMALLEST_SCALE)
+    values = (parts / scales.unsqueeze(2)).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).view(torch.uint8).view(x.shape)
+    received = dispatch(values, topk_idx, topk_weights, routing, group)
+    return received._replace(x=received.x.view(FP8), scales=dispatch_again(scales, received.sources, routing, group))
 
 
 def combine(

@@ -36,6 +36,9 @@ MAX_EXPERTS, MAX_SLOTS, MAX_TOKENS = 1023, 32, (1 << 22) - 1
 """Experts of all ranks, slots of a token, tokens of a rank; of dispatch.cuh."""
 MAX_THREADS = 512  # of the sources
 DTYPES = torch.bfloat16, torch.float16, torch.float32
+FP8, SCALE_COLUMNS, LARGEST_FP8, SMALLEST_SCALE = torch.float8_e4m3fn, 128, 448.0, 1e-12  # of dispatch.cuh
+FP8_DTYPES = torch.bfloat16, torch.float16
+"""of tokens that may travel as fp8"""
 _DEFAULT_SMS = 32
 
 DISPATCH = r"""
@@ -45,12 +48,13 @@ using namespace peerlane;
 extern "C" __global__ void __launch_bounds__(512)
     token_dispatch(const __grid_constant__ Arena arena, const __grid_constant__ TokenDispatch args) {
     __shared__ ReceivedRows<WORLD_SIZE> received;
-    Dispatch<WORLD_SIZE, TokenDispatch>(args, arena).run<ROUTED>(received);
+    Dispatch<WORLD_SIZE, TokenDispatch, QUANTISED>(args, arena).run<ROUTED>(received);
 }
 """
 TOKEN_DISPATCH = DeclaredKernel(
     "token_dispatch", DISPATCH, x=Pointer("const char*"), topk_idx=Pointer("const long long*"), topk_weights=Pointer("const float*"),
-    recv_x=Pointer(), recv_weights=Pointer("float*"), sources=Pointer("u32*"), ends=Pointer("int*"), dropped=Pointer("int*"),
+    recv_x=Pointer(), **dict.fromkeys(("recv_weights", "recv_scales"), Pointer("float*")), sources=Pointer("u32*"),
+    **dict.fromkeys(("ends", "dropped"), Pointer("int*")),
     rows=Buffer(), routes=Buffer(), weights=Buffer(), counts=Buffer(), flags=Flags(), epochs=Epochs(),
     **dict.fromkeys(("tokens", "most", "room", "k", "own", "row_bytes", "stride", "capacity", "alignment"), U32),
 )  # fmt: skip
@@ -101,6 +105,8 @@ class Received(NamedTuple):
     """(1), int32: rows that were for this rank and above its capacity"""
     sources: torch.Tensor
     """(W, num_max_tokens, k), int32: the row of every rank's slots here, -1 for those of other ranks' experts, -2 for dropped ones"""
+    scales: torch.Tensor | None = None
+    """(capacity, H / 128), float32, of quantised rows: each 128 columns of x times theirs are the token's"""
 
 
 class TokenDispatch:
@@ -116,32 +122,39 @@ class TokenDispatch:
         self._reserved = TOKEN_DISPATCH.reserve(group, sizes={**sizes, "flags": group.waiting_blocks})
         self._bind = functools.cache(self._bound)
 
-    def __call__(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing) -> Received:
-        """Sends x (tokens, H) to the experts of topk_idx (tokens, k), int64, with topk_weights (tokens, k), float32."""
+    def __call__(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, *, fp8: bool = False
+    ) -> Received:
+        """Sends x (tokens, H) to the experts of topk_idx (tokens, k), int64, with topk_weights (tokens, k), float32.
+
+        ``fp8``: as float8_e4m3fn, by a scale for each 128 columns; x is bfloat16 or float16, H a multiple of 128."""
         sources = torch.empty((self.group.world_size, routing.num_max_tokens, self.k), dtype=torch.int32, device=x.device)
         ends, dropped = sources.new_empty(self.own), sources.new_empty(1)
-        recv_x = x.new_empty((routing.capacity, x.shape[1]))
+        recv_x = x.new_empty((routing.capacity, x.shape[1]), dtype=FP8 if fp8 else x.dtype)
+        recv_scales = ends.new_empty((routing.capacity, x.shape[1] // SCALE_COLUMNS), dtype=torch.float32) if fp8 else None
         recv_weights = None if topk_weights is None else topk_weights.new_empty(routing.capacity)
         routes = {"topk_idx": topk_idx, "topk_weights": topk_weights, "recv_weights": recv_weights, "ends": ends, "dropped": dropped}
-        self._bind(True, _blocks(self.group, routing))(
-            x=_vectors(x), recv_x=recv_x, sources=sources, **routes, tokens=x.shape[0],
+        self._bind(True, _blocks(self.group, routing), x.dtype if fp8 else None)(
+            x=_vectors(x), recv_x=recv_x, recv_scales=recv_scales, sources=sources, **routes, tokens=x.shape[0],
             most=routing.num_max_tokens, capacity=routing.capacity, alignment=routing.alignment,
         )  # fmt: skip
-        return Received(recv_x, recv_weights, ends, dropped, sources)
+        return Received(recv_x, recv_weights, ends, dropped, sources, recv_scales)
 
     def again(self, x: torch.Tensor, sources: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Returns the rows (capacity, H) of x (tokens, H), of as many tokens, where another dispatch has put its rows. No other row is
         written."""
         recv_x = x.new_empty((routing.capacity, x.shape[1]))
-        self._bind(False, _blocks(self.group, routing))(
+        self._bind(False, _blocks(self.group, routing), None)(
             x=_vectors(x), recv_x=recv_x, sources=sources, tokens=x.shape[0], most=routing.num_max_tokens, capacity=routing.capacity
         )
         return recv_x
 
-    def _bound(self, routed: bool, grid: int) -> BoundKernel:
+    def _bound(self, routed: bool, grid: int, quantised: torch.dtype | None) -> BoundKernel:
+        """``quantised``: the dtype of tokens that travel as fp8."""
+        defines = {"ROUTED": "true" if routed else "false", "QUANTISED": "AsTheyAre" if quantised is None else element_type(quantised)}
         return self._reserved.bind(
-            grid=grid, block=min(MAX_THREADS, self.group.max_threads), defines={"ROUTED": "true" if routed else "false"}, resident=True,
-            room=self.room, k=self.k, own=self.own, row_bytes=self.row_bytes, stride=self.row_bytes,
+            grid=grid, block=min(MAX_THREADS, self.group.max_threads), defines=defines, resident=True, room=self.room, k=self.k,
+            own=self.own, row_bytes=self.row_bytes // (1 if quantised is None else quantised.itemsize), stride=self.row_bytes,
         )  # fmt: skip
 
 

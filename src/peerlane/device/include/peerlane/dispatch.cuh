@@ -20,6 +20,8 @@ constexpr u32 no_row = ~0u, dropped_row = ~1u;  // of a slot, as its expert's ra
 constexpr u32 number_bits = 22;                 // of a route: the row's number among its source's rows for its expert, below the expert
 constexpr u32 most_experts = 1023;              // of all ranks
 constexpr u32 full_warp = 0xffffffffu;
+constexpr u32 scale_columns = 128;              // that share a scale where tokens are quantised
+constexpr float largest_e4m3 = 448, smallest_scale = 1e-12f;
 
 __device__ inline u32 expert_of(u32 route) { return route >> number_bits; }
 __device__ inline u32 number_of(u32 route) { return route & ((1u << number_bits) - 1); }
@@ -78,12 +80,15 @@ __device__ inline void each_lane(u32 lanes, const Use& use) {
 
 // Parameters have
 //   const char* x; const long long* topk_idx; const float* topk_weights   (tokens, row), (tokens, k) twice; weights may be null
-//   char* recv_x; float* recv_weights; int *ends, *dropped   (capacity, row), (capacity), (own), (1)
+//   char* recv_x; float *recv_weights, *recv_scales; int *ends, *dropped   (capacity, row), (capacity), (capacity, row / 128), (own), (1)
 //   u32* sources       (W, most, k): the row of every rank's slots here; read where the call follows the routes of another one
 //   u32 tokens, most, room, k, own, row_bytes, stride, capacity, alignment   most: tokens of any rank; room: those that there is memory for, stride: bytes of them
 //   u64 rows, routes, weights, counts, flags, epochs   in the arena; a slot of the flags for each block
-template <int W, class Parameters>
+// Where Quantised is an element type, x has that one, and rows are e4m3, with a scale for each 128 columns behind them in the arena.
+struct AsTheyAre {};
+template <int W, class Parameters, class Quantised>
 struct Dispatch {
+    static constexpr bool quantises = requires { Quantised::lanes; };
     const Parameters& args;
     const Arena& arena;
     const u32 epoch;
@@ -94,7 +99,9 @@ struct Dispatch {
     template <bool routed>
     __device__ void run(ReceivedRows<W>& received) const {
         each_row(args.tokens, [&](u32 token) {
-            copy_row(args.x + u64(token) * args.row_bytes, args.row_bytes, [&](const auto& store) { store(arena.local(row_at(token))); });
+            char* to = arena.local(row_at(token));
+            if constexpr (quantises) quantise(token, to);
+            else copy_row(args.x + u64(token) * args.row_bytes, args.row_bytes, [&](const auto& store) { store(to); });
         });
         if constexpr (routed) {
             number_slots();
@@ -149,9 +156,41 @@ struct Dispatch {
     __device__ void pull(u32 source, u32 token, u32 row) const {
         const u32 kept = __ballot_sync(full_warp, row < dropped_row);
         if (kept == 0) return;
-        copy_row(arena.peer(source, row_at(token)), args.row_bytes, [&](const auto& store) {
+        const char* from = arena.peer(source, row_at(token));
+        if constexpr (quantises) {
+            for (u32 first = 0; first < scales(); first += warp_threads) {
+                const u32 i = first + Warp{}.thread();
+                const float scale = i < scales() ? reinterpret_cast<const float*>(from + args.row_bytes)[i] : 0;
+                each_lane(kept, [&](u32 lane) {
+                    const u64 to = u64(__shfl_sync(full_warp, row, lane)) * scales() + i;
+                    if (i < scales()) args.recv_scales[to] = scale;
+                });
+            }
+        }
+        copy_row(from, args.row_bytes, [&](const auto& store) {
             each_lane(kept, [&](u32 lane) { store(args.recv_x + u64(__shfl_sync(full_warp, row, lane)) * args.row_bytes); });
         });
+    }
+
+    __device__ u32 scales() const { return args.row_bytes / scale_columns; }
+
+    // A token as e4m3, each 128 columns by a scale that makes the largest of them the type's largest number.
+    __device__ void quantise(u32 token, char* to) const {
+        const RowOf<Quantised> from(args.x, token, args.row_bytes);
+        for (u32 first = 0; first < args.row_bytes; first += row_lanes * warp_threads) {
+            const u32 column = first + Warp{}.thread() * row_lanes;
+            float value[row_lanes], most = 0;
+            from.load(column, value);
+#pragma unroll
+            for (float v : value) most = fmaxf(most, fabsf(v));
+            most = warp_reduce<scale_columns / row_lanes>(most, [](float a, float b) { return fmaxf(a, b); });
+            const float scale = fmaxf(most / largest_e4m3, smallest_scale);
+#pragma unroll
+            for (float& v : value) v /= scale;
+            if (column >= args.row_bytes) continue;
+            RowOf<Float8E4M3>(to, 0, args.row_bytes).store(column, value);
+            if (column % scale_columns == 0) reinterpret_cast<float*>(to + args.row_bytes)[column / scale_columns] = scale;
+        }
     }
 
     // A warp counts an expert's slots at a time, all warps of all blocks together.
@@ -204,6 +243,9 @@ struct Dispatch {
             char* to = args.recv_x + u64(row) * args.row_bytes;
             for (u32 at = Warp{}.thread() * sizeof(Vec16); at < args.row_bytes; at += warp_threads * sizeof(Vec16)) {
                 *reinterpret_cast<Vec16*>(to + at) = Vec16{};
+            }
+            if constexpr (quantises) {
+                for (u32 i = Warp{}.thread(); i < scales(); i += warp_threads) args.recv_scales[u64(row) * scales() + i] = 0;
             }
             if (args.recv_weights != nullptr && Warp{}.thread() == 0) args.recv_weights[row] = 0;
         });
