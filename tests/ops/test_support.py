@@ -12,7 +12,7 @@ from peerlane.ops.sharding import SHARDINGS
 from peerlane.ops.support import SUPPORT
 from peerlane.report.operators import operators_table
 
-NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "close", "memory_report", "prepare", "replicate"}
+NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "ExpertLayers", "close", "memory_report", "prepare", "replicate"}
 TESTED_BY_THEMSELVES = {"all_reduce_rms_norm_fp8", "dispatch", "dispatch_fp8", "combine"}
 
 

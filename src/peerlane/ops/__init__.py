@@ -42,7 +42,7 @@ from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report
 from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
-from peerlane.ops.preparation import prepare
+from peerlane.ops.preparation import ExpertLayers, prepare
 from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharding import takes_dtensors
@@ -50,6 +50,7 @@ from peerlane.ops.sharding import takes_dtensors
 __all__ = [
     "DispatchConfig",
     "DispatchHandle",
+    "ExpertLayers",
     "all_gather",
     "all_gather_gemm",
     "all_reduce",

@@ -69,6 +69,6 @@ SUPPORT: Mapping[str, Support] = {
         "exchanges of counts and rows, and torch",
         True,
         "with tokens and hidden size",
-        graph="forward, in one-kernel dtypes, of 2 ranks or more",
+        graph="in one-kernel dtypes",
     ),
 }

@@ -149,6 +149,11 @@ class TokenDispatch:
         )
         return recv_x
 
+    def load(self) -> None:
+        """Compiles what tokens that are not quantised need."""
+        for routed in (True, False):
+            self._bind(routed, min(_DEFAULT_SMS, self.group.waiting_blocks), None)
+
     def _bound(self, routed: bool, grid: int, quantised: torch.dtype | None) -> BoundKernel:
         """``quantised``: the dtype of tokens that travel as fp8."""
         defines = {"ROUTED": "true" if routed else "false", "QUANTISED": "AsTheyAre" if quantised is None else element_type(quantised)}
@@ -188,6 +193,10 @@ class TokenCombine:
             tokens=topk_idx.shape[0], most=routing.num_max_tokens, columns=x.shape[1],
         )  # fmt: skip
         return y, slot_scalars
+
+    def load(self, dtype: torch.dtype) -> None:
+        """Compiles what rows of this dtype need."""
+        self._bind(dtype, min(_DEFAULT_SMS, self.group.waiting_blocks))
 
     def _bound(self, dtype: torch.dtype, grid: int) -> BoundKernel:
         return self._reserved.bind(
