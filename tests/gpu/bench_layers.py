@@ -408,7 +408,7 @@ def decode(rank: int, world: int) -> Iterator[Row]:
 
 
 def dispatch(rank: int, world: int) -> Iterator[Row]:
-    """Dispatch and combine of a layer like DeepSeek-V3's, beside sorting, the kit's all-to-all with splits known to the host, and adding."""
+    """Dispatch and combine of a layer like DeepSeek-V3's, beside sorting, the kit's all-to-all with known splits, and adding."""
     hidden, experts, k, kit = 7168, 256, 8, communicator()
     for tokens in (128, 4096):
         x = torch.randn(tokens, hidden, device="cuda").to(BF16)

@@ -47,7 +47,7 @@ def prepare(
     ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm`` and ``row_gather_gemm``.
     Right operands are taken to have as many columns, or a rank's share of them; others compile at their first call, as those of
     ``row_gather_gemm`` do. Later calls of these sizes take no memory, compile nothing and exchange nothing; nor do collectives that sum or
-    move. ``experts``: ``dispatch``, ``combine`` and ``gated_experts`` of each width get memory too; hosts still exchange in ``gated_experts``.
+    move. ``experts``: ``dispatch``, ``combine`` and ``gated_experts`` of each width get memory too; hosts meet in ``gated_experts``.
     Raises UsageError for other names and sizes. On CPU ranks and in groups that the kit does not serve it does nothing."""
     if unknown := set(products) - set(PRODUCTS):
         raise UsageError(f"prepare got products={sorted(unknown)}: expected some of {', '.join(PRODUCTS)}")

@@ -8,11 +8,11 @@ No count leaves the device: launches have one shape whatever the routes are, so 
 
 Dispatch. Bound: bytes that a rank takes in, H elements for each pair of a token and a rank that has experts of it, over the port's rate.
 What limits it: below some hundred tokens the numbering, one meeting of all ranks and two trips over the link, for a row's route and for
-the row; above that loads in flight, 4 KiB for each of 16 warps of an SM. Registers: 64 a thread, in blocks of 512. Device lines: 200.
+the row; above that loads in flight, 4 KiB for each of 16 warps of an SM. Registers: 64 a thread, in blocks of 512. Device lines: 210.
 Arena: 2 T (H elements + 8 k) bytes of T tokens.
 
 Combine. Bound: the same bytes, out instead of in, and k H elements for each token from memory. What limits it: below some hundred tokens
-two trips over the link; above that loads in flight, 1 KiB for each warp. Registers: 64 a thread, in blocks of 512. Device lines: 90.
+two trips over the link; above that loads in flight, 1 KiB for each warp. Registers: 64 a thread, in blocks of 512. Device lines: 130.
 Arena: W T H elements.
 
 No speed of either has been measured yet.
