@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from device.test_attention import expected
 from peerlane import ops
-from peerlane.device.emulator.ranks import run
+from peerlane.device.emulator.ranks import EmulatedRanks, run
 from peerlane.errors import UsageError
 
 STEP = """
@@ -234,6 +236,40 @@ def test_experts_on_ranks_equal_experts_in_one_place(dtype: torch.dtype, capacit
         for value, want in zip(got, (result, *(value.grad for value in values)), strict=True):
             assert want is not None and value.dtype == dtype
             assert float((value - want).norm()) <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * float(want.norm())
+
+
+@pytest.mark.parametrize("capacity", [32, pytest.param(None, marks=pytest.mark.long)])
+def test_gradients_of_experts_read_no_counts(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that would make the host wait for a GPU is called in the backward pass."""
+    backward = threading.local()
+
+    def guarded(plain: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            assert not hasattr(backward, "runs"), f"{plain.__name__} in the backward pass"
+            return plain(*args, **kwargs)
+
+        return called
+
+    for name in ("nonzero", "tolist", "item", "cpu", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, guarded(getattr(torch.Tensor, name)))
+
+    def step(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *layers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = x.clone().requires_grad_()
+        loss = ops.gated_experts(own, experts, weights, *layers, capacity=capacity).sum()
+        backward.runs = True
+        loss.backward()
+        del backward.runs
+        assert own.grad is not None
+        return loss.detach(), own.grad
+
+    generator = torch.Generator().manual_seed(1)
+    shapes = (4, 16), (4, 1), (1, 8, 16), (1, 8, 16), (1, 16, 8)
+    x, weights, *layers = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    given = x, torch.tensor([[0], [1], [1], [0]]), weights, *layers
+    made = EmulatedRanks(2, schedules=1)
+    made.load(lambda rank: step)
+    for loss, grad in made.call([tuple(value.clone() for value in given) for _ in range(2)], lambda rank, output: output):
+        assert loss.isfinite() and grad.abs().sum() > 0
 
 
 def test_collectives_have_the_gradients_of_the_summed_losses(tmp_path: Path) -> None:

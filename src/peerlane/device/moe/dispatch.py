@@ -92,7 +92,7 @@ class Routing:
 
 
 class Received(NamedTuple):
-    """What a rank receives."""
+    """Rows that a rank receives, and where they lie."""
 
     x: torch.Tensor
     """(capacity, H): rows by own expert, source and slot. Rows behind an expert's last are zero up to its end, and undefined behind the
