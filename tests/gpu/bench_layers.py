@@ -194,6 +194,20 @@ def check_dispatch(rank: int, world: int) -> Iterator[Row]:
             want = x.double() * (weights.double() * topk_idx.clamp(min=0)).sum(1, keepdim=True)
             wrong += int((y.double() - want).abs().gt(2**-7 * world * own * k).sum())
             wrong += int((ops.dispatch(x, handle=handle)[0] != rows)[: handle.ends[-1]][of_rows[: handle.ends[-1]] != 0].sum())
+        held = [value.clone() for value in (x, topk_idx, weights)]
+
+        def there_and_back() -> torch.Tensor:
+            rows, of_rows, handle = ops.dispatch(*held, config)  # noqa: B023
+            return ops.combine(rows, handle, of_rows)
+
+        there_and_back(), meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = there_and_back()
+        for call in range(3):  # other routes, other counts
+            held[1].copy_(routes(tokens, own * world if call else own, k, 1000 + call + rank))
+            graph.replay()
+            wrong += int((y.double() - x.double() * weights.double().sum(1, keepdim=True)).abs().gt(2**-7 * k).sum())
         yield {"check": "dispatch", "tokens": most, "alignment": alignment, "sms": sms, "wrong": wrong}
 
 

@@ -29,7 +29,7 @@ class DispatchConfig:
     num_max_tokens_per_rank: int
     """the most tokens that any rank gives"""
     capacity: int | None = None
-    """the most rows that a rank takes; what is above it is dropped. None: room for all, whatever the routes are"""
+    """the most rows that a rank takes; what is above it is dropped. None: room for all, if experts of a token differ"""
     expert_alignment: int = 1
     """rows of each expert begin at a multiple of it; zeros fill up"""
     num_sms: int | None = None

@@ -66,7 +66,7 @@ SUPPORT: Mapping[str, Support] = {
     "combine": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),
     "gated_experts": Support(
         _PRODUCTS,
-        "exchanges of counts and rows, and torch",
+        "dispatch, torch and combine",
         True,
         "with tokens and hidden size",
         graph="in one-kernel dtypes",
