@@ -161,8 +161,8 @@ def gated_experts(
     x (T, H), experts (T, k) int64, different ones for a token, weights (T, k); T may be several axes. Rank r holds experts r E to
     r E + E - 1: gate and up (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype.
 
-    ``capacity``: the most rows that a rank takes, the same on all ranks; what is above it adds nothing. Rows of an expert are filled up to a
-    multiple of 16, which counts too. None: room for all."""
+    ``capacity``: the most rows that a rank takes, the same on all ranks; what is above it adds nothing. Each expert's rows are filled up to
+    a multiple of 16, which counts too. None: room for all."""
     x, weights, gate, up, down = cast(x, weights, gate, up, down)
     shapes = [tuple(value.shape) for value in (x, experts, weights, gate, up, down)]
     (own, inner, h) = gate.shape if gate.dim() == 3 else (0, 0, 0)
