@@ -134,7 +134,7 @@ def found(calls: Calls, schedules: int = 3) -> set[str]:
     "calls",
     [
         Calls(2, ((5, 3), (0, 6), (6, 6))),
-        pytest.param(Calls(3, ((5, 3, 1), (6, 0, 2), (1, 1, 1)), alignment=4), marks=pytest.mark.slow),
+        Calls(3, ((5, 3, 1), (6, 0, 2), (1, 1, 1)), alignment=4),
         Calls(4, ((2, 3, 0, 1), (1, 1, 6, 1)), capacity=8, alignment=4, num_sms=1),
     ],
     ids=["two ranks", "three ranks, aligned", "four ranks, dropped"],
