@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.ranks.test_problem_contract import groups_of
 
 from peerlane import problems, solutions
 from peerlane.problems.contract import Draw, resolve_groups
 from peerlane.problems.contract.calibration import ratios_of
+from ranks.groups import groups_of
 
 
 def ratios_on_rank(rank: int, world_size: int, number: int, label: str) -> dict[str, float]:

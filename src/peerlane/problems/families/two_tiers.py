@@ -37,9 +37,8 @@ def all_reduce_bytes(payload: float, members: int) -> float:
 def reordered(rows: torch.Tensor, lengths: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """Rows that lie in chunks of ``lengths[a, b, ...]``, the last index fastest, with their chunks in the order of permuted axes.
 
-    ``axes``: those of ``lengths`` from the slowest to the fastest of the result. Does not wait for the device.
+    ``lengths`` is on the rows' device; ``axes`` are its axes from the slowest to the fastest of the result. Does not wait for the device.
     """
-    lengths = lengths.to(rows.device)
     starts = (lengths.flatten().cumsum(0).view(lengths.shape) - lengths).permute(*axes).flatten()
     sizes = lengths.permute(*axes).flatten()
     shifts = starts - (sizes.cumsum(0) - sizes)

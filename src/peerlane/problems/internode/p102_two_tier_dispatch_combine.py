@@ -54,7 +54,7 @@ def reference(
 
 def swapped(rows: torch.Tensor, lengths: Sequence[Sequence[int]]) -> torch.Tensor:
     """Rows that lie in chunks of ``lengths[a][b]``, a outermost, with b outermost."""
-    chunks, width = rows.split([length for line in lengths for length in line]), len(lengths[0])
+    chunks, width = torch.split(rows, [length for line in lengths for length in line]), len(lengths[0])
     return torch.cat([chunk for b in range(width) for chunk in chunks[b::width]])
 
 
@@ -108,7 +108,7 @@ def _dispatched(case: pc.Case, inputs: pc.Inputs, rank: int, sources: Sequence[i
 def _terms(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     """What the experts have for every slot of a rank's tokens: (T, k, H)."""
     selected = inputs[rank][1]
-    terms = inputs[rank][0].new_zeros((*selected.shape, case["hidden"]))
+    terms: torch.Tensor = inputs[rank][0].new_zeros((*selected.shape, case["hidden"]))
     for owner in range(case.world_size):
         lengths = inputs[owner][5].t()  # by expert and source, as the owner's rows lie
         starts = (lengths.flatten().cumsum(0).view_as(lengths) - lengths)[:, rank].tolist()

@@ -110,7 +110,8 @@ def _own_node_first(context: pc.AnswerContext) -> list[int]:
 
 def _stale_network(context: pc.AnswerContext) -> torch.Tensor:
     """The rows of other nodes are those of the slot before."""
-    answer, rows = context.previous.clone(), context.case["m"] * context.case.cluster.ranks_per_node
+    answer: torch.Tensor = context.previous.clone()
+    rows = context.case["m"] * context.case.cluster.ranks_per_node
     mine = slice(context.case.cluster.node_of(context.rank) * rows, (context.case.cluster.node_of(context.rank) + 1) * rows)
     answer[mine] = context.answer[mine]
     return answer

@@ -50,7 +50,7 @@ def solution(
     back = exchange_rows(made, received, sent, node_group)
     transfers.wait()
     guests = [Guests.of(arriving[n], tokens, selected_experts.shape[1], int(between[n].sum())) for n in range(nodes)]
-    by_source = _chunks_reordered(back, between.t(), (1, 0)).split(between.sum(1).tolist())
+    by_source = torch.split(_chunks_reordered(back, between.t(), (1, 0)), between.sum(1).tolist())
     partial = [one.combined(rows) for one, rows in zip(guests, by_source, strict=True)]
     returned = {n: tokens.new_empty((len(chosen[n]), tokens.shape[1])) for n in range(nodes)}
     returning = start(dict(enumerate(partial)), returned, rail_group)
@@ -79,7 +79,7 @@ class Guests:
     @classmethod
     def of(cls, packet: torch.Tensor, like: torch.Tensor, slots: int, rows: int) -> Guests:
         """Returns the contents of a packet of :func:`_pack`."""
-        parts = packet.split([like.shape[1] * like.element_size(), 4 * slots, 2 * slots], dim=1)
+        parts = torch.split(packet, [like.shape[1] * like.element_size(), 4 * slots, 2 * slots], dim=1)
         tokens, weights, local = (part.clone(memory_format=torch.contiguous_format) for part in parts)
         tokens, weights, local = tokens.view(like.dtype), weights.view(torch.float32), local.view(torch.int16)
         order = local.flatten().argsort(stable=True)[:rows]
