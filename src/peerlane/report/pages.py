@@ -44,7 +44,7 @@ def generate(suite: Sequence[Problem], evidence: Evidence) -> dict[str, str]:
 
 def _illustration(problem: Problem) -> Illustration:
     backend = scaffold_backend(problem)
-    solution = f"p{problem.id:03d}_{problem.slug}.py"
+    solution = f"{'' if 1 in problem.nodes else 'internode/'}p{problem.id:03d}_{problem.slug}.py"
     return Illustration(
         reference=reference_source(problem),
         picture=picture_name(problem),
