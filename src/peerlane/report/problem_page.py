@@ -65,7 +65,7 @@ def page(detail: Entry, measured: Measured = NOTHING, illustration: Illustration
         *(
             []
             if illustration is None or not illustration.solution
-            else [f"[Read its source]({illustration.solution}). It uses the [device kit](../device/README.md).\n"]
+            else [f"[Read its source]({illustration.solution}).\n"]
         ),
         solution_times(measured) if measured.solutions or illustration is None or illustration.solution else "There is none yet.\n",
         _cost(detail),
