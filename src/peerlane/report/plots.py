@@ -131,6 +131,12 @@ def sweep_bytes(preset: str) -> int | None:
     return int(match[1]) << {"kib": 10, "mib": 20}[match[2]] if match and match[2] else None
 
 
+def preset_order(preset: str) -> tuple[str, int]:
+    """Returns a key that sorts presets by name, and those of a sweep by size."""
+    match = _SWEEP.fullmatch(preset)
+    return ("sweep", int(match[1]) << {"": 0, "kib": 10, "mib": 20}[match[2]]) if match else (preset, 0)
+
+
 def _sweep_size(result: Result) -> tuple[int, str] | None:
     """Returns the size that a result of a sweep is for, and what it counts: bytes, or as its preset's description says, such as tokens."""
     if (nbytes := sweep_bytes(result.preset)) is not None:
