@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'peerlane[plot]'"
 REFERENCE = "reference"
-_BLACK = "#000000"
+BLACK = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 _MARKERS = "osD^vPX"
 _DASHES = {"eager": "--", "graph": "-"}
@@ -205,7 +205,7 @@ def _draw(panel: Panel, plot: Plot, area: Any) -> None:
     names = [name for name in dict.fromkeys(line.name for line in panel.lines) if name != REFERENCE]
     for line in panel.lines:
         number = None if line.name == REFERENCE else names.index(line.name)
-        colour = _BLACK if number is None else COLOURS[number % len(COLOURS)]
+        colour = BLACK if number is None else COLOURS[number % len(COLOURS)]
         marker = "." if number is None else _MARKERS[number % len(_MARKERS)]
         sizes = [point.size for point in line.points]
         label = f"{line.name}, {line.mode}" if line.mode else line.name
