@@ -222,7 +222,7 @@ def figures(suite: Sequence[Problem], evidence: Evidence, root: Path) -> dict[Pa
         FOLDER / "coverage.svg": coverage(suite),
         FOLDER / "references.svg": references(evidence),
         FOLDER / "solutions.svg": _svg((11.0, 3.9), lambda figure: speedups(figure, read_results(root / SOLUTIONS))),
-        FOLDER / "launch-modes.svg": _svg((11.0, 3.9), lambda figure: launch_modes(figure, root / RESULTS)),
+        FOLDER / "launch-modes.svg": _svg((7.4, 5.8), lambda figure: launch_modes(figure, root / RESULTS)),
     }
 
 

@@ -57,53 +57,51 @@ def gains(results: Iterable[Result]) -> list[Gain]:
 
 def launch_modes_table(folder: Path) -> str:
     """Returns a row for each file of results below ``folder``: how much faster references are in graphs, as Markdown."""
-    columns = ("machine", "sizes", "references", "geometric mean", "median", "largest", f"within {SAME:.0%}", "data")
-    table = TextTable(columns, right=columns[2:-1])
+    columns = ("machine", "sizes", "references", "geometric mean", "largest", f"within {SAME:.0%}")
+    table = TextTable(columns, right=columns[2:])
     for name in MODES_FILES:
         results = [result for result in read_results(folder / name) if result.correct]
         found = gains(results)
         ratios = [gain.ratio for gain in found]
         table.add(
-            str(results[0].node).partition(", driver")[0],
+            f"[{results[0].node.gpus}x {_short(results[0].node.gpu or '')}](../results/{name})",
             ", ".join(dict.fromkeys(gain.preset.partition("_")[0] for gain in found)),
             str(len(found)),
             f"{geometric_mean(ratios):.2f}",
-            f"{median(ratios):.2f}",
-            f"{ratios[0]:.1f} ({found[0].problem} {found[0].slug})",
+            f"{ratios[0]:.1f} (problem {found[0].problem})",
             str(sum(abs(ratio - 1) < SAME for ratio in ratios)),
-            f"[{name}](../results/{name})",
         )
     return table.markdown()
 
 
 def launch_modes(figure: Any, folder: Path) -> None:
     """Draws the gains of all references of four GPUs, sorted, and those of the collectives by size, on a figure of matplotlib."""
-    left, right = figure.subplots(1, 2, width_ratios=(1.55, 1))
+    top, bottom = figure.subplots(2, 1)
     found = gains(read_results(folder / MODES_FILES[0]))
-    left.plot(range(len(found)), [gain.ratio for gain in found], "o", color=COLOURS[0], markersize=4)
-    left.set_xticks(range(len(found)), [str(gain.problem) for gain in found], fontsize=6, rotation=90)
-    left.set_xlim(-1, len(found))
-    left.set_xlabel("problem, at the sizes of the public benchmark; four H200", fontsize=9)
+    top.plot(range(len(found)), [gain.ratio for gain in found], "o", color=COLOURS[0], markersize=4)
+    top.set_xticks(range(len(found)), [str(gain.problem) for gain in found], fontsize=6, rotation=90)
+    top.set_xlim(-1, len(found))
+    top.set_xlabel("problem, at the sizes of the public benchmark; four H200", fontsize=9)
     swept = [(size, gain) for gain in gains(read_results(folder / SWEEP)) if (size := sweep_bytes(gain.preset)) is not None]
     problems = sorted({(gain.problem, gain.slug) for _, gain in swept})
     for number, (problem, slug) in enumerate(problems):
         points = sorted((size, gain.ratio) for size, gain in swept if gain.problem == problem)
         style = {"color": (*COLOURS, BLACK)[number % 8], "marker": "osD^vPX*"[number % 8], "linestyle": "-"}
-        right.plot(*zip(*points, strict=True), label=slug, markersize=3.5, linewidth=1, **style)
+        bottom.plot(*zip(*points, strict=True), label=slug, markersize=3.5, linewidth=1, **style)
     sizes = sorted({size for size, _ in swept})
-    right.set_xscale("log", base=2)
-    right.set_xticks(sizes[::2], [size_text(size) for size in sizes[::2]], fontsize=8)
-    right.set_xlabel("size of a collective; two H200", fontsize=9)
-    right.legend(frameon=False, fontsize=7.5, ncols=2)
-    for area in (left, right):
+    bottom.set_xscale("log", base=2)
+    bottom.set_xticks(sizes[::2], [size_text(size) for size in sizes[::2]], fontsize=8)
+    bottom.set_xlabel("size of a collective; two H200", fontsize=9)
+    bottom.legend(frameon=False, fontsize=7.5, ncols=2)
+    for area in (top, bottom):
         area.axhline(1.0, color="#555555", linewidth=0.9)
+        area.set_ylabel("times as fast in a graph", fontsize=9)
         area.set_yscale("log")
         area.set_yticks([1, 2, 4, 8, 16], ["1x", "2x", "4x", "8x", "16x"])
         area.set_ylim(0.8, 20)
         area.minorticks_off()
         area.grid(axis="y", linewidth=0.3)
         area.spines[["top", "right"]].set_visible(False)
-    left.set_ylabel("times as fast in a CUDA graph", fontsize=9)
 
 
 def rungs_table(folder: Path) -> str:
@@ -119,6 +117,10 @@ def rungs_table(folder: Path) -> str:
             verdicts = [_counted([found.verdict for mine, found in judged[rung] if mine.file == entry.file]) for rung in RUNGS]
             table.add(entry.row, corpus.rows[entry.row], f"`{re.sub(r'^1_|_cuda$', '', entry.file)}`", *verdicts)
     return table.markdown()
+
+
+def _short(gpu: str) -> str:
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def _on(rung: str, node: str) -> bool:
