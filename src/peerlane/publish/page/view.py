@@ -216,7 +216,7 @@ class View:
             tasks = f"{leader.timed[mode]:,} timed task{'' if leader.timed[mode] == 1 else 's'}"
             found.append((f"{mean.value:.2f}x", f"geometric mean of {tasks}, {mode}{whose}"))
             best = max((point for point in points if point.sample.author == leader.author), key=lambda point: point.speed.speedup.median)
-            found.append((f"{best.speed.speedup.median:.1f}x", f"largest speedup, {mode}: problem {best.sample.task.problem}"))
+            found.append((f"{best.speed.speedup.median:.1f}x", f"largest speedup, {mode}{whose}: problem {best.sample.task.problem}"))
             if (share := leader.share[mode]) is not None:
                 found.append((f"{100 * share:.0f} %", f"of the roofline bound, median of its tasks, {mode}"))
         return found
