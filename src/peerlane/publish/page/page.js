@@ -9,7 +9,8 @@ for (const section of document.querySelectorAll(".board")) {
   const draw = () => {
     drawn = true;
     const makers = plots(board, shown);
-    for (const figure of section.querySelectorAll("figure[data-plot]")) figure.replaceChildren(makers[figure.dataset.plot](Math.max(260, figure.clientWidth)));
+    const figures = [...section.querySelectorAll("figure[data-plot]")], widths = figures.map((figure) => figure.clientWidth); // one layout, not one a figure
+    figures.forEach((figure, i) => figure.replaceChildren(makers[figure.dataset.plot](Math.max(260, widths[i]))));
   };
   const choose = () => { // the selects and buttons say what is shown
     for (const button of section.querySelectorAll(".chips button")) button.setAttribute("aria-pressed", shown.authors.has(Number(button.dataset.author)));
