@@ -62,11 +62,7 @@ def page(detail: Entry, measured: Measured = NOTHING, illustration: Illustration
         f"```python\n{detail['signature']}\n```\n" if illustration is None else _opening(detail, illustration),
         *([] if illustration is None else [_start(detail, illustration)]),
         "## Our solution\n",
-        *(
-            []
-            if illustration is None or not illustration.solution
-            else [f"[Read its source]({illustration.solution}).\n"]
-        ),
+        *([] if illustration is None or not illustration.solution else [f"[Read its source]({illustration.solution}).\n"]),
         solution_times(measured) if measured.solutions or illustration is None or illustration.solution else "There is none yet.\n",
         _cost(detail),
         *_tiers(detail),
