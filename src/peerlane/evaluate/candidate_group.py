@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from peerlane.evaluate import wire
@@ -26,6 +27,12 @@ class CandidateGroup:
     """nothing has happened that leaves the ranks in an unknown state"""
     no_ranks: bool = False
     """rank groups do not come up on this machine"""
+    tell_wait: Callable[[str, float], None] | None = None
+    """see :class:`RankGroup`"""
+
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            self.ranks.tell_wait = self.tell_wait
 
     @property
     def present(self) -> RankGroup:
@@ -37,7 +44,7 @@ class CandidateGroup:
         """Takes a fresh group from the session; raises HarnessError."""
         self.loaded, self.healthy, self.reusable, self.ranks = False, True, True, None
         self.ranks = self.session.take_group()
-        self.ranks.limit = self.limit
+        self.ranks.limit, self.ranks.tell_wait = self.limit, self.tell_wait
         self.ranks.building = BuildTime(self.session.deadlines.build)
 
     def load(self, request: wire.LoadReference | wire.LoadCandidate) -> None:
