@@ -48,6 +48,7 @@ COMMAND_LINE = {
     "report": "files --noise --plot --html --title",
     "bundle": "run --out",
     "verify": "bundle --sample --device --isolation --out --json",
+    "export": "",
     "results": "",
     "demo": "--examples --preset --world-size --device --json",
     "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --out --json",

@@ -13,7 +13,7 @@ import pytest
 
 from peerlane.errors import UsageError
 from peerlane.publish.boards import boards
-from peerlane.publish.gather import gather
+from peerlane.publish.gather import Task, gather
 from peerlane.publish.page import INLINE_CANDIDATES, render_page, write_page
 from peerlane.results.result import CandidateInfo
 from peerlane.results.verdict import CudaError
@@ -210,3 +210,9 @@ def test_latency_bound_tasks_are_told_apart_on_a_board(tmp_path: Path) -> None:
     (board, *_) = boards(gather([tmp_path / "run"]).samples)
     sizes = {name: size for name, (size, _) in board.kinds().items()}
     assert sizes == {"bound below 20 us (latency)": 1, "bound by bandwidth or compute": 1}
+
+
+def test_tasks_of_a_sweep_are_sorted_by_size() -> None:
+    sizes = ["sweep_1mib", "sweep_16384", "sweep_2048", "sweep_2kib", "pkb", "sweep_64kib", "sweep_512"]
+    ordered = [task.preset for task in sorted((Task(1, preset) for preset in sizes), key=lambda task: task.place)]
+    assert ordered == ["pkb", "sweep_512", "sweep_2048", "sweep_2kib", "sweep_16384", "sweep_64kib", "sweep_1mib"]

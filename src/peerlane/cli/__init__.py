@@ -24,6 +24,7 @@ from peerlane.cli import (
     docs,
     doctor,
     evaluation,
+    export,
     generate,
     list_problems,
     metrics,
@@ -124,6 +125,9 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
 for _heading, _listed in _COMMANDS.items():
     for _name, (_function, _line) in _listed.items():
         app.command(_name, rich_help_panel=_heading, short_help=_line)(_function)
+app.add_typer(
+    export.export, name="export", rich_help_panel="Score a model", short_help="Write the suite, or scores, for the Hugging Face Hub."
+)
 app.add_typer(results.results, name="results", rich_help_panel="Read results", short_help="Print the JSON Schema of results.")
 
 

@@ -123,7 +123,9 @@ def trace(
             terminal.print(files.picture)
         terminal.print(f"{files.trace} (open it in ui.perfetto.dev)")
         if not on_gpus:
-            terminal.print("CPU ranks: the times are the profiler's and say nothing about GPUs. A collective is shown until its call returns;")
+            terminal.print(
+                "CPU ranks: the times are the profiler's and say nothing about GPUs. A collective is shown until its call returns;"
+            )
             terminal.print("gloo may finish it later, in a thread of its own.")
     raise typer.Exit(exit_code(results))
 

@@ -81,7 +81,7 @@ class Board:
         self.key = key
         self.samples = [sample for sample in samples if not sample.is_reference]
         self.references = [sample for sample in samples if sample.is_reference]
-        self.tasks = sorted({sample.task for sample in self.samples})
+        self.tasks = sorted({sample.task for sample in self.samples}, key=lambda task: task.place)
         self.authors = list(dict.fromkeys(sample.author for sample in self.samples))
         numbers = {task: number for number, task in enumerate(self.tasks)}
         self._attempts = {

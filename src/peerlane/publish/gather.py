@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,14 @@ class Task(NamedTuple):
 
     problem: int
     preset: str
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """What tasks are sorted by: problem, family of presets, and the size that a preset of a sweep is named for."""
+        sized = re.fullmatch(r"(\D*)(\d+)(kib|mib|)", self.preset)
+        if sized is None:
+            return self.problem, self.preset, 0
+        return self.problem, sized[1], int(sized[2]) << {"kib": 10, "mib": 20, "": 0}[sized[3]]
 
 
 @dataclass(frozen=True)

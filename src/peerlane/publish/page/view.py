@@ -94,7 +94,7 @@ class View:
     def of(cls, number: int, board: Board, first_item: int) -> View:
         """The board as the page shows it; its items are numbered from ``first_item``."""
         back = "#candidates" if number == 0 else f"#candidates-{number}"
-        samples = sorted([*board.samples, *board.references], key=lambda sample: (sample.task, sample.author, sample.attempt.sample))
+        samples = sorted([*board.samples, *board.references], key=lambda sample: (sample.task.place, sample.author, sample.attempt.sample))
         items = [Item(sample, first_item + index, board, back) for index, sample in enumerate(samples)]
         return cls(number, board, items, board.rows())
 
