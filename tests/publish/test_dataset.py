@@ -62,7 +62,7 @@ def test_a_row_is_all_that_a_model_needs(exported: Path) -> None:
     assert row["bound_us"] > 0 and row["bound_by"] == "nvlink" and row["tier"] in ("easy", "medium", "hard")
 
 
-def test_the_benchmark_names_a_split_that_exists_and_tasks_for_harbor(exported: Path) -> None:
+def test_the_benchmark_names_its_split_and_has_tasks_for_harbor(exported: Path) -> None:
     about = yaml.safe_load((exported / "eval.yaml").read_text())
     assert about.keys() == {"name", "description", "evaluation_framework", "tasks"} and about["evaluation_framework"] == "harbor"
     (config,) = front_matter(exported)["configs"]

@@ -13,7 +13,7 @@ from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.kernels import backend_report, collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
-from peerlane.report.noise import accuracy
+from peerlane.report.noise import acceptance_table, accuracy
 from peerlane.report.operators import operators_table
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
@@ -37,6 +37,16 @@ def _solutions(path: Path) -> str:
 
 def _accuracy(path: Path) -> str:
     return accuracy(read_results(path))
+
+
+_REPEATED = {"first": "references", "second": "references_again", "third": "references_third", "virtual node": "virtual_references"}
+"""Runs of the references as their own candidates on one GPU, and their files."""
+
+
+def _acceptance(folder: Path) -> str:
+    runs = {name: read_results(folder / f"{file}.jsonl") for name, file in _REPEATED.items()}
+    nodes = {line: None for results in runs.values() for line in environment_lines(results)}
+    return acceptance_table(runs).markdown() + "\n" + "\n\n".join(nodes)
 
 
 def _sweep(path: Path) -> str:
@@ -78,10 +88,7 @@ RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "ty
 SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
-    "accuracy": (ONE_GPU / "references.jsonl", _accuracy),
-    "accuracy_again": (ONE_GPU / "references_again.jsonl", _accuracy),
-    "accuracy_third": (ONE_GPU / "references_third.jsonl", _accuracy),
-    "accuracy_virtual": (ONE_GPU / "virtual_references.jsonl", _accuracy),
+    "accuracy": (ONE_GPU, _acceptance),
     "references": (REFERENCES, _accuracy),
     "references_of_two": (TWO_GPUS / "references.jsonl", _accuracy),
     "production_of_two": (PRODUCTION_OF_TWO, _accuracy),
