@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
     @property
     def place(self) -> tuple[int, str, int]:
-        """What tasks are sorted by: problem, family of presets, and the size that a preset of a sweep is named for."""
+        """The key to sort tasks by: problem, family of presets, and the size that a preset of a sweep is named for."""
         sized = re.fullmatch(r"(\D*)(\d+)(kib|mib|)", self.preset)
         if sized is None:
             return self.problem, self.preset, 0
