@@ -156,14 +156,16 @@ def test_a_narrow_terminal_is_shown_what_matters(room: int) -> None:
     assert bool(left_out) == (80 <= room < 170) == ("no room for the columns" in shown)
     assert all(name in " ".join(shown.split()) for name in left_out)
     if room == 110:
-        assert "utilisation" in left_out and "problem" not in left_out and "preset" not in left_out
+        assert "problem" in left_out and "utilisation" not in left_out and "in every row: problem 1 allreduce, W 4, preset pkb" in shown
 
 
 def test_what_says_something_is_left_out_after_what_does_not() -> None:
     screen = Console(width=100, record=True, file=io.StringIO())
-    screen.print(result_table([result()]).rich(100))
-    header = screen.export_text().splitlines()[1]
-    assert "utilisation" not in header and "reference us" not in header and "speedup" in header and "mode" in header
+    screen.print(result_table([result(), result(preset="small", world_size=2)]).rich(100))
+    shown = screen.export_text()
+    header = shown.splitlines()[1]
+    assert "problem" not in header and "utilisation" not in header and "preset" in header and "W" in header and "speedup" in header
+    assert "in every row: problem 1 allreduce, utilisation 50% of nvlink (measured)" in shown
 
 
 def screen(table: TextTable, room: int) -> list[str]:

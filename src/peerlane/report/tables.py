@@ -36,7 +36,8 @@ RESULT_COLUMNS = (
 
 
 _GAP = 3  # characters between columns
-_SENTENCE = 20  # characters a line that a column of sentences needs
+_NARROWER = ((20, 1000), (16, 24))
+"""Characters that a sentence gets on a line, and after how many a word may be broken: the second where the first have no room."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class TextTable:
         """Returns the table for a screen with room for so many characters a line: without columns that say nothing, and without spare
         ones until it fits. If it does not fit then, each row becomes a block of lines ``column: cell``, with all that it says.
 
-        A caption names columns that were left out for want of room.
+        Spare columns that are alike in every row go first. A caption has their cell, and names other columns that were left out.
         """
         from rich import box
         from rich.table import Table
@@ -68,16 +69,27 @@ class TextTable:
         shown = self._telling()
         cells = {name: column for name, *column in zip(self.columns, *self.rows, strict=True) if name in shown}
         full = {name: max(map(len, (name, *column))) for name, column in cells.items()}
-        least = {name: full[name] if name in self.spare else self._narrowest(name, column) for name, column in cells.items()}
-        left_out: list[str] = []
-        for name in (name for name in self.spare if name in cells):
-            if room is None or sum(least.values()) + _GAP * len(least) <= room:
+        spare = [name for name in self.spare if name in cells]
+        alike = [name for name in spare if len(self.rows) > 1 and len(set(cells[name])) == 1]
+        for sentence, word in _NARROWER:
+            least = {name: full[name] if name in spare else self._narrowest(name, column, sentence, word) for name, column in cells.items()}
+            left_out: list[str] = []
+            for name in [*alike, *(name for name in spare if name not in alike)]:
+                if room is None or sum(least.values()) + _GAP * len(least) <= room:
+                    break
+                left_out.append(name)
+                del least[name]
+            if room is None or (free := room - sum(least.values()) - _GAP * len(least)) >= 0:
                 break
-            left_out.append(name)
-            del least[name]
-        if room is not None and (free := room - sum(least.values()) - _GAP * len(least)) < 0:
+        else:
             return self._blocks(shown)
-        caption = f"no room for the columns {', '.join(left_out)}: a wider terminal shows them" if left_out else None
+        said = ", ".join(f"{name} {cells[name][0]}" for name in left_out if name in alike)
+        hidden = ", ".join(name for name in left_out if name not in alike)
+        lines = [
+            *([f"in every row: {said}"] if said else []),
+            *([f"no room for the columns {hidden}: a wider terminal shows them"] if hidden else []),
+        ]
+        caption = "\n".join(lines) or None
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
         wants = sorted((full[name] - least[name], name) for name in least)
         for number, (want, name) in enumerate(wants if room is not None else ()):
@@ -91,11 +103,12 @@ class TextTable:
             table.add_row(*(cell for column, cell in zip(self.columns, row, strict=True) if column in least))
         return table
 
-    def _narrowest(self, column: str, cells: Sequence[str]) -> int:
-        """Returns the fewest characters in which a column can be read: no word is broken, and sentences keep some words a line."""
+    def _narrowest(self, column: str, cells: Sequence[str], sentence: int, word: int) -> int:
+        """Returns the fewest characters in which a column can be read, if sentences get so many a line, and words are not broken before
+        so many. Numbers are never broken."""
         widest = max(map(len, cells), default=0)
-        words = [len(word) for text in (column, *cells) for word in text.split()]
-        return max([widest if column in self.right else min(widest, _SENTENCE), *words])
+        words = [min(len(part), word) for text in (column, *cells) for part in text.split()]
+        return max([widest if column in self.right else min(widest, sentence), *words])
 
     def _blocks(self, shown: Sequence[str]) -> Table:
         from rich.table import Table
@@ -149,7 +162,7 @@ def result_table(results: Iterable[Result]) -> TextTable:
     Times are medians; a speedup has its 95 % interval; "faster" means that the interval's lower end is above 1 plus the noise floor;
     utilisation is the candidate's, against the measured ceilings where there are some, else against the datasheet.
     """
-    spare = ("utilisation", "reference us", "candidate us", "preset", "problem", "W", "faster")
+    spare = ("problem", "reference us", "candidate us", "faster", "utilisation", "W", "preset")
     table = TextTable(RESULT_COLUMNS, {"W", "reference us", "candidate us"}, spare, hidden_if_silent={"mode", "speedup [95 %]"})
     for result in results:
         remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)
