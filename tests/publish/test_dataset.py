@@ -89,8 +89,8 @@ def test_scores_of_a_run_count_all_problems(tmp_path: Path, peerlane: Callable[.
     assert peerlane(*arguments, "--source", "https://example.org/run") == ExitCode.OK
     correct, faster = yaml.safe_load(out.read_text())
     assert correct["dataset"] == {"id": "owner/peerlane", "task_id": "correct"} and faster["dataset"]["task_id"] == "fast_1"
-    solved = round(correct["value"] * len(problems.numbers()) / 100)
-    assert 3 <= solved <= 6 and correct["value"] == round(100 * solved / len(problems.numbers()), 2) and faster["value"] <= correct["value"]
+    solved = round(correct["value"] * len(problems.suite()) / 100)
+    assert 3 <= solved <= 6 and correct["value"] == round(100 * solved / len(problems.suite()), 2) and faster["value"] <= correct["value"]
     assert correct["source"] == {"url": "https://example.org/run"} and "6 of 87 problems tried" in correct["notes"]
     assert isinstance(correct["date"], str)
 

@@ -32,7 +32,12 @@ class CandidateGroup:
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
-            self.ranks.tell_wait = self.tell_wait
+            self._adopt(self.ranks)
+
+    def _adopt(self, ranks: RankGroup) -> None:
+        """Has a group end with this evaluation, and not with the one that started it."""
+        ranks.limit, ranks.tell_wait = self.limit, self.tell_wait
+        ranks.building = BuildTime(self.session.deadlines.build)
 
     @property
     def present(self) -> RankGroup:
@@ -44,8 +49,7 @@ class CandidateGroup:
         """Takes a fresh group from the session; raises HarnessError."""
         self.loaded, self.healthy, self.reusable, self.ranks = False, True, True, None
         self.ranks = self.session.take_group()
-        self.ranks.limit, self.ranks.tell_wait = self.limit, self.tell_wait
-        self.ranks.building = BuildTime(self.session.deadlines.build)
+        self._adopt(self.ranks)
 
     def load(self, request: wire.LoadReference | wire.LoadCandidate) -> None:
         """Loads what is judged; raises GroupFailure."""

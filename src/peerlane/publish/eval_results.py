@@ -9,7 +9,7 @@ from peerlane.errors import UsageError
 from peerlane.generate import metrics
 from peerlane.generate.judgements import attempts_of, setting_of, settings_of
 from peerlane.generate.run_folder import RunFolder
-from peerlane.problems import all_problems
+from peerlane.problems import suite
 from peerlane.publish.dataset import CORRECT, FASTER
 from peerlane.results.result import Result
 from peerlane.version import __version__
@@ -33,7 +33,7 @@ def eval_results(run: RunFolder, results: Sequence[Result], dataset: str, source
     attempts = attempts_of(run, counted, setting)
     if unjudged := metrics.unjudged(attempts):
         raise UsageError(f"{unjudged} of {len(attempts)} samples of {run.path} are not judged: run `peerlane eval {run.path}` first")
-    numbers = [problem.id for problem in all_problems()]
+    numbers = [problem.id for problem in suite()]
     tests: list[tuple[str, metrics.Test]] = [(CORRECT, metrics.is_correct)]
     if metrics.is_timed(attempts, "graph") and all(result.node.kind == "node" for result in counted):
         tests.append((FASTER, metrics.is_faster(1.0, "graph")))
