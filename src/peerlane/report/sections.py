@@ -43,8 +43,9 @@ _REPEATED = {"first": "references", "second": "references_again", "third": "refe
 """Runs of the references as their own candidates on one GPU, and their files."""
 
 
-def _acceptance(folder: Path) -> str:
-    runs = {name: read_results(folder / f"{file}.jsonl") for name, file in _REPEATED.items()}
+def _acceptance(first: Path) -> str:
+    """Returns the table of the runs beside the first one."""
+    runs = {name: read_results(first.with_stem(file)) for name, file in _REPEATED.items()}
     nodes = {line: None for results in runs.values() for line in environment_lines(results)}
     return acceptance_table(runs).markdown() + "\n" + "\n\n".join(nodes)
 
@@ -88,7 +89,7 @@ RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "ty
 SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
-    "accuracy": (ONE_GPU, _acceptance),
+    "accuracy": (ONE_GPU / "references.jsonl", _acceptance),
     "references": (REFERENCES, _accuracy),
     "references_of_two": (TWO_GPUS / "references.jsonl", _accuracy),
     "production_of_two": (PRODUCTION_OF_TWO, _accuracy),
