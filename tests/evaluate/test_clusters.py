@@ -9,7 +9,7 @@ import pytest
 
 from peerlane import Evaluator
 from peerlane.errors import UsageError
-from peerlane.evaluate.candidates import reference_candidate
+from peerlane.evaluate.candidates import discover, reference_candidate
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
 from peerlane.evaluate.processes.session import Session
 from peerlane.hardware.virtual_node import VirtualNode
@@ -49,6 +49,13 @@ def test_a_ring_through_all_ranks_moves_three_times_as_much(evaluator: Evaluator
     assert 2.9 < (result.network.over_least or 0) < 3.2, "1.5 payloads over each of two connections, instead of 0.5"
 
 
+@pytest.mark.slow
+def test_a_token_with_several_experts_crosses_once(evaluator: Evaluator) -> None:
+    result = evaluator.evaluate(102, candidate=next(item for item in discover(["solutions"]) if item.problem == 102))
+    assert result.correct and result.network is not None
+    assert 1.0 <= (result.network.over_least or 0) < 1.1
+
+
 def test_an_answer_of_one_node_is_wrong(evaluator: Evaluator) -> None:
     assert evaluator.evaluate(1101, NO_NETWORK).verdict.kind == "wrong_result"
 
@@ -68,6 +75,14 @@ def test_plans_and_problems_must_agree_on_nodes(monkeypatch: pytest.MonkeyPatch)
     jobs = make_jobs(EvaluationPlan((reference_candidate(),), problems="all", nodes=2))
     assert 1101 in {job.problem.id for job in jobs} and all(2 in job.problem.nodes for job in jobs)
     assert 1101 not in {job.problem.id for job in make_jobs(EvaluationPlan((reference_candidate(),), problems="all"))}
+
+
+def test_of_all_solutions_those_that_run_on_the_nodes_are_judged() -> None:
+    notes: list[str] = []
+    for nodes in (1, 2):
+        jobs = make_jobs(EvaluationPlan(tuple(discover(["solutions"])), nodes=nodes), notes.append)
+        assert {job.problem.category == "internode" for job in jobs} == {nodes == 2}
+    assert [note.endswith("are skipped") for note in notes] == [True, True]
 
 
 def test_nccl_takes_nodes_for_hosts_that_it_reaches_by_sockets() -> None:

@@ -9,8 +9,9 @@ from peerlane.device.emulator.ranks import wants_distributed
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
+from peerlane.evaluate.candidates import KIT, runs_emulated, uses_nvshmem
 from peerlane.evaluate.correctness.case_runner import Rejected
-from peerlane.evaluate.pipeline import CHECKED_SLOTS, KIT, EvaluationPipeline
+from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
 from peerlane.evaluate.ranks.rank import wants_gpu
@@ -21,6 +22,7 @@ from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongRe
 from peerlane.sandbox.hidden_files import is_answer_file
 
 _NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
+_NVSHMEM = "a GPU: emulated ranks have no NVSHMEM; protocols for it can be checked by `peerlane race`, with <peerlane/remote.cuh>"
 _REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"
 _MOST_KERNELS = 32
 
@@ -42,8 +44,8 @@ class EmulatedPipeline(EvaluationPipeline):
         job = self.job
         cases = self._cases()
         self.source = job.candidate.source()
-        if self.source is None or KIT not in self.source:
-            return NotRun(missing=_REFERENCE if self.source is None else _NO_KIT)
+        if self.source is None or not runs_emulated(self.source):
+            return NotRun(missing=_REFERENCE if self.source is None else _NVSHMEM if uses_nvshmem(self.source) else _NO_KIT)
         self._spawn()
         self._load()
         for number, case in enumerate(cases):
