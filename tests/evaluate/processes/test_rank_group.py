@@ -300,7 +300,7 @@ def test_a_long_call_tells_how_long_it_is_waited_for(pair: tuple[RankGroup, Far]
         group.ask(wire.Exit(), "exit", 0.1, calls=False)
     assert told == []
     with pytest.raises(GroupFailure, match="no answer from rank"):
-        group.ask(wire.Exit(), "first_call", 0.5)
+        group.ask(wire.Exit(), "first_call", 2.0)
     left = [seconds for _, seconds in told]
     assert left and {phase for phase, _ in told} == {"first_call"}
-    assert left == sorted(left, reverse=True) and 0 < left[-1] <= left[0] <= 0.5
+    assert left == sorted(left, reverse=True) and 0 < left[-1] <= left[0] <= 2.0
