@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all test-trainers check docs site clean
+.PHONY: help setup demo test test-slow test-long test-all test-trainers check docs site lock clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
@@ -22,11 +22,12 @@ help:
 	@echo "make check   the gate: lint, format, types, generated docs, all tests"
 	@echo "make docs    regenerate what is generated in docs"
 	@echo "make site    build the documentation as a site, in site/"
+	@echo "make lock    choose versions anew with uv: uv.lock, and constraints.txt from it"
 	@echo "make clean   remove the virtual environment and everything generated"
 
 setup: $(STAMP)
 
-# torch comes first and by its bare pin, so that pip keeps whichever build of that version the machine offers (CPU or CUDA).
+# torch comes first and by its bare pin of constraints.txt, so that pip keeps whichever build of that version the machine offers (CPU or CUDA).
 # The build back end is installed and pinned too, hence --no-build-isolation. Nothing is compiled to bytecode that may never be imported.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "peerlane needs Python 3.11 or newer, got $$(python3 --version 2>&1); \
@@ -35,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	f"peerlane needs Python 3.11 or newer, got {v[0]}.{v[1]} ($(PYTHON)); name another: make PYTHON=/path/to/python3.11")'
 	@echo "setting up .venv with $(PYTHON) (once; some minutes if torch has to be fetched)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt --upgrade pip
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt hatchling editables
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
@@ -60,7 +61,7 @@ test-trainers: $(STAMP)
 	@for trainer in trl==1.16.0 verl==0.9.1 verifiers==0.4.0; do \
 	venv=.venv-$${trainer%%==*} && $(BIN)/python -m venv --without-pip $$venv && \
 	echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" > $$(echo $$venv/lib/python*/site-packages)/base.pth && \
-	$$venv/bin/python -m pip install --quiet torch==2.13.0 uv $$trainer || exit; done
+	$$venv/bin/python -m pip install --quiet $$(grep ^torch== constraints.txt) uv $$trainer || exit; done
 	$(PYTEST) -m long tests/service/test_trainers.py
 
 check: $(STAMP)
@@ -78,6 +79,12 @@ docs: $(STAMP)
 site: $(STAMP)
 	$(BIN)/peerlane docs --site build/site
 	$(BIN)/zensical build --strict
+
+# Versions are chosen once, in uv.lock; uv is on PyPI. Markers go: the lock has one version of each package.
+lock:
+	uv lock
+	{ echo "# Made by \`make lock\` from uv.lock: exact versions of everything that the development environment installs."; \
+	uv export --frozen --no-hashes --all-extras --all-groups --no-emit-project --no-annotate --no-header | sed 's/ ;.*//'; } > constraints.txt
 
 clean:
 	rm -rf .venv .venv-* build dist site demo-results peerlane-results .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 MECHANISMS_FILE = ROOT / "results" / "h200x4" / "mechanisms.json"
 COMMAND_LINE = {
     "doctor": "--measure --json",
-    "list": "--problems --category --nodes --parallelism --json",
+    "list": "--problems --category --nodes --parallelism --long --json",
     "show": "problem_name --problems --preset --world-size --nodes --profile --source --json",
     "eval": "candidates --problem --problems --disguise --preset --world-size --nodes --variant --track --mode --device --ranks-per-gpu "
     "--baseline --isolation --model --cases --timeout --rerun --out --on --json",
@@ -45,6 +47,7 @@ COMMAND_LINE = {
     "report": "files --noise --plot --html --title",
     "bundle": "run --out",
     "verify": "bundle --sample --device --isolation --out --json",
+    "export": "",
     "results": "",
     "demo": "--examples --preset --world-size --device --json",
     "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --out --json",
@@ -139,6 +142,24 @@ def test_list_for_people(peerlane: Callable[..., int], capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     for number in problems.numbers():
         assert any(line.split()[:2] == [str(number), problems.get(number).slug] for line in lines)
+
+
+def test_list_is_short_unless_it_is_asked_for_more(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each problem, which fits the narrowest terminal."""
+    assert peerlane("list") == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line.rstrip()) for line in lines[:-1]) <= 80 and len(lines) <= len(problems.numbers()) + 6
+    assert peerlane("list", "--long") == ExitCode.OK
+    assert problems.get(1).title in capsys.readouterr().out
+
+
+def test_help_has_every_command_under_a_heading(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("--help") == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options:", "Start here:", "Write a kernel:", "Read results:", "Score a model:", "Operate:"]
+    listed = [line.split()[0] for line in lines[lines.index("Start here:") :] if line.startswith("  ")]
+    assert sorted(listed) == sorted(COMMAND_LINE) and not any(line.endswith("...") for line in lines[1:])
 
 
 def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -522,3 +543,46 @@ def test_an_interrupt_while_torch_is_imported_is_one(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-m", "peerlane", "show", "1"], env=environment, capture_output=True, text=True)
     assert (tmp_path / "again").exists()
     assert ended.returncode == 130 and "interrupted" in ended.stderr and "Traceback" not in ended.stderr
+
+
+class Screen(io.StringIO):
+    """A stdout that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_report_on_a_terminal_fits_it(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int]) -> None:
+    (tmp_path / "results.jsonl").write_text(text_of(result(), hung(preset="small")))
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert peerlane("report", str(tmp_path)) == ExitCode.OK
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= columns
+    assert "2.00 [1.96, 2.04]" in printed and "| candidate |" not in printed
+
+
+def test_show_on_a_terminal_draws_no_source(monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int]) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert peerlane("show", "13") == ExitCode.OK
+    printed = screen.getvalue()
+    assert "flowchart" not in printed and "production_llama3_70b_o_proj_decode" in printed and "../" not in printed
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_progress_keeps_clock_and_countdown(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with progress.LiveProgress() as shown:
+        shown.started(87, 0)
+        shown.phase("33_ulysses_all_to_all_tensor_primitive_cuda", 33, "production_llama3_70b", 8, "first_call, timeout in 87 s")
+        shown._progress.refresh()
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in screen.getvalue().replace("\r", "\n").splitlines()]
+    told = [line for line in lines if "first_call" in line]
+    assert told and all("0/87 0:0" in line and len(line.rstrip()) <= columns for line in told)
+    assert all("timeout in 87 s" in line for line in told) or columns == 60

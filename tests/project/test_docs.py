@@ -78,7 +78,11 @@ def test_commands_exist(path: Path) -> None:
     verbs = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     for words in commands_in(path.read_text(encoding="utf-8")):
         assert words[0] in verbs, f"{path.name} names the command {words[0]}"
-        known = {option for parameter in verbs[words[0]].params for option in parameter.opts}
+        verb = verbs[words[0]]
+        if len(words) > 1 and hasattr(verb, "commands"):
+            assert words[1] in verb.commands, f"{path.name} names the command {' '.join(words[:2])}"
+            verb = verb.commands[words[1]]
+        known = {option for parameter in verb.params for option in parameter.opts}
         unknown = {word for word in words if word.startswith("--")} - known
         assert not unknown, f"{path.name} gives {words[0]} the options {unknown}"
 

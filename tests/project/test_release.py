@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from peerlane.selftest.table import load
 from peerlane.version import __version__
@@ -68,3 +70,21 @@ def test_files_name_this_version() -> None:
     assert project["version"] == __version__
     assert f"version: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_pinned_versions_are_those_of_the_lock() -> None:
+    """`make lock` writes both files; editing one of them, or the dependencies in pyproject.toml, without it shows here."""
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    packages = {package["name"]: package for package in lock["package"]}
+    own = packages.pop("peerlane")
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
+    assert pins == {name: package["version"] for name, package in packages.items()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lists = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
+    asked = {Requirement(text) for texts in lists for text in texts if not text.startswith("peerlane[")}
+    locked = [item for item in own["metadata"]["requires-dist"] if item["name"] != "peerlane"]
+    of_lock = {Requirement(f"{item['name']}{item['specifier']}") for item in locked}
+    assert {(canonicalize_name(item.name), item.specifier) for item in asked} == {(item.name, item.specifier) for item in of_lock}
+    for group, texts in project["dependency-groups"].items():
+        named = {canonicalize_name(Requirement(text).name) for text in texts}
+        assert named == {item["name"] for item in own["metadata"]["requires-dev"][group]} <= pins.keys()

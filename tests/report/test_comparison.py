@@ -39,3 +39,4 @@ def test_the_summary_says_what_its_mean_is_of() -> None:
     lines = summary([result(), result(problem=SECOND, speed=(measured("eager", 80.0, 10.0), WHY))])
     assert lines[0] == "* 2 problems correct."
     assert "* eager: 2 problems timed, 2 faster; geometric mean of those timed 4.00." in lines
+    assert lines[-1].startswith("* largest speedup: 8.00, of 2 allgather in eager mode; nearest to its bound: 2 allgather, at ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerlane.report.noise import acceptance_lines, deviation, noise_table
+from peerlane.report.noise import acceptance_lines, acceptance_table, deviation, noise_table
 from peerlane.results.result import CandidateInfo, ProblemInfo, Result
 from peerlane.results.speed_record import ModeSpeed
 from sample_results import measured, result
@@ -48,3 +48,10 @@ def test_modes_are_held_to_their_own_bounds() -> None:
     assert [line.split(":")[0] for line in lines] == ["eager", "graph"]
     assert lines[0].endswith(": met.")
     assert lines[1].endswith(": not met.")
+
+
+def test_runs_side_by_side_say_what_was_promised_and_met() -> None:
+    good, bad = reference_result(1, 1.0), reference_result(2, 1.3)
+    first, second = acceptance_table({"good": [good], "bad": [good, bad]}).rows
+    assert first == ("good", "graph", "1", "100% within 2%", "95%", "0.0%", "4%", "yes", str(int(speed_of(good).faster)))
+    assert second[2:4] == ("2", "50% within 2%") and second[5] == "30.0%" and second[7] == "no"

@@ -7,7 +7,16 @@ import io
 import pytest
 from rich.console import Console
 
-from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, mechanism_lines, reasons, result_table, results_report
+from peerlane.report.tables import (
+    RESULT_COLUMNS,
+    TextTable,
+    environment_lines,
+    mechanism_lines,
+    percent,
+    reasons,
+    result_table,
+    results_report,
+)
 from peerlane.results.result import Mechanism
 from sample_results import ENVIRONMENT, hung, measured, on_cpu, own_audit, result, wrong
 
@@ -142,16 +151,58 @@ def test_a_narrow_terminal_is_shown_what_matters(room: int) -> None:
     screen.print(result_table(results).rich(screen.width))
     shown = screen.export_text()
     header, table = shown.splitlines()[1], shown.split("for ")[0]
-    left_out = [name for name in RESULT_COLUMNS if name not in header]
+    left_out = [name for name in RESULT_COLUMNS if name not in (header if room >= 80 else shown)]
     assert all(word in table for word in ("1_allreduce_cuda", "wrong_result", "correct"))
-    assert bool(left_out) == (room < 170) == ("--json" in shown)
+    assert bool(left_out) == (80 <= room < 170) == ("no room for the columns" in shown)
     assert all(name in " ".join(shown.split()) for name in left_out)
     if room == 110:
-        assert "utilisation" in left_out and "problem" not in left_out and "preset" not in left_out
+        assert "problem" in left_out and "utilisation" not in left_out and "in every row: problem 1 allreduce, W 4, preset pkb" in shown
 
 
 def test_what_says_something_is_left_out_after_what_does_not() -> None:
     screen = Console(width=100, record=True, file=io.StringIO())
-    screen.print(result_table([result()]).rich(100))
-    header = screen.export_text().splitlines()[1]
-    assert "utilisation" not in header and "reference us" not in header and "speedup" in header and "mode" in header
+    screen.print(result_table([result(), result(preset="small", world_size=2)]).rich(100))
+    shown = screen.export_text()
+    header = shown.splitlines()[1]
+    assert "problem" not in header and "utilisation" not in header and "preset" in header and "W" in header and "speedup" in header
+    assert "in every row: problem 1 allreduce, utilisation 50% of nvlink (measured)" in shown
+
+
+def screen(table: TextTable, room: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=room).print(table.rich(room))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_a_table_without_room_becomes_blocks_with_every_cell() -> None:
+    table = TextTable(("name", "where", "time us"), right={"time us"}, spare=("where",))
+    table.add("kernel_of_long_name", "nowhere", "12.5")
+    table.add("short", "here", "3.0")
+    assert "nowhere" in " ".join(screen(table, 60))
+    narrower = " ".join(screen(table, 35))
+    assert "nowhere" not in narrower and "no room for the columns where" in narrower
+    assert screen(table, 28) == [
+        "",
+        "name:    kernel_of_long_name",
+        "where:   nowhere",
+        "time us: 12.5",
+        "",
+        "name:    short",
+        "where:   here",
+        "time us: 3.0",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("room", [40, 60, 80, 120])
+def test_no_line_is_wider_than_its_terminal_and_no_word_breaks(room: int) -> None:
+    table = TextTable(("status", "check", "found"))
+    table.add("absent", "shared memory", "a sentence of many short words that says what is missing here, and what it would be for")
+    lines = screen(table, room)
+    assert max(map(len, lines)) <= room
+    assert {word for line in lines for word in line.split()} >= {"absent", "sentence", "missing", "for"}
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.649, "65%"), (0.062, "6.2%"), (0.0043, "0.43%"), (0.0996, "10%"), (1.02, "102%")])
+def test_small_shares_keep_two_digits(share: float, text: str) -> None:
+    assert percent(share) == text

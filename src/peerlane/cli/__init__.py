@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from peerlane.cli import (
     agent,
@@ -22,6 +24,7 @@ from peerlane.cli import (
     docs,
     doctor,
     evaluation,
+    export,
     generate,
     list_problems,
     metrics,
@@ -42,8 +45,27 @@ from peerlane.version import __version__
 
 __all__ = ["app", "main"]
 
+
+class _Headed(typer.core.TyperGroup):
+    """A group whose help lists its commands under headings."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes a section for each heading, in the order in which the headings come."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            assert command is not None
+            heading = str(getattr(command, "rich_help_panel", None) or "Commands")
+            sections.setdefault(heading, []).append((name, command.get_short_help_str(formatter.width)))
+        longest = max(len(name) for name in self.list_commands(ctx))
+        for heading, rows in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(longest), line) for name, line in rows])
+
+
 app = typer.Typer(
     name="peerlane",
+    cls=_Headed,
     help="Judge multi-GPU kernels: are they right, how fast are they against the reference and the hardware, and if they fail, why.",
     no_args_is_help=True,
     add_completion=False,
@@ -65,28 +87,48 @@ def _options(
 ) -> None: ...
 
 
-app.command("doctor")(doctor.doctor)
-app.command("list")(list_problems.list_problems)
-app.command("show")(show.show)
-app.command("eval")(evaluation.evaluate_candidates)
-app.command("calibrate")(calibrate.calibrate)
-app.command("new")(new.new)
-app.command("race")(race.race)
-app.command("compile")(compile_kernels.compile_kernels)
-app.command("trace")(trace.trace)
-app.command("bench")(bench.bench)
-app.command("report")(report.report)
-app.command("bundle")(bundle.bundle)
-app.command("verify")(bundle.verify)
-app.add_typer(results.results, name="results")
-app.command("demo")(demo.demo)
-app.command("selftest")(selftest.selftest)
-app.command("serve")(serve.serve)
-app.command("generate")(generate.generate)
-app.command("agent")(agent.agent)
-app.command("metrics")(metrics.metrics)
-app.command("prompt")(prompt.prompt)
-app.command("docs")(docs.docs)
+_COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
+    "Start here": {
+        "doctor": (doctor.doctor, "Say what this machine has and what is missing."),
+        "list": (list_problems.list_problems, "List the problems."),
+        "show": (show.show, "Show one problem: signature, shapes, error model, limit."),
+        "demo": (demo.demo, "Judge the examples, right ones and broken ones."),
+    },
+    "Write a kernel": {
+        "new": (new.new, "Write a candidate that is correct from the start."),
+        "eval": (evaluation.evaluate_candidates, "Judge candidates: right or wrong and why, how fast."),
+        "race": (race.race, "Find races and deadlocks of a kernel, without a GPU."),
+        "compile": (compile_kernels.compile_kernels, "Compile kernels: registers, shared memory, SASS."),
+        "trace": (trace.trace, "Draw what every rank does when."),
+    },
+    "Read results": {
+        "report": (report.report, "Print stored results, draw them, or write a page."),
+        "bundle": (bundle.bundle, "Pack a judged run into one file."),
+        "verify": (bundle.verify, "Judge the candidates of a bundle anew."),
+    },
+    "Score a model": {
+        "prompt": (prompt.prompt, "Print the text that a model gets for a problem."),
+        "generate": (generate.generate, "Ask a model for candidates, one reply each."),
+        "agent": (agent.agent, "Let a model work on problems with tools."),
+        "metrics": (metrics.metrics, "Count what models solved, with intervals."),
+    },
+    "Operate": {
+        "serve": (serve.serve, "Judge candidates that arrive over HTTP."),
+        "bench": (bench.bench, "Measure how fast data moves between GPUs."),
+        "calibrate": (calibrate.calibrate, "Measure how far references are from the exact answers."),
+        "selftest": (selftest.selftest, "Judge the corpus of cheats and bugs."),
+        "docs": (docs.docs, "Write or check the generated documentation."),
+    },
+}
+"""By the heading under which ``--help`` shows it: each command with its line there."""
+
+for _heading, _listed in _COMMANDS.items():
+    for _name, (_function, _line) in _listed.items():
+        app.command(_name, rich_help_panel=_heading, short_help=_line)(_function)
+app.add_typer(
+    export.export, name="export", rich_help_panel="Score a model", short_help="Write the suite, or scores, for the Hugging Face Hub."
+)
+app.add_typer(results.results, name="results", rich_help_panel="Read results", short_help="Print the JSON Schema of results.")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peerlane.cli.options import one_of
-from peerlane.cli.output import console, print_json
+from peerlane.cli.output import console, print_json, print_table
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def print_mechanisms(measured: Mechanisms) -> None:
     screen = console()
     for peers in sorted({row.peers for row in measured.bandwidths}):
         screen.print(f"GPU 0 and {peers} peer{'s' if peers > 1 else ''}, 10^9 bytes/s, medians:")
-        screen.print(bandwidth_table(measured.bandwidths, peers).rich())
+        print_table(bandwidth_table(measured.bandwidths, peers))
     screen.print(f"All {measured.gpus} GPUs at once, both directions of every link in use, 10^9 bytes/s a direction:")
-    screen.print(together_table(measured.bandwidths).rich())
+    print_table(together_table(measured.bandwidths))
     screen.print("A flag or packet there and back, and a barrier of all GPUs:")
-    screen.print(latency_table(measured.latencies).rich())
+    print_table(latency_table(measured.latencies))

@@ -13,7 +13,7 @@ import typer
 from peerlane.cli.evaluation import ISOLATION_HELP, Tier, choose_device
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import one_of
-from peerlane.cli.output import console, print_json, table_room
+from peerlane.cli.output import PIPED_TABLE, console, print_json, print_table
 from peerlane.cli.progress import progress
 from peerlane.errors import UsageError
 from peerlane.place import Device
@@ -127,4 +127,4 @@ def _print(opened: Bundle, verified: Verification) -> None:
         table = TextTable(["problem", "candidate", "preset", "W", "outcome", "where"], right={"problem", "W"})
         for item in open_findings:
             table.add(str(item.problem), item.candidate, item.preset, str(item.world_size), item.agreement, item.said)
-        out.print(table.rich(table_room(out)))
+        print_table(table, PIPED_TABLE)

@@ -12,7 +12,7 @@ import typer
 from peerlane.cli.evaluation import RANKS_PER_GPU_HELP, WORLD_SIZES_HELP, choose_device, default_world_sizes, parse_ranks_per_gpu
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import ProblemFolders, positive_integers, words
-from peerlane.cli.output import console, print_json
+from peerlane.cli.output import console, print_json, print_table
 
 
 def calibrate(
@@ -52,7 +52,7 @@ def calibrate(
     if as_json:
         print_json({"calibrations": [json.loads(item.model_dump_json()) for item in records]})
     else:
-        console().print(calibration_table(records).rich())
+        print_table(calibration_table(records))
         for item in records:
             for complaint in item.complaints:
                 console().print(f"{item.problem} {item.preset} W={item.world_size}: {complaint}")

@@ -17,7 +17,7 @@ import typer
 from peerlane.cli.evaluation import choose_device, print_results, results_json
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import positive_integers
-from peerlane.cli.output import console, print_error, print_json
+from peerlane.cli.output import console, print_error, print_json, print_table
 from peerlane.cli.progress import progress
 from peerlane.errors import UsageError
 from peerlane.place import Device, Place
@@ -229,6 +229,6 @@ def _print(good: Sequence[Result], rows: Sequence[tuple[str, ...]]) -> None:
     for row in rows:
         table.add(*row)
     out.print("Candidates with something wrong or odd about them, and the verdicts they must get:")
-    out.print(table.rich())
+    print_table(table)
     out.print("Candidates made to be right:")
     print_results(good)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.cli.output import console, print_json
+from peerlane.cli.output import console, print_json, print_table
 from peerlane.place import Device, Place
 
 if TYPE_CHECKING:
@@ -111,11 +111,11 @@ def _print(node: str, checks: list[Check], ceilings: Ceilings | None) -> None:
     from peerlane.report.tables import TextTable
 
     out = console()
-    table = TextTable(("status", "check", "found", "what to do"))
+    table = TextTable(("status", "check", "found"))
     for check in checks:
-        table.add(check.status, check.name, check.detail, check.remedy)
+        table.add(check.status, check.name, check.detail + (f"\n-> {check.remedy}" if check.remedy else ""))
     out.print(f"This machine: {node}")
-    out.print(table.rich())
+    print_table(table)
     if ceilings is None:
         out.print("Ceilings: not measured on this kind of machine; `peerlane doctor --measure` does, where there are GPUs.")
         return
@@ -126,4 +126,4 @@ def _print(node: str, checks: list[Check], ceilings: Ceilings | None) -> None:
         for name, item in ceilings.figures.items():
             figures.add(name, f"{item.median:.4g}", f"{item.p10:.4g}", f"{item.p90:.4g}", str(item.n), FIGURES.get(name, ""))
         out.print(f"Ceilings measured on {ceilings.taken_at}:")
-        out.print(figures.rich())
+        print_table(figures)

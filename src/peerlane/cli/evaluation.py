@@ -13,7 +13,7 @@ import typer
 
 from peerlane.cli.exit_codes import exit_code
 from peerlane.cli.options import Disguise, ProblemFolders, one_of, positive_integers, words
-from peerlane.cli.output import console, print_json, print_refused, table_room
+from peerlane.cli.output import PIPED_TABLE, console, print_json, print_refused, print_table
 from peerlane.cli.progress import progress
 from peerlane.cli.runs import run_to_judge
 from peerlane.errors import RunStopped, UsageError
@@ -212,6 +212,6 @@ def print_results(results: Sequence[Result]) -> None:
     from peerlane.report.tables import reasons, result_table
 
     out = console()
-    out.print(result_table(results).rich(table_room(out)))
+    print_table(result_table(results), PIPED_TABLE)
     for line in reasons(results):
         out.print(line)

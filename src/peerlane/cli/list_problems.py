@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from peerlane.cli.options import ProblemFolders
-from peerlane.cli.output import console, print_json
+from peerlane.cli.output import console, print_json, print_table
 from peerlane.errors import UsageError
 
 
@@ -16,6 +16,7 @@ def list_problems(
     category: Annotated[str | None, typer.Option(help="Only problems whose category holds this text.")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Only problems that run on so many nodes.")] = None,
     parallelism: Annotated[str | None, typer.Option(help="Only problems with a tag of parallelism that holds this text.")] = None,
+    long: Annotated[bool, typer.Option("--long", help="Titles, tags of parallelism, numbers of ranks and presets too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the problems."""
@@ -36,18 +37,22 @@ def list_problems(
     if as_json:
         print_json({"problems": [problem_entry(problem) for problem in suite]})
         return
-    table = TextTable(("id", "name", "title", "category", "parallelism", "nodes", "ranks", "presets"), right={"id"})
+    columns = ("id", "name", "category", *(("title", "parallelism", "nodes", "ranks", "presets") if long else ()))
+    table = TextTable(columns, right={"id"}, spare=("presets", "ranks", "nodes", "parallelism", "category") if long else ())
     for problem in suite:
+        short = (str(problem.id), problem.slug, problem.category)
+        if not long:
+            table.add(*short)
+            continue
         table.add(
-            str(problem.id),
-            problem.slug,
+            *short,
             problem.title,
-            problem.category,
             ", ".join(problem.parallelism),
             ", ".join(map(str, problem.nodes)),
             ", ".join(map(str, problem.world_sizes)),
             str(len(problem.presets) - len(problem.family("sweep"))) + (" + sweep" if problem.family("sweep") else ""),
         )
-    out = console()
-    out.print(table.rich())
-    out.print("`peerlane show NUMBER` prints everything about one problem.")
+    print_table(table)
+    console().print(
+        "`peerlane show NUMBER` prints everything about one problem" + ("." if long else ", `peerlane list --long` the titles.")
+    )

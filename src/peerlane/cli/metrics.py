@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peerlane.cli.options import Disguise, ProblemFolders, one_of, positive_integers, words
-from peerlane.cli.output import console, print_json, read_result_files
+from peerlane.cli.output import console, print_json, print_table, read_result_files
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,9 +91,8 @@ def metrics(
     _print(models, ks, thresholds, mode, shared, problems_too=problems_too, compare=compare, form=form)
     if published:
         label, table = summary.published_table()
-        out = console()
-        out.print(f"\n{label}")
-        out.print(table.rich(out.width))
+        console().print(f"\n{label}")
+        print_table(table)
 
 
 def _print(
@@ -129,7 +128,7 @@ def _print(
         if form:
             print(table.csv() if form == "csv" else table.latex() + "\n")
         else:
-            out.print(table.rich(out.width))
+            print_table(table)
     for other in models[1:] if compare else ():
         for line in summary.comparison_lines(models[0], other, ks, ps[0]):
             out.print(line)

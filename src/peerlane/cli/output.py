@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from peerlane.report.tables import TextTable
     from peerlane.results.result import Result
 
 WIDE, PIPED_TABLE = 240, 120
@@ -27,9 +28,27 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, markup=False, emoji=False)
 
 
-def table_room(out: Console) -> int:
-    """Returns the columns that a table may take: those of the terminal, else of an editor."""
-    return out.width if out.is_terminal else PIPED_TABLE
+def print_table(table: TextTable, piped: int | None = None) -> None:
+    """Prints a table as a terminal has room for it; ``piped``: the room where stdout is no terminal, by default as much as it takes."""
+    out = console()
+    out.print(table.rich(out.width if out.is_terminal else piped))
+
+
+def print_markdown(text: str) -> None:
+    """Prints Markdown: drawn on a terminal, with its tables as :func:`print_table` prints them, and as it is anywhere else."""
+    out = console()
+    if not out.is_terminal:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return
+    from rich.markdown import Markdown
+
+    from peerlane.report.markdown import for_terminal
+
+    for part in for_terminal(text):
+        if isinstance(part, str):
+            out.print(Markdown(part, hyperlinks=False))
+        else:
+            print_table(part)
 
 
 def print_json(value: Any) -> None:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from peerlane.results.result import Result
 
 
+_WIDE_BAR = 100
+"""Columns of a terminal on which the bar takes twenty."""
+
+
 def summary(result: Result) -> str:
     """Returns one line for a result: candidate, case and verdict. The reason stands below the table of results."""
     where = f"{result.candidate.name}  problem {result.problem.id} {result.preset} W={result.world_size}"
@@ -47,14 +51,22 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """A bar with the phase at work; verdicts scroll above it."""
+    """A bar with the phase at work; verdicts scroll above it. Where the line has no room, the end of the description is left out."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.table import Column
 
-        columns = (SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        out = console(stderr=True)
+        columns = (
+            SpinnerColumn(),
+            BarColumn(bar_width=20 if out.width >= _WIDE_BAR else 8),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+        )
         # stdout stays untouched: it may be carrying JSON.
-        self._progress = Progress(*columns, console=console(stderr=True), transient=True, redirect_stdout=False)
+        self._progress = Progress(*columns, console=out, transient=True, redirect_stdout=False, expand=True)
         self._task = self._progress.add_task("starting", total=None)
 
     def __enter__(self) -> Self:
@@ -69,7 +81,7 @@ class LiveProgress:
         self.note(starting(total, skipped))
 
     def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        self._progress.update(self._task, description=f"{candidate}  problem {problem} {preset} W={world_size}: {phase}")
+        self._progress.update(self._task, description=f"{phase}: {candidate}  problem {problem} {preset} W={world_size}")
 
     def finished(self, result: Result) -> None:
         self._progress.advance(self._task)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peerlane.cli.options import Disguise, ProblemFolders
-from peerlane.cli.output import console, print_json, table_room
+from peerlane.cli.output import PIPED_TABLE, print_json, print_table
 
 if TYPE_CHECKING:
     from peerlane.generate.prompt import PromptSettings
@@ -94,5 +94,4 @@ def _table(chosen: Sequence[Problem], settings: PromptSettings, *, as_json: bool
     table = TextTable(columns, right={*columns} - {"name", "tier"})
     for row in rows:
         table.add(str(row["problem"]), row["slug"], *map(str, row["tokens"].values()), f"{row['bound_us']:.1f}", row["tier"] or "-")
-    out = console()
-    out.print(table.rich(table_room(out)))
+    print_table(table, PIPED_TABLE)

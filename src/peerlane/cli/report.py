@@ -1,4 +1,4 @@
-"""``peerlane report``: recorded results as a Markdown table, as a plot, or as a page."""
+"""``peerlane report``: recorded results as a table, as a plot, or as a page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli.output import print_error, read_result_files
+from peerlane.cli.output import console, print_error, print_markdown, print_table, read_result_files
 from peerlane.errors import UsageError
 from peerlane.words import counted
 
@@ -30,7 +30,9 @@ def report(
     ] = None,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "peerlane results",
 ) -> None:
-    """Print recorded results as a Markdown table for every class of machine, draw them, or write a page that others can open.
+    """Print recorded results as a table for every class of machine, draw them, or write a page that others can open.
+
+    On a terminal the table has the width of the screen; anywhere else it is Markdown.
 
     Example: peerlane report peerlane-results
 
@@ -74,7 +76,7 @@ def _mechanisms(file: Path, plot: Path | None) -> None:
 
     measured = read_mechanisms(file)
     if plot is None:
-        print(mechanisms_report(measured))
+        print_markdown(mechanisms_report(measured))
     else:
         write_plot(mechanisms_plot(measured), plot)
         print(f"written: {plot}")
@@ -89,9 +91,18 @@ def _sweep(files: list[Path], plot: Path) -> None:
 
 def _results(files: list[Path], noise: bool) -> None:
     from peerlane.report.noise import noise_report
-    from peerlane.report.tables import results_report
+    from peerlane.report.tables import report_parts, results_report
 
-    if results := read_result_files(files):
-        print(noise_report(results) if noise else results_report(results))
-    else:
+    if not (results := read_result_files(files)):
         print(f"no results in {', '.join(map(str, files))}", file=sys.stderr)
+    elif noise:
+        print_markdown(noise_report(results))
+    elif not (out := console()).is_terminal:
+        print(results_report(results))
+    else:
+        for part in report_parts(results):
+            if part.heading:
+                out.print(part.heading)
+            print_table(part.table)
+            for note in part.notes:
+                out.print(note)

@@ -11,7 +11,7 @@ import typer
 from peerlane.cli.evaluation import ISOLATION_HELP, RANKS_PER_GPU_HELP, Tier, choose_device, parse_ranks_per_gpu
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import one_of
-from peerlane.cli.output import console, print_json
+from peerlane.cli.output import console, print_json, print_table
 from peerlane.cli.progress import progress
 from peerlane.errors import UsageError
 from peerlane.place import Device, Place
@@ -63,7 +63,7 @@ def selftest(
         print_json({"outcomes": outcomes, "objections": objections(judged), "totals": totals(judged), "not_judged_here": left_out})
     else:
         printer = console()
-        printer.print(selftest_table(corpus, judged).rich())
+        print_table(selftest_table(corpus, judged))
         for line in [*objections(judged), *totals_lines(judged)]:
             printer.print(line)
         if left_out:

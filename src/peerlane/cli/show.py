@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from peerlane.cli.options import ProblemFolders, words
-from peerlane.cli.output import console, print_json
+from peerlane.cli.output import print_json, print_markdown
 
 
 def show(
@@ -47,10 +47,4 @@ def show(
     if as_json:
         print_json(detail)
         return
-    out, text = console(), page(detail, packaged_evidence().get(problem.id, NOTHING))
-    if not out.is_terminal:
-        print(text, end="")
-        return
-    from rich.markdown import Markdown
-
-    out.print(Markdown(text))
+    print_markdown(page(detail, packaged_evidence().get(problem.id, NOTHING)))

@@ -23,7 +23,7 @@ from peerlane.cli.evaluation import (
 )
 from peerlane.cli.exit_codes import exit_code
 from peerlane.cli.options import ProblemFolders, one_of
-from peerlane.cli.output import console, print_json, table_room
+from peerlane.cli.output import PIPED_TABLE, console, print_json, print_table
 from peerlane.cli.progress import progress
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.place import Place
@@ -118,10 +118,15 @@ def trace(
         from peerlane.report.timeline import shares_table
 
         terminal = console()
-        terminal.print(shares_table(files.timelines).rich(table_room(terminal)))
+        print_table(shares_table(files.timelines), PIPED_TABLE)
         if not files.no_picture:
             terminal.print(files.picture)
         terminal.print(f"{files.trace} (open it in ui.perfetto.dev)")
+        if not on_gpus:
+            terminal.print(
+                "CPU ranks: the times are the profiler's and say nothing about GPUs. A collective is shown until its call returns;"
+            )
+            terminal.print("gloo may finish it later, in a thread of its own.")
     raise typer.Exit(exit_code(results))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from peerlane.evaluate import wire
@@ -26,6 +27,8 @@ class CandidateGroup:
     """nothing has happened that leaves the ranks in an unknown state"""
     no_ranks: bool = False
     """rank groups do not come up on this machine"""
+    tell_wait: Callable[[str, float], None] | None = None
+    """see :class:`RankGroup`"""
 
     def __post_init__(self) -> None:
         if self.ranks is not None:
@@ -33,7 +36,7 @@ class CandidateGroup:
 
     def _adopt(self, ranks: RankGroup) -> None:
         """Has a group end with this evaluation, and not with the one that started it."""
-        ranks.limit = self.limit
+        ranks.limit, ranks.tell_wait = self.limit, self.tell_wait
         ranks.building = BuildTime(self.session.deadlines.build)
 
     @property

@@ -364,8 +364,14 @@ class Evaluator:
             self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, phase)
             tell(job, phase)
 
+        def told_wait(phase: str, left_s: float) -> None:
+            text = f"{phase}, timeout in {left_s:.0f} s"
+            self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, text)
+
         node = self.node_of(job.world_size)
-        start = partial(kind, lane.session, job, node, plan.rules, told, builds, still_needed, stress=plan.stress, limit=limit)
+        start = partial(
+            kind, lane.session, job, node, plan.rules, told, builds, still_needed, stress=plan.stress, limit=limit, tell_wait=told_wait
+        )
         return self._run(lane, start)
 
     def _run(self, lane: Lane, start: Callable[..., EvaluationPipeline]) -> Result:

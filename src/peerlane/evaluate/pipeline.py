@@ -75,6 +75,8 @@ class EvaluationPipeline:
     stress: StressRules = field(default_factory=StressRules)
     limit: Limit | None = None
     """the end of the evaluation that its caller sets"""
+    tell_wait: Callable[[str, float], None] | None = None
+    """hears of a call that may hang: the phase, and the seconds until it counts as one"""
     source: str | None = None
     """what is judged, read once: later changes of the file are nothing to this evaluation"""
     phase: Phase = "spawn"
@@ -97,7 +99,7 @@ class EvaluationPipeline:
     network: NetworkBytes | None = None
 
     def __post_init__(self, kept: RankGroup | None) -> None:
-        self.group = CandidateGroup(self.session, self.limit, kept)
+        self.group = CandidateGroup(self.session, self.limit, kept, tell_wait=self.tell_wait)
 
     def run(self) -> Result:
         """The result: correct, or the reason why not. After a failure the group has been ended."""

@@ -15,7 +15,7 @@ class Progress(Protocol):
         """``total`` evaluations are to be done; ``skipped`` more were done before."""
 
     def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        """An evaluation entered a phase."""
+        """An evaluation entered a phase, or waits in it for a call that may hang; the text of the phase then says for how long."""
 
     def finished(self, result: Result) -> None:
         """An evaluation ended."""

@@ -157,7 +157,7 @@ def check_nccl(topology: Topology) -> Check:
         "NCCL",
         status,
         "this torch has none: ranks on GPUs cannot communicate, gloo on the CPU can",
-        "pip install torch --index-url https://download.pytorch.org/whl/cu130",
+        "pip install torch --index-url https://download.pytorch.org/whl/cu130" if topology.gpus else "nothing, as long as there is no GPU",
     )
 
 

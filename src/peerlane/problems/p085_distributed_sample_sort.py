@@ -142,7 +142,7 @@ def compare(case: pc.Case, got: torch.Tensor, expected: pc.Expected, kind: str) 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The shard is read once, and the result written once; of elements in random places, all but every W-th change ranks.
 
-    Where values follow an order or repeat, fewer elements may have to, and none are counted.
+    Where values follow an order or repeat, fewer elements may have to. One counts then: ranks have to hear of the order.
     """
     members = group_members(case, rank)
     ranks, sizes, size = len(members), _sizes(case, len(members)), case.dtype.itemsize
@@ -151,8 +151,8 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     scattered = case.params.get("data") in (None, "uniform", "log_normal")
     return pc.Cost(
         hbm_bytes=size * (own + result),
-        egress_bytes=size * own * (ranks - 1) / ranks * scattered,
-        ingress_bytes=size * max(0.0, result - own / ranks) * scattered,
+        egress_bytes=size * max(own * (ranks - 1) / ranks * scattered, ranks > 1),
+        ingress_bytes=size * max((result - own / ranks) * scattered, ranks > 1),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from peerlane.report.plots import COLOURS, preset_order
 from peerlane.report.sweep import MODES
-from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, shown_speedup
+from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, percent, shown_speedup
 from peerlane.results.result import Result
 from peerlane.results.speed_record import ModeSpeed
 from peerlane.words import counted
@@ -18,14 +18,26 @@ NONE = "–"
 
 
 def summary(results: Sequence[Result]) -> list[str]:
-    """Returns a line on correctness, and one for each launch mode with its geometric mean."""
+    """Returns a line on correctness, one for each launch mode with its geometric mean, and one with the best kernels."""
     lines = [f"* {counted(len({result.problem.id for result in results if result.correct}), 'problem')} correct."]
     for mode in MODES:
         speeds = [speed for result in results if (speed := result.speed_in(mode)) is not None]
         if speeds:
             mean, faster = geometric_mean(speed.speedup.median for speed in speeds), sum(speed.faster for speed in speeds)
             lines.append(f"* {mode}: {counted(len(speeds), 'problem')} timed, {faster} faster; geometric mean of those timed {mean:.2f}.")
-    return lines
+    return [*lines, *_best(results)]
+
+
+def _best(results: Sequence[Result]) -> list[str]:
+    """Returns a line that names the kernel with the largest speedup, and the one that is nearest to its bound; none without speeds."""
+    speeds = [(speed.speedup.median, mode, result) for mode in MODES for result in results if (speed := result.speed_in(mode)) is not None]
+    shares = [(share, result) for result in results if (share := _share_of_bound(result)) is not None]
+    if not speeds or not shares:
+        return []
+    speedup, mode, fastest = max(speeds, key=lambda item: item[0])
+    share, nearest = max(shares, key=lambda item: item[0])
+    names = [f"{result.problem.id} {result.problem.slug}" for result in (fastest, nearest)]
+    return [f"* largest speedup: {speedup:.2f}, of {names[0]} in {mode} mode; nearest to its bound: {names[1]}, at {percent(share)} of it."]
 
 
 def comparison_report(results: Iterable[Result]) -> str:
@@ -112,11 +124,13 @@ def _bound_us(result: Result) -> float | None:
 
 
 def _of_bound(result: Result) -> str:
+    share = _share_of_bound(result)
+    return NONE if share is None else "<1%" if share < 0.005 else f"{share:.0%}"
+
+
+def _share_of_bound(result: Result) -> float | None:
     bound_us, times = _bound_us(result), [speed.candidate_us.median for mode in MODES if (speed := result.speed_in(mode)) is not None]
-    if bound_us is None or not times:
-        return NONE
-    share = bound_us / min(times)
-    return "<1%" if share < 0.005 else f"{share:.0%}"
+    return bound_us / min(times) if bound_us is not None and times else None
 
 
 def _gaps(results: Sequence[Result]) -> list[str]:

@@ -29,7 +29,7 @@ SAME = 0.05
 
 
 class Gain(NamedTuple):
-    """How many times as long one reference takes called one by one as in a CUDA graph. Times are medians in microseconds a call."""
+    """A reference's time called one by one over that in a CUDA graph. Times are medians in microseconds a call."""
 
     problem: int
     slug: str

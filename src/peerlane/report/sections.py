@@ -14,7 +14,7 @@ from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PR
 from peerlane.report.findings import launch_modes_table, rungs_table
 from peerlane.report.kernels import backend_report, collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
-from peerlane.report.noise import accuracy
+from peerlane.report.noise import acceptance_table, accuracy
 from peerlane.report.operators import operators_table
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
@@ -38,6 +38,17 @@ def _solutions(path: Path) -> str:
 
 def _accuracy(path: Path) -> str:
     return accuracy(read_results(path))
+
+
+_REPEATED = {"first": "references", "second": "references_again", "third": "references_third", "virtual node": "virtual_references"}
+"""Runs of the references as their own candidates on one GPU, and their files."""
+
+
+def _acceptance(first: Path) -> str:
+    """Returns the table of the runs beside the first one."""
+    runs = {name: read_results(first.with_stem(file)) for name, file in _REPEATED.items()}
+    nodes = {line: None for results in runs.values() for line in environment_lines(results)}
+    return acceptance_table(runs).markdown() + "\n" + "\n\n".join(nodes)
 
 
 def _sweep(path: Path) -> str:
@@ -79,10 +90,7 @@ RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "ty
 SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
-    "accuracy": (ONE_GPU / "references.jsonl", _accuracy),
-    "accuracy_again": (ONE_GPU / "references_again.jsonl", _accuracy),
-    "accuracy_third": (ONE_GPU / "references_third.jsonl", _accuracy),
-    "accuracy_virtual": (ONE_GPU / "virtual_references.jsonl", _accuracy),
+    "accuracy": (ONE_GPU / "references.jsonl", _acceptance),
     "references": (REFERENCES, _accuracy),
     "references_of_two": (TWO_GPUS / "references.jsonl", _accuracy),
     "production_of_two": (PRODUCTION_OF_TWO, _accuracy),

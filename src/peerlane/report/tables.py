@@ -7,7 +7,7 @@ import io
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from peerlane.results.reader import newest
 
@@ -35,14 +35,20 @@ RESULT_COLUMNS = (
 )
 
 
+_GAP = 3  # characters between columns
+_NARROWER = ((20, 1000), (16, 24))
+"""Characters that a sentence gets on a line, and after how many a word may be broken: the second where the first have no room."""
+
+
 @dataclass
 class TextTable:
     """Rows of strings under ``columns``. ``right``: the columns that hold numbers. ``spare``: those that narrow terminals can do
-    without, the least important first."""
+    without, the least important first. ``hidden_if_silent``: further ones that are left out where no row says anything there."""
 
     columns: Sequence[str]
     right: Collection[str] = ()
     spare: Sequence[str] = ()
+    hidden_if_silent: Collection[str] = ()
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
@@ -52,28 +58,70 @@ class TextTable:
         self.rows.append(cells)
 
     def rich(self, room: int | None = None) -> Table:
-        """Returns the table for a screen with room for so many characters a line: without spare columns that say nothing, and without
-        others until it fits.
+        """Returns the table for a screen with room for so many characters a line: without columns that say nothing, and without spare
+        ones until it fits. If it does not fit then, each row becomes a block of lines ``column: cell``, with all that it says.
 
-        A caption names columns that were left out for want of room.
+        Spare columns that are alike in every row go first. A caption has their cell, and names other columns that were left out.
         """
         from rich import box
         from rich.table import Table
 
         shown = self._telling()
-        widths = {name: max(map(len, (name, *cells))) + 3 for name, *cells in zip(self.columns, *self.rows, strict=True) if name in shown}
-        left_out: list[str] = []
-        for name in (name for name in self.spare if name in widths):
-            if room is None or sum(widths.values()) <= room:
+        cells = {name: column for name, *column in zip(self.columns, *self.rows, strict=True) if name in shown}
+        full = {name: max(map(len, (name, *column))) for name, column in cells.items()}
+        spare = [name for name in self.spare if name in cells]
+        alike = [name for name in spare if len(self.rows) > 1 and len(set(cells[name])) == 1]
+        for sentence, word in _NARROWER:
+            least = {name: full[name] if name in spare else self._narrowest(name, column, sentence, word) for name, column in cells.items()}
+            left_out: list[str] = []
+            for name in [*alike, *(name for name in spare if name not in alike)]:
+                if room is None or sum(least.values()) + _GAP * len(least) <= room:
+                    break
+                left_out.append(name)
+                del least[name]
+            if room is None or (free := room - sum(least.values()) - _GAP * len(least)) >= 0:
                 break
-            left_out.append(name)
-            del widths[name]
-        caption = f"no room for the columns {', '.join(left_out)}: use a wider terminal, or --json" if left_out else None
+        else:
+            return self._blocks(shown)
+        said = ", ".join(f"{name} {cells[name][0]}" for name in left_out if name in alike)
+        hidden = ", ".join(name for name in left_out if name not in alike)
+        lines = [
+            *([f"in every row: {said}"] if said else []),
+            *([f"no room for the columns {hidden}: a wider terminal shows them"] if hidden else []),
+        ]
+        caption = "\n".join(lines) or None
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-        for column in widths:
-            table.add_column(column, justify="right" if column in self.right else "left", overflow="fold")
+        wants = sorted((full[name] - least[name], name) for name in least)
+        for number, (want, name) in enumerate(wants if room is not None else ()):
+            given = min(want, free // (len(wants) - number))
+            least[name], free = least[name] + given, free - given
+        for name in cells:
+            if name in least:
+                justify: Literal["left", "right"] = "right" if name in self.right else "left"
+                table.add_column(name, justify=justify, overflow="fold", width=None if room is None else least[name])
         for row in self.rows:
-            table.add_row(*(cell for column, cell in zip(self.columns, row, strict=True) if column in widths))
+            table.add_row(*(cell for column, cell in zip(self.columns, row, strict=True) if column in least))
+        return table
+
+    def _narrowest(self, column: str, cells: Sequence[str], sentence: int, word: int) -> int:
+        """Returns the fewest characters in which a column can be read, if sentences get so many a line, and words are not broken before
+        so many. Numbers are never broken."""
+        widest = max(map(len, cells), default=0)
+        words = [min(len(part), word) for text in (column, *cells) for part in text.split()]
+        return max([widest if column in self.right else min(widest, sentence), *words])
+
+    def _blocks(self, shown: Sequence[str]) -> Table:
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 1))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        table.add_row("", "")
+        for row in self.rows:
+            for column, cell in zip(self.columns, row, strict=True):
+                if column in shown and cell:
+                    table.add_row(f"{column}:", cell)
+            table.add_row("", "")
         return table
 
     def csv(self) -> str:
@@ -99,9 +147,9 @@ class TextTable:
         return "".join(f"| {' | '.join(line)} |\n" for line in kept)
 
     def _telling(self) -> list[str]:
-        """Returns the columns, but for spare ones that say nothing in any row."""
+        """Returns the columns, but for those that say nothing in any row and may then be left out."""
         silent = {name for name, *cells in zip(self.columns, *self.rows, strict=True) if self.rows and {*cells} <= {"-", NOT_MEASURED}}
-        return [name for name in self.columns if name not in self.spare or name not in silent]
+        return [name for name in self.columns if name not in silent or name not in {*self.spare, *self.hidden_if_silent}]
 
 
 def _latex(text: str) -> str:
@@ -114,8 +162,8 @@ def result_table(results: Iterable[Result]) -> TextTable:
     Times are medians; a speedup has its 95 % interval; "faster" means that the interval's lower end is above 1 plus the noise floor;
     utilisation is the candidate's, against the measured ceilings where there are some, else against the datasheet.
     """
-    spare = ("utilisation", "reference us", "candidate us", "preset", "problem", "W", "faster", "mode", "speedup [95 %]")
-    table = TextTable(RESULT_COLUMNS, right={"W", "reference us", "candidate us"}, spare=spare)
+    spare = ("problem", "reference us", "candidate us", "faster", "utilisation", "W", "preset")
+    table = TextTable(RESULT_COLUMNS, {"W", "reference us", "candidate us"}, spare, hidden_if_silent={"mode", "speedup [95 %]"})
     for result in results:
         remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)
         verdict = result.verdict.kind + (f" ({', '.join(remarks)})" if remarks else "")
@@ -200,7 +248,13 @@ def _share(utilisation: Sequence[Utilisation]) -> str:
     if not utilisation:
         return "-"
     best = next((item for item in utilisation if item.ceilings == "measured"), utilisation[0])
-    return f"{best.candidate:.0%} of {best.bound_by} ({best.ceilings})"
+    return f"{percent(best.candidate)} of {best.bound_by} ({best.ceilings})"
+
+
+def percent(share: float) -> str:
+    """Returns a share with two digits that say something: 65%, 6.2%, 0.43%."""
+    digits = next((number for number, least in enumerate((0.0995, 0.00995)) if share >= least), 2)
+    return f"{share:.{digits}%}"
 
 
 def environment_lines(results: Iterable[Result]) -> list[str]:
@@ -221,8 +275,16 @@ def by_node(results: Iterable[Result]) -> dict[NodeClass, list[Result]]:
     return groups
 
 
-def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str:
-    """Returns a table for every class of machine, as Markdown, and the sentences that belong to it."""
+class ReportPart(NamedTuple):
+    """The results of one class of machine: a heading, empty if there is one class only, a table, and sentences below it."""
+
+    heading: str
+    table: TextTable
+    notes: list[str]
+
+
+def report_parts(results: Iterable[Result], *, mechanisms: bool = True) -> list[ReportPart]:
+    """Returns a part for every class of machine."""
     groups = by_node(results)
     parts = []
     for node, mine in groups.items():
@@ -231,6 +293,14 @@ def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str
             *environment_lines(mine),
             *(f"* {line.rstrip('.')}." for line in reasons(mine)),
         ]
-        head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
-        parts.append(f"{head}{result_table(mine).markdown()}\n" + "\n\n".join(notes))
-    return "\n\n".join(parts)
+        heading = f"Results of {node}, which compare with no others here:" if len(groups) > 1 else ""
+        parts.append(ReportPart(heading, result_table(mine), notes))
+    return parts
+
+
+def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str:
+    """Returns a table for every class of machine, as Markdown, and the sentences that belong to it."""
+    return "\n\n".join(
+        (f"{part.heading}\n\n" if part.heading else "") + f"{part.table.markdown()}\n" + "\n\n".join(part.notes)
+        for part in report_parts(results, mechanisms=mechanisms)
+    )

@@ -31,10 +31,10 @@ _LANE = 0.8
 def shares_table(timelines: Sequence[Timeline]) -> TextTable:
     """Returns a table with a row per side: microseconds per call and the shares of :class:`Shares`, of the busiest rank."""
     columns = ("side", "us per call", "measured us", "bound us", "computes", "communicates", "overlap", "idle")
-    table = TextTable(columns, right=set(columns[1:]), spare=("bound us",))
+    table = TextTable(columns, right=set(columns[1:]), spare=("bound us",), hidden_if_silent={"measured us"})
     for timeline in timelines:
         side_shares, labels = timeline.shares(), timeline.labels
-        numbers = [f"{labels[key]:.1f}" if key in labels else "" for key in ("measured_us", "bound_us")]
+        numbers = [f"{labels[key]:.1f}" if key in labels else "-" for key in ("measured_us", "bound_us")]
         shares = [
             f"{100 * share:.0f} %" for share in (side_shares.computing, side_shares.communicating, side_shares.overlap, side_shares.idle)
         ]

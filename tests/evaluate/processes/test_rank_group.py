@@ -14,6 +14,7 @@ import pytest
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.correctness.case_runner import verdict_of
+from peerlane.evaluate.processes import rank_group
 from peerlane.evaluate.processes.limit import Limit, OutOfTime
 from peerlane.evaluate.processes.protocol import MAX_MESSAGE_BYTES, Channel
 from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, GroupFailure, RankGroup, _cause
@@ -286,3 +287,20 @@ def test_of_ranks_that_lost_a_shared_gpu_the_one_that_knows_why_is_named() -> No
     lost = GroupFailure("cuda_error", "first_call", "unspecified launch failure", rank=1)
     told = GroupFailure("cuda_error", "first_call", "unspecified launch failure\nmoe_up: rank 0 (storer) waited for rank 2", rank=0)
     assert _cause(lost, told) is told and _cause(told, lost) is told
+
+
+def test_a_long_call_tells_how_long_it_is_waited_for(pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluator's own requests do not: no candidate hangs there."""
+    monkeypatch.setattr(rank_group, "_LONG_CALL_S", 0.0)
+    monkeypatch.setattr(rank_group, "_TELL_EVERY_S", 0.05)
+    group, _ = pair
+    told: list[tuple[str, float]] = []
+    group.tell_wait = lambda phase, left_s: told.append((phase, left_s))
+    with pytest.raises(GroupFailure, match="no answer"):
+        group.ask(wire.Exit(), "exit", 0.1, calls=False)
+    assert told == []
+    with pytest.raises(GroupFailure, match="no answer from rank"):
+        group.ask(wire.Exit(), "first_call", 2.0)
+    left = [seconds for _, seconds in told]
+    assert left and {phase for phase, _ in told} == {"first_call"}
+    assert left == sorted(left, reverse=True) and 0 < left[-1] <= left[0] <= 2.0

@@ -23,6 +23,7 @@ A = TypeVar("A", bound=wire.Answer)
 
 _LOG_BYTES = 2000
 _EXPIRED = ") waited for rank "
+_LONG_CALL_S, _TELL_EVERY_S = 3.0, 1.0  # a call that takes longer may well hang
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
 
@@ -126,6 +127,8 @@ class RankGroup:
         """of the ranks, known once they are up"""
         self.limit: Limit | None = None
         """of the evaluation that waits for this group: its end ends the wait, and leaves the group to be killed"""
+        self.tell_wait: Callable[[str, float], None] | None = None
+        """hears every second of a long call of the candidate: the phase, and the seconds left until the call counts as a hang"""
 
     # --- conversation ---
 
@@ -185,6 +188,7 @@ class RankGroup:
         answers: dict[int, Any] = {}
         failure: GroupFailure | None = None
         last_end = math.inf if self.limit is None else self.limit.end
+        told_next = begin + _LONG_CALL_S if calls and self.tell_wait is not None else math.inf
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ, None)
             if self.limit is not None:
@@ -196,12 +200,15 @@ class RankGroup:
                 now, building = time.monotonic(), bool(self.building.ranks)
                 left = min(last_end - now, self.building.left_s if building else end - now)
                 expired = left <= 0
-                ready = selector.select(max(left, 0))
+                ready = selector.select(max(min(left, told_next - now), 0))
                 if building:
                     spent = self.building.spend(time.monotonic() - now)
                     end, last_end = end + spent, last_end + spent
                     if self.limit is not None:
                         self.limit.end = last_end
+                if self.tell_wait is not None and told_next <= time.monotonic() < now + left:
+                    self.tell_wait("build" if building else phase, now + left - time.monotonic())
+                    told_next = time.monotonic() + _TELL_EVERY_S
                 for key, _ in ready:
                     if key.data is None:
                         failure = self._read_control(phase) or failure

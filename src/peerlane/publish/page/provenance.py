@@ -1,4 +1,4 @@
-"""Where the figures of a board come from: the machine, NCCL and its settings, software, prompts, and who judged when."""
+"""The origin of a board's figures: the machine, NCCL and its settings, software, prompts, and who judged when."""
 
 from __future__ import annotations
 

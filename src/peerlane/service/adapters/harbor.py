@@ -49,7 +49,7 @@ _DOCKERFILE = "FROM {image}\nRUN pip install 'peerlane[cuda,triton]=={version}'\
 _TEST = """#!/bin/bash
 # Writes /logs/verifier/reward.json; nothing if peerlane itself failed, which Harbor records as an error and not as a wrong candidate.
 mkdir -p /logs/verifier
-candidate=/logs/verifier/{number}_candidate_cuda.py
+candidate=/logs/verifier/{number}_candidate_{ending}.py
 cp /app/candidate.py "$candidate" || {{ echo '{{"reward": 0, "correct": 0}}' > /logs/verifier/reward.json; exit 0; }}
 peerlane eval "$candidate" {options} --json --out /logs/verifier/peerlane > /logs/verifier/result.json
 python3 -m peerlane.service.adapters.harbor reward /logs/verifier/result.json > /logs/verifier/reward.tmp || exit 1
@@ -59,7 +59,10 @@ mv /logs/verifier/reward.tmp /logs/verifier/reward.json
 
 @dataclass(frozen=True)
 class HarborSettings:
-    """Settings that all tasks share: ``gpus`` for every container, its ``image``, and how candidates are judged."""
+    """Settings that all tasks share: ``gpus`` for every container, its ``image``, and how candidates are judged.
+
+    ``hardware``: the node that instructions describe, as `peerlane prompt --hardware` takes it.
+    """
 
     gpus: int = 8
     image: str = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel"
@@ -67,6 +70,8 @@ class HarborSettings:
     track: str = "custom"
     device: str = "cuda"
     world_size: int = 8
+    hardware: str = "auto"
+    backend: str = "cuda"
 
 
 def export_harbor(folder: Path, problems: str, settings: HarborSettings | None = None) -> list[Path]:
@@ -79,7 +84,8 @@ def _export(task: Path, problem: Problem, settings: HarborSettings) -> Path:
         raise UsageError(f"{task} is there already: choose another folder")
     asked = {"preset": settings.preset, "track": settings.track, "device": settings.device, "world-size": str(settings.world_size)}
     options = " ".join(f"--{name} {shlex.quote(value)}" for name, value in asked.items())
-    prompt = PromptSettings(choose_machine("auto"), "cuda", settings.track, settings.world_size, settings.preset)
+    prompt = PromptSettings(choose_machine(settings.hardware), settings.backend, settings.track, settings.world_size, settings.preset)
+    ending = {"kit": "cuda", "parallelkittens": "cuda"}.get(settings.backend, settings.backend)
     files = {
         "task.toml": _TOML.format(
             name=task.name, version=__version__, title=json.dumps(problem.title), number=problem.id, gpus=settings.gpus
@@ -87,7 +93,7 @@ def _export(task: Path, problem: Problem, settings: HarborSettings) -> Path:
         "instruction.md": render_prompt(problem, prompt).text
         + "\nWrite the candidate to `/app/candidate.py`; the file counts, not your reply.\n",
         "environment/Dockerfile": _DOCKERFILE.format(image=settings.image, version=__version__),
-        "tests/test.sh": _TEST.format(number=problem.id, options=options),
+        "tests/test.sh": _TEST.format(number=problem.id, ending=ending, options=options),
     }
     if (solution := next((PACKAGE / "solutions").rglob(f"p{problem.id:03d}_*.py"), None)) is not None:
         files["solution/solve.sh"] = f"#!/bin/bash\ncat > /app/candidate.py <<'END_OF_SOLUTION'\n{solution.read_text()}END_OF_SOLUTION\n"
