@@ -31,6 +31,7 @@ from peerlane.device.emulator.host_memory import AddressSpace, Part
 from peerlane.device.emulator.job import MOST_THREADS, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
+from peerlane.device.emulator.triton_launches import compiled_not_interpreted, launched_here
 from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import Group, Small, entered
 from peerlane.device.host.launch import argument, three
@@ -138,11 +139,12 @@ class Team:
 
     def run(self, launches: Sequence[EmulatedLaunch]) -> None:
         """Runs one launch of every rank."""
-        names = sorted({(launch.kernel.name, launch.kernel.code) for launch in launches}, key=str)
-        if len(names) > 1:
+        names = {launch.kernel.name for launch in launches}
+        compiled = self.world.builds.of_ranks([launch.kernel.code for launch in launches])
+        if len(names) > 1 or compiled is None:
             kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
-        compiled, sm_count = self.world.builds.compiled(launches[0].kernel.code), self.world.sm_count
+        sm_count = self.world.sm_count
         made = [launch.made(number) for number, launch in enumerate(launches)]
         made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
         for found in needs(made, compiled.kernels, self.world.gpu.arch) or ():
@@ -150,9 +152,9 @@ class Team:
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         for item in made:
             parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
-        step = Step(made, {part: part.contents() for part in parts})
+        step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name)
         self.launches[launches[0].kernel.name] += len(launches)
-        self.sources.add(launches[0].kernel.code.token_hash)
+        self.sources |= {launch.kernel.code.token_hash for launch in launches}
         self.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)])
 
     def variables(self, program: Program) -> list[Part]:
@@ -311,7 +313,7 @@ class EmulatedLaunch:
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
         arguments = tuple(bytes(value) for value in self.args)
-        return Launch(self.kernel.name, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
+        return Launch(self.kernel.code.symbol(self.kernel.name), number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
 
 
 class RankFailure(Exception):
@@ -360,7 +362,8 @@ class EmulatedRanks:
 
     def load(self, load: Callable[[int], Callable[..., Any]]) -> None:
         """Makes ``load(rank)`` the solution that each rank calls from now on."""
-        self._solutions = self._each(load)
+        with compiled_not_interpreted():
+            self._solutions = self._each(load)
 
     def call(self, arguments: Sequence[Arguments], keep: Callable[[int, Any], Any]) -> list[Any]:
         """Calls every rank's solution; returns the results of ``keep(rank, output)``, which runs when the rank's call has returned."""
@@ -415,10 +418,11 @@ class EmulatedRanks:
             turns.end(rank, error)
 
         threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(self._world.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with launched_here(self._world.gpu):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if turns.failure is not None:
             raise RankFailure(*turns.failure) from turns.failure[1]
         return results

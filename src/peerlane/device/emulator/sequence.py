@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peerlane.device.emulator.build import HOST_READ, Program, compile_program
+from peerlane.device.emulator.build import HOST_READ, Program, compile_modules, compile_program
 from peerlane.device.emulator.check import Report, check_kernels, report
 from peerlane.device.emulator.findings import Finding, merged
-from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild
+from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
 from peerlane.device.emulator.host_memory import Part
 from peerlane.device.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
+from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.errors import EmulatedFault
@@ -22,6 +23,9 @@ FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "en
 """Findings behind which there is no result."""
 MOST_LAUNCHES = 3
 """Launches of a sequence: faults of reuse show from the second or third launch on."""
+
+MOST_KERNELS = 4
+"""Different kernels of one sequence. More end it sooner than from their second or third launch on."""
 
 Contents = list[tuple[int, bytes]]
 
@@ -35,22 +39,43 @@ def _token_hash(source: str | Path) -> str:
 class Code:
     """The code that all ranks of a launch run."""
 
-    source: str | Path
-    defines: tuple[tuple[str, str | int], ...]
+    source: str | Path | Ptx
+    defines: tuple[tuple[str, str | int], ...] = ()
 
     @property
     def token_hash(self) -> str:
-        """The hash of the source's tokens."""
-        return _token_hash(self.source)
+        """The hash of the source's tokens, or of its PTX."""
+        return self.source.digest if isinstance(self.source, Ptx) else _token_hash(self.source)
+
+    def symbol(self, kernel: str) -> str:
+        """Returns the name of a kernel in the program that is made of this."""
+        return self.source.symbol(kernel) if isinstance(self.source, Ptx) else kernel
 
 
 @dataclass(eq=False)
 class Compiled:
     """Code for the emulator, and what its kernels need of a GPU, if that is known."""
 
-    code: Code
     program: Program
     kernels: Mapping[str, Resources] | None
+    modules: frozenset[Ptx] = frozenset()
+    """what it consists of, if that is PTX: then it can be joined with others"""
+
+    def joined(self, other: Compiled) -> Compiled | None:
+        """Returns both in one program; None if there is none."""
+        if other is self or (self.modules and other.modules <= self.modules):
+            return self
+        if not self.modules or not other.modules or self.program.globals or other.program.globals:
+            return None
+        return compile_ptx(self.modules | other.modules)
+
+
+@functools.lru_cache(maxsize=256)
+def compile_ptx(modules: frozenset[Ptx]) -> Compiled:
+    """Compiles PTX modules into one program."""
+    ordered = sorted(modules, key=lambda module: module.digest)
+    kernels = {name: found for module in ordered for name, found in needs_of(module).items()}
+    return Compiled(compile_modules(ordered), kernels, modules)
 
 
 class Builds:
@@ -60,6 +85,7 @@ class Builds:
         self.gpu, self.from_ptx = gpu, from_ptx
         self._for_gpu: dict[Code, GpuBuild] = {}
         self.done: dict[Code, Compiled] = {}
+        """by code; PTX that a launch brought is not among it"""
 
     def begin(self, code: Code) -> None:
         """Starts the GPU's compiler, which takes its time while others do something else."""
@@ -68,6 +94,8 @@ class Builds:
 
     def compiled(self, code: Code) -> Compiled:
         """Returns the code compiled. Raises CompileError where one of the two compilers refuses it."""
+        if isinstance(code.source, Ptx):
+            return compile_ptx(frozenset([code.source]))
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
@@ -75,8 +103,17 @@ class Builds:
                 program = compile_program(build.ptx())
             else:
                 program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
-            self.done[code] = Compiled(code, program, build.kernels())
+            self.done[code] = Compiled(program, build.kernels())
         return self.done[code]
+
+    def of_ranks(self, codes: Sequence[Code]) -> Compiled | None:
+        """Returns the code that the ranks of a launch run, compiled; None if it differs between them and cannot be one program."""
+        compiled: Compiled | None = self.compiled(codes[0])
+        for code in dict.fromkeys(codes[1:]):
+            if code != codes[0]:
+                both_ptx = isinstance(code.source, Ptx) and isinstance(codes[0].source, Ptx)
+                compiled = compiled.joined(self.compiled(code)) if compiled is not None and both_ptx else None
+        return compiled
 
 
 @dataclass
@@ -85,6 +122,8 @@ class Step:
 
     launches: list[Launch]
     before: dict[Part, Contents]
+    name: str = ""
+    """of the kernel"""
 
 
 class LaunchSequence:
@@ -104,9 +143,11 @@ class LaunchSequence:
         check_kernels(name, step.launches, program)
         check_threads(name, step.launches)
         known = {part: now for part, now in step.before.items() if part.shown and part in self._known}
-        if code is not self._code or any(self._known[part] != now for part, now in known.items()):
+        joined = code if self._code is None else self._code.joined(code)
+        if joined is None or any(self._known[part] != now for part, now in known.items()):
             self.check()
-        self._code = code
+            joined = code
+        self._code = joined
         job = self._job(name, [step], {})
         started = time.monotonic()
         fault_regions = [region for region in job.regions if region.address in {part.address for part in faults}]
@@ -127,7 +168,8 @@ class LaunchSequence:
             self.reports.append(said)
         self._steps.append(step)
         self._known |= {part: part.contents() for part in step.before if part.shown}
-        if sum(bool(item.before) for item in self._steps) >= MOST_LAUNCHES:
+        names = [item.name for item in self._steps if item.before]
+        if len(names) >= MOST_LAUNCHES * min(len(set(names)), MOST_KERNELS):
             self.check()
 
     def host_reads(self, parts: Iterable[Part]) -> None:
@@ -147,7 +189,8 @@ class LaunchSequence:
         if code is None or not launches or self.schedules < 1:
             return
         expected = {part: part.memory.numpy().tobytes() for part in written if not part.symmetric}
-        name = f"{steps[0].launches[0].kernel}{f', {launches} launches in a row' if launches > 1 else ''}"
+        names = ", ".join(dict.fromkeys(step.name for step in steps if step.name))
+        name = f"{names}{f', {launches} launches in a row' if launches > 1 else ''}"
         job, program, started = self._job(name, steps, expected), code.program, time.monotonic()
         answer = run_job(job, program, schedules=self.schedules, seed=self.seed)
         self.reports.append(report(job, program, answer, schedules=self.schedules, seed=self.seed, seconds=time.monotonic() - started))

@@ -135,6 +135,7 @@ inline void Machine::async(
     copy->view = snapshot(fiber)->view;
     copy->segments.assign(segments, segments + count);
     copy->combine = combine;
+    copy->generic = queue == thread_queue;
     copy->barrier = barrier ? memory.offset(barrier) : ~0ull;
     copy->barrier_block = barrier ? &owner(copy->barrier, site) : nullptr;
     copy->site = site;
@@ -176,7 +177,7 @@ inline bool Machine::copy_judges(
     if (record.clock <= at(copy.view.seen[View::ordinary], record.actor)) {
         const auto kind = is_shared(offset) ? View::async_shared : View::async_global;
         // Arrivals at an mbarrier are of no proxy.
-        const bool written = record.flags() & writes && !(record.flags() & asynchronous) && !(record.flags() & access.flags & atomic);
+        const bool written = !copy.generic && record.flags() & writes && !(record.flags() & asynchronous) && !(record.flags() & access.flags & atomic);
         if (written && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
         return true;
     }
@@ -187,7 +188,8 @@ inline bool Machine::copy_judges(
 }
 
 inline void Machine::copy_access(Copy& copy, std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, Clock clock) {
-    const Access access{copy.actor, static_cast<std::uint8_t>(flags | asynchronous), clock, copy.site};
+    const auto how = static_cast<std::uint8_t>(copy.generic ? flags : flags | asynchronous);
+    const Access access{copy.actor, how, clock, copy.site};
     if (flags & writes) {
         memory.written(offset, bytes);
         last_write_ = schedule_switches_;

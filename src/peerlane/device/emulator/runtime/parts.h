@@ -58,7 +58,7 @@ struct Fiber {
     Ref<Snapshot> released[scopes];              // by the last fence of at least this scope
     Ref<Snapshot> initialised;                   // what came before the last mbarrier_init_fence
     std::vector<Ref<Snapshot>> pending[scopes];  // seen by relaxed loads, taken over by the next fence of at least this scope
-    Groups groups[2];
+    Groups groups[queues];
 
     // For the scheduler.
     State state = State::ended;

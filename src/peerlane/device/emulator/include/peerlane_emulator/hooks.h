@@ -29,7 +29,8 @@ struct Segment {
 };
 
 // Asynchronous operations of a thread are counted in groups, separately for each of these.
-enum Queue : unsigned { bulk_queue, matrix_queue };
+// Those of `thread_queue` are ordinary accesses of the thread, at a time of their own: they need no proxy fence.
+enum Queue : unsigned { bulk_queue, matrix_queue, thread_queue, queues };
 
 struct Uint3 {
     unsigned x, y, z;
