@@ -54,7 +54,8 @@ def two_shot(table, x, inbox, flags, out, length, number, WORLD_SIZE: tl.constex
 
 @triton.jit
 def gather_gemm(
-    table, x, inbox, flags, w, out, number, WORLD_SIZE: tl.constexpr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BROKEN: tl.constexpr
+    table, x, inbox, flags, w, out, number,
+    WORLD_SIZE: tl.constexpr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BROKEN: tl.constexpr,
 ):  # fmt: skip
     """Every rank pushes its rows to all, and multiplies those of each rank when they are there."""
     rank = kit.own_rank(table)
@@ -161,9 +162,7 @@ def solution(name: str, broken: int) -> Any:
     def products(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         own = launcher(2 * x.numel() * group_of().world_size)
         out = torch.zeros(own.size * x.shape[0], w.shape[1], dtype=x.dtype)
-        gather_gemm[(1,)](
-            own.table, x, own.inbox, own.flags, w, out, own.next(), own.size, *x.shape, w.shape[1], broken, num_warps=WARPS
-        )
+        gather_gemm[(1,)](own.table, x, own.inbox, own.flags, w, out, own.next(), own.size, *x.shape, w.shape[1], broken, num_warps=WARPS)
         return out
 
     def pushed(x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from peerlane.device.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.device.emulator.ranks import wants_distributed
+from peerlane.device.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
@@ -20,7 +22,7 @@ from peerlane.results.sanitize import sanitize, several_lines
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 from peerlane.sandbox.hidden_files import is_answer_file
 
-_NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
+_NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}) and of Triton, and this one imports neither: use --device cpu or cuda"
 _REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"
 _MOST_KERNELS = 32
 
@@ -42,8 +44,10 @@ class EmulatedPipeline(EvaluationPipeline):
         job = self.job
         cases = self._cases()
         self.source = job.candidate.source()
-        if self.source is None or KIT not in self.source:
+        if self.source is None or not (KIT in self.source or wants_triton(self.source)):
             return NotRun(missing=_REFERENCE if self.source is None else _NO_KIT)
+        if wants_triton(self.source) and not triton_is_here():
+            return NotRun(missing=NO_TRITON)
         self._spawn()
         self._load()
         for number, case in enumerate(cases):
@@ -93,6 +97,8 @@ class EmulatedPipeline(EvaluationPipeline):
         if failure.kind in ("runtime_error", "import_error"):
             if wants_distributed(line):
                 return NotRun(missing=f"uses torch.distributed, which emulated ranks do not have ({line}): use --device cpu or cuda")
+            if NOT_KNOWN in line:
+                return NotRun(missing=line)
             if wants_gpu(line):
                 return NotRun(missing=f"needs a GPU: {line}; emulated ranks have the kernels of the device kit alone")
         return super()._blame(failure)

@@ -120,7 +120,8 @@ def compile_program(
 def compile_modules(modules: Sequence[Ptx]) -> Program:
     """Compiles PTX modules, each for itself, into one program, in which ``Ptx.symbol`` names their kernels. Raises what ``compile_program``
     raises."""
-    emulator, codes, kernels = runtime(), [], []
+    emulator, codes = runtime(), []
+    kernels: list[str] = []
     for module in modules:
         unit, names = _kernels(_preprocess(translate(module, apart=True), [], {}))
         key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
@@ -194,7 +195,8 @@ def _kernels(unit: str) -> tuple[str, tuple[str, ...]]:
     """Returns the preprocessed text with a caller for each kernel, and the kernels' names."""
     names = tuple(dict.fromkeys(_KERNEL.findall(unit)))
     callers = "".join(
-        f'extern "C" __attribute__((weak)) void peerlane_launch_{name}(void** arguments) {{ peerlane::emulator::call(&::{name}, arguments); }}\n'
+        f'extern "C" __attribute__((weak)) void peerlane_launch_{name}(void** arguments) '
+        f"{{ peerlane::emulator::call(&::{name}, arguments); }}\n"
         for name in (*names, HOST_READ)
     )
     return _MISPLACED.sub(r"\1 thread_local", unit) + _CALLER + callers, names

@@ -20,6 +20,8 @@ class Part:
         self._bytes = memory.numpy()
         self.shown = not symmetric
         """whether the host can see it, hence change it"""
+        self.read_by_caller = True
+        """whether a caller reads it behind each call, if the host can see it"""
         self._pages: set[int] | None = None if self.shown else set()
 
     @property
@@ -67,6 +69,10 @@ class AddressSpace:
         """Makes the part lie at its address from now on."""
         self._by_storage[part.memory.untyped_storage().data_ptr()] = part
         bisect.insort(self._placed, part, key=lambda placed: placed.address)
+
+    def part_of(self, tensor: torch.Tensor) -> Part | None:
+        """Returns the part in which the tensor lies, if that has an address already."""
+        return self._by_storage.get(tensor.untyped_storage().data_ptr())
 
     def address(self, tensor: torch.Tensor, rank: int) -> int:
         """Returns the address of the tensor's first element in a rank's kernels; 0 for an empty one."""

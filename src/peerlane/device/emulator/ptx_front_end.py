@@ -31,7 +31,7 @@ _STORED = {"pred": "bool", "b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64",
 
 @dataclass(frozen=True)
 class Ptx:
-    """The text of a PTX module, as the source of a scenario; with the cubin that was made of it, what its kernels need of a GPU is known."""
+    """The text of a PTX module, as the source of a scenario. With the cubin that was made of it, the resources of its kernels are known."""
 
     text: str
     cubin: Path | None = field(default=None, compare=False)
@@ -52,6 +52,10 @@ _MODULE = "_of_ptx_"
 def kernel_of(symbol: str) -> str:
     """Returns the name of the kernel that ``symbol`` stands for."""
     return symbol.partition(_MODULE)[0]
+
+
+NOT_KNOWN = "is not known to the emulator"
+"""Part of the message of every UnknownPtx."""
 
 
 class UnknownPtx(UsageError):
@@ -90,7 +94,7 @@ def _declared(variable: Variable) -> str:
     """Returns the variable as bytes of a thread, of a block or of a rank."""
     size = TYPES[variable.type][1] if variable.type in TYPES else 0
     if not size:
-        raise UnknownPtx(f"a variable of type .{variable.type} ({variable.name}) is not known to the emulator")
+        raise UnknownPtx(f"a variable of type .{variable.type} ({variable.name}) {NOT_KNOWN}")
     align, nbytes = variable.align or size, size * max(variable.length, 1)
     storage = {"shared": "thread_local ", "local": ""}.get(variable.space, "static ")
     initial = ""
@@ -105,7 +109,7 @@ def _bytes_of(item: str, size: int, name: str) -> bytes:
     try:
         value = int(item[2:], 16) if item[:2] in ("0f", "0d", "0F", "0D") else int(item, 0)
     except ValueError:
-        raise UnknownPtx(f"the initial value {item!r} of variable {name} is not known to the emulator; expected a number") from None
+        raise UnknownPtx(f"the initial value {item!r} of variable {name} {NOT_KNOWN}; expected a number") from None
     return (value % (1 << 8 * size)).to_bytes(size, "little")
 
 
@@ -131,7 +135,7 @@ def _kernel(entry: Function, shared: set[str], dynamic: set[str], symbol: str) -
             made = rules.translated(statement.text)
             if made is None:
                 where = f" ({place[0]}:{place[1]})" if place[1] else ""
-                raise UnknownPtx(f"kernel {entry.name}: {statement.text!r}{where} is not known to the emulator; nothing was run")
+                raise UnknownPtx(f"kernel {entry.name}: {statement.text!r}{where} {NOT_KNOWN}; nothing was run")
         elif statement.kind == "registers":
             made = _registers(statement.text)
         elif statement.kind == "label":
@@ -164,7 +168,7 @@ def _labels(statements: Sequence[Statement]) -> Iterator[str]:
 def _registers(text: str) -> str:
     found = _REGISTERS.match(text)
     if found is None or (found[1] not in TYPES and found[1] != "pred"):
-        raise UnknownPtx(f"the registers {text!r} are not known to the emulator")
+        raise UnknownPtx(f"one of the registers {text!r} {NOT_KNOWN}")
     stored = "bool" if found[1] == "pred" else f"u{8 * TYPES[found[1]][1]}"
     names = []
     for item in found[2].split(","):

@@ -19,7 +19,10 @@ _EXPRESSIONS = {
     "tanh": "std::tanh(a)",
 }
 HALF_OPERATIONS = frozenset(_EXPRESSIONS)
-_WITH_NAN = {"min": "(a != a || b != b ? __builtin_nan(\"\") : std::fmin(a, b))", "max": "(a != a || b != b ? __builtin_nan(\"\") : std::fmax(a, b))"}
+_WITH_NAN = {
+    "min": '(a != a || b != b ? __builtin_nan("") : std::fmin(a, b))',
+    "max": '(a != a || b != b ? __builtin_nan("") : std::fmax(a, b))',
+}
 
 
 class HalfRules(OperandRules):

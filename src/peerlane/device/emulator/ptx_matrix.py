@@ -105,7 +105,12 @@ class MatrixRules(OperandRules):
             return f"peerlane_async_wait(thread_queue, {operands[0]}, false);"
         if said == ["wait_all"]:
             return "peerlane_async_commit(thread_queue); peerlane_async_wait(thread_queue, 0, false);"
-        if said not in (["ca", "shared", "global"], ["cg", "shared", "global"], ["ca", "shared::cta", "global"], ["cg", "shared::cta", "global"]):
+        if said not in (
+            ["ca", "shared", "global"],
+            ["cg", "shared", "global"],
+            ["ca", "shared::cta", "global"],
+            ["cg", "shared::cta", "global"],
+        ):
             return None
         if len(operands) not in (3, 4) or operands[2] not in ("4", "8", "16", "0x4", "0x8", "0x10"):
             return None

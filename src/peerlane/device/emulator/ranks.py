@@ -25,13 +25,14 @@ import torch
 
 from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.check import Report
+from peerlane.device.emulator.distributed import distributed_here
 from peerlane.device.emulator.findings import Finding
 from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.host_memory import AddressSpace, Part
 from peerlane.device.emulator.job import MOST_THREADS, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
-from peerlane.device.emulator.triton_launches import compiled_not_interpreted, launched_here
+from peerlane.device.emulator.triton_launches import compiled_not_interpreted, launched_here, require_triton, wants_triton
 from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import Group, Small, entered
 from peerlane.device.host.launch import argument, three
@@ -86,6 +87,8 @@ class World:
     builds: Builds = field(init=False)
     kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
     """by name and threads of a block, if there is a compiler for GPUs"""
+    not_compiled: bool = False
+    """whether a kernel was launched that nothing has compiled for a GPU"""
 
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
@@ -147,7 +150,9 @@ class Team:
         sm_count = self.world.sm_count
         made = [launch.made(number) for number, launch in enumerate(launches)]
         made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
-        for found in needs(made, compiled.kernels, self.world.gpu.arch) or ():
+        found_needs = needs(made, compiled.kernels, self.world.gpu.arch)
+        self.world.not_compiled |= found_needs is None
+        for found in found_needs or ():
             self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         for item in made:
@@ -170,7 +175,7 @@ class Team:
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
-        self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown)
+        self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
 
 
 class EmulatedGroup(Group):
@@ -313,7 +318,9 @@ class EmulatedLaunch:
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
         arguments = tuple(bytes(value) for value in self.args)
-        return Launch(self.kernel.code.symbol(self.kernel.name), number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
+        return Launch(
+            self.kernel.code.symbol(self.kernel.name), number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments
+        )
 
 
 class RankFailure(Exception):
@@ -370,7 +377,11 @@ class EmulatedRanks:
         number, self._calls = self._calls, self._calls + 1
 
         def act(rank: int) -> Any:
-            kept = keep(rank, self._solutions[rank](*arguments[rank]))
+            output = self._solutions[rank](*arguments[rank])
+            for tensor in _tensors(output):
+                if (part := self._world.space.part_of(tensor)) is not None:
+                    part.read_by_caller = True
+            kept = keep(rank, output)
             self._everyone.meeting.meet(rank, f"the end of call {number}", None, self._world.end_of_call)
             return kept
 
@@ -385,7 +396,8 @@ class EmulatedRanks:
     @property
     def kernels(self) -> list[KernelNeeds] | None:
         """The launched kernels' needs of a GPU; None where no compiler is here that knows."""
-        return list(self._world.kernels.values()) if compiler_is_here() else None
+        known = compiler_is_here() if not self._world.kernels else not self._world.not_compiled
+        return list(self._world.kernels.values()) if known else None
 
     @property
     def codes(self) -> list[Code]:
@@ -418,7 +430,7 @@ class EmulatedRanks:
             turns.end(rank, error)
 
         threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(self._world.size)]
-        with launched_here(self._world.gpu):
+        with launched_here(self._world.gpu), distributed_here():
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -472,6 +484,8 @@ def wants_distributed(message: str) -> bool:
 
 def load(file: Path, rank: int) -> Callable[..., Any]:
     """Imports the ``solution`` of a file for one rank alone."""
+    if wants_triton(file.read_text(encoding="utf-8", errors="replace")):
+        require_triton()
     name = f"peerlane_emulated_rank_{rank}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -488,12 +502,17 @@ def load(file: Path, rank: int) -> Callable[..., Any]:
     return solution  # type: ignore[no-any-return]
 
 
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors of an output."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
 def _places(output: Any) -> set[int]:
     """Returns where the tensors of an output lie that are not empty."""
-    if isinstance(output, torch.Tensor):
-        return {output.data_ptr()} - {0}
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return set[int]().union(*map(_places, items))
+    return {tensor.data_ptr() for tensor in _tensors(output)} - {0}
 
 
 def _copied(output: Any) -> Any:

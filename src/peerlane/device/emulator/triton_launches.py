@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import re
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,13 +30,15 @@ from peerlane.device.host.group import current_group
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.errors import LaunchError, MissingDependency, UsageError
 
+_IMPORT = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
 INTERPRETER = "TRITON_INTERPRET"
+NO_TRITON = "triton is not installed here, and the kernels are Triton's: pip install 'peerlane[triton]' (no GPU is needed)"
 _MAX_REGISTERS, _MAX_THREADS = 255, 1024
 
 
 def wants_triton(source: str) -> bool:
-    """Tells whether a solution's source may use Triton."""
-    return "triton" in source
+    """Tells whether a solution's source imports Triton."""
+    return _IMPORT.search(source) is not None
 
 
 def triton_is_here() -> bool:
@@ -46,7 +49,7 @@ def triton_is_here() -> bool:
 def require_triton() -> None:
     """Raises MissingDependency where Triton is not installed."""
     if not triton_is_here():
-        raise MissingDependency("the kernels are Triton's, which is not installed here: pip install 'peerlane[triton]' (no GPU is needed)")
+        raise MissingDependency(NO_TRITON)
 
 
 @contextlib.contextmanager
@@ -80,7 +83,9 @@ class TritonLaunch:
 
     def __init__(self, src: Any, metadata: Any) -> None:
         if getattr(metadata, "num_ctas", 1) != 1:
-            raise UsageError(f"kernel {metadata.name} has clusters of {metadata.num_ctas} blocks; emulated ranks run Triton's kernels with num_ctas=1")
+            raise UsageError(
+                f"kernel {metadata.name} has clusters of {metadata.num_ctas} blocks; emulated ranks run Triton's kernels with num_ctas=1"
+            )
         self._metadata = metadata
         self._types = list(_flat(src.signature.values()))
         self._ptx = _ptx_of(src, metadata)

@@ -12,9 +12,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from peerlane.device.emulator.gpu_code import EmulatedGpu
+from peerlane.device.emulator.ptx_front_end import UnknownPtx
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
 from peerlane.device.host.group import Group
-from peerlane.errors import CompileError
+from peerlane.errors import CompileError, MissingDependency
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
 from peerlane.problems.contract.judge import plainly, type_mismatch
@@ -46,6 +47,8 @@ class EmulatedJudgement:
         return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
 
     def _failure(self, rank: int, error: BaseException) -> str:
+        if isinstance(error, UnknownPtx | MissingDependency):
+            return f"not run: {error}"
         if isinstance(error, CompileError):
             return f"build error: {_cut(str(error).splitlines())}"
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
