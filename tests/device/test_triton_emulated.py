@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import peerlane
+from device import symmetric_kernels
 from device import triton_kernels as kernels
 from peerlane.device.emulator.findings import Finding
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure, run
 from peerlane.device.emulator.sequence import findings
 
 NAMES = ("one_shot", "two_shot", "gather_gemm", "moe_push", "ring_sum")
@@ -48,3 +50,35 @@ def test_a_broken_twin_is_told_with_both_lines(name: str, broken: int) -> None:
     assert told, [str(finding) for finding in found]
     file = Path(kernels.__file__).name
     assert any(str(finding).count(f"{file}:") >= 2 for finding in told), "\n".join(map(str, told))
+
+
+def symmetric(broken: int) -> tuple[list[torch.Tensor], list[Finding]]:
+    """Returns what calls with other numbers each gave on two ranks, and what was found."""
+    world = EmulatedRanks(2, schedules=6)
+    world.load(lambda rank: symmetric_kernels.solution(broken))
+    outputs: list[torch.Tensor] = []
+    for call in range(3):
+        outputs = world.call([(torch.arange(100.0) + rank + call,) for rank in range(2)], lambda rank, output: output.clone())
+    return outputs, findings(world.reports())
+
+
+def test_symmetric_memory_of_torch_is_right_and_clean() -> None:
+    outputs, found = symmetric(0)
+    assert not found, "\n".join(map(str, found))
+    assert all(torch.equal(output, 2 * torch.arange(100.0) + 5) for output in outputs)
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_missing_barrier_of_the_handle_is_told_with_the_copy(broken: int) -> None:
+    _, found = symmetric(broken)
+    told = [str(finding) for finding in found if finding.kind == "race"]
+    assert any("symmetric_kernels.py:" in text and "host code" in text for text in told), [str(finding) for finding in found]
+
+
+def test_a_triton_candidate_of_the_prompts_runs_as_written() -> None:
+    file = Path(peerlane.__file__).parent / "generate/prompts/examples/difference_triton.py"
+    given = [torch.arange(300.0) * (rank + 1) for rank in range(2)]
+    outcome = run(file, [[(x,) for x in given]] * 2, schedules=3)
+    assert outcome.failure is None and not outcome.findings
+    assert all(torch.equal(output, given[rank] - given[rank - 1]) for rank, output in enumerate(outcome.outputs[-1]))
+    assert outcome.kernels and "registers" in str(outcome.kernels[0])

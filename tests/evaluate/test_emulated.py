@@ -139,8 +139,11 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "does not import"),
-        ("import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.all_reduce(t)\n", "uses torch.distributed"),
+        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "imports neither"),
+        (
+            "import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.monitored_barrier()\n",
+            "uses torch.distributed",
+        ),
         ("import peerlane.device\n\ndef solution(tensor):\n    return tensor.cuda()\n", "GPU"),
     ],
     ids=["no_kit", "torch_distributed", "cuda"],

@@ -71,7 +71,7 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (PROFILE, wire.ProfiledBlock(TIMELINE, [{}])),
     (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
     (wire.ProbeProfiler("mark"), wire.ProbedProfiler(PLAIN_RECORDING)),
-    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"])),
+    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2})),
     (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
 ]
 

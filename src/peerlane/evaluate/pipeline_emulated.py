@@ -23,7 +23,8 @@ from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongRe
 from peerlane.sandbox.hidden_files import is_answer_file
 
 _NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}) and of Triton, and this one imports neither: use --device cpu or cuda"
-_REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"
+_SET_UP = "calls {names}, which the custom track allows in set-up only: emulated ranks cannot tell; use --device cpu or cuda"
+_REFERENCE = "emulated ranks do not run the reference: use --device cpu or cuda"
 _MOST_KERNELS = 32
 
 
@@ -37,6 +38,8 @@ class EmulatedPipeline(EvaluationPipeline):
     """by kernel, of all ranks together"""
     library: set[str] = field(default_factory=set)
     """kernels of the kit's library that were launched"""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """of torch.distributed, by name, of all ranks together"""
     compiled: list[str] | None = None
     """what the launched kernels need of a GPU; None: not compiled for one"""
 
@@ -54,6 +57,8 @@ class EmulatedPipeline(EvaluationPipeline):
             self._check_and_race(case, first=number == 0)
         if self.library and self.job.track == "custom" and not is_answer_file(self.job.candidate.path):
             raise Rejected(library_violation(self.library))
+        if self.collectives and self.job.track == "custom":
+            raise Rejected(NotRun(missing=_SET_UP.format(names=", ".join(sorted(self.collectives)))))
         self.speeds = self._no_speeds()
         self._leave()
         return Correct()
@@ -73,7 +78,7 @@ class EmulatedPipeline(EvaluationPipeline):
         with self._in("stress"):
             report = self.group.present.ask(wire.ReportRaces(), "stress", self.session.deadlines.calls, calls=False)[0]
         self.calls += CHECKED_SLOTS
-        self.launches = sanitize(report.launches)
+        self.launches, self.collectives = sanitize(report.launches), sanitize(report.collectives)
         self.compiled = None if report.kernels is None else sanitize(report.kernels)
         if report.kernels is None:
             self.flags.add("not_compiled")
@@ -96,7 +101,7 @@ class EmulatedPipeline(EvaluationPipeline):
         line = "".join(failure.message.strip().splitlines()[-1:])
         if failure.kind in ("runtime_error", "import_error"):
             if wants_distributed(line):
-                return NotRun(missing=f"uses torch.distributed, which emulated ranks do not have ({line}): use --device cpu or cuda")
+                return NotRun(missing=f"uses torch.distributed in a way that emulated ranks do not have ({line}): use --device cpu or cuda")
             if NOT_KNOWN in line:
                 return NotRun(missing=line)
             if wants_gpu(line):
@@ -104,10 +109,11 @@ class EmulatedPipeline(EvaluationPipeline):
         return super()._blame(failure)
 
     def _audit_record(self) -> Audit | None:
-        """Every launch is the candidate's or the kit's: in its process there is nothing else that communicates."""
+        """Every launch is the candidate's or the kit's: beside torch.distributed, nothing else in its process communicates."""
         if not self.calls:
             return None
-        own = math.ceil(sum(self.launches.values()) / (self.calls * self.job.world_size))
+        everywhere = self.calls * self.job.world_size
+        own = math.ceil(sum(self.launches.values()) / everywhere)
         names = sorted(self.launches, key=lambda name: -self.launches[name])[:_MOST_KERNELS]
         return Audit(
             calls=self.calls,
@@ -115,7 +121,7 @@ class EmulatedPipeline(EvaluationPipeline):
             kernels={"own": own},
             copies={},
             memsets=0,
-            operators={},
+            operators={name: math.ceil(count / everywhere) for name, count in self.collectives.items()},
             other=0,
             kernel_names=tuple(names),
             compiled=tuple((self.compiled or [])[:_MOST_KERNELS]),

@@ -55,9 +55,10 @@ _OWN_SECTION = (
 _KERNEL = re.compile(r'extern "C"\s+__attribute__\(\(__flatten__, noinline\)\)\s+void\s+(\w+)\s*\(')
 # nvcc takes a standard attribute after __shared__, the language does not after thread_local.
 _MISPLACED = re.compile(r"\bthread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
-HOST_READ = "peerlane_host_read"
-"""A kernel of every program: one thread reads (address, bytes), as the host does between two launches."""
+HOST_READ, HOST_WRITE = "peerlane_host_read", "peerlane_host_write"
+"""Kernels of every program: one thread reads (address, bytes) or writes (address, bytes, content), as the host does between launches."""
 _CALLER = """
+# 1 "host code between two launches"
 extern "C" __attribute__((noinline, weak)) void peerlane_host_read(const unsigned char* at, unsigned long long bytes) {
     for (; bytes >= 8; at += 8, bytes -= 8) {
         const unsigned long long word = *reinterpret_cast<const unsigned long long*>(at);
@@ -67,6 +68,19 @@ extern "C" __attribute__((noinline, weak)) void peerlane_host_read(const unsigne
         const unsigned char byte = *at;
         asm volatile("" ::"r"(byte));
     }
+}
+extern "C" __attribute__((noinline, weak)) void
+peerlane_host_write(unsigned char* at, unsigned long long bytes, const unsigned char* content) {
+    for (; bytes >= 8 && reinterpret_cast<unsigned long long>(at) % 8 == 0; at += 8, content += 8, bytes -= 8) {
+        unsigned long long word;
+        __builtin_memcpy(&word, content, 8);
+        *reinterpret_cast<unsigned long long*>(at) = word;
+    }
+    for (; bytes; ++at, ++content, --bytes) *at = *content;
+}
+extern "C" __attribute__((weak)) void peerlane_launch_peerlane_host_write(void** arguments) {
+    unsigned char* const at = *static_cast<unsigned char**>(arguments[0]);
+    peerlane_host_write(at, *static_cast<unsigned long long*>(arguments[1]), static_cast<unsigned char*>(arguments[2]));
 }
 namespace peerlane::emulator {
 template <unsigned... i> struct Indices {};

@@ -58,6 +58,7 @@ def _size(group: Any = None) -> int:
 
 def _meet(group: Any, what: str, value: Any, act: Callable[[list[Any]], Any] = lambda values: None) -> Any:
     own = _group(group)
+    own.team.world.collectives[what.partition(" ")[0]] += 1
     return own.team.meeting.meet(own.member, what, value, act)
 
 

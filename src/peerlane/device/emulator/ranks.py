@@ -4,9 +4,9 @@
     outcome.outputs[i][rank]                             what it returned
     outcome.findings                                     races, deadlocks and what else the emulator saw
 
-Every rank imports the file for itself, so module variables are a rank's own. The host code asks ``peerlane.device.group_of`` for its group;
-torch.distributed is not there. Each launch is run once, for its result, then up to three in a row are run under ``schedules`` schedules.
-Behind each call every rank reads the arena memory that host code has asked for, as a caller does.
+Every rank imports the file for itself, so module variables are a rank's own. The host code asks ``peerlane.device.group_of`` for its
+group, or uses what ``distributed.py`` has of torch.distributed. Each launch is run once, for its result, then up to three in a row are run
+under ``schedules`` schedules. Behind each call every rank reads the arena memory that host code has asked for, as a caller does.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class World:
     """by name and threads of a block, if there is a compiler for GPUs"""
     not_compiled: bool = False
     """whether a kernel was launched that nothing has compiled for a GPU"""
+    collectives: Counter[str] = field(default_factory=Counter)
+    """of torch.distributed, by name, of all ranks together"""
 
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
@@ -410,6 +412,11 @@ class EmulatedRanks:
         return set[str]().union(*(team.sources for team in self._world.teams))
 
     @property
+    def collectives(self) -> Counter[str]:
+        """The number of calls of each collective of torch.distributed, by all ranks together."""
+        return self._world.collectives
+
+    @property
     def launches(self) -> Counter[str]:
         """The number of launches of each kernel, by all ranks together."""
         return sum((team.launches for team in self._world.teams), Counter())
@@ -478,7 +485,7 @@ def run(
 
 
 def wants_distributed(message: str) -> bool:
-    """Tells whether an error says that the solution used torch.distributed, which emulated ranks do not have."""
+    """Tells whether an error says that the solution used a part of torch.distributed that emulated ranks do not have."""
     return _DISTRIBUTED.search(message) is not None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peerlane.device.emulator.build import HOST_READ, Program, compile_modules, compile_program
+from peerlane.device.emulator.build import HOST_READ, HOST_WRITE, Program, compile_modules, compile_program
 from peerlane.device.emulator.check import Report, check_kernels, report
 from peerlane.device.emulator.findings import Finding, merged
 from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
@@ -26,6 +27,7 @@ MOST_LAUNCHES = 3
 
 MOST_KERNELS = 4
 """Different kernels of one sequence. More end it sooner than from their second or third launch on."""
+_GAP_BYTES, _MOST_RANGES = 4, 16
 
 Contents = list[tuple[int, bytes]]
 
@@ -136,18 +138,22 @@ class LaunchSequence:
         self._steps: list[Step] = []
         self._known: dict[Part, Contents] = {}
         self._written: set[Part] = set()
+        self._latest: dict[Part, Contents] = {}
+        """what symmetric memory that the host can see held behind the last launch"""
 
     def run(self, name: str, code: Compiled, step: Step, faults: Sequence[Part]) -> None:
         """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end."""
         program = code.program
         check_kernels(name, step.launches, program)
         check_threads(name, step.launches)
-        known = {part: now for part, now in step.before.items() if part.shown and part in self._known}
         joined = code if self._code is None else self._code.joined(code)
-        if joined is None or any(self._known[part] != now for part, now in known.items()):
+        changed = self._changed(step)
+        if joined is None or (not code.modules and any(part in self._known for part in changed)):
             self.check()
             joined = code
         self._code = joined
+        if code.modules and changed:
+            self._steps.append(self._host_writes(step, changed))
         job = self._job(name, [step], {})
         started = time.monotonic()
         fault_regions = [region for region in job.regions if region.address in {part.address for part in faults}]
@@ -167,10 +173,32 @@ class LaunchSequence:
         if said.findings:
             self.reports.append(said)
         self._steps.append(step)
-        self._known |= {part: part.contents() for part in step.before if part.shown}
-        names = [item.name for item in self._steps if item.before]
+        now = {part: part.contents() for part in step.before if part.shown}
+        self._known |= now
+        self._latest |= {part: contents for part, contents in now.items() if part.symmetric}
+        names = [item.name for item in self._steps if item.name]
         if len(names) >= MOST_LAUNCHES * min(len(set(names)), MOST_KERNELS):
             self.check()
+
+    def _changed(self, step: Step) -> dict[Part, Contents]:
+        """Returns the parts that the host has changed since the last launch, with what they held."""
+        before: dict[Part, Contents] = {}
+        for part, now in step.before.items():
+            held = self._known.get(part, self._latest.get(part, []) if part.symmetric else now)
+            if part.shown and held != now and part.rank in self.members:
+                before[part] = held
+        return before
+
+    def _host_writes(self, step: Step, before: dict[Part, Contents]) -> Step:
+        """Returns what the host wrote, as launches of the rank whose memory it is: only synchronisation orders them for other ranks."""
+        launches = []
+        for part, held in before.items():
+            old, new = dict(held), dict(step.before[part])
+            for page in sorted(old | new):
+                for begin, content in _differences(old.get(page, b""), new.get(page, b"")):
+                    values = (_u64(part.address + page + begin), _u64(len(content)), content)
+                    launches.append(Launch(HOST_WRITE, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, values))
+        return Step(launches, before)
 
     def host_reads(self, parts: Iterable[Part]) -> None:
         """Records that between the launches before and those behind, every rank's host reads these parts, as a caller reads its results."""
@@ -183,12 +211,13 @@ class LaunchSequence:
 
     def check(self) -> None:
         """Runs the launches so far in a row under many schedules, and begins anew."""
-        steps, code, written = self._steps, self._code, self._written
+        steps, code, written, known = self._steps, self._code, self._written, self._known
         self._forget()
-        launches = sum(bool(step.before) for step in steps)
+        launches = sum(bool(step.name) for step in steps)
         if code is None or not launches or self.schedules < 1:
             return
-        expected = {part: part.memory.numpy().tobytes() for part in written if not part.symmetric}
+        # Behind the last launch the host may have gone on with it.
+        expected = {part: _bytes_of(part, known[part]) for part in written if not part.symmetric}
         names = ", ".join(dict.fromkeys(step.name for step in steps if step.name))
         name = f"{names}{f', {launches} launches in a row' if launches > 1 else ''}"
         job, program, started = self._job(name, steps, expected), code.program, time.monotonic()
@@ -215,6 +244,27 @@ class LaunchSequence:
 def findings(reports: Iterable[Report]) -> list[Finding]:
     """Returns all findings, those of one kind and the same lines as one."""
     return merged(finding for item in reports for finding in item.findings)
+
+
+def _bytes_of(part: Part, contents: Contents) -> bytes:
+    held = bytearray(part.nbytes)
+    for offset, page in contents:
+        held[offset : offset + len(page)] = page
+    return bytes(held)
+
+
+def _differences(old: bytes, new: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields where a page changed, and to what; a page of zeros may be empty. Changes close to each other are one, and so are very many."""
+    length = max(len(old), len(new))
+    after = new.ljust(length, b"\0")
+    places = [i for i, (a, b) in enumerate(zip(old.ljust(length, b"\0"), after, strict=True)) if a != b]
+    if sum(b - a > _GAP_BYTES for a, b in itertools.pairwise(places)) > _MOST_RANGES:
+        places = list(range(places[0], places[-1] + 1))
+    begin = 0
+    for i, place in enumerate(places):
+        if i + 1 == len(places) or places[i + 1] - place > _GAP_BYTES:
+            yield places[begin], after[places[begin] : place + 1]
+            begin = i + 1
 
 
 def _u64(value: int) -> bytes:

@@ -133,4 +133,5 @@ class EmulatedCandidate(Rank):
             for finding in findings(self._ranks.reports())[:MOST_FINDINGS]
         ]
         needs = None if self._ranks.kernels is None else [str(item)[:NAME_CHARACTERS] for item in self._ranks.kernels[:MOST_NAMES]]
-        return wire.RaceReport(found, dict(self._ranks.launches), sorted(self._ranks.sources)[:MOST_NAMES], needs)
+        sources = sorted(self._ranks.sources)[:MOST_NAMES]
+        return wire.RaceReport(found, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives))
