@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from peerlane.device.emulator.host_libraries import runs_here
+from peerlane.device.emulator.job import AT_MOST
 from peerlane.device.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.device.emulator.ranks import wants_distributed
 from peerlane.device.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
@@ -22,7 +24,7 @@ from peerlane.results.sanitize import sanitize, several_lines
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 from peerlane.sandbox.hidden_files import is_answer_file
 
-_NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}) and of Triton, and this one imports neither: use --device cpu or cuda"
+_NO_KIT = f"emulated ranks run candidates of {KIT}, Triton or cuda.core, and this one imports none of them: use --device cpu or cuda"
 _SET_UP = "calls {names}, which the custom track allows in set-up only: emulated ranks cannot tell; use --device cpu or cuda"
 _REFERENCE = "emulated ranks do not run the reference: use --device cpu or cuda"
 _MOST_KERNELS = 32
@@ -47,7 +49,7 @@ class EmulatedPipeline(EvaluationPipeline):
         job = self.job
         cases = self._cases()
         self.source = job.candidate.source()
-        if self.source is None or not (KIT in self.source or wants_triton(self.source)):
+        if self.source is None or not (KIT in self.source or runs_here(self.source)):
             return NotRun(missing=_REFERENCE if self.source is None else _NO_KIT)
         if wants_triton(self.source) and not triton_is_here():
             return NotRun(missing=NO_TRITON)
@@ -102,7 +104,7 @@ class EmulatedPipeline(EvaluationPipeline):
         if failure.kind in ("runtime_error", "import_error"):
             if wants_distributed(line):
                 return NotRun(missing=f"uses torch.distributed in a way that emulated ranks do not have ({line}): use --device cpu or cuda")
-            if NOT_KNOWN in line:
+            if NOT_KNOWN in line or AT_MOST in line:
                 return NotRun(missing=line)
             if wants_gpu(line):
                 return NotRun(missing=f"needs a GPU: {line}; emulated ranks have the kernels of the device kit alone")

@@ -158,7 +158,7 @@ def _all_to_all_single(
     async_op: bool = False,
 ) -> _Done | None:
     def act(given: list[tuple[torch.Tensor, torch.Tensor, list[int] | None]]) -> None:
-        split = [each.split(sizes or len(each) // len(given)) for _, each, sizes in given]
+        split = [torch.split(each, sizes or len(each) // len(given)) for _, each, sizes in given]
         for rank, (to, _, _) in enumerate(given):
             to.copy_(torch.cat([pieces[rank] for pieces in split]).view(to.shape))
 

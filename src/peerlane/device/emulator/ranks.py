@@ -25,14 +25,15 @@ import torch
 
 from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.check import Report
-from peerlane.device.emulator.distributed import distributed_here
+from peerlane.device.emulator.cuda_core import candidate_code
 from peerlane.device.emulator.findings import Finding
 from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
+from peerlane.device.emulator.host_libraries import emulated_libraries, prepare
 from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import MOST_THREADS, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
+from peerlane.device.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
-from peerlane.device.emulator.triton_launches import compiled_not_interpreted, launched_here, require_triton, wants_triton
+from peerlane.device.emulator.triton_launches import compiled_not_interpreted
 from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import Group, Small, entered
 from peerlane.device.host.launch import argument, three
@@ -47,6 +48,8 @@ from peerlane.errors import UsageError
 Arguments = tuple[Any, ...]
 _DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")
 SM_COUNT, MAX_THREADS = 2, 128
+FITTING_THREADS = 31 << 10
+"""Threads of all ranks, if host code asks how many it may launch. More are possible, and slow."""
 
 
 @dataclass
@@ -149,7 +152,8 @@ class Team:
         if len(names) > 1 or compiled is None:
             kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
-        sm_count = self.world.sm_count
+        # Host code asks the kit how many SMs there are. That of others is written for the whole GPU.
+        sm_count = self.world.gpu.sm_count if compiled.modules else self.world.sm_count
         made = [launch.made(number) for number, launch in enumerate(launches)]
         made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
         found_needs = needs(made, compiled.kernels, self.world.gpu.arch)
@@ -157,8 +161,7 @@ class Team:
         for found in found_needs or ():
             self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
-        for item in made:
-            parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
+        parts |= dict.fromkeys(self.world.space.reached(argument for item in made for argument in item.arguments))
         step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name)
         self.launches[launches[0].kernel.name] += len(launches)
         self.sources |= {launch.kernel.code.token_hash for launch in launches}
@@ -187,7 +190,7 @@ class EmulatedGroup(Group):
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
         world = team.world
-        fitting = MOST_THREADS // (world.size * world.sm_count)  # if every SM has a block
+        fitting = FITTING_THREADS // (world.size * world.sm_count)  # if every SM has a block
         self.sm_count, self.max_threads = world.sm_count, max(32, min(MAX_THREADS, 1 << max(fitting.bit_length() - 1, 0)))
         self.waits = Waits(TIMEOUT_NS / 1e9, traps=True)  # a trap is what the emulator reports
         self._arenas: list[tuple[str, EmulatedMemory]] = []
@@ -371,15 +374,21 @@ class EmulatedRanks:
 
     def load(self, load: Callable[[int], Callable[..., Any]]) -> None:
         """Makes ``load(rank)`` the solution that each rank calls from now on."""
+
+        def act(rank: int) -> Callable[..., Any]:
+            with candidate_code():
+                return load(rank)
+
         with compiled_not_interpreted():
-            self._solutions = self._each(load)
+            self._solutions = self._each(act)
 
     def call(self, arguments: Sequence[Arguments], keep: Callable[[int, Any], Any]) -> list[Any]:
         """Calls every rank's solution; returns the results of ``keep(rank, output)``, which runs when the rank's call has returned."""
         number, self._calls = self._calls, self._calls + 1
 
         def act(rank: int) -> Any:
-            output = self._solutions[rank](*arguments[rank])
+            with candidate_code():
+                output = self._solutions[rank](*arguments[rank])
             for tensor in _tensors(output):
                 if (part := self._world.space.part_of(tensor)) is not None:
                     part.read_by_caller = True
@@ -437,7 +446,7 @@ class EmulatedRanks:
             turns.end(rank, error)
 
         threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(self._world.size)]
-        with launched_here(self._world.gpu), distributed_here():
+        with emulated_libraries(self._world.gpu):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -474,6 +483,7 @@ def run(
         latest[rank] = output  # kept until the next call is over: the same place again is the solution's own reuse
         return _copied(output)
 
+    prepare(solution.read_text(encoding="utf-8", errors="replace"))
     try:
         ranks.load(lambda rank: load(solution, rank))
         for call in calls:
@@ -491,8 +501,6 @@ def wants_distributed(message: str) -> bool:
 
 def load(file: Path, rank: int) -> Callable[..., Any]:
     """Imports the ``solution`` of a file for one rank alone."""
-    if wants_triton(file.read_text(encoding="utf-8", errors="replace")):
-        require_triton()
     name = f"peerlane_emulated_rank_{rank}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from peerlane.device.emulator.gpu_code import EmulatedGpu
+from peerlane.device.emulator.job import TooManyThreads
 from peerlane.device.emulator.ptx_front_end import UnknownPtx
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
 from peerlane.device.host.group import Group
@@ -47,7 +48,7 @@ class EmulatedJudgement:
         return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
 
     def _failure(self, rank: int, error: BaseException) -> str:
-        if isinstance(error, UnknownPtx | MissingDependency):
+        if isinstance(error, UnknownPtx | MissingDependency | TooManyThreads):
             return f"not run: {error}"
         if isinstance(error, CompileError):
             return f"build error: {_cut(str(error).splitlines())}"

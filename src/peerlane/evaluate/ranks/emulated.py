@@ -13,6 +13,7 @@ import torch
 
 from peerlane import problems
 from peerlane.device.emulator import build
+from peerlane.device.emulator.host_libraries import prepare
 from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.emulator.sequence import findings
 from peerlane.evaluate import wire
@@ -86,6 +87,8 @@ class EmulatedCandidate(Rank):
         out_of_reach.refuse_answers(request.granted)
         monkeypatch_check.remember_originals()
         path, source = Path(request.path), request.source.encode("latin-1")
+
+        prepare(request.source)
 
         def load(rank: int) -> Solution:
             return solution_of(import_candidate(path, source, f"_rank_{rank}"), path)
