@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,11 @@ RANKS = {"ring_sum": 3}
 """with two, the ring has one step alone"""
 
 
+def slow_but(names: Sequence[str], *quick: str) -> list[Any]:
+    """Returns the names as parameters of a test, of which all but some are slow."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
 def raced(name: str, broken: int, schedules: int = 6) -> tuple[list[torch.Tensor], list[Finding]]:
     """Returns what the last call gave on each rank, and what was found."""
     given = kernels.inputs(name, RANKS.get(name, 2))
@@ -34,7 +41,7 @@ def raced(name: str, broken: int, schedules: int = 6) -> tuple[list[torch.Tensor
     return outputs, findings(world.reports())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "one_shot", "gather_gemm", "moe_push"))
 def test_a_right_triton_kernel_is_right_and_clean(name: str) -> None:
     outputs, found = raced(name, 0)
     assert outputs and not found, "\n".join(map(str, found))
@@ -42,10 +49,10 @@ def test_a_right_triton_kernel_is_right_and_clean(name: str) -> None:
         assert torch.equal(output, wanted)
 
 
-@pytest.mark.parametrize("broken", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_broken_twin_is_told_with_both_lines(name: str, broken: int) -> None:
-    _, found = raced(name, broken)
+@pytest.mark.parametrize("twin", slow_but([f"{name}-{broken}" for name in NAMES for broken in (1, 2)], "one_shot-1", "gather_gemm-2"))
+def test_a_broken_twin_is_told_with_both_lines(twin: str) -> None:
+    name, _, broken = twin.partition("-")
+    _, found = raced(name, int(broken))
     told = [finding for finding in found if finding.kind in ("race", "lost_update")]
     assert told, [str(finding) for finding in found]
     file = Path(kernels.__file__).name
@@ -68,7 +75,7 @@ def test_symmetric_memory_of_torch_is_right_and_clean() -> None:
     assert all(torch.equal(output, 2 * torch.arange(100.0) + 5) for output in outputs)
 
 
-@pytest.mark.parametrize("broken", [1, 2])
+@pytest.mark.parametrize("broken", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_missing_barrier_of_the_handle_is_told_with_the_copy(broken: int) -> None:
     _, found = symmetric(broken)
     told = [str(finding) for finding in found if finding.kind == "race"]

@@ -89,7 +89,7 @@ class AddressSpace:
             name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
             part = Part(name, rank, self.reserve(storage.nbytes()), memory)
             self.place(part)
-        return part.address + tensor.storage_offset() * tensor.itemsize
+        return part.address + int(tensor.storage_offset()) * tensor.itemsize
 
     def reached(self, arguments: Iterable[bytes]) -> Iterator[Part]:
         """Yields the parts into which a word of the arguments points, or a word of a small part that is reached so, as in a table."""
