@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Device = Literal["cuda", "cpu", "emulated"]
@@ -43,11 +43,17 @@ class Place:
         found = _BY_DEVICE[device]
         return VIRTUAL if shared and found.has_gpus else found
 
+    def in_nodes(self, nodes: int) -> Place:
+        """This place where its ranks are in so many nodes: several are a virtual cluster, where no speed is measured."""
+        return self if nodes == 1 else replace(self, groups=1, untimed=VIRTUAL_CLUSTER)
+
     @classmethod
     def of_kind(cls, kind: NodeKind) -> Place:
         """The place of this class of machine, as records name it."""
         return _BY_KIND[kind]
 
+
+VIRTUAL_CLUSTER = "virtual cluster: its nodes share one machine, so times say nothing about a network"
 
 CPU = Place("cpu", "cpu", "CPU ranks", runs_cuda=False, untimed="no GPU: times on CPU ranks say nothing about a kernel")
 GPUS = Place("cuda", "node", "a GPU for every rank", has_gpus=True, groups=2, backend="nccl")

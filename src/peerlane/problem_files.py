@@ -21,6 +21,8 @@ from peerlane.settings import problem_folders
 ENTRY_POINTS = "peerlane.problems"
 OWN_PACKAGE = "peerlane.problems"
 OWN_FOLDER = Path(__file__).parent / "problems"
+INTERNODE = "internode"
+"""The package within peerlane's own that holds problems which run on several nodes."""
 _NAME = re.compile(r"p(\d{3,})_(\w+)\.py")
 
 
@@ -78,6 +80,7 @@ def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
 def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
     """Packages and their folders, in the order in which they are searched."""
     yield OWN_PACKAGE, OWN_FOLDER
+    yield f"{OWN_PACKAGE}.{INTERNODE}", OWN_FOLDER / INTERNODE
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda item: item.value):
         try:
             spec = importlib.util.find_spec(entry.value)

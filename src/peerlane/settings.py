@@ -203,6 +203,25 @@ def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, st
     }
 
 
+VIRTUAL_HOST = "PEERLANE_VIRTUAL_HOST"
+"""names the node of a virtual cluster that a process is in"""
+
+
+def virtual_host() -> str:
+    """Returns the node of a virtual cluster that this process is in; empty where hosts are real."""
+    return os.environ.get(VIRTUAL_HOST, "")
+
+
+def cluster_environment(node: int) -> dict[str, str]:
+    """Returns the variables that a rank in this node of a virtual cluster needs before CUDA, NCCL and gloo start.
+
+    NCCL takes ranks with different names of their hosts for ranks of different hosts, and talks to them through sockets.
+    """
+    name = f"node{node}"
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+    return {VIRTUAL_HOST: name, "NCCL_HOSTID": name, **local}
+
+
 @dataclass(frozen=True)
 class Deadlines:
     """Timeouts of the phases of an evaluation, in seconds, after which the whole rank group is killed."""

@@ -236,7 +236,7 @@ class Told(Silent):
     def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
         parents = {}
         for pid in descendants(os.getpid()):
-            with suppress(FileNotFoundError):  # it has ended meanwhile
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, before its file was opened or before it was read
                 fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
                 parents[pid] = int(fields["PPid"]), int(fields["NSpid"].split()[-1])
         inside = {pid: number for pid, (_, number) in parents.items()}

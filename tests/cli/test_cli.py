@@ -32,10 +32,10 @@ ROOT = Path(__file__).parents[2]
 MECHANISMS_FILE = ROOT / "results" / "h200x4" / "mechanisms.json"
 COMMAND_LINE = {
     "doctor": "--measure --json",
-    "list": "--problems --category --parallelism --json",
-    "show": "problem_name --problems --preset --world-size --profile --source --json",
-    "eval": "candidates --problem --problems --disguise --preset --world-size --variant --track --mode --device --ranks-per-gpu --baseline "
-    "--isolation --model --cases --timeout --rerun --out --on --json",
+    "list": "--problems --category --nodes --parallelism --json",
+    "show": "problem_name --problems --preset --world-size --nodes --profile --source --json",
+    "eval": "candidates --problem --problems --disguise --preset --world-size --nodes --variant --track --mode --device --ranks-per-gpu "
+    "--baseline --isolation --model --cases --timeout --rerun --out --on --json",
     "calibrate": "--problem --problems --preset --world-size --device --ranks-per-gpu --out --json",
     "new": "problem_name --backend --problems --variant --out --force --json",
     "race": "file --schedules --seed --world-size --case --fail-fast --gpu --ptx --problems --watch --json",
@@ -102,6 +102,7 @@ def test_list_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
                 "category": "str",
                 "parallelism": ["str"],
                 "world_sizes": ["int"],
+                "nodes": ["int"],
                 "modes": ["str"],
                 "presets": ["str"],
                 "variants": ["str"],
@@ -152,7 +153,9 @@ def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
         "category": "str",
         "parallelism": ["str"],
         "world_sizes": ["int"],
+        "nodes": ["int"],
         "modes": ["str"],
+        "clusters": [],
         "presets": [
             {
                 "name": "str",
@@ -176,11 +179,18 @@ def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
                                 "words": "str",
                             }
                         },
-                        "cost": {"flops": {"fp32": "float"}, "hbm_bytes": "float", "egress_bytes": "float", "ingress_bytes": "float"},
+                        "cost": {
+                            "flops": {"fp32": "float"},
+                            "hbm_bytes": "float",
+                            "egress_bytes": "float",
+                            "ingress_bytes": "float",
+                            "network_egress_bytes": "float",
+                            "network_ingress_bytes": "float",
+                        },
                         "roofline": {
                             "bound_us": "float",
                             "bound_by": "str",
-                            "times_us": {"latency": "float", "nvlink": "float", "hbm": "float", "tensor": "float", "vector": "float"},
+                            "times_us": dict.fromkeys(("latency", "nvlink", "network", "hbm", "tensor", "vector"), "float"),
                         },
                         "process_groups": {},
                     }
@@ -330,7 +340,7 @@ def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
 def test_exit_codes_of_errors(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(nodes: int | None) -> None:
         raise error
 
     monkeypatch.setattr(problems, "all_problems", fail)
@@ -341,7 +351,7 @@ def test_exit_codes_of_errors(
 def test_a_defect_is_a_harness_failure_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(problems, "all_problems", lambda: 1 / 0)
+    monkeypatch.setattr(problems, "all_problems", lambda nodes: 1 / 0)
     assert peerlane("list") == ExitCode.HARNESS
     assert "ZeroDivisionError" in capsys.readouterr().err
 
@@ -441,7 +451,7 @@ def test_doctor_measures_mechanisms_too(ending: Any, why: str | None, monkeypatc
 def test_docs_are_written_checked_and_found_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(problems, "suite", lambda: (problems.get(1),))
+    monkeypatch.setattr(problems, "suite", lambda nodes=1: (problems.get(1),))
     folder = ["--folder", str(tmp_path / "pages")]
     assert peerlane("docs", "--write", *folder) == ExitCode.OK
     assert peerlane("docs", "--check", *folder) == ExitCode.OK

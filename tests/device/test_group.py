@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.device.host import cuda_group, ipc
+from peerlane.device.host.arena import Arena
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.declare import U32, DeclaredKernel, compile_ahead
 from peerlane.device.host.group import Group, Small, per_group
@@ -65,6 +67,20 @@ def test_ranks_that_share_a_device_share_its_sms() -> None:
     assert shares([("a", "gpu0", 132)] * 2, at_least=4) == (4, 33), "two other ranks are in another group"
     with pytest.raises(UsageError, match=r"ranks \[2\] are on another host than rank 0"):
         shares([("a", "gpu0", 132), ("a", "gpu1", 132), ("b", "gpu0", 132)])
+
+
+def test_emulated_memory_does_not_span_nodes() -> None:
+    layout = {"node": [[0, 1], [2, 3]], "rail": [[0, 2], [1, 3]]}
+    for name, refusal in (("node", None), ("rail", r"ranks \[1\] are on another host"), ("", r"ranks \[2, 3\] are on another host")):
+        ranks = EmulatedRanks(4, schedules=1, nodes=2)
+        groups = ranks.groups(layout)
+        ranks.load(lambda rank: lambda group: Arena(64, group).rank)
+        arguments = [(groups[rank].get(name),) for rank in range(4)]
+        if refusal is None:
+            assert ranks.call(arguments, lambda rank, output: output) == [0, 1, 0, 1]
+        else:
+            with pytest.raises(RankFailure, match=refusal):
+                ranks.call(arguments, lambda rank, output: output)
 
 
 def test_the_ranks_of_a_destroyed_process_group_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_deadlines_are_positive() -> None:
 def test_importing_peerlane_takes_no_time_and_no_torch() -> None:
     code = "import sys, time; begin = time.perf_counter(); import peerlane as pl; took = time.perf_counter() - begin\n"
     code += "assert took < 0.2, took; assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()\n"
-    code += "assert 'Evaluator' in dir(pl) and pl.problem(13).slug == 'gemm_allreduce' and len(pl.problems.numbers()) == 87\n"
+    code += "assert 'Evaluator' in dir(pl) and pl.problem(13).slug == 'gemm_allreduce' and len(pl.problems.suite()) == 87\n"
     code += "assert pl.solutions.__name__ == 'peerlane.solutions' and pl.evaluate.Evaluator is pl.Evaluator\n"
     code += "assert pl.Result and pl.Verdict"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

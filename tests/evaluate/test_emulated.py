@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import peerlane as pl
-from peerlane import problems, solutions
+from peerlane import problems
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
 from peerlane.results.verdict import BuildError, CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
 from peerlane.scaffolds import scaffold
@@ -182,7 +182,7 @@ def test_all_solutions_and_examples_are_correct() -> None:
     """In the first case; tests/device/test_emulated_ranks.py has the others."""
     files = discover(["solutions", str(EXAMPLES)])
     results = evaluate(EvaluationPlan(files, presets=("small",), world_sizes=(2,), modes=(), cases="timed", device="emulated"))
-    assert len(results) >= len(solutions.files()) + 2
+    assert len(results) >= len(problems.suite()) + 2
     assert [(result.candidate.name, result.verdict.reason) for result in results if not result.correct] == []
 
 

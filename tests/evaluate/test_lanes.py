@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from contextlib import closing
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.lanes import Lanes
 from peerlane.evaluate.plan import make_jobs
 from peerlane.evaluate.processes.session import Session
-from peerlane.place import CPU
+from peerlane.place import CPU, EMULATED
 from peerlane.settings import PoolSettings
 
 RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    dist.all_reduce(tensor := tensor.clone())\n    return tensor\n"
@@ -68,6 +69,16 @@ def test_an_evaluation_that_takes_long_makes_room_for_another(monkeypatch: pytes
     assert made.capacity == before + 1 and made.take() is not None
     time.sleep(0.06)
     assert made.take() is None, "two are the most"
+
+
+def test_emulated_evaluations_take_a_core_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    first = SimpleNamespace(
+        place=EMULATED, world_size=4, pool_settings=PoolSettings(builds=0), fork_server=SimpleNamespace(sharers=1), let_others_go_first=int
+    )
+    made = Lanes.of(cast(Session, first), lambda: cast(Session, Opened()))
+    assert [made.take() is not None for _ in range(3)] == [True, True, False], "what takes long is at work: it makes room for nobody"
 
 
 def test_patience_grows_with_what_evaluations_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.trusted import TrustedRank
 from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_FINDINGS, MOST_NAMES
 
-CASE = wire.CaseId(1, "small", "37x53 bf16", 2)
+CASE = wire.CaseId(1, "small", "37x53 bf16", 2, 1)
 LAYOUT = wire.CaseLayout({"kind": "cpu", "size": 4096, "offset": 0}, [{"kind": "list", "items": []}], [{}], 512, 256, {"tp": [[0, 1]]})
 PLAN = wire.BlockPlan(4, ((1, 1, 3),), (1, 3))
 EVENT, STAMP = ("gemm", 7, 5, 9), ("wait", "storer", 5, 1, 2)
@@ -71,6 +71,7 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (PROFILE, wire.ProfiledBlock(TIMELINE, [{}])),
     (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
     (wire.ProbeProfiler("mark"), wire.ProbedProfiler(PLAIN_RECORDING)),
+    (wire.ListConnections(), wire.Connections([wire.Connection("127.0.0.1:5", "127.0.0.1:6", 7)])),
     (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2})),
     (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
 ]

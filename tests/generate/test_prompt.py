@@ -56,6 +56,17 @@ def test_error_models_are_words_and_numbers_below_one(problem: Problem) -> None:
             assert model.words or 0 < max(numbers) < 1, f"{name}: {model}"
 
 
+@pytest.mark.parametrize("problem", problems.all_problems(2), ids=lambda p: f"p{p.id:03d}")
+def test_a_prompt_between_nodes_tells_the_tiers(problem: Problem) -> None:
+    for backend in BACKENDS:
+        text = render_prompt(problem, PromptSettings(NODE, backend=backend, track="open")).text
+        assert "The ranks are in 2 nodes: rank r is on node r // 2" in text and "Memory of another node cannot be mapped" in text
+        assert "Each GPU has a network adapter of its own to the other nodes, 50 GB/s" in text and "2x NVIDIA H200 in one node" in text
+        assert re.search(r"send \S+ \w+ to other ranks of its node and \S+ \w+ to other nodes", text)
+    with pytest.raises(UsageError, match="use --track open"):
+        render_prompt(problem, PromptSettings(NODE, track="custom"))
+
+
 def test_only_exact_outputs_are_said_to_match_bit_for_bit() -> None:
     texts = {number: render_prompt(problems.get(number), PromptSettings(NODE)).text for number in (2, 13, 40)}
     assert "- Bit for bit: `gathered`" in texts[2] and "small integers" not in texts[2]

@@ -28,7 +28,7 @@ def test_profile_is_consistent(profile: HardwareProfile) -> None:
     assert profile.tensor_tflops["bf16"] == profile.tensor_tflops["fp16"]
     assert profile.tensor_tflops["fp8"] == pytest.approx(2 * profile.tensor_tflops["bf16"], rel=1e-3)
     assert profile.tensor_clock_headroom >= 1
-    assert {source.split(":")[0] for source in profile.sources} >= {"compute", "memory", "links"}
+    assert {source.split(":")[0] for source in profile.sources} >= {"compute", "memory", "links", "network"}
 
 
 def test_hopper_tensor_peak_follows_from_its_units() -> None:

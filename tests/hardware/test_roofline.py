@@ -46,6 +46,14 @@ def test_all_reduce_of_128_mb_by_hand() -> None:
     assert line.utilisation(853.334) == pytest.approx(0.5, rel=1e-5)
 
 
+def test_two_tiers_by_hand() -> None:
+    # 90 MB inside a node at 450 GB/s: 200 us. 20 MB between nodes at 50 GB/s: 400 us.
+    line = roofline([Cost(1e6, 90e6, 0, network_egress_bytes=10e6, network_ingress_bytes=20e6)], SHEET)
+    assert line.nvlink_us == pytest.approx(200) and line.network_us == pytest.approx(400)
+    assert line.bound_by == "network" and line.bound_us == line.network_us
+    assert roofline([Cost(0, 0, 0, network_ingress_bytes=8)], SHEET).bound_us == FLAG_EXCHANGE_US
+
+
 def test_matrix_product_in_two_types_adds_up_by_hand() -> None:
     # 2 x 8192^3 operations in bf16 at 989.4 TFLOP/s: 1111.3 us; as many in fp8 at 1978.9: 555.6 us; one after the other.
     operations = 2.0 * 8192**3

@@ -13,13 +13,14 @@ from peerlane.evaluate.memory.slots import describe_answer
 from peerlane.problems.contract import Case, Draw, Problem, describe, resolve_groups
 from peerlane.problems.contract.calibration import Margins, margins, worst
 from peerlane.problems.contract.count import cost_faults
+from ranks.groups import groups_of
 
 _ALIKE_SLOTS = 4
 
 
 def small_cases() -> Iterator[Any]:
     """Every case on 2 and on 4 ranks: on one of them in turn in the quick tests, on the other in the long ones."""
-    for problem in problems.all_problems():
+    for problem in problems.all_problems(None):
         for variant in problem.variants:
             sizes = [size for size in (2, 4) if size in problem.world_sizes]
             cases = {size: problem.cases("small", size, variant) for size in sizes}
@@ -29,22 +30,6 @@ def small_cases() -> Iterator[Any]:
                 for case in found:
                     slow = [pytest.mark.long] if case is not found[number % len(found)] else []
                     yield pytest.param(problem, case, id=f"p{problem.id:03d}-{case.label}-w{case.world_size}", marks=slow)
-
-
-def groups_of(layout: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...], rank: int) -> dict[str, Any]:
-    """This rank's group of every layout; created once per process, on all ranks in the same order."""
-    import torch.distributed as dist
-
-    mine = {}
-    for name, members_of in layout:
-        if members_of not in _GROUPS:
-            created = [dist.new_group(list(members)) for members in members_of]
-            _GROUPS[members_of] = next((group for group, members in zip(created, members_of, strict=True) if rank in members), None)
-        mine[name] = _GROUPS[members_of]
-    return mine
-
-
-_GROUPS: dict[tuple[tuple[int, ...], ...], Any] = {}
 
 
 def margins_on_rank(rank: int, world_size: int, number: int, preset: str, label: str) -> Margins:
@@ -95,7 +80,7 @@ def test_where_contents_decide_shapes_it_shows(rank_pool: Any) -> None:
     assert all(rank_pool(2).run(unlike_answers, 67)), "the test above can fail"
 
 
-@pytest.mark.parametrize("problem", problems.all_problems(), ids=lambda p: f"p{p.id:03d}")
+@pytest.mark.parametrize("problem", problems.all_problems(None), ids=lambda p: f"p{p.id:03d}")
 def test_problem_declares_everything(problem: Problem) -> None:
     names = [preset.name for preset in problem.presets]
     assert names[:2] == ["small", "pkb"] and len(names) >= 3 and len(set(names)) == len(names)

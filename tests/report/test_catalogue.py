@@ -84,7 +84,8 @@ def test_a_case_of_another_world_size_is_named_without_figures() -> None:
 
 def test_cost_is_the_busiest_ranks_and_depends_on_the_profile() -> None:
     timed = problem_detail(SAMPLE, world_size=4)["presets"][1]["cases"][0]
-    assert timed["cost"] == {"flops": {"bf16": 2e9}, "hbm_bytes": 4.8e6, "egress_bytes": 3 * 450e3, "ingress_bytes": 0.0}
+    between = {"network_egress_bytes": 0.0, "network_ingress_bytes": 0.0}
+    assert timed["cost"] == {"flops": {"bf16": 2e9}, "hbm_bytes": 4.8e6, "egress_bytes": 3 * 450e3, "ingress_bytes": 0.0, **between}
     assert timed["roofline"]["bound_by"] == "nvlink" and timed["roofline"]["bound_us"] == pytest.approx(3.0)
     faster = problem_detail(SAMPLE, world_size=4, profile=B200_SXM)["presets"][1]["cases"][0]["roofline"]
     assert faster["times_us"]["nvlink"] == pytest.approx(1.5)
@@ -221,3 +222,15 @@ def test_references_unlike_the_public_one_have_a_page_with_why() -> None:
             why = problem.speed_note or beside_public(measured.public, own).count(". ") > 0
             assert why, f"nothing says why problem {problem.id} is far off"
     assert len(far) > 10
+
+
+def test_a_problem_between_nodes_has_a_roofline_of_both_tiers() -> None:
+    problem = problems.all_problems(2)[0]
+    detail = problem_detail(problem, world_size=4, nodes=2)
+    rows = {(item["cluster"], item["preset"]): item for item in detail["clusters"]}
+    assert [cluster for cluster, preset in rows if preset == "pkb"] == ["2x2", "2x4", "2x8", "4x8"]
+    times = rows["2x4", "pkb"]["roofline"]["times_us"]
+    assert times["network"] == pytest.approx(rows["2x4", "pkb"]["cost"]["network_egress_bytes"] / 50e3) and times["nvlink"] > 0
+    text = page(detail)
+    assert "## Roofline by tier" in text and "| 4x8 |" in text and "**Nodes:** 2, 4" in text
+    assert "Roofline by tier" not in page(problem_detail(SAMPLE, world_size=4))

@@ -36,7 +36,7 @@ def docs(
     (pages.must_exist if check else pages.make)(folder)
     root, command = folder.parent.parent, context.find_root().command
     measured = evidence.read_evidence(root)
-    generated = pages.generate(problems.suite(), measured)
+    generated = pages.generate(problems.suite(None), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
     pictures = {**figures.figures(problems.suite(), measured, root), **architecture.pictures(root)} if documents else {}
     if write:

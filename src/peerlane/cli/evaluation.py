@@ -39,6 +39,7 @@ TRACK_HELP = (
     "A run has its own."
 )
 WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
+NODES_HELP = "Number of nodes that the ranks are in. Several are a virtual cluster on this machine, where no speed is measured."
 RANKS_PER_GPU_HELP = (
     "How many ranks may share a GPU: a number, or auto: as many as needed. Ranks that share GPUs are a virtual node, whose times are not a "
     "node's."
@@ -58,12 +59,15 @@ def evaluate_candidates(
         ),
     ] = "pkb",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
+    nodes: Annotated[int, typer.Option(min=1, help=NODES_HELP)] = 1,
     variant: Annotated[
         str, typer.Option(help="default, or pkb: the public benchmark's semantics, for problems where those are not the right ones.")
     ] = "default",
     track: Annotated[str | None, typer.Option(help=TRACK_HELP)] = None,
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the kit, Triton or cuda.core, without a GPU.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the kit, Triton or cuda.core, without a GPU.")
+    ] = "auto",
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
@@ -110,7 +114,9 @@ def evaluate_candidates(
     print_refused(refused)
     folder = Path(out) if out is not None else Path("peerlane-results") if run is None else run.folder
     shared = parse_ranks_per_gpu(ranks_per_gpu)
-    sizes = sizes or dispatcher.world_sizes() or default_world_sizes(rank_device, shared)
+    if nodes > 1 and on != "local":
+        raise UsageError(f"--nodes {nodes} with --on {on}: a virtual cluster is judged on this machine; leave out --on")
+    sizes = sizes or dispatcher.world_sizes() or default_world_sizes(rank_device, shared, nodes)
     variant = one_of(variant, ("default", "pkb"), "--variant")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     with early_start(rank_device, tier) if on == "local" else contextlib.nullcontext():
@@ -121,6 +127,7 @@ def evaluate_candidates(
             problems=problem,
             presets=presets,
             world_sizes=sizes,
+            nodes=nodes,
             modes=modes,
             device=rank_device,
             ranks_per_gpu=shared,
@@ -184,8 +191,11 @@ def gpu_count() -> int:
     return len(discover().gpus)
 
 
-def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ...]:
-    """2 and 4 on CPU and emulated ranks; of 2, 4 and 8 what the GPUs allow, else 2: a virtual node, or the verdict says so."""
+def default_world_sizes(device: Device, ranks_per_gpu: int = 1, nodes: int = 1) -> tuple[int, ...]:
+    """2 and 4 on CPU and emulated ranks; of 2, 4 and 8 what the GPUs allow, else 2: a virtual node, or the verdict says so. On several
+    nodes, two ranks on each."""
+    if nodes > 1:
+        return (2 * nodes,)
     if not Place.of(device).has_gpus:
         return (2, 4)
     available = gpu_count() * max(ranks_per_gpu, 1)

@@ -15,6 +15,7 @@ def show(
     problems_folders: ProblemFolders = None,
     preset: Annotated[str | None, typer.Option(help="Only these presets, separated by commas; production or sweep: all of those.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; 4 unless the problem forbids it.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes; the fewest that the problem runs on.")] = None,
     profile: Annotated[str, typer.Option(help="Hardware profile whose datasheet the roofline uses.")] = "h200",
     source: Annotated[bool, typer.Option("--source", help="Print the reference alone, as one file that runs by itself.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -37,7 +38,8 @@ def show(
         return
     detail = problem_detail(
         problem,
-        world_size=page_world_size(problem) if world_size is None else world_size,
+        world_size=(page_world_size(problem) if nodes in (None, 1) else 2 * nodes) if world_size is None else world_size,
+        nodes=nodes,
         presets=None if preset is None else words(preset, "--preset"),
         profile=find_profile(profile),
     )

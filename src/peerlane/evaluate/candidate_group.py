@@ -27,6 +27,15 @@ class CandidateGroup:
     no_ranks: bool = False
     """rank groups do not come up on this machine"""
 
+    def __post_init__(self) -> None:
+        if self.ranks is not None:
+            self._adopt(self.ranks)
+
+    def _adopt(self, ranks: RankGroup) -> None:
+        """Has a group end with this evaluation, and not with the one that started it."""
+        ranks.limit = self.limit
+        ranks.building = BuildTime(self.session.deadlines.build)
+
     @property
     def present(self) -> RankGroup:
         """The group; there must be one."""
@@ -37,8 +46,7 @@ class CandidateGroup:
         """Takes a fresh group from the session; raises HarnessError."""
         self.loaded, self.healthy, self.reusable, self.ranks = False, True, True, None
         self.ranks = self.session.take_group()
-        self.ranks.limit = self.limit
-        self.ranks.building = BuildTime(self.session.deadlines.build)
+        self._adopt(self.ranks)
 
     def load(self, request: wire.LoadReference | wire.LoadCandidate) -> None:
         """Loads what is judged; raises GroupFailure."""

@@ -446,7 +446,8 @@ class Evaluator:
 
     def _new_session(self, world_size: int, place: VirtualNode | None, beside: Session | None = None) -> Session:
         plan, note = self._plan, self._progress.note
-        return Session(plan.device, world_size, plan.deadlines, plan.pool_settings, self.isolation, note, place, beside)
+        common = plan.pool_settings, self.isolation, note, place, beside
+        return Session(plan.device, world_size, plan.deadlines, *common, nodes=plan.nodes)
 
     def _end_session(self) -> None:
         lanes, self._lanes = self._lanes, None
@@ -468,14 +469,14 @@ class Evaluator:
 
     def _not_run(self, jobs: Sequence[Job], missing: str) -> Iterator[tuple[Job, Result]]:
         for job in jobs:
-            session = Session(self._plan.device, job.world_size, self._plan.deadlines, isolation=self.isolation)
+            session = Session(self._plan.device, job.world_size, self._plan.deadlines, isolation=self.isolation, nodes=job.nodes)
             pipeline = EvaluationPipeline(session, job, self.node_of(job.world_size), self._plan.rules, lambda _: None)
             yield job, pipeline.give_up(NotRun(missing=missing))
 
 
 _ASYNC_CALLS = 64  # of one evaluator that may wait at a time, each in a thread
 _OF_ALL_CALLS = {
-    *("world_sizes", "device", "ranks_per_gpu", "baseline", "isolation", "out", "candidates"),
+    *("world_sizes", "nodes", "device", "ranks_per_gpu", "baseline", "isolation", "out", "candidates"),
     *("deadlines", "pool_settings", "rules", "stress"),
 }
 

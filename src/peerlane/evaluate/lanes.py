@@ -69,8 +69,10 @@ class Lanes:
         most = 1 if first.place.has_gpus else first.pool_settings.judged_at_a_time
         if most is not None:
             return cls(first, open_beside, most, most)
-        usual = max(1, math.ceil(len(os.sched_getaffinity(0)) / (_BUSY_CORES * first.world_size)))
-        room = max(1, min(_MOST, available_memory() // _LANE_BYTES))
+        cores, room = len(os.sched_getaffinity(0)), max(1, min(_MOST, available_memory() // _LANE_BYTES))
+        if first.place.emulated:  # one busy process each, which is told at once that it hangs: what takes long is at work
+            return cls(first, open_beside, min(cores, room), min(cores, room))
+        usual = max(1, math.ceil(cores / (_BUSY_CORES * first.world_size)))
         return cls(first, open_beside, min(usual, room), room)
 
     @property

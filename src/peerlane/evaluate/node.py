@@ -65,6 +65,8 @@ def describe_node(plan: EvaluationPlan) -> Node:
     """This machine, as results record it; raises :class:`UsageError` if it has no GPU and one was asked for."""
     rules = plan.rules_hash
     environment: dict[str, Any] = record()
+    if plan.nodes > 1:
+        environment["virtual_cluster"] = {"nodes": plan.nodes}
     if plan.place.emulated:
         build.runtime()  # every candidate needs it, and nobody else can put it where all find it
     if not plan.place.has_gpus:

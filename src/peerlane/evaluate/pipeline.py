@@ -18,6 +18,7 @@ from pathlib import Path
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
+from peerlane.evaluate.audit.network import count_network_bytes
 from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidate_group import CandidateGroup
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
@@ -35,7 +36,7 @@ from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
-from peerlane.results.result import NEEDS_MULTICAST, Audit, CaseEvidence, Result
+from peerlane.results.result import BELOW_NETWORK_BOUND, NEEDS_MULTICAST, Audit, CaseEvidence, NetworkBytes, Result
 from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
@@ -92,6 +93,7 @@ class EvaluationPipeline:
     """ranks did not answer in time, whoever is to blame"""
     speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
+    network: NetworkBytes | None = None
 
     def __post_init__(self, kept: RankGroup | None) -> None:
         self.group = CandidateGroup(self.session, self.limit, kept)
@@ -195,6 +197,9 @@ class EvaluationPipeline:
             self._stress(checked)
         self.shown_right = True
         self.case, runner = cases[0], checked[0]
+        if job.nodes > 1:
+            with self._in("audit"):
+                self._count_network_bytes(runner)
         timed = bool(job.modes) and not self.node.place.untimed
         if job.timelines is not None and not (timed and job.candidate.is_reference):
             # Before any timing: what hangs there then has a timeline of one call all the same.
@@ -225,12 +230,12 @@ class EvaluationPipeline:
     def _cases(self) -> tuple[Case, ...]:
         """Those to judge, the timed one first; raises :class:`Rejected` if the preset has none."""
         job = self.job
-        cases = job.problem.cases(job.preset, job.world_size, job.variant)
+        cases = job.problem.cases(job.preset, job.world_size, job.variant, job.nodes)
         if not cases:
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
             missing = f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}"
             raise Rejected(NotRun(missing=missing))
-        more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
+        more = job.problem.cases("small", job.world_size, job.variant, job.nodes) if job.preset != "small" else ()
         return (*cases, *more) if job.cases == "all" else tuple(cases[:1])
 
     def _spawn(self) -> None:
@@ -349,6 +354,11 @@ class EvaluationPipeline:
         self.flags |= set(measured.flags)
         return measured
 
+    def _count_network_bytes(self, runner: CaseRunner) -> None:
+        self.network = count_network_bytes(runner, self.session.cluster)
+        if self.network.is_below_bound(typical=self.job.problem.cost(runner.case, 0).typical):
+            self.flags.add(BELOW_NETWORK_BOUND)
+
     def _audit(self, runner: CaseRunner, speed: Benchmark | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""
         custom = self.job.track == "custom"
@@ -381,7 +391,7 @@ class EvaluationPipeline:
                 auditor.look_at_code(runner)
             except GroupFailure:
                 self.group.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
-        must_move = any(self.job.problem.cost(runner.case, rank).ingress_bytes > 0 for rank in range(runner.case.world_size))
+        must_move = any(self.job.problem.cost(runner.case, rank).receives for rank in range(runner.case.world_size))
         if is_answer_file(self.job.candidate.path):
             auditor.library.clear()  # solutions that come with peerlane are made of it
         if self.job.track == "custom" and (objection := auditor.violation(must_move=must_move)) is not None:
@@ -436,6 +446,7 @@ class EvaluationPipeline:
             speed=tuple(self.speeds) if correct else (),
             audit=self._audit_record(),
             mechanisms=() if self.auditor is None else self.auditor.mechanisms(),
+            network=self.network,
             flags=tuple(sorted(self.flags)),
             stage_seconds=self.stage_seconds,
             log_tail=log,

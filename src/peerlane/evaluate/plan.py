@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from peerlane import problems
+from peerlane.cluster import Cluster
 from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile, candidate_info
 from peerlane.hardware.virtual_node import Baseline
@@ -22,6 +23,7 @@ from peerlane.results.result import Asked, ProblemInfo
 from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
 from peerlane.version import __version__
+from peerlane.words import counted
 
 Cases = Literal["all", "timed"]
 MAX_RANKS_PER_GPU = 8
@@ -40,7 +42,9 @@ class EvaluationPlan:
         track: ``open``: anything goes; ``custom``: what a call communicates must be the candidate's own doing. See docs/tracks.md. Of
             candidates that name none themselves.
         variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
-        world_sizes: numbers of ranks.
+        world_sizes: numbers of ranks, of all nodes together.
+        nodes: number of nodes that the ranks are in, equally many on each. Several are a virtual cluster on one machine: see
+            docs/between-nodes.md.
         modes: launch modes to time; none: correctness alone.
         cases: ``all`` cases of the preset and of ``small``, or the ``timed`` one alone, which is a preset's first.
         device: ``cuda``; ``cpu`` (gloo ranks: correctness is real, speed is not measured); or ``emulated`` (ranks are threads, and kernels
@@ -60,6 +64,7 @@ class EvaluationPlan:
     problems: str | None = None
     presets: Annotated[tuple[str, ...], Field(min_length=1)] = ("pkb",)
     world_sizes: Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Field(min_length=1)] = (4,)
+    nodes: Annotated[int, Field(ge=1, strict=True)] = 1
     modes: tuple[Mode, ...] = ("eager", "graph")
     cases: Cases = "all"
     device: Device = "cpu"
@@ -86,11 +91,13 @@ class EvaluationPlan:
                 told = error.errors()[0]["msg"]
                 expected = told.replace("Input should be", "expected") if "should be" in told else f"expected another value: {told}"
                 raise UsageError(f"{name}={value!r}: {expected}") from None
+        for world_size in self.world_sizes:
+            Cluster(self.nodes, world_size)  # raises for ranks that cannot be divided so
 
     @property
     def place(self) -> Place:
         """Returns the place of its ranks; which of them share GPUs depends on the machine."""
-        return Place.of(self.device)
+        return Place.of(self.device).in_nodes(self.nodes)
 
     @property
     def rules_hash(self) -> str:
@@ -117,6 +124,7 @@ class Job:
     cases: Cases = "all"
     timeout: float | None = None
     timelines: Path | None = None
+    nodes: int = 1
 
     def asked(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Asked:
         """Returns the fields by which its result names the question, on such a machine and under these settings."""
@@ -145,26 +153,40 @@ def make_jobs(plan: EvaluationPlan, note: Callable[[str], None] = lambda _: None
         raise UsageError("no candidates: expected at least one file, folder or the word 'reference'")
     if any(candidate.is_reference and (candidate.track or plan.track) == "custom" for candidate in plan.candidates):
         raise UsageError(f"{REFERENCE!r} has no place in the custom track: it communicates by NCCL or gloo; evaluate it in the open track")
-    selected = None if plan.problems is None else problems.select(plan.problems)
+    selected = None if plan.problems is None else problems.select(plan.problems, plan.nodes)
     jobs = []
-    chosen = [(candidate, _problems_of(candidate, selected)) for candidate in plan.candidates]
+    chosen = [(candidate, _problems_of(candidate, selected, plan.nodes)) for candidate in plan.candidates]
+    if selected is None:
+        chosen = _on_nodes(chosen, plan.nodes, note)
     must_have_presets([problem for _, candidates_problems in chosen for problem in candidates_problems], plan.presets)
     for world_size in plan.world_sizes:
         for candidate, candidates_problems in chosen:
             for problem in candidates_problems:
-                for preset in presets_of(problem, plan.presets, world_size):
-                    problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
+                for preset in presets_of(problem, plan.presets, world_size, plan.nodes):
+                    problem.cases(preset, world_size, nodes=plan.nodes)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
                     track = candidate.track or plan.track
-                    jobs.append(
-                        Job(candidate, problem, preset, world_size, plan.modes, variant, track, plan.cases, plan.timeout, plan.timelines)
-                    )
+                    common = plan.cases, plan.timeout, plan.timelines, plan.nodes
+                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant, track, *common))
     if not jobs:
         raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
     return jobs
 
 
-def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None) -> tuple[Problem, ...]:
+def _on_nodes(
+    chosen: list[tuple[CandidateFile, tuple[Problem, ...]]], nodes: int, note: Callable[[str], None]
+) -> list[tuple[CandidateFile, tuple[Problem, ...]]]:
+    """Leaves out problems that do not run on so many nodes, if others do: a folder may hold candidates of both kinds."""
+    fitting = [(candidate, tuple(problem for problem in found if nodes in problem.nodes)) for candidate, found in chosen]
+    if not any(found for _, found in fitting):
+        return chosen
+    left_out = {problem.id for _, found in chosen for problem in found if nodes not in problem.nodes}
+    if left_out:
+        note(f"problems {', '.join(map(str, sorted(left_out)))} do not run on {counted(nodes, 'node')}; they are skipped")
+    return fitting
+
+
+def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None, nodes: int) -> tuple[Problem, ...]:
     if candidate.problem is not None:
         try:
             problem = problems.get(candidate.problem)
@@ -172,7 +194,7 @@ def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None)
             raise UnknownProblem(f"{candidate.path or candidate.name}: {error}") from None
         return (problem,) if selected is None or problem in selected else ()
     if candidate.is_reference:
-        return problems.all_problems() if selected is None else selected
+        return problems.all_problems(nodes) if selected is None else selected
     if selected is None:
         raise UsageError(f"cannot tell which problem {candidate.name} solves: name the file <id>_<name>_<backend>.py, or give --problem")
     return selected
@@ -189,7 +211,7 @@ def must_have_presets(chosen: Sequence[Problem], names: tuple[str, ...]) -> None
         raise UnknownPreset(f"none of the chosen problems has a preset {name!r}: expected one that `peerlane show NUMBER` lists")
 
 
-def presets_of(problem: Problem, names: tuple[str, ...], world_size: int) -> list[str]:
+def presets_of(problem: Problem, names: tuple[str, ...], world_size: int, nodes: int | None = None) -> list[str]:
     """The presets of a problem that these names stand for."""
     chosen: list[str] = []
     for name in names:
@@ -198,7 +220,7 @@ def presets_of(problem: Problem, names: tuple[str, ...], world_size: int) -> lis
         elif name == BANDWIDTH:
             chosen.append(name)
         elif name == PRODUCTION_FIRST:
-            chosen += [item.name for item in problem.family(PRODUCTION) if problem.cases(item.name, world_size)][:1]
+            chosen += [item.name for item in problem.family(PRODUCTION) if problem.cases(item.name, world_size, nodes=nodes)][:1]
         elif len(names) == 1 or not name.startswith((f"{PRODUCTION}_", f"{SWEEP}_")):
             chosen.append(problem.preset(name).name)
         else:  # of several presets of a family, every problem takes its own

@@ -17,6 +17,7 @@ from peerlane.evaluate.wire_records import MOST_FINDINGS, MOST_NAMES, at_most
 from peerlane.evaluate.wire_records import BlockPlan as BlockPlan
 from peerlane.evaluate.wire_records import CaseId as CaseId
 from peerlane.evaluate.wire_records import CaseLayout as CaseLayout
+from peerlane.evaluate.wire_records import Connection as Connection
 from peerlane.evaluate.wire_records import Count as Count
 from peerlane.evaluate.wire_records import LaunchMode as LaunchMode
 from peerlane.evaluate.wire_records import LoadedKernel as LoadedKernel
@@ -172,6 +173,13 @@ class ProbedProfiler(Answer):
     """The recording of one kernel by the profiler."""
 
     recording: Recording
+
+
+@dataclass(frozen=True)
+class Connections(Answer):
+    """The TCP connections of the rank's process."""
+
+    connections: Annotated[list[Connection], at_most(MOST_NAMES)]
 
 
 @dataclass(frozen=True)
@@ -533,6 +541,11 @@ class ProbeProfiler(Request[ProbedProfiler]):
     """Records a kernel of PyTorch's, to see whether the profiler works here."""
 
     marker: str
+
+
+@dataclass(frozen=True)
+class ListConnections(Request[Connections]):
+    """Lists the process's TCP connections, with the bytes that they have received."""
 
 
 @dataclass(frozen=True)

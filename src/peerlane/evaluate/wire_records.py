@@ -60,6 +60,16 @@ class CaseId:
     preset: str
     label: str
     world_size: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A TCP connection of a rank: the addresses of both ends, and the bytes that this end has received."""
+
+    local: Name
+    peer: Name
+    received: Count
 
 
 @dataclass(frozen=True)

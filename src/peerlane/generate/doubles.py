@@ -24,7 +24,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 def expert_source(number: int) -> str | None:
     """Returns the package's solution of a problem, or None if it has none."""
-    paths = list((PACKAGE / "solutions").glob(f"p{number:03d}_*.py"))
+    paths = list((PACKAGE / "solutions").rglob(f"p{number:03d}_*.py"))
     return paths[0].read_text() if paths else None
 
 

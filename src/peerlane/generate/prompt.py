@@ -133,6 +133,10 @@ def _context(problem: Problem, settings: PromptSettings) -> dict[str, Any]:
     if not cases or cases[0][0] != settings.preset:
         raise UsageError(f"preset {settings.preset!r} of problem {problem.id} has no case on {world_size} ranks: choose another --preset")
     (name, timed), *others = cases
+    cluster = problem.cases(settings.preset, world_size, variant)[0].cluster
+    machine = settings.machine if cluster.nodes == 1 else settings.machine.model_copy(update={"count": cluster.ranks_per_node})
+    if cluster.nodes > 1 and settings.track == "custom":
+        raise UsageError(f"problem {problem.id} runs on several nodes, which exchange messages by torch.distributed: use --track open")
     return {
         "problem": problem,
         "signature": problem.signature,
@@ -152,13 +156,16 @@ def _context(problem: Problem, settings: PromptSettings) -> dict[str, Any]:
         "tolerances": list(tolerance_lines(timed["tolerance"] or {}, inspect.getdoc(problem.compare) if problem.compare else None)),
         "comparison": bool(problem.compare),
         "exact": exact_outputs(problem, world_size, variant),
-        "hardware": describe_machine(settings.machine),
+        "hardware": describe_machine(machine),
+        "cluster": cluster if cluster.nodes > 1 else None,
+        "network_gbps": profile.network_gbps if profile is not None else None,
         "machine": settings.machine,
         "limits": Deadlines(),
         "bound_us": timed["roofline"]["bound_us"] if profile is not None else None,
         "bound_by": timed["roofline"]["bound_by"],
         "hbm": _bytes(timed["cost"]["hbm_bytes"]),
         "egress": _bytes(timed["cost"]["egress_bytes"]),
+        "network_egress": _bytes(timed["cost"]["network_egress_bytes"]),
         "backend": settings.backend,
         "arch": settings.machine.arch_flags or EXAMPLE_ARCH,
         "examples": list(_examples(settings.backend, settings.shots, settings.machine.arch_flags or EXAMPLE_ARCH)),

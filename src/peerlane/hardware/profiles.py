@@ -24,6 +24,7 @@ class HardwareProfile:
         vector_tflops: peak of the vector units by dtype: ``fp32``, ``fp64``.
         hbm_tbps, hbm_gb: device memory bandwidth (reads and writes together) and size as printed.
         nvlink_gbps: all NVLinks of the GPU together, in one direction.
+        network_gbps: the GPU's own network adapter in the vendor's server of eight, in one direction.
         sm_count: multiprocessors that programs see.
         l2_mib: L2 cache.
         tensor_clock_headroom: highest SM clock divided by the clock that the tensor figures assume; short bursts run this much faster than
@@ -39,6 +40,7 @@ class HardwareProfile:
     hbm_tbps: float
     hbm_gb: float
     nvlink_gbps: float
+    network_gbps: float
     sm_count: int
     l2_mib: float
     tensor_clock_headroom: float
@@ -61,6 +63,7 @@ H100_SXM = HardwareProfile(
     hbm_tbps=3.35,
     hbm_gb=80,
     nvlink_gbps=450,
+    network_gbps=50,
     sm_count=132,
     l2_mib=50,
     tensor_clock_headroom=1.98 / 1.83,
@@ -68,6 +71,7 @@ H100_SXM = HardwareProfile(
         _HOPPER_COMPUTE_SOURCE,
         "memory: NVIDIA H100 datasheet, SXM column: 80 GB, 3.35 TB/s",
         "links: the same datasheet: NVLink 900 GB/s, both directions together, halved; 18 links of 25 GB/s",
+        "network: NVIDIA DGX H100 datasheet: eight ConnectX-7 adapters of 400 Gbit/s, one for each GPU",
         "SMs and L2 (132, 50 MB): the architecture whitepaper",
     ),
 )
@@ -82,6 +86,7 @@ H200_SXM = HardwareProfile(
     hbm_tbps=4.8,
     hbm_gb=141,
     nvlink_gbps=450,
+    network_gbps=50,
     sm_count=132,
     l2_mib=60,
     tensor_clock_headroom=1.98 / 1.83,
@@ -89,6 +94,7 @@ H200_SXM = HardwareProfile(
         _HOPPER_COMPUTE_SOURCE + "; the H200 datasheet prints the same rates",
         "memory: NVIDIA H200 datasheet, SXM column: 141 GB, 4.8 TB/s",
         "links: the same datasheet: NVLink 900 GB/s, both directions together, halved",
+        "network: NVIDIA DGX H200 datasheet: eight ConnectX-7 adapters of 400 Gbit/s, one for each GPU",
         "SMs and L2 (132, 60 MB): device properties read on an H200",
     ),
 )
@@ -103,6 +109,7 @@ B200_SXM = HardwareProfile(
     hbm_tbps=8.0,
     hbm_gb=180,
     nvlink_gbps=900,
+    network_gbps=50,
     sm_count=148,
     l2_mib=126.5,
     tensor_clock_headroom=1.1,
@@ -111,6 +118,7 @@ B200_SXM = HardwareProfile(
         "print 75 (fp32) and 37 (fp64), and the larger figure is kept so that the bound stays a bound",
         "memory: NVIDIA HGX B200 datasheet: 8 TB/s and 1.44 TB for eight GPUs",
         "links: the same datasheet: NVLink 5, 1.8 TB/s a GPU, both directions together, halved",
+        "network: NVIDIA DGX B200 datasheet: eight ConnectX-7 adapters of 400 Gbit/s, one for each GPU",
         "SMs and L2 (148, 126.5 MB): device properties published by users, not checked by peerlane",
         "clock headroom: not published; 10 % is an allowance",
     ),

@@ -6,6 +6,7 @@ alone would need some time for that; if all overlap perfectly, the call takes as
 ========= ==============================================================================================
 latency   one flag exchange between two GPUs, if any byte crosses a link; else 0
 nvlink    max(egress, ingress) / link bandwidth in one direction
+network   the same for bytes between nodes, by the rank's network adapter
 hbm       memory bytes / memory bandwidth
 tensor    sum over tensor-core types of operations / peak: the types share the tensor cores
 vector    the same for the vector units
@@ -28,14 +29,14 @@ from peerlane.hardware.profiles import HardwareProfile
 if TYPE_CHECKING:
     from peerlane.problems import Cost
 
-Resource = Literal["latency", "nvlink", "hbm", "tensor", "vector"]
+Resource = Literal["latency", "nvlink", "network", "hbm", "tensor", "vector"]
 
 TENSOR_DTYPES = ("bf16", "fp16", "fp8", "tf32")
 VECTOR_DTYPES = ("fp32", "fp64")
 
 FLAG_EXCHANGE_US = 1.3
 """Device time in which two GPUs send a flag to each other and see the other's. Measured on 4x H200 (NVLink 4 through NVSwitch, driver 580);
-no datasheet gives it, so the datasheet rooflines of all GPUs use it."""
+no datasheet gives it, so the datasheet rooflines of all GPUs use it. Between nodes it takes longer, and stays a bound."""
 
 _TFLOPS_PER_US = 1e6  # operations in one microsecond at 1 TFLOP/s
 _TBPS_PER_US = 1e6  # bytes in one microsecond at 1 TB/s
@@ -50,7 +51,7 @@ class Peaks:
         source: ``datasheet`` or ``measured``.
         tensor_tflops, vector_tflops: by the dtype names that ``Cost.flops`` uses.
         hbm_tbps: reads and writes together.
-        nvlink_gbps: one direction.
+        nvlink_gbps, network_gbps: one direction.
         latency_us: one flag exchange.
         assumed: names of the rates that are not of the source but of the datasheet, because they were not measured.
     """
@@ -60,6 +61,7 @@ class Peaks:
     vector_tflops: Mapping[str, float]
     hbm_tbps: float
     nvlink_gbps: float
+    network_gbps: float
     latency_us: float
     assumed: tuple[str, ...] = ()
 
@@ -71,6 +73,7 @@ class Roofline:
     source: Literal["datasheet", "measured"]
     latency_us: float
     nvlink_us: float
+    network_us: float
     hbm_us: float
     tensor_us: float
     vector_us: float
@@ -82,6 +85,7 @@ class Roofline:
         return {
             "latency": self.latency_us,
             "nvlink": self.nvlink_us,
+            "network": self.network_us,
             "hbm": self.hbm_us,
             "tensor": self.tensor_us,
             "vector": self.vector_us,
@@ -94,7 +98,7 @@ class Roofline:
 
     @property
     def bound_by(self) -> Resource:
-        """The resource that needs longest; of equal ones the first of latency, nvlink, hbm, tensor, vector."""
+        """The resource that needs longest; of equal ones the first of latency, nvlink, network, hbm, tensor, vector."""
         times = self.times_us
         return max(times, key=times.__getitem__)
 
@@ -113,6 +117,7 @@ def datasheet_peaks(profile: HardwareProfile) -> Peaks:
         vector_tflops=dict(profile.vector_tflops),
         hbm_tbps=profile.hbm_tbps,
         nvlink_gbps=profile.nvlink_gbps,
+        network_gbps=profile.network_gbps,
         latency_us=FLAG_EXCHANGE_US,
     )
 
@@ -145,6 +150,7 @@ def measured_peaks(ceilings: Ceilings, profile: HardwareProfile) -> Peaks:
         vector_tflops={dtype: measured(f"{dtype}_matmul_tflops", peak, dtype) for dtype, peak in sheet.vector_tflops.items()},
         hbm_tbps=measured("hbm_copy_tbps", sheet.hbm_tbps, "hbm"),
         nvlink_gbps=max(links, default=sheet.nvlink_gbps),
+        network_gbps=sheet.network_gbps,
         latency_us=min(trips, default=sheet.latency_us),
         assumed=tuple(assumed),
     )
@@ -158,8 +164,11 @@ def roofline(costs: Sequence[Cost], peaks: Peaks) -> Roofline:
     _check_types(costs)
     return Roofline(
         source=peaks.source,
-        latency_us=peaks.latency_us if any(cost.egress_bytes > 0 or cost.ingress_bytes > 0 for cost in costs) else 0.0,
+        latency_us=peaks.latency_us if any(cost.moves for cost in costs) else 0.0,
         nvlink_us=_busiest(max(cost.egress_bytes, cost.ingress_bytes) / (peaks.nvlink_gbps * _GBPS_PER_US) for cost in costs),
+        network_us=_busiest(
+            max(cost.network_egress_bytes, cost.network_ingress_bytes) / (peaks.network_gbps * _GBPS_PER_US) for cost in costs
+        ),
         hbm_us=_busiest(cost.hbm_bytes / (peaks.hbm_tbps * _TBPS_PER_US) for cost in costs),
         tensor_us=_busiest(_operations_us(cost, peaks.tensor_tflops) for cost in costs),
         vector_us=_busiest(_operations_us(cost, peaks.vector_tflops) for cost in costs),
@@ -200,7 +209,7 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
 
 
 def _works(cost: Cost) -> bool:
-    return any(cost.flops.values()) or cost.egress_bytes > 0 or cost.ingress_bytes > 0
+    return any(cost.flops.values()) or cost.moves
 
 
 def _busiest(values: Iterable[float]) -> float:

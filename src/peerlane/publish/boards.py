@@ -286,4 +286,4 @@ def category_of(problem: int) -> str:
 @functools.cache
 def categories() -> Mapping[int, str]:
     """Number -> category of all problems that are known here."""
-    return {item.id: item.category for item in problems.all_problems()}
+    return {item.id: item.category for item in problems.all_problems(None)}

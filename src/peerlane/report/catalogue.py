@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from peerlane.cluster import CLUSTERS, Cluster
 from peerlane.errors import UsageError
 from peerlane.hardware.profiles import H200_SXM, PROFILES, HardwareProfile
 from peerlane.hardware.roofline import datasheet_peaks, roofline
@@ -32,6 +33,7 @@ def problem_entry(problem: Problem) -> Entry:
         "category": problem.category,
         "parallelism": list(problem.parallelism),
         "world_sizes": list(problem.world_sizes),
+        "nodes": list(problem.nodes),
         "modes": list(problem.modes),
         "presets": [preset.name for preset in problem.presets],
         "variants": list(problem.variants),
@@ -52,14 +54,15 @@ def problem_detail(
     problem: Problem,
     *,
     world_size: int,
+    nodes: int | None = None,
     presets: Sequence[str] | None = None,
     profile: HardwareProfile = H200_SXM,
 ) -> Entry:
     """Returns everything about one problem, with its presets (all but the sweep's, or those named, families too) as they are on
-    ``world_size`` ranks.
+    ``world_size`` ranks in ``nodes`` nodes (by default the first number that fits).
 
     ``profile``: whose datasheet the rooflines are computed from. Raises UnknownPreset, and UsageError if the problem does not run on that
-    many ranks.
+    many ranks or nodes.
     """
     if presets is None:
         selected = [item for item in problem.presets if item.family != "sweep"]
@@ -85,13 +88,36 @@ def problem_detail(
         "excused": dict(problem.excused),
         "world_size": world_size,
         "profile": profile.name,
-        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in selected],
+        "presets": [_preset_detail(problem, preset, world_size, nodes, profile) for preset in selected],
+        "clusters": [
+            _cluster_detail(problem, cluster, preset, profile)
+            for preset in selected
+            if preset.family != "small"
+            for cluster in clusters_of(problem)
+        ],
         "sweep": [{"name": item.name, "size": item.about} for item in problem.family("sweep")],
     }
 
 
-def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile) -> Entry:
-    cases = {case.label: case for variant in problem.variants for case in problem.cases(preset.name, world_size, variant)}
+def clusters_of(problem: Problem) -> tuple[Cluster, ...]:
+    """Returns the profiles of several nodes that the problem runs on."""
+    return tuple(cluster for cluster in CLUSTERS if cluster.nodes in problem.nodes and cluster.world_size in problem.world_sizes)
+
+
+def _cluster_detail(problem: Problem, cluster: Cluster, preset: Preset, profile: HardwareProfile) -> Entry:
+    """Returns what a preset's timed case must move on each tier of a cluster, and how long that takes; Nones without such a case."""
+    case = next(iter(problem.cases(preset.name, cluster.world_size, nodes=cluster.nodes)), None)
+    costs = [] if case is None else [problem.cost(case, rank) for rank in range(cluster.world_size)]
+    return {
+        "cluster": str(cluster),
+        "preset": preset.name,
+        "cost": _cost(costs) if costs else None,
+        "roofline": _roofline(costs, profile) if costs else None,
+    }
+
+
+def _preset_detail(problem: Problem, preset: Preset, world_size: int, nodes: int | None, profile: HardwareProfile) -> Entry:
+    cases = {case.label: case for variant in problem.variants for case in problem.cases(preset.name, world_size, variant, nodes)}
     return {
         "name": preset.name,
         "about": preset.about,
@@ -199,6 +225,8 @@ def _cost(costs: Sequence[Cost]) -> Entry:
         "hbm_bytes": float(max(cost.hbm_bytes for cost in costs)),
         "egress_bytes": float(max(cost.egress_bytes for cost in costs)),
         "ingress_bytes": float(max(cost.ingress_bytes for cost in costs)),
+        "network_egress_bytes": float(max(cost.network_egress_bytes for cost in costs)),
+        "network_ingress_bytes": float(max(cost.network_ingress_bytes for cost in costs)),
     }
 
 

@@ -42,7 +42,8 @@ def comparison_report(results: Iterable[Result]) -> str:
 
 def comparison_table(results: Sequence[Result]) -> TextTable:
     """Returns one row for each problem and preset: the bound, and for each launch mode the medians of reference and kernel in microseconds,
-    and the speedup. Columns that are the same in every row are left out."""
+    and the speedup; last the share of the bound that the kernel reaches in its faster mode. Columns that are the same in every row are left
+    out."""
     presets = len({result.preset for result in results}) > 1
     per_problem = len({(result.problem.id, result.preset) for result in results}) == len(results)
     modes = [mode for mode in MODES if any(result.speed_in(mode) is not None for result in results)]
@@ -53,6 +54,7 @@ def comparison_table(results: Sequence[Result]) -> TextTable:
         *(["preset"] if presets else []),
         *(["bound"] if bounded else []),
         *(f"{mode}: {what}" for mode in modes for what in ("reference", "kernel", "speedup")),
+        *(["of bound"] if bounded else []),
     ]
     table = TextTable(columns, right=set(columns) - {"problem", "kernel", "preset"})
     for result in sorted(results, key=lambda item: (item.problem.id, _natural(item.preset), item.candidate.name)):
@@ -63,6 +65,7 @@ def comparison_table(results: Sequence[Result]) -> TextTable:
             *([_short(result.preset)] if presets else []),
             *([NONE if bound_us is None else f"{bound_us:.3g}" if bound_us < 100 else f"{bound_us:.0f}"] if bounded else []),
             *(cell for mode in modes for cell in _cells(result.speed_in(mode))),
+            *([_of_bound(result)] if bounded else []),
         )
     return table
 
@@ -106,6 +109,14 @@ def _cells(speed: ModeSpeed | None) -> tuple[str, str, str]:
 def _bound_us(result: Result) -> float | None:
     found = [item.bound_us for mode in result.modes if (speed := result.speed_in(mode)) is not None for item in speed.utilisation]
     return found[0] if found else None
+
+
+def _of_bound(result: Result) -> str:
+    bound_us, times = _bound_us(result), [speed.candidate_us.median for mode in MODES if (speed := result.speed_in(mode)) is not None]
+    if bound_us is None or not times:
+        return NONE
+    share = bound_us / min(times)
+    return "<1%" if share < 0.005 else f"{share:.0%}"
 
 
 def _gaps(results: Sequence[Result]) -> list[str]:

@@ -89,7 +89,7 @@ def lines_report(solutions: Path) -> str:
     device, headers = solutions.parent / "device", solutions.parent / "device" / "include" / "peerlane"
     own = TextTable(("problem", "host", "device", "shared pieces"), right=("host", "device"))
     used: dict[str, int] = {}
-    for path in sorted(solutions.glob("p[0-9]*.py")):
+    for path in [*sorted(solutions.glob("p[0-9]*.py")), *sorted(solutions.glob("internode/p[0-9]*.py"))]:
         counted = read_lines(path)
         own.add(
             f"{int(path.stem[1:4])} {path.stem[5:]}",

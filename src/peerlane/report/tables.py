@@ -135,7 +135,7 @@ def result_table(results: Iterable[Result]) -> TextTable:
 
 
 def reasons(results: Iterable[Result]) -> list[str]:
-    """Returns a line for every result that is not correct, and for every reason why a correct one was not timed."""
+    """Returns a line for every result that is not correct or ran in several nodes, and for every reason why a correct one was not timed."""
     lines: dict[str, None] = {}
     unmeasured: dict[str, dict[str, None]] = {}
     for result in results:
@@ -147,6 +147,10 @@ def reasons(results: Iterable[Result]) -> list[str]:
                 lines[f"{where}: {speed.mode} failed: {speed.kind}: {speed.reason}"] = None
             if speed.status == "not_measured":
                 unmeasured.setdefault(speed.why, {})[speed.mode] = None
+        if (moved := result.network) is not None:
+            over = "" if moved.over_least is None else f", {moved.over_least:.2f} times the bound"
+            most, least = max(moved.egress, moved.ingress), max(moved.least_egress, moved.least_ingress)
+            lines[f"{where}: {most:,} bytes between nodes on the busiest rank in one call; the bound is {least:,.0f}{over}"] = None
     return [*lines, *(f"{', '.join(modes)} not measured: {why}" for why, modes in unmeasured.items())]
 
 

@@ -41,6 +41,7 @@ class NodeClass(Record):
     ranks_per_gpu: int = Field(default=1, ge=1)
     sharing: Sharing | None = Field(default=None, description="how ranks share a GPU of a virtual node")
     baseline: Baseline | None = Field(default=None, description="what serves torch.distributed on a virtual node")
+    nodes: int = Field(default=1, ge=1, description="that the ranks are in; several are a virtual cluster on one machine")
     nvls: bool | None = Field(
         default=None,
         description="NCCL might use NVLink multicast (NVLS): its ranks' NCCL_NVLS_ENABLE was not 0. None: unknown, or not a node",
@@ -54,19 +55,21 @@ class NodeClass(Record):
     def of(cls, environment: Mapping[str, Any], device: str) -> Self:
         """Returns the class of a :func:`peerlane.hardware.environment.record`.
 
-        Its optional key ``virtual_node`` has ``ranks_per_gpu``, ``sharing`` and ``baseline``. Ranks have the ``variables`` of the record,
-        but on a virtual node, where both kinds of multicast are always off.
+        Its optional key ``virtual_node`` has ``ranks_per_gpu``, ``sharing`` and ``baseline``, and ``virtual_cluster`` has ``nodes``. Ranks
+        have the ``variables`` of the record, but on a virtual node, where both kinds of multicast are always off.
         """
+        nodes = (environment.get("virtual_cluster") or {}).get("nodes", 1)
         shared = environment.get("virtual_node") or {}
         shared = shared if shared.get("ranks_per_gpu", 1) > 1 else {}
         place = Place.of(device, shared=bool(shared))
         if not place.has_gpus:
-            return cls(kind=place.kind)
+            return cls(kind=place.kind, nodes=nodes)
         counts = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
         driver = environment.get("driver")
         variables = None if place.shares_gpus else environment.get("variables")
         return cls(
             kind=place.kind,
+            nodes=nodes,
             gpu=" + ".join(sorted(counts)) or None,
             gpus=sum(counts.values()),
             link=environment.get("interconnect"),
@@ -79,7 +82,7 @@ class NodeClass(Record):
     @property
     def place(self) -> Place:
         """Returns the place of its ranks."""
-        return Place.of_kind(self.kind)
+        return Place.of_kind(self.kind).in_nodes(self.nodes)
 
     @property
     def lacks_multicast(self) -> bool:
@@ -87,11 +90,13 @@ class NodeClass(Record):
         return self.place.shares_gpus or self.multicast is False
 
     def __str__(self) -> str:
+        cluster = f"virtual cluster of {self.nodes} nodes" if self.nodes > 1 else None
         if not self.place.has_gpus:
-            return self.place.title
+            return ", ".join(part for part in (self.place.title, cluster) if part)
         how = {"mps": "MPS", "time_slices": "time slices", None: "unknown means"}[self.sharing]
         shared = f"{self.place.title} of {self.ranks_per_gpu} ranks per GPU by {how}, on {self.baseline or 'an unknown'} baseline"
         parts = [
+            cluster,
             shared if self.place.shares_gpus else None,
             f"{self.gpus}x {self.gpu or 'unknown GPU'}",
             self.link,

@@ -99,6 +99,30 @@ class Mechanism(Record):
     evidence: str = Field(min_length=1)
 
 
+BELOW_NETWORK_BOUND: Final = "below_network_bound"
+"""The flag of a candidate whose ranks exchanged less over the network than the problem needs, hence something by another way."""
+
+
+class NetworkBytes(Record):
+    """Bytes between nodes in one call of the timed case, of the rank with most, read from the kernel's counters of TCP connections."""
+
+    egress: int = Field(ge=0, description="sent to ranks of other nodes, with what libraries add")
+    ingress: int = Field(ge=0, description="received from ranks of other nodes")
+    least_egress: float = Field(ge=0, description="what the rank with most must send at least, by the problem's cost")
+    least_ingress: float = Field(ge=0)
+
+    @property
+    def over_least(self) -> float | None:
+        """The counted bytes over the least, of the direction where this is larger; None where nothing needs to be moved."""
+        pairs = ((self.egress, self.least_egress), (self.ingress, self.least_ingress))
+        return max((counted / least for counted, least in pairs if least), default=None)
+
+    def is_below_bound(self, *, typical: bool) -> bool:
+        """Tells whether less was moved than must be; ``typical``: the bound is a mean over contents, of which a call may need half."""
+        certain = 0.5 if typical else 1.0
+        return self.egress < certain * self.least_egress or self.ingress < certain * self.least_ingress
+
+
 class Asked(NamedTuple):
     """The fields of a result that are known before it: what is asked, of which evaluator, and on what machine."""
 
@@ -159,6 +183,7 @@ class Result(Record):
     speed: tuple[Speed, ...] = ()
     audit: Audit | None = Field(default=None, description="None where no call was audited: the reference, failures before, older records")
     mechanisms: tuple[Mechanism, ...] = Field(default=(), description="how it moves data, by evidence; says nothing without an audit")
+    network: NetworkBytes | None = Field(default=None, description="between the nodes of a virtual cluster; None on one node")
     flags: tuple[str, ...] = Field(default=(), description="remarkable but legitimate, such as aliased_output")
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="wall time by phase, seconds")
     log_tail: str = Field(default="", description="the end of what the candidate's ranks printed, after a failure")

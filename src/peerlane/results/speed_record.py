@@ -39,7 +39,7 @@ class Utilisation(Record):
     ceilings: Literal["datasheet", "measured"]
     profile: str
     bound_us: float = Field(ge=0)
-    bound_by: Literal["tensor", "vector", "hbm", "nvlink", "latency"]
+    bound_by: Literal["tensor", "vector", "hbm", "nvlink", "network", "latency"]
     reference: float = Field(ge=0)
     candidate: float = Field(ge=0)
 

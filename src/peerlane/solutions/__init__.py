@@ -3,8 +3,9 @@
     from peerlane.solutions import load
     all_reduce = load(1)
 
-They need CUDA and 2 to 8 ranks of one node, and say so where they find none: nothing falls back on another library. As candidates they are
-named by the word ``solutions``: ``peerlane eval solutions --problem 1-8``.
+They need CUDA and 2 to 8 ranks of one node, and say so where they find none: nothing falls back on another library. Those of problems
+between nodes, in ``internode``, run on CPU ranks too, by torch.distributed. As candidates they are named by the word ``solutions``:
+``peerlane eval solutions --problem 1-8``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ __all__ = ["files", "load"]
 
 def files() -> dict[int, Path]:
     """Returns the file of every problem that has a solution, by the problem's number."""
-    paths = sorted(Path(__file__).parent.glob("p[0-9][0-9][0-9]_*.py"))
+    folder = Path(__file__).parent
+    paths = sorted([*folder.glob("p[0-9][0-9][0-9]_*.py"), *folder.glob("internode/p[0-9][0-9][0-9]_*.py")], key=lambda path: path.name)
     return {int(match[1]): path for path in paths if (match := re.match(r"p(\d+)_", path.name))}
 
 
@@ -31,5 +33,6 @@ def load(problem: int) -> Callable[..., Any]:
     path = files().get(problem)
     if path is None:
         raise UnknownProblem(f"problem {problem} has no solution here; those with one: {', '.join(map(str, files()))}")
-    solution: Callable[..., Any] = importlib.import_module(f"{__name__}.{path.stem}").solution
+    module = ".".join((__name__, *path.relative_to(Path(__file__).parent).with_suffix("").parts))
+    solution: Callable[..., Any] = importlib.import_module(module).solution
     return solution

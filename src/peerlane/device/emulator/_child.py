@@ -1,13 +1,15 @@
 """Runs one job in a process of its own: a crash of device code ends this process only. Standard library alone, so that it starts fast.
 
-python _child.py JOB      JOB is a JSON file beside the bytes it names; prints the findings as JSON, and writes the pages that the last
-                          schedule has written to the file that the job names for them
+python _child.py JOB SECONDS      JOB is a JSON file beside the bytes it names; prints the findings as JSON, and writes the pages that the
+                                  last schedule has written to the file that the job names for them; SIGPROF ends it after so many
+                                  seconds of processor time
 """
 
 import ctypes
 import json
 import mmap
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -57,6 +59,7 @@ class _Run(ctypes.Structure):
 
 
 def main() -> str:
+    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[2]))
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
     with open(job["data"], "r+b") as file:

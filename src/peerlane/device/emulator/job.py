@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -122,7 +123,10 @@ def check_threads(name: str, launches: Sequence[Launch]) -> None:
 def run_job(
     job: Job, program: Program, *, schedules: int, seed: int = 0, first_schedule: int = 0, timeout_s: float = 300.0, keep: bool = False
 ) -> Answer:
-    """Runs a job under ``schedules`` schedules; with ``keep`` the answer holds the memory that the last one left."""
+    """Runs a job under ``schedules`` schedules; with ``keep`` the answer holds the memory that the last one left.
+
+    ``timeout_s``: of processor time, so that a busy machine makes nothing fail.
+    """
     with tempfile.TemporaryDirectory() as folder:
         description, data, memory = (Path(folder) / name for name in ("job.json", "data", "memory"))
         with data.open("wb") as file:
@@ -136,14 +140,13 @@ def run_job(
             "schedules": schedules,
         }
         description.write_text(json.dumps(described))
-        command = [sys.executable, "-I", "-S", str(_CHILD), str(description)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired as error:
+        command = [sys.executable, "-I", "-S", str(_CHILD), str(description), str(timeout_s)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode == -signal.SIGPROF:
             raise DeviceError(
-                f"scenario {job.name!r} did not end in {timeout_s:g} s; expected less: use fewer schedules or a smaller case, and see "
-                "whether a loop waits on memory that it reads without ptx:: loads or volatile"
-            ) from error
+                f"scenario {job.name!r} did not end in {timeout_s:g} s of processor time; expected less: use fewer schedules or a smaller "
+                "case, and see whether a loop waits on memory that it reads without ptx:: loads or volatile"
+            )
         if done.returncode and "Traceback" in done.stderr:
             raise DeviceError(f"the emulator ended with status {done.returncode} in scenario {job.name!r}: {done.stderr.strip()[-2000:]}")
         if schedules == 1:  # what device code printed; once, not in every schedule

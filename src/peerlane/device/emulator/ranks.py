@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from peerlane.cluster import Cluster
 from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.check import Report
 from peerlane.device.emulator.cuda_core import candidate_code
@@ -35,7 +36,7 @@ from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.triton_launches import compiled_not_interpreted
 from peerlane.device.emulator.turns import Meeting, Turns
-from peerlane.device.host.group import Group, Small, entered
+from peerlane.device.host.group import Group, Small, entered, one_host
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.memory_report import MemoryReport
@@ -84,10 +85,12 @@ class World:
     sm_count: int
     gpu: EmulatedGpu
     from_ptx: bool
+    nodes: int = 1
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
     builds: Builds = field(init=False)
+    cluster: Cluster = field(init=False)
     kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
     """by name and threads of a block, if there is a compiler for GPUs"""
     not_compiled: bool = False
@@ -97,6 +100,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
+        self.cluster = Cluster(self.nodes, self.size)
 
     def end_of_call(self, _: object) -> None:
         """Ends a call, once all ranks have returned from it."""
@@ -206,6 +210,7 @@ class EmulatedGroup(Group):
         return list(self.team.meeting.meet(self.member, "an exchange", value))
 
     def allocate(self, nbytes: int, name: str = "") -> EmulatedMemory:
+        one_host([self.team.world.cluster.node_of(member) for member in self.team.members])
         check_sizes(self.exchange(nbytes))
         bases, faults = self.team.meeting.meet(self.member, f"an allocation of {nbytes} bytes", nbytes, self.team.allocate)
         self._arenas.append((name, EmulatedMemory(self, nbytes, bases, faults[self.rank])))
@@ -348,11 +353,13 @@ class EmulatedRanks:
         sm_count: int | None = None,
         gpu: EmulatedGpu | None = None,
         from_ptx: bool = False,
+        nodes: int = 1,
     ) -> None:
         """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100. ``from_ptx``: kernels run as
-        the PTX that the GPU's compiler makes of them."""
+        the PTX that the GPU's compiler makes of them. ``nodes``: how many the ranks are in; an arena of ranks of different nodes raises
+        UsageError."""
         sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
-        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx)
+        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes)
         self._teams: dict[tuple[int, ...], Team] = {}
         self._everyone = self._team(range(size))
         self._solutions: list[Callable[..., Any]] = []
@@ -467,12 +474,14 @@ def run(
     sm_count: int | None = None,
     gpu: EmulatedGpu | None = None,
     from_ptx: bool = False,
+    nodes: int = 1,
 ) -> Outcome:
     """Calls the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
-    ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
+    ``nodes``: as in :class:`EmulatedRanks`. ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name,
+    into its arguments. Outputs are copies.
     """
-    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu, from_ptx=from_ptx)
+    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu, from_ptx=from_ptx, nodes=nodes)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
     latest: dict[int, Any] = {}
     reused: list[int] = []

@@ -189,6 +189,12 @@ class Group(ABC):
         """A tensor map as kernels of this group want it."""
 
 
+def one_host(hosts: Sequence[object]) -> None:
+    """Raises UsageError unless all ranks of a group, whose hosts these are by rank, are on one host."""
+    if elsewhere := [rank for rank, host in enumerate(hosts) if host != hosts[0]]:
+        raise UsageError(f"ranks {elsewhere} are on another host than rank 0; a group spans one node: pass a group of one host's ranks")
+
+
 def is_kept(function: Callable[..., Any], group: Group, *args: Any) -> bool:
     """Whether the group keeps the result of a function of ``per_group`` for these arguments."""
     return (function.__wrapped__, args) in group.cache.entries  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from peerlane.device.host import cuda_bindings
 from peerlane.device.host.call_order import call_order
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.device_memory import checked, pinned_word
-from peerlane.device.host.group import Group, Small
+from peerlane.device.host.group import Group, Small, one_host
 from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.lane import lane_of
 from peerlane.device.host.process_memory import ProcessMemory
@@ -151,9 +151,10 @@ _log = logging.getLogger("peerlane.device")
 
 
 def host_name() -> str:
-    """This machine's. Containers of one machine can have one name, so the boot identifier is a part of it."""
+    """This machine's, or that of the node of a virtual cluster on it. Containers of one machine can have one name, so the boot identifier
+    is a part of it."""
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return f"{socket.gethostname()}/{boot}"
+    return "/".join(part for part in (socket.gethostname(), boot, settings.virtual_host()) if part)
 
 
 class StoreExchange:
@@ -238,10 +239,7 @@ def shares(members: Sequence[tuple[str, str, int]], at_least: int = 1) -> tuple[
 
     ``at_least`` as many ranks are on every device, for other groups' kernels wait on its SMs as well. Raises UsageError unless all ranks
     are on one host."""
-    hosts = [host for host, _, _ in members]
-    if len(set(hosts)) != 1:
-        elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
-        raise UsageError(f"ranks {elsewhere} are on another host than rank 0; a group spans one node: pass a group of one host's ranks")
+    one_host([host for host, _, _ in members])
     devices = [device for _, device, _ in members]
     on = {device: max(at_least, devices.count(device)) for device in devices}
     return max(on.values()), min(max(1, count // on[device]) for _, device, count in members)

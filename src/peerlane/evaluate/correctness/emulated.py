@@ -87,7 +87,15 @@ def judge_emulated(
 
     calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
     outcome = run(
-        file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed, gpu=gpu, from_ptx=from_ptx
+        file,
+        calls,
+        layouts=problem.process_groups(case),
+        resolve=resolve,
+        schedules=schedules,
+        seed=seed,
+        gpu=gpu,
+        from_ptx=from_ptx,
+        nodes=case.nodes,
     )
     if outcome.failure is not None:
         return EmulatedJudgement(file, outcome)

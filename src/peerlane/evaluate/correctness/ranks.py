@@ -196,6 +196,9 @@ class Candidate:
     def profile_block(self, slots: int, marker: str, deadline_s: float, *, timeline: bool) -> list[wire.ProfiledBlock]:
         return self._group.ask(wire.ProfileBlock(self._space, slots, marker, timeline), "audit", deadline_s)
 
+    def list_connections(self) -> list[wire.Connections]:
+        return self._group.ask(wire.ListConnections(), "audit", self._session.deadlines.calls, calls=False)
+
     def list_loaded_code(self) -> list[wire.LoadedCode]:
         """One rank disassembles libraries."""
         requests = [wire.ListLoadedCode(libraries=rank == 0) for rank in range(self._group.world_size)]

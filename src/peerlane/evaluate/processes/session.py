@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from peerlane.cluster import Cluster
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.processes import prestart
@@ -22,7 +23,7 @@ from peerlane.problems.contract.spec import Case
 from peerlane.sandbox import linux
 from peerlane.sandbox.confine import NOT_DUMPABLE
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
-from peerlane.settings import Deadlines, PoolSettings
+from peerlane.settings import Deadlines, PoolSettings, cluster_environment
 
 A = TypeVar("A", bound=wire.Answer)
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
@@ -37,7 +38,8 @@ class Session:
     """Everything that runs for one world size. Use as a context manager: leaving it ends every process.
 
     ``isolation`` is that of candidates and builders. ``note`` hears what went wrong and was mended. On a virtual ``node`` the session owns
-    the daemon through which ranks share GPUs. ``beside``: a session whose fork server this one uses, too; it must be left later.
+    the daemon through which ranks share GPUs. ``beside``: a session whose fork server this one uses, too; it must be left later. ``nodes``:
+    how many the ranks are in.
     """
 
     def __init__(
@@ -50,9 +52,12 @@ class Session:
         note: Callable[[str], None] = lambda _: None,
         node: VirtualNode | None = None,
         beside: Session | None = None,
+        *,
+        nodes: int = 1,
     ) -> None:
         self._beside = beside
-        self.place = Place.of(device, shared=node is not None and node.ranks_per_gpu > 1)
+        self.place = Place.of(device, shared=node is not None and node.ranks_per_gpu > 1).in_nodes(nodes)
+        self.cluster = Cluster(nodes, world_size)
         self.world_size, self.isolation = world_size, isolation
         self.deadlines = deadlines if not self.place.emulated else deadlines.with_calls(_EMULATED_CALLS * deadlines.first_call)
         self._kept_open = contextlib.ExitStack()
@@ -129,14 +134,18 @@ class Session:
 
     def _config(self) -> dict[str, Any]:
         """Returns what a group's processes must know of their place: CPUs, a GPU for each, or several on each GPU."""
-        ranks, node = range(self.world_size), self.node
+        ranks, node, cluster = range(self.world_size), self.node, self.cluster
         config: dict[str, Any] = {"device": self.place.device, "backend": self.place.backend}
+        if cluster.nodes > 1:
+            config["nodes"] = cluster.nodes
+            config["rank_environment"] = [cluster_environment(cluster.node_of(rank)) for rank in ranks]
         if self.place.emulated:
             config["memory_range"] = FILE_BYTES // self.world_size
         if node is not None:
             config["backend"] = node.baseline
             config["gpu_of_rank"] = [node.device_index(rank) for rank in ranks]
-            config["rank_environment"] = [node.rank_environment(rank, self._daemon) for rank in ranks]
+            known = config.get("rank_environment") or [{}] * self.world_size
+            config["rank_environment"] = [known[rank] | node.rank_environment(rank, self._daemon) for rank in ranks]
         if self._daemon is not None:
             config["writable"] = [str(self._daemon.folder)]
         return config
@@ -265,4 +274,4 @@ class Session:
 
 def case_id(case: Case) -> wire.CaseId:
     """The names by which ranks find a case."""
-    return wire.CaseId(case.problem, case.preset, case.label, case.world_size)
+    return wire.CaseId(case.problem, case.preset, case.label, case.world_size, case.nodes)

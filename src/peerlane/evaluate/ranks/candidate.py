@@ -26,6 +26,7 @@ from peerlane import problems
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.loaded_code import loaded_code, mapped_libraries
+from peerlane.evaluate.audit.network import tcp_connections
 from peerlane.evaluate.audit.recorder import collectives, recording
 from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.memory.arena import POISON, Arena
@@ -136,6 +137,7 @@ class CandidateRank(Rank):
             wire.ProfileBlock: self.profile_block,
             wire.ListLoadedCode: self.list_loaded_code,
             wire.ProbeProfiler: self.probe_profiler,
+            wire.ListConnections: self.list_connections,
         }
 
     def initialize(self, request: wire.Initialize) -> wire.Initialized:
@@ -303,6 +305,10 @@ class CandidateRank(Rank):
     def list_loaded_code(self, request: wire.ListLoadedCode) -> wire.LoadedCode:
         """Lists the device code that was loaded since the candidate was."""
         return loaded_code(self._own_libraries, libraries=request.libraries)
+
+    def list_connections(self, request: wire.ListConnections) -> wire.Connections:
+        """Lists the process's TCP connections, with the bytes that they have received."""
+        return wire.Connections(tcp_connections())
 
     def probe_profiler(self, request: wire.ProbeProfiler) -> wire.ProbedProfiler:
         """Records a kernel of PyTorch's, to see whether the profiler works here."""

@@ -47,7 +47,8 @@ class EmulatedCandidate(Rank):
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
         self._size: int = config["emulated_ranks"]
-        self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=int.from_bytes(os.urandom(4), "big"))
+        seed = int.from_bytes(os.urandom(4), "big")
+        self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=seed, nodes=config.get("nodes", 1))
         self._spaces: dict[str, list[_RankCase]] = {}
         self.handlers = {
             wire.Initialize: self.initialize,

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from peerlane import problems
+from peerlane.cluster import Cluster
 from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
+from peerlane.evaluate.ranks.node_memory import keep_symmetric_memory_within_nodes
 from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
 from peerlane.evaluate.timing.cores import Pin, cores_of_rank
@@ -76,6 +78,7 @@ class Rank:
         self.config, self.rank, self.memory_fd = config, rank, memory_fd
         self.world_size: int = config["world_size"]
         gpus = config.get("gpu_of_rank", range(self.world_size))
+        self.cluster = Cluster(config.get("nodes", 1), self.world_size)
         self.place = Place.of(config["device"])
         self.device = torch.device("cuda", gpus[rank]) if self.place.has_gpus else torch.device("cpu")
         Arena.begin_at(rank * config.get("memory_range", 0))
@@ -100,6 +103,8 @@ class Rank:
 
     def initialize(self, request: wire.Initialize) -> wire.Initialized:
         """Joins the process group and runs one collective, so that connections exist."""
+        if self.cluster.nodes > 1:
+            keep_symmetric_memory_within_nodes(self.cluster)
         store = dist.FileStore(  # type: ignore[attr-defined]
             str(Path(self.config["folder"]) / "store"), self.world_size
         )
@@ -224,4 +229,4 @@ class Rank:
     @staticmethod
     def case_of(case: wire.CaseId) -> tuple[Problem, Case]:
         problem = problems.get(case.problem)
-        return problem, problem.case(case.preset, case.label, case.world_size)
+        return problem, problem.case(case.preset, case.label, case.world_size, case.nodes)

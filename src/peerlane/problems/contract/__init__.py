@@ -37,6 +37,7 @@ from peerlane.problems.contract.spec import (
     Where,
     case,
     exactly,
+    node_and_rail,
     preset,
 )
 from peerlane.problems.contract.tree import (
@@ -88,6 +89,7 @@ __all__ = [
     "linear_over",
     "map_leaves",
     "names_of",
+    "node_and_rail",
     "plainly",
     "preset",
     "resolve_groups",

@@ -131,9 +131,15 @@ def cost_faults(costs: Sequence[Cost], counts: Sequence[Count]) -> list[str]:
     def most(values: Iterable[float]) -> float:
         return max(values, default=0.0)
 
-    pairs = {
-        "ingress_bytes": (most(cost.ingress_bytes for cost in costs), most(count.ingress_bytes for count in counts)),
-        "egress_bytes": (most(cost.egress_bytes for cost in costs), most(count.egress_bytes for count in counts)),
+    pairs = {  # the counts are of both tiers together
+        "ingress_bytes": (
+            most(cost.ingress_bytes + cost.network_ingress_bytes for cost in costs),
+            most(count.ingress_bytes for count in counts),
+        ),
+        "egress_bytes": (
+            most(cost.egress_bytes + cost.network_egress_bytes for cost in costs),
+            most(count.egress_bytes for count in counts),
+        ),
         "hbm_bytes": (most(cost.hbm_bytes for cost in costs), most(count.touched_bytes + count.output_bytes for count in counts)),
         "tensor-core flops": (
             most(sum(cost.flops.get(unit, 0.0) for unit in TENSOR_UNITS) for cost in costs),

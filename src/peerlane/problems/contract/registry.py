@@ -11,7 +11,7 @@ import traceback
 from types import ModuleType
 
 from peerlane.errors import UnknownProblem, UsageError
-from peerlane.problem_files import OWN_PACKAGE, ProblemFile, folder_package, problem_files
+from peerlane.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, problem_files
 from peerlane.problems.contract.spec import Problem
 
 
@@ -56,7 +56,7 @@ def named(text: str) -> Problem:
     """The problem with this number or slug; raises :class:`UnknownProblem`, with the closest slugs."""
     if text.isdecimal():
         return get(int(text))
-    slugs = {problem.slug: problem for problem in all_problems()}
+    slugs = {problem.slug: problem for problem in all_problems(None)}
     if text in slugs:
         return slugs[text]
     close = difflib.get_close_matches(text, slugs, n=3, cutoff=0.5)
@@ -64,20 +64,22 @@ def named(text: str) -> Problem:
     raise UnknownProblem(f"there is no problem {text!r}{hint}; `peerlane list` prints those there are")
 
 
-def all_problems() -> tuple[Problem, ...]:
-    """All problems, by number."""
-    return tuple(get(number) for number in numbers())
+def all_problems(nodes: int | None = 1) -> tuple[Problem, ...]:
+    """All problems that run on so many nodes, by number; ``None``: on any number."""
+    return tuple(problem for problem in map(get, numbers()) if nodes is None or nodes in problem.nodes)
 
 
-def suite() -> tuple[Problem, ...]:
-    """Those that come with peerlane, by number."""
-    return tuple(get(number) for number, file in problem_files().items() if file.package == OWN_PACKAGE)
+def suite(nodes: int | None = 1) -> tuple[Problem, ...]:
+    """Those of them that come with peerlane: 87 on one node, and others on several."""
+    own = {number for number, file in problem_files().items() if file.package in (OWN_PACKAGE, f"{OWN_PACKAGE}.{INTERNODE}")}
+    return tuple(problem for problem in all_problems(nodes) if problem.id in own)
 
 
-def select(text: str) -> tuple[Problem, ...]:
-    """Problems by number: ``"13"``, ``"1-8,13"``, ``"all"``. Ranges skip numbers that do not exist; single numbers must exist."""
+def select(text: str, nodes: int = 1) -> tuple[Problem, ...]:
+    """Problems by number: ``"13"``, ``"1-8,13"``, or ``"all"`` that run on so many nodes. Ranges skip numbers that do not exist; single
+    numbers must exist."""
     if text.strip() == "all":
-        return all_problems()
+        return all_problems(nodes)
     chosen: dict[int, None] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from peerlane.cluster import Cluster
 from peerlane.errors import UnknownPreset, UsageError
 from peerlane.problems.contract.draw import Draw
 from peerlane.problems.contract.tree import Tree
@@ -45,6 +46,7 @@ class Case:
         dtype: the main floating dtype (or the dtype of the payload).
         variant: ``default``, or ``pkb``: the public benchmark's semantics, where they differ from the right ones.
         params: whatever the problem's functions need: sizes, flags, models.
+        nodes: number of nodes that the ranks are on, equally many on each.
     """
 
     problem: int
@@ -54,16 +56,22 @@ class Case:
     dtype: torch.dtype
     variant: str = "default"
     params: Mapping[str, Any] = field(default_factory=dict)
+    nodes: int = 1
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ranks in their nodes: ``case.cluster.node_of(rank)``, ``ranks_per_node``, ``node_groups``, ``rail_groups``."""
+        return Cluster(self.nodes, self.world_size)
 
     @property
     def key(self) -> str:
-        """Identifies the case in results and seeds: ``13/small/ragged/w2``."""
+        """Identifies the case in results and seeds: ``13/small/ragged/w2``; ``101/small/ragged/w2x2`` on two nodes of two ranks."""
         return f"{self.problem}/{self.name}"
 
     @property
     def name(self) -> str:
         """Identifies the case within its problem: ``small/ragged/w2``."""
-        return f"{self.preset}/{self.label}/w{self.world_size}"
+        return f"{self.preset}/{self.label}/w{self.world_size if self.nodes == 1 else self.cluster}"
 
     def __getitem__(self, name: str) -> Any:
         return self.params[name]
@@ -212,7 +220,9 @@ class Cost:
     Attributes:
         flops: operations by unit: ``bf16``, ``fp16``, ``fp8`` (tensor cores), ``fp32``, ``fp64`` (vector units).
         hbm_bytes: compulsory reads and writes of device memory.
-        egress_bytes, ingress_bytes: bytes that must leave or enter the rank's NVLink port.
+        egress_bytes, ingress_bytes: bytes that must leave or enter the rank's NVLink port: to and from ranks of its own node.
+        network_egress_bytes, network_ingress_bytes: bytes that must leave or enter the rank's network adapter: to and from other nodes.
+            Every rank has an adapter of its own, so the ranks of a node share evenly what the node must send and receive.
         typical: the amounts depend on a slot's layout or contents, and these are their mean: a single call may need less.
     """
 
@@ -221,6 +231,18 @@ class Cost:
     ingress_bytes: float
     flops: Mapping[str, float] = field(default_factory=dict)
     typical: bool = False
+    network_egress_bytes: float = 0.0
+    network_ingress_bytes: float = 0.0
+
+    @property
+    def moves(self) -> bool:
+        """Whether bytes must leave or enter the rank, on either tier."""
+        return max(self.egress_bytes, self.ingress_bytes, self.network_egress_bytes, self.network_ingress_bytes) > 0
+
+    @property
+    def receives(self) -> bool:
+        """Whether bytes must enter the rank, on either tier."""
+        return max(self.ingress_bytes, self.network_ingress_bytes) > 0
 
 
 @dataclass
@@ -292,6 +314,14 @@ class AlternativeSolution:
 GroupLayout = Mapping[str, Sequence[Sequence[int]]]
 
 
+def node_and_rail(case: Case) -> GroupLayout:
+    """The process groups of two tiers: ``node``, the ranks of a node, and ``rail``, the ranks of the same local rank, one of every node.
+
+    A rank's position in ``node`` is its local rank, and its position in ``rail`` is the number of its node.
+    """
+    return {"node": case.cluster.node_groups, "rail": case.cluster.rail_groups}
+
+
 @dataclass(frozen=True)
 class Problem:
     """Everything about one problem. Module-level name in its file: ``PROBLEM``.
@@ -311,6 +341,7 @@ class Problem:
     Attributes:
         parallelism: every kind that applies: data, tensor, sequence, context, pipeline, expert, fsdp, zero, vocabulary, graph,
             spatial, none.
+        nodes: numbers of nodes that it runs on, the usual one first. A problem between nodes has :func:`node_and_rail` among its groups.
         bandwidth: the preset that ``bandwidth`` stands for, where it is not the first production preset: one at which bandwidth or
             arithmetic counts, and not latency.
         graph: True if one call of the reference can be captured in a CUDA graph, so that shapes of outputs follow from those of arguments;
@@ -347,6 +378,7 @@ class Problem:
     variant_results: Mapping[str, Callable[[Tree], Tree]] = field(default_factory=dict)
     process_groups: Callable[[Case], GroupLayout] = lambda _: {}
     world_sizes: tuple[int, ...] = (2, 4, 8)
+    nodes: tuple[int, ...] = (1,)
     bandwidth: str = ""
     graph: bool = True
     graph_reason: str = ""
@@ -415,18 +447,24 @@ class Problem:
         known = ", ".join([*(item.name for item in self.presets if item.family != "sweep"), *(["sweep"] if self.family("sweep") else [])])
         raise UnknownPreset(f"problem {self.id} has no preset {name!r}; it has: {known}")
 
-    def cases(self, preset_name: str, world_size: int, variant: str = "default") -> list[Case]:
-        """The preset's cases of a variant at this world size, the timed one first.
+    def cases(self, preset_name: str, world_size: int, variant: str = "default", nodes: int | None = None) -> list[Case]:
+        """The preset's cases of a variant at this world size, the timed one first. ``nodes``: by default the first number that fits.
 
         Raises :class:`UsageError` if the mathematics forbids the size. A problem without this variant has the default one alone.
         """
         chosen = variant if variant in self.variants else "default"
+        if nodes is None:
+            nodes = next((number for number in self.nodes if Cluster.fits(number, world_size)), self.nodes[0])
+        if nodes not in self.nodes:
+            allowed = " or ".join(map(str, self.nodes))
+            raise UsageError(f"problem {self.id} does not run on {counted(nodes, 'node')}: use --nodes {allowed}")
         if world_size not in self.world_sizes:
             allowed = ", ".join(map(str, self.world_sizes))
             raise UsageError(f"problem {self.id} does not run on {counted(world_size, 'rank')}; it runs on {allowed}")
+        Cluster(nodes, world_size)  # raises for ranks that cannot be divided so
         for preset in self._meant(preset_name):
             cases = [
-                Case(self.id, preset_name, spec.label, world_size, spec.dtype, spec.variant, spec.params)
+                Case(self.id, preset_name, spec.label, world_size, spec.dtype, spec.variant, spec.params, nodes)
                 for spec in preset.cases
                 if spec.variant == chosen and (spec.world_sizes is None or world_size in spec.world_sizes)
             ]
@@ -441,10 +479,10 @@ class Problem:
             return (self.preset(name),)
         return tuple(sorted(production, key=lambda item: item.name != self.bandwidth))
 
-    def case(self, preset_name: str, label: str, world_size: int) -> Case:
+    def case(self, preset_name: str, label: str, world_size: int, nodes: int | None = None) -> Case:
         """One case of any variant by its label."""
         for variant in self.variants:
-            for item in self.cases(preset_name, world_size, variant):
+            for item in self.cases(preset_name, world_size, variant, nodes):
                 if item.label == label:
                     return item
         raise UsageError(f"preset {preset_name!r} of problem {self.id} has no case {label!r} on {counted(world_size, 'rank')}")

@@ -89,7 +89,7 @@ def _export(task: Path, problem: Problem, settings: HarborSettings) -> Path:
         "environment/Dockerfile": _DOCKERFILE.format(image=settings.image, version=__version__),
         "tests/test.sh": _TEST.format(number=problem.id, options=options),
     }
-    if (solution := next((PACKAGE / "solutions").glob(f"p{problem.id:03d}_*.py"), None)) is not None:
+    if (solution := next((PACKAGE / "solutions").rglob(f"p{problem.id:03d}_*.py"), None)) is not None:
         files["solution/solve.sh"] = f"#!/bin/bash\ncat > /app/candidate.py <<'END_OF_SOLUTION'\n{solution.read_text()}END_OF_SOLUTION\n"
     for name, text in files.items():
         (task / name).parent.mkdir(parents=True, exist_ok=True)
