@@ -55,3 +55,9 @@ def solution(broken: int) -> Any:
         return out.mul_(0.5)
 
     return call
+
+
+def doubled_on_first_rank(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 0:
+        doubled[(1,)](x, x.numel(), 0, 64, num_warps=1)
+    return x

@@ -13,6 +13,7 @@ import peerlane
 from device import symmetric_kernels
 from device import triton_kernels as kernels
 from peerlane.device.emulator.findings import Finding
+from peerlane.device.emulator.host_libraries import launches_differ
 from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure, run
 from peerlane.device.emulator.sequence import findings
 
@@ -89,3 +90,12 @@ def test_a_triton_candidate_of_the_prompts_runs_as_written() -> None:
     assert outcome.failure is None and not outcome.findings
     assert all(torch.equal(output, given[rank] - given[rank - 1]) for rank, output in enumerate(outcome.outputs[-1]))
     assert outcome.kernels and "registers" in str(outcome.kernels[0])
+
+
+def test_ranks_that_launch_different_kernels_are_not_judged() -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.doubled_on_first_rank)
+    with pytest.raises(RankFailure) as raised:
+        world.call([(torch.ones(8),)] * 2, lambda rank, output: output)
+    assert launches_differ(str(raised.value.error), "import triton")
+    assert not launches_differ(str(raised.value.error), "from peerlane.device import Arena")

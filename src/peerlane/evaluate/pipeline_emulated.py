@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from peerlane.device.emulator.host_libraries import runs_here
+from peerlane.device.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here
 from peerlane.device.emulator.job import AT_MOST
 from peerlane.device.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.device.emulator.ranks import wants_distributed
@@ -106,6 +106,8 @@ class EmulatedPipeline(EvaluationPipeline):
                 return NotRun(missing=f"uses torch.distributed in a way that emulated ranks do not have ({line}): use --device cpu or cuda")
             if NOT_KNOWN in line or AT_MOST in line:
                 return NotRun(missing=line)
+            if launches_differ(line, self.source or ""):
+                return NotRun(missing=f"{line}; {DIFFERENT_LAUNCHES}")
             if wants_gpu(line):
                 return NotRun(missing=f"needs a GPU: {line}; emulated ranks have the kernels of the device kit alone")
         return super()._blame(failure)

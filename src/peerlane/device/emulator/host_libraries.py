@@ -13,6 +13,7 @@ from peerlane.device.emulator.distributed import distributed_here
 from peerlane.device.emulator.gpu_code import EmulatedGpu
 from peerlane.device.emulator.triton_launches import launched_here, require_triton, wants_triton
 
+DIFFERENT_LAUNCHES = "emulated ranks launch the same kernels in the same order"
 _CUDA_CORE = re.compile(r"^\s*(import|from) cuda\.core\b", re.MULTILINE)
 
 
@@ -24,6 +25,12 @@ def runs_here(source: str) -> bool:
 def wants_cuda_core(source: str) -> bool:
     """Tells whether a solution's source imports cuda.core."""
     return _CUDA_CORE.search(source) is not None
+
+
+def launches_differ(message: str, source: str) -> bool:
+    """Tells whether an error says that ranks of a solution without the kit launch different kernels: fine on GPUs, and not emulated."""
+    differ = "a launch of " in message and ("do different things" in message or "no rank can go on" in message)
+    return (differ or "launch kernels of different sources" in message) and "peerlane.device" not in source
 
 
 def prepare(source: str) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from peerlane.device.emulator.gpu_code import EmulatedGpu
+from peerlane.device.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
 from peerlane.device.emulator.job import TooManyThreads
 from peerlane.device.emulator.ptx_front_end import UnknownPtx
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
+from peerlane.device.emulator.turns import RankMismatch
 from peerlane.device.host.group import Group
 from peerlane.errors import CompileError, MissingDependency
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
@@ -50,6 +52,8 @@ class EmulatedJudgement:
     def _failure(self, rank: int, error: BaseException) -> str:
         if isinstance(error, UnknownPtx | MissingDependency | TooManyThreads):
             return f"not run: {error}"
+        if isinstance(error, RankMismatch) and launches_differ(str(error), self.file.read_text(encoding="utf-8", errors="replace")):
+            return f"not run: {error}; {DIFFERENT_LAUNCHES}"
         if isinstance(error, CompileError):
             return f"build error: {_cut(str(error).splitlines())}"
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
