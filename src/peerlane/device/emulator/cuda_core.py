@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from peerlane.device.emulator.build import folder
+from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
 from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.emulator.ptx_operands import TYPES
 from peerlane.device.emulator.ptx_text import Function, parse
@@ -124,12 +125,7 @@ class CoreKernel:
 
 def launch(stream: Any, config: Any, kernel: CoreKernel, *args: Any) -> None:
     """Launches on every rank of the caller's group: waits until all have come here."""
-    from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedKernel
-    from peerlane.device.emulator.sequence import Code
-
-    group = current_group()
-    if not isinstance(group, EmulatedGroup):
-        raise LaunchError(f"kernel {kernel.entry.name} was launched outside of emulated ranks, and there is no GPU")
+    group = emulated_rank(kernel.entry.name)
     parameters = kernel.entry.parameters
     if len(args) != len(parameters):
         raise UsageError(f"kernel {kernel.entry.name} takes {len(parameters)} parameters, and {len(args)} are given")
@@ -138,8 +134,7 @@ def launch(stream: Any, config: Any, kernel: CoreKernel, *args: Any) -> None:
         for index, ((kind, _, _, length), value) in enumerate(zip(parameters, args, strict=True))
     ]
     cluster = 1 if config.cluster is None else config.cluster[0] * config.cluster[1] * config.cluster[2]
-    emulated = EmulatedKernel(group, Code(kernel.ptx), kernel.entry.name)
-    emulated.bind(config.grid, config.block, values, shared_bytes=config.shmem_size, cluster=cluster)()
+    group.launch_ptx(PtxLaunch(kernel.ptx, kernel.entry.name, config.grid, config.block, values, config.shmem_size, cluster))
 
 
 def _packed(group: Any, kernel: str, index: int, nbytes: int, value: Any) -> Any:
@@ -236,11 +231,9 @@ def cuda_core_here() -> Iterator[None]:
     original = torch.Tensor.data_ptr
 
     def data_ptr(tensor: torch.Tensor) -> int:
-        from peerlane.device.emulator.ranks import EmulatedGroup
-
         group = current_group()
         asked_by = sys._getframe(1).f_globals.get("__name__", "")
-        if getattr(_candidate, "runs", False) and isinstance(group, EmulatedGroup) and not asked_by.startswith(_OWN_CODE):
+        if getattr(_candidate, "runs", False) and isinstance(group, EmulatedRank) and not asked_by.startswith(_OWN_CODE):
             return group.address(tensor)
         return original(tensor)
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from peerlane.device.emulator.emulated_rank import EmulatedRank
 from peerlane.device.emulator.symmetric_memory import SymmetricMemory, empty
 from peerlane.device.host.group import current_group
 from peerlane.errors import UsageError
-
-if TYPE_CHECKING:
-    from peerlane.device.emulator.ranks import EmulatedGroup
 
 _BACKEND = "nccl"
 
@@ -39,11 +37,9 @@ class _Groups:
     WORLD = _World()
 
 
-def _group(group: Any = None) -> EmulatedGroup:
-    from peerlane.device.emulator.ranks import EmulatedGroup
-
+def _group(group: Any = None) -> EmulatedRank:
     found = current_group() if group is None or isinstance(group, _World | str) else group
-    if not isinstance(found, EmulatedGroup):
+    if not isinstance(found, EmulatedRank):
         raise UsageError(f"got {type(found).__name__} for a process group; expected None, dist.group.WORLD or a group that is an argument")
     return found
 
@@ -75,7 +71,7 @@ def _reduced(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
 
 
 class _Done:
-    """What an asynchronous collective returns: it is over."""
+    """The handle of an asynchronous collective, which is over."""
 
     def wait(self, *_: Any) -> bool:
         return True

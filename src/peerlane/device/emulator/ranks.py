@@ -27,6 +27,7 @@ from peerlane.cluster import Cluster
 from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.check import Report
 from peerlane.device.emulator.cuda_core import candidate_code
+from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.device.emulator.findings import Finding
 from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.device.emulator.host_libraries import emulated_libraries, prepare
@@ -187,7 +188,7 @@ class Team:
         self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
 
 
-class EmulatedGroup(Group):
+class EmulatedGroup(EmulatedRank):
     """A group of emulated ranks, as one of them sees it. ``member`` is its number among all ranks."""
 
     def __init__(self, team: Team, member: int) -> None:
@@ -226,6 +227,10 @@ class EmulatedGroup(Group):
         code = Code(source, tuple(sorted(defines.items())))
         self.team.world.builds.begin(code)
         return EmulatedKernel(self, code, name)
+
+    def launch_ptx(self, launch: PtxLaunch) -> None:
+        kernel = EmulatedKernel(self, Code(launch.module), launch.kernel)
+        kernel.bind(launch.grid, launch.block, launch.args, shared_bytes=launch.shared_bytes, cluster=launch.cluster)()
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)

@@ -9,16 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.device.emulator.host_memory import Part
 from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.errors import UsageError
-
-if TYPE_CHECKING:
-    from peerlane.device.emulator.ranks import EmulatedGroup
 
 SIGNAL_PAD_BYTES = 2048
 _BARRIER = "symmetric_memory_barrier"
@@ -80,7 +78,7 @@ DONE:
 _ALL, _NONE = 0xFFFFFFFF, 0xFFFFFFFE
 
 
-def empty(group: EmulatedGroup, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns a tensor of zeros that a later rendezvous makes known to the other ranks."""
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     dtype = dtype or torch.get_default_dtype()
@@ -88,7 +86,7 @@ def empty(group: EmulatedGroup, *size: Any, dtype: torch.dtype | None = None) ->
     return part.memory.view(dtype).view(shape)
 
 
-def _part(group: EmulatedGroup, name: str, nbytes: int) -> Part:
+def _part(group: EmulatedRank, name: str, nbytes: int) -> Part:
     space = group.team.world.space
     part = Part(name, group.member, space.reserve(max(nbytes, 1)), torch.zeros(nbytes, dtype=torch.uint8), symmetric=True)
     part.show()
@@ -104,7 +102,7 @@ class SymmetricMemory:
 
     multicast_ptr = 0
 
-    def __init__(self, group: EmulatedGroup, tensor: torch.Tensor) -> None:
+    def __init__(self, group: EmulatedRank, tensor: torch.Tensor) -> None:
         """Is collective."""
         own = group.team.world.space.part_of(tensor)
         if own is None or not own.symmetric:
@@ -153,12 +151,9 @@ class SymmetricMemory:
         self._signal(channel, _NONE, src_rank)
 
     def _signal(self, channel: int, target: int, source: int) -> None:
-        from peerlane.device.emulator.ranks import EmulatedKernel
-        from peerlane.device.emulator.sequence import Code
-
         numbers = (channel * self.world_size, self.rank, self.world_size, target, source)
         values = [ctypes.c_uint64(self.signal_pad_ptrs_dev), *map(ctypes.c_uint32, numbers)]
-        EmulatedKernel(self._group, Code(_SOURCE), _BARRIER).bind(1, 32, values)()
+        self._group.launch_ptx(PtxLaunch(_SOURCE, _BARRIER, (1,), (32,), values))
 
 
 def _view(part: Part, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:

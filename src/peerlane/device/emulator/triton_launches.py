@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from peerlane.device.emulator.emulated_rank import PtxLaunch, emulated_rank
 from peerlane.device.emulator.gpu_code import EmulatedGpu
 from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.emulator.ptx_operands import TYPES
 from peerlane.device.emulator.ptx_text import parse
 from peerlane.device.host.group import current_group
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
-from peerlane.errors import LaunchError, MissingDependency, UsageError
+from peerlane.errors import MissingDependency, UsageError
 
 _IMPORT = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
 INTERPRETER = "TRITON_INTERPRET"
@@ -79,7 +80,7 @@ def compiled_not_interpreted() -> Iterator[None]:
 
 
 class TritonLaunch:
-    """What Triton calls to launch a compiled kernel."""
+    """The launcher of a compiled kernel, which Triton calls."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         if getattr(metadata, "num_ctas", 1) != 1:
@@ -93,12 +94,7 @@ class TritonLaunch:
 
     def __call__(self, x, y, z, stream, function, packed, launch_metadata, enter_hook, exit_hook, *args) -> None:
         """Launches on every rank of the caller's group: waits until all have come here."""
-        from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedKernel
-        from peerlane.device.emulator.sequence import Code
-
-        group = current_group()
-        if not isinstance(group, EmulatedGroup):
-            raise LaunchError(f"kernel {self._entry.name} was launched outside of emulated ranks, and there is no GPU")
+        group = emulated_rank(self._entry.name)
         metadata, blocks = self._metadata, x * y * z
         if blocks == 0:
             return
@@ -114,8 +110,7 @@ class TritonLaunch:
             _packed(group, kind, name, value) for (kind, _, name, _), value in zip(self._entry.parameters, values, strict=True)
         ]
         threads = 32 * metadata.num_warps
-        kernel = EmulatedKernel(group, Code(self._ptx), self._entry.name)
-        kernel.bind((x, y, z), (threads, 1, 1), packed_values, shared_bytes=metadata.shared)()
+        group.launch_ptx(PtxLaunch(self._ptx, self._entry.name, (x, y, z), (threads,), packed_values, metadata.shared))
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -161,7 +156,7 @@ def _ptx_of(src: Any, metadata: Any) -> Ptx:
 
 
 class _Utils:
-    """What Triton asks of a driver's library."""
+    """The part of a driver's library that Triton uses."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {
