@@ -120,6 +120,28 @@ def thunderkittens_root() -> Path | None:
     return Path(named) if named and (Path(named) / "include").is_dir() else None
 
 
+def nvshmem_home() -> Path | None:
+    """Returns the NVSHMEM installation that NVSHMEM_HOME names; None: the wheel's."""
+    named = os.environ.get("NVSHMEM_HOME")
+    return Path(named) if named else None
+
+
+def nvshmem_environment(*, one_host: bool, shares_gpu: bool, sockets: bool) -> dict[str, str]:
+    """Returns the variables that NVSHMEM needs before it starts. Those that are set already stay as they are, multicast apart.
+
+    ``one_host``: all PEs are on this host, so no network is looked for. ``shares_gpu``: several PEs on one GPU, of which MPS gives none a
+    percentage. ``sockets``: PEs can make the named sockets in /tmp by which NVSHMEM hands memory on; without them it uses CUDA IPC.
+    """
+    wanted = {"NVSHMEM_DISABLE_NCCL": "1"}
+    if one_host:
+        wanted |= {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "lo", "NVSHMEM_DISABLE_MNNVL": "1"}
+    if shares_gpu:
+        wanted["NVSHMEM_IGNORE_CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = "1"
+    if not sockets:
+        wanted["NVSHMEM_DISABLE_CUDA_VMM"] = "1"
+    return {name: os.environ.get(name, value) for name, value in wanted.items()} | {"NVSHMEM_DISABLE_NVLS": "1"}
+
+
 MULTICAST_REASON = (
     "NVLink multicast, which is off here: a program that uses it can take shared GPUs out of service. TORCH_SYMM_MEM_DISABLE_MULTICAST=0 "
     "allows it on a machine of your own"

@@ -16,6 +16,7 @@ from peerlane.device import ArenaView, compile_cubin
 from peerlane.device.collectives import workspace
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.host.remote import RemoteView
 from peerlane.device.host.waits import RECORD_WORDS, ROLES, WaitRecord
 from peerlane.device.products import gemm
 
@@ -110,6 +111,7 @@ def test_host_structures_have_the_device_s_layout() -> None:
     ("header", "structures"),
     [
         ("roles", {"GroupedTiles": gemm.GroupedTiles}),
+        ("remote", {"Remote": RemoteView}),
     ],
 )
 def test_host_parameters_have_the_devices_layout(header: str, structures: dict[str, type[ctypes.Structure]]) -> None:

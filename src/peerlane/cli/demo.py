@@ -32,8 +32,8 @@ BROKEN_DEADLINE_S = 8.0
 """For calls of broken candidates, some of which never return; good ones get the usual, longer deadlines."""
 
 REASON_LENGTH = 100
-KIT, COMPILER = "peerlane.device", "g++"
-"""What candidates that the emulator can run import, and what it compiles them with."""
+COMPILER = "g++"
+"""What the emulator compiles candidates with."""
 
 
 def demo(
@@ -60,7 +60,7 @@ def demo(
     folder = bundled_examples() if examples is None else examples
     good, broken = discover(good_folders(folder)), discover([str(folder / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
-    left_out = {candidate.name for candidate in good if not Place.of(rank_device).has_gpus and needs_gpu(candidate)}
+    left_out = {candidate.name for candidate in good if lacks(candidate) or (not Place.of(rank_device).has_gpus and needs_gpu(candidate))}
     emulated = [candidate for candidate in good if candidate.name in left_out and uses_kit(candidate) and shutil.which(COMPILER)]
     left_out -= {candidate.name for candidate in emulated}
     left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, rank_device)}
@@ -113,7 +113,16 @@ def needs_gpu(candidate: CandidateFile) -> bool:
 
 def uses_kit(candidate: CandidateFile) -> bool:
     """Tells whether a candidate's kernels can run in the emulator."""
-    return candidate.path is not None and KIT in candidate.path.read_text(encoding="utf-8")
+    from peerlane.evaluate.candidates import runs_emulated
+
+    return candidate.path is not None and runs_emulated(candidate.path.read_text(encoding="utf-8"))
+
+
+def lacks(candidate: CandidateFile) -> bool:
+    """Tells whether this machine lacks what a candidate needs before it is compiled, such as NVSHMEM."""
+    from peerlane.evaluate.requirements import missing_before
+
+    return candidate.path is not None and missing_before(candidate.path.read_text(encoding="utf-8")) is not None
 
 
 def stated(path: Path) -> dict[str, str]:

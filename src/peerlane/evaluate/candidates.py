@@ -29,10 +29,12 @@ _MOST_NAMED = 20  # files, in one error
 _CUDA_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension", "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
 _CUDA_NAMES = (
     *("torch.utils.cpp_extension", "cpp_extension", "load_inline", "utils.cuda_helpers", "compile_cuda_extension", "_compile_kernel"),
-    *("peerlane.device", "cuda.core", "cuda.bindings", "cupy", "pycuda", "numba.cuda"),
+    *("peerlane.device", "cuda.core", "cuda.bindings", "cupy", "pycuda", "numba.cuda", "nvshmem"),
 )
 """modules and functions that only sources with CUDA kernels import or call"""
 _TRITON_NAMES = ("triton", "peerlane.device.triton")
+KIT = "peerlane.device"
+_NVSHMEM = re.compile(r"\bpeerlane\.device(\.nvshmem\b| import [^\n]*\bnvshmem\b)|^\s*(import|from) nvshmem\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,16 @@ class CandidateFile:
                 f"{self.path} has changed since the run began: got sha256 {digest[:12]}, expected {self.sha256[:12]}; run again to judge it"
             )
         return data.decode("latin-1")
+
+
+def uses_nvshmem(source: str) -> bool:
+    """Tells whether a candidate of this source imports the kit's module for NVSHMEM, or NVIDIA's."""
+    return _NVSHMEM.search(source) is not None
+
+
+def runs_emulated(source: str) -> bool:
+    """Tells whether emulated ranks may run a candidate of this source: its kernels are the device kit's, and call no NVSHMEM."""
+    return KIT in source and not uses_nvshmem(source)
 
 
 def reference_candidate() -> CandidateFile:

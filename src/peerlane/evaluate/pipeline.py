@@ -18,9 +18,11 @@ from pathlib import Path
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
+from peerlane.evaluate.audit.library import team_collectives
 from peerlane.evaluate.audit.network import count_network_bytes
 from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidate_group import CandidateGroup
+from peerlane.evaluate.candidates import runs_emulated
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.node import Node
@@ -48,7 +50,6 @@ CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
 _RAISED = ("runtime_error", "import_error", "cuda_error")
-KIT = "peerlane.device"
 
 
 def groups_needed(job: Job, place: Place) -> int:
@@ -189,7 +190,7 @@ class EvaluationPipeline:
                 built = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
             self.stage_seconds["build"] = round(built.seconds, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
-                return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=KIT in (self.source or "")))
+                return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=runs_emulated(self.source or "")))
         self._spawn()
         self._load()
         checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]
@@ -377,7 +378,7 @@ class EvaluationPipeline:
             self.flags.add("audit_failed")
 
     def _audit_calls(self, runner: CaseRunner, speed: Benchmark | None) -> None:
-        auditor = self.auditor = Auditor(self.node.place)
+        auditor = self.auditor = Auditor(self.node.place, team_collectives=team_collectives(self.source or ""))
         if speed is not None:
             for item in self.speeds:
                 if isinstance(item, ModeSpeed):

@@ -13,8 +13,9 @@ from peerlane.device.emulator.triton_launches import NO_TRITON, triton_is_here, 
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
+from peerlane.evaluate.candidates import KIT, uses_nvshmem
 from peerlane.evaluate.correctness.case_runner import Rejected
-from peerlane.evaluate.pipeline import CHECKED_SLOTS, KIT, EvaluationPipeline
+from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
 from peerlane.evaluate.ranks.rank import wants_gpu
@@ -27,6 +28,7 @@ from peerlane.sandbox.hidden_files import is_answer_file
 _NO_KIT = f"emulated ranks run candidates of {KIT}, Triton or cuda.core, and this one imports none of them: use --device cpu or cuda"
 _SET_UP = "calls {names}, which the custom track allows in set-up only: emulated ranks cannot tell; use --device cpu or cuda"
 _REFERENCE = "emulated ranks do not run the reference: use --device cpu or cuda"
+_NVSHMEM = "a GPU: emulated ranks have no NVSHMEM; protocols for it can be checked by `peerlane race`, with <peerlane/remote.cuh>"
 _MOST_KERNELS = 32
 
 
@@ -49,8 +51,8 @@ class EmulatedPipeline(EvaluationPipeline):
         job = self.job
         cases = self._cases()
         self.source = job.candidate.source()
-        if self.source is None or not (KIT in self.source or runs_here(self.source)):
-            return NotRun(missing=_REFERENCE if self.source is None else _NO_KIT)
+        if self.source is None or uses_nvshmem(self.source) or not (KIT in self.source or runs_here(self.source)):
+            return NotRun(missing=_REFERENCE if self.source is None else _NVSHMEM if uses_nvshmem(self.source) else _NO_KIT)
         if wants_triton(self.source) and not triton_is_here():
             return NotRun(missing=NO_TRITON)
         self._spawn()

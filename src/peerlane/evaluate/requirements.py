@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 
+from peerlane.device.nvshmem.installation import what_is_missing
+from peerlane.device.nvshmem.world import NEEDS_MPS, NO_TRANSPORT
 from peerlane.evaluate.audit.device_code import holds_multicast
-from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.candidates import CandidateFile, uses_nvshmem
 from peerlane.problems.contract.spec import Problem
 from peerlane.results.verdict import CudaError, Hang, ImportFailure, NotRun, RuntimeFailure, Unstable, Verdict, WrongResult
 from peerlane.settings import MULTICAST_REASON, multicast_allowed, thunderkittens_root
@@ -16,11 +19,16 @@ _TENSORS = ("get_or_create_parallel_tensor", "create_parallel_tensor")
 _CRASHES = (CudaError, Hang, ImportFailure, RuntimeFailure)
 _FP8 = re.compile(r"float8|fp8|e4m3|e5m2", re.IGNORECASE)
 _TRITON = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
+_NVSHMEM4PY = re.compile(r"^\s*(import|from) nvshmem\b", re.MULTILINE)
 _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distributed import [^\n]*\breduce\b", re.MULTILINE)
 
 
 def missing_before(source: str) -> str | None:
     """Returns what a candidate of this source needs before it is compiled, and is not here; None if nothing is missing."""
+    if uses_nvshmem(source) and (missing := what_is_missing()) is not None:
+        return missing
+    if _NVSHMEM4PY.search(source) and importlib.util.find_spec("nvshmem") is None:
+        return "nvshmem4py, NVIDIA's Python package, which the candidate imports: run pip install nvshmem4py-cu13"
     if "parallelkittens_runtime" not in source:
         return None
     if thunderkittens_root() is None:
@@ -92,6 +100,10 @@ def missing_on_virtual_node(message: str) -> str | None:
     """Returns what the ranks of a virtual node lack, if this failure shows that the candidate needs it; None if it does not."""
     if "invalid device ordinal" in message or "Duplicate GPU" in message:
         return "a GPU for every rank: the candidate addresses GPUs by the numbers of ranks, which share one here"
+    if NEEDS_MPS in message:
+        return "MPS whose control program the ranks can call"
+    if NO_TRANSPORT in message:
+        return "nodes with a network that NVSHMEM can use"
     if "NCCL" in message and re.search(r"invalid ?argument", message, re.IGNORECASE):
         return "a GPU for every rank: NCCL refused a call of the candidate, as it does for ranks that share one"
     return None

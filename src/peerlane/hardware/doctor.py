@@ -10,7 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -65,6 +65,8 @@ def diagnose(topology: Topology | None = None, environ: Mapping[str, str] | None
         check_nvrtc(),
         check_nvcc(environ),
         check_triton(),
+        check_nvshmem(),
+        check_nccl_device_api(topology),
         check_extension_toolchain(),
         check_shared_memory(),
         check_multicast(topology, environ),
@@ -195,6 +197,44 @@ def check_triton() -> Check:
     if version:
         return Check("Triton", "ok", version)
     return Check("Triton", "absent", "candidates written in Triton cannot run", "pip install 'peerlane[triton]'")
+
+
+def check_nvshmem() -> Check:
+    """Checks for NVSHMEM: headers, both libraries, and what compiles and links kernels that call it."""
+    from peerlane.device.nvshmem.installation import INSTALL, find_installation, what_is_missing
+    from peerlane.device.nvshmem.program import nvjitlink
+
+    found = find_installation()
+    if found is None:
+        return Check(
+            "NVSHMEM", "absent", f"candidates for it are not run: they need {(what_is_missing() or '').partition(': run')[0]}", INSTALL
+        )
+    if nvjitlink() is not None:
+        return Check("NVSHMEM", "ok", f"{found}; kernels are compiled by NVRTC and linked by nvJitLink")
+    if find_nvcc():
+        return Check("NVSHMEM", "ok", f"{found}; kernels are compiled and linked by nvcc")
+    return Check("NVSHMEM", "warn", f"{found}; neither nvJitLink nor nvcc can link kernels with its device library", INSTALL)
+
+
+NCCL_DEVICE_API: Sequence[tuple[tuple[int, ...], str]] = (
+    ((2, 28), "kernels may load and store peers' memory (LSA)"),
+    ((2, 29), "such kernels also run with later versions"),
+    ((2, 30), "ranks may share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1)"),
+    ((2, 32, 3), "kernels may put over the network (GIN), also by sockets where ranks share a GPU"),
+)
+"""What NCCL's device API allows, by the version since which it does so."""
+
+
+def check_nccl_device_api(topology: Topology) -> Check:
+    """Checks which version of NCCL's device API is here, and what that version would allow. peerlane has no helper for it."""
+    name, version = "NCCL device API", software_versions()["nccl"]
+    numbers = tuple(int(part) for part in (version or "").split(".") if part.isdecimal())
+    allowed = [what for since, what in NCCL_DEVICE_API if numbers >= since]
+    remedy = "a torch with a newer NCCL: pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu130"
+    if not allowed:
+        return Check(name, "absent", f"{f'NCCL {version}' if version else 'no NCCL'}; its device API begins with 2.28", remedy)
+    detail = f"NCCL {version}: {'; '.join(allowed)}"
+    return Check(name, "ok", detail) if topology.gpus else Check(name, "absent", detail, "use a machine with GPUs")
 
 
 def check_extension_toolchain() -> Check:

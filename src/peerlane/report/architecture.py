@@ -51,9 +51,10 @@ PURPOSES = {
     "peerlane.device.emulator": "races without a GPU",
     "peerlane.device.attention": "ring, heads",
     "peerlane.device.moe": "experts",
+    "peerlane.device.nvshmem": "kernels that call NVSHMEM",
     "peerlane.device.tools": "lint, traces",
     "peerlane.device.products": "matrix products, alone and fused with collectives",
-    "peerlane.device.collectives": "the collectives of torch.distributed, one kernel each",
+    "peerlane.device.collectives": "one kernel for each collective",
     "peerlane.device.host": "groups, arenas, declared kernels, compilation, launches",
 }
 """Module of a room -> what it is for, in few words. The picture needs an entry for every room of the contracts."""

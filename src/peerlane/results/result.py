@@ -24,7 +24,7 @@ from peerlane.results.verdict import Correct, Verdict
 from peerlane.words import counted
 
 RewardKind = Literal["correct", "log_speedup", "fast_p"]
-MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "gloo"]
+MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nvshmem", "nccl_device", "nccl", "gloo"]
 Confidence = Literal["seen", "possible", "loaded"]
 NEEDS_MULTICAST: Final = "needs_multicast"
 """The flag of a candidate that failed or was not run, and asks for NVLink multicast, which was off."""

@@ -8,13 +8,14 @@ from pathlib import Path
 from peerlane.errors import UsageError
 from peerlane.problems.contract.spec import Problem
 
-BACKENDS = ("kit", "cuda", "triton", "pytorch")
+BACKENDS = ("kit", "cuda", "nvshmem", "triton", "pytorch")
 _HERE = Path(__file__).parent
 _ONE_SIDED = re.compile(r"\bdist\.(send|recv)\b")
 _ENDING = {"kit": "cuda"}
 _ABOUT = {
     "kit": "One kernel of the device kit moves all data. It runs on emulated ranks, a virtual node and a node: see docs/laptop.md.",
     "cuda": "One kernel reads the peers' memory, by torch's symmetric memory. It needs GPUs.",
+    "nvshmem": "One kernel puts into the peers' memory and signals, by NVSHMEM. It needs GPUs and pip install 'peerlane[nvshmem]'.",
     "triton": "torch.distributed moves the data, and a Triton kernel sums it.",
     "pytorch": "This is the reference, under the name that candidates have.",
 }

@@ -15,6 +15,7 @@ from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.arena import ArenaView
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.remote import RemoteView
 from peerlane.device.host.waits import WaitRecord
 from peerlane.errors import UsageError
 
@@ -40,9 +41,10 @@ GUARDED_TAKES = 256
 class EmulatedArena:
     """A stand-in for :class:`peerlane.device.Arena` without a GPU: zeroed memory that all ranks can address, given out by counting."""
 
-    def __init__(self, memory: Buffer, faults: Buffer) -> None:
+    def __init__(self, memory: Buffer, faults: Buffer, node_size: int) -> None:
         self.memory = memory
         self.faults = faults
+        self.node_size = node_size
         self.nbytes = memory.nbytes
         self.world_size = len(memory.addresses)
         self.layout = Layout(memory.nbytes - GUARDED_TAKES * 2 * PAGE_BYTES, reserved=LINE_BYTES, guard_bytes=PAGE_BYTES)
@@ -56,7 +58,8 @@ class EmulatedArena:
 
     def view(self, rank: int) -> ArenaView:
         """Returns the arena as rank ``rank`` passes it to kernels."""
-        bases = (*self.memory.addresses, *(0,) * (MAX_RANKS - self.world_size))
+        node = rank // self.node_size
+        bases = (address if q // self.node_size == node else 0 for q, address in enumerate(self.memory.addresses))
         return ArenaView(
             base=(ctypes.c_uint64 * MAX_RANKS)(*bases),
             rank=rank,
@@ -66,8 +69,26 @@ class EmulatedArena:
         )
 
 
+class RemoteMemory:
+    """Zeroed memory of the same size on every rank that no other rank can address: kernels reach it by messages (``Remote``)."""
+
+    def __init__(self, memory: Buffer) -> None:
+        self.memory = memory
+        self.layout = Layout(memory.nbytes)
+
+    def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
+        """Returns the offset of ``nbytes`` that nobody else has taken, the same on every rank."""
+        return self.layout.take(nbytes, align=align)
+
+    def view(self, rank: int) -> RemoteView:
+        """Returns the memory as rank ``rank`` passes it to kernels."""
+        addresses = self.memory.addresses
+        return RemoteView(addresses[rank], addresses[-1] - addresses[-2] if len(addresses) > 1 else 0, rank, len(addresses))
+
+
 Argument = Any
-"""A ctypes value, a Buffer (its address on each rank), an EmulatedArena (its view), or a function from the rank to one of these."""
+"""A ctypes value, a Buffer (its address on each rank), an EmulatedArena or a RemoteMemory (its view), or a function from the rank to one of
+these."""
 
 
 @dataclass
@@ -75,8 +96,9 @@ class Scenario:
     """A list of launches on ``world_size`` ranks, to be run under many schedules.
 
     ``source`` and ``defines`` are what ``compile_cubin`` would get; or ``source`` is PTX that a compiler made. Ranks start together and are
-    not synchronised by anything but their kernels. Launches of a rank run one after the other, as on one stream; those of different
-    ``stream`` numbers run side by side.
+    not synchronised by anything but their kernels. They lie in ``nodes`` nodes, neighbours together: an arena's view has null pointers for
+    ranks of other nodes, which only a :class:`RemoteMemory` reaches. Launches of a rank run one after the other, as on one stream; those of
+    different ``stream`` numbers run side by side.
     """
 
     name: str
@@ -84,6 +106,7 @@ class Scenario:
     world_size: int
     defines: Mapping[str, str | int] = field(default_factory=dict)
     include_dirs: Sequence[Path] = ()
+    nodes: int = 1
     resident_blocks: int | None = None
     """how many blocks of a rank can run at a time; more are started as others end. None: as many as the GPU holds, see ``check``"""
     buffers: list[Buffer] = field(default_factory=list, init=False)
@@ -94,6 +117,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= MAX_RANKS:
             raise UsageError(f"scenario {self.name!r} has {self.world_size} ranks; expected 1 to {MAX_RANKS}")
+        if self.nodes < 1 or self.world_size % self.nodes:
+            raise UsageError(f"scenario {self.name!r} has {self.world_size} ranks in {self.nodes} nodes; expected as many ranks in each")
 
     def arena(self, nbytes: int) -> EmulatedArena:
         """Adds a symmetric arena of ``nbytes`` on every rank."""
@@ -101,10 +126,15 @@ class Scenario:
         arena = EmulatedArena(
             self._place(name, size, torch.uint8, symmetric=True),
             self._place("wait record", ctypes.sizeof(WaitRecord), torch.int32, symmetric=False),
+            self.world_size // self.nodes,
         )
         arena.faults.initial = [bytes(WaitRecord(limit_ns=TIMEOUT_NS, traps=1))] * self.world_size
         self.arenas.append(arena)
         return arena
+
+    def remote(self, nbytes: int) -> RemoteMemory:
+        """Adds memory of the second tier of ``nbytes`` on every rank."""
+        return RemoteMemory(self._place("remote memory", nbytes, torch.uint8, symmetric=False))
 
     def buffer(self, name: str, contents: Sequence[torch.Tensor], expected: Sequence[torch.Tensor] | None = None) -> Buffer:
         """Adds ordinary memory of each rank: at first ``contents[rank]``; in the end, if given, ``expected[rank]`` bit for bit."""
@@ -181,7 +211,7 @@ class Scenario:
             value = value(rank)
         if isinstance(value, Buffer):
             value = ctypes.c_uint64(value.addresses[rank])
-        elif isinstance(value, EmulatedArena):
+        elif isinstance(value, EmulatedArena | RemoteMemory):
             value = value.view(rank)
         if not isinstance(value, ctypes.Structure | ctypes._SimpleCData):
             raise UsageError(

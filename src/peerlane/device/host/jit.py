@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,26 +67,31 @@ def compile_cubin(
     the source line.
     """
     arch = arch or device_arch()
-    name, text, own_dir = _read(source)
+    name, text, own_dir = read_source(source)
     tokens, text = token_hash(text), _with_standard_names(name, text)
-    search = [*own_dir, *include_dirs, INCLUDE_DIR, *_toolkit_dirs()]
-    options = [*_options(arch, defines or {}), *flags]
-    key = _key(text, options, search)
+    search = [*own_dir, *include_dirs, INCLUDE_DIR, *toolkit_dirs()]
+    options = [*gpu_options(arch, defines or {}), *flags]
+    key = cache_key(text, options, search)
+    return cached_cubin(key, arch, tokens, lambda: compile_text(name, text, [*options, *(f"--include-path={folder}" for folder in search)]))
+
+
+def cached_cubin(key: str, arch: str, source_hash: str, build: Callable[[], Compiled]) -> Cubin:
+    """Returns the cubin of this key from the cache, which ``build`` fills on a miss, in one process at a time."""
     folder = settings.cache_dir() / "cubin" / key[:2]
     path = folder / f"{key}.cubin"
     if path.exists():
-        return Cubin(path, arch, compiled_here=False, source_hash=tokens)
+        return Cubin(path, arch, compiled_here=False, source_hash=source_hash)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the cache folder {folder} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
     with one_process(folder / f"{key}.lock", _PATIENCE_S):
         if path.exists():
-            return Cubin(path, arch, compiled_here=False, source_hash=tokens)
-        compiled = _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)])
+            return Cubin(path, arch, compiled_here=False, source_hash=source_hash)
+        compiled = build()
         write_atomically(path.with_suffix(".ptx"), compiled.ptx)
         write_atomically(path, compiled.cubin)  # last: where there is a cubin, there is its PTX
-    return Cubin(path, arch, compiled_here=True, source_hash=tokens)
+    return Cubin(path, arch, compiled_here=True, source_hash=source_hash)
 
 
 def device_arch() -> str:
@@ -100,17 +105,18 @@ def device_arch() -> str:
 def compiler_report(source: str | Path, *, arch: str = DEFAULT_ARCH, defines: Mapping[str, str | int] | None = None) -> str:
     """What ptxas says about every kernel of ``source`` with ``-v``: registers, spills, and what keeps the matrix units waiting. Not
     cached."""
-    name, text, own_dir = _read(source)
-    search = [*own_dir, INCLUDE_DIR, *_toolkit_dirs()]
-    options = [*_options(arch, defines or {}), "--ptxas-options=-v", *(f"--include-path={folder}" for folder in search)]
-    return _compile(name, _with_standard_names(name, text), options).log
+    name, text, own_dir = read_source(source)
+    search = [*own_dir, INCLUDE_DIR, *toolkit_dirs()]
+    options = [*gpu_options(arch, defines or {}), "--ptxas-options=-v", *(f"--include-path={folder}" for folder in search)]
+    return compile_text(name, _with_standard_names(name, text), options).log
 
 
 def _with_standard_names(name: str, text: str) -> str:
     return f'{_STANDARD_NAMES}#line 1 "{name}"\n{text}'
 
 
-def _options(arch: str, defines: Mapping[str, str | int]) -> list[str]:
+def gpu_options(arch: str, defines: Mapping[str, str | int]) -> list[str]:
+    """Returns NVRTC's options for an architecture and macros."""
     return [
         f"--gpu-architecture={arch}",
         "--std=c++20",
@@ -121,11 +127,13 @@ def _options(arch: str, defines: Mapping[str, str | int]) -> list[str]:
 
 
 def nvrtc_version() -> tuple[int, int]:
+    """Returns NVRTC's version."""
     _, major, minor = cuda_bindings.nvrtc().nvrtcVersion()
     return major, minor
 
 
-def _read(source: str | Path) -> tuple[str, str, list[Path]]:
+def read_source(source: str | Path) -> tuple[str, str, list[Path]]:
+    """Returns the name of a source, its text, and the folder of its own headers, if it is a file."""
     if isinstance(source, str):
         return "source.cu", source, []
     try:
@@ -137,15 +145,16 @@ def _read(source: str | Path) -> tuple[str, str, list[Path]]:
 
 
 @cache
-def _toolkit_dirs() -> tuple[Path, ...]:
-    """Include folders of the nvidia-cuda-runtime and -cccl wheels, if they are installed."""
+def toolkit_dirs() -> tuple[Path, ...]:
+    """Returns the include folders of the nvidia-cuda-runtime and -cccl wheels, if they are installed."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
     found = [root / "cu13" / part for root in roots for part in ("include", "include/cccl")]
     return tuple(folder for folder in found if folder.is_dir())
 
 
-def _key(text: str, options: Sequence[str], search: Sequence[Path]) -> str:
+def cache_key(text: str, options: Sequence[str], search: Sequence[Path]) -> str:
+    """Returns the hash of everything that a cubin is made from: text, options, NVRTC's version, and the headers found in ``search``."""
     digest = hashlib.sha256()
     for part in (_CACHE_FORMAT, str(nvrtc_version()), *options, "", text):
         digest.update(part.encode() + b"\0")
@@ -175,13 +184,16 @@ def _headers(text: str, search: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
             pending.append((data.decode(errors="replace"), [path.parent, *search]))
 
 
-class _Compiled(NamedTuple):
+class Compiled(NamedTuple):
+    """What NVRTC makes of a source."""
+
     cubin: bytes
     ptx: bytes
     log: str
 
 
-def _compile(name: str, text: str, options: Sequence[str]) -> _Compiled:
+def compile_text(name: str, text: str, options: Sequence[str]) -> Compiled:
+    """Returns what NVRTC makes of a text; raises CompileError with its log."""
     nvrtc = cuda_bindings.nvrtc()
     status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
     if status:
@@ -201,6 +213,6 @@ def _compile(name: str, text: str, options: Sequence[str]) -> _Compiled:
         _, size = nvrtc.nvrtcGetPTXSize(program)
         ptx = bytearray(size)
         nvrtc.nvrtcGetPTX(program, ptx)
-        return _Compiled(bytes(cubin), bytes(ptx).rstrip(b"\0"), text_log)
+        return Compiled(bytes(cubin), bytes(ptx).rstrip(b"\0"), text_log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)

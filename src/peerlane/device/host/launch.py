@@ -44,7 +44,7 @@ class Kernel:
         self.on_failure = on_failure
         self._granted_shared_bytes = 0
         driver = cuda_bindings.driver()
-        status, self._function = driver.cuModuleGetFunction(_module(cubin, self.device), name.encode())
+        status, self._function = driver.cuModuleGetFunction(module_of(cubin, self.device), name.encode())
         if status:
             raise LaunchError(f'no kernel {name!r} in {cubin.path}: {cuda_bindings.describe(status)}; declare it extern "C" __global__')
         # Now: at its first launch the driver would wait for the kernels that run, and these may wait for other ranks.
@@ -179,7 +179,8 @@ def loaded_cubins() -> list[Path]:
     return sorted({Path(path) for path, _ in _modules})
 
 
-def _module(cubin: Cubin, device: int) -> Any:
+def module_of(cubin: Cubin, device: int) -> Any:
+    """Returns the module of a cubin, loaded into the device's context on first use."""
     key = (str(cubin.path), device)
     if key not in _modules:
         torch.empty(1, device=f"cuda:{device}")  # makes PyTorch's context the current one of this thread

@@ -19,6 +19,8 @@ _LIBRARY = re.compile(
     r"^(void )?(cutlass|cublas|cudnn|cask_|cub::|thrust::|nvjet_|gemv\w+_kernel|gemmk1_|splitK|(ampere|turing|volta|sm\d\d)_xmma_"
     r"|(ampere|turing|volta)_\w*gemm|(vector|regular|multi_bluestein|composite_\w+)_fft\b)|\bcublas\w*"
 )
+_TEAM_COLLECTIVE = re.compile(r"\b(?:rdxn|reducescatter|alltoall|fcollect|broadcast)_on_stream_kernel\b")
+_NVSHMEM = re.compile(rf"\bnvshmemi_\w+_kernel\b|\b(?:barrier|sync|quiet)_on_stream_kernel\b|{_TEAM_COLLECTIVE.pattern}")
 _INDUCTOR = re.compile(r"^triton_")
 
 _COPY = re.compile(r"^Memcpy (\w)to(\w) ")
@@ -33,14 +35,17 @@ _LOCAL = frozenset(
 
 
 def kernel_kind(name: str, triton: Collection[str] = ()) -> str:
-    """``nccl``, ``aten``, ``library`` (cuBLAS, cuDNN, CUTLASS, cuFFT), ``triton`` or ``own``. ``triton``: names that Triton compiled."""
+    """Returns ``nccl``, ``aten``, ``library`` (cuBLAS, cuDNN, CUTLASS, cuFFT, NVSHMEM), ``triton`` or ``own``.
+
+    ``triton``: names that Triton compiled.
+    """
     if _NCCL.search(name):
         return "nccl"
     if name in triton or _INDUCTOR.match(name):
         return "triton"
     if _ATEN.search(name):
         return "aten"
-    return "library" if _LIBRARY.search(name) else "own"
+    return "library" if _LIBRARY.search(name) or _NVSHMEM.search(name) else "own"
 
 
 @dataclass
@@ -74,8 +79,9 @@ class Activity:
         return self.device_events + self.operators.total() + self.other == 0
 
     def forbidden(self) -> tuple[str, ...]:
-        """The communication in it that is not the candidate's own: names of operators and NCCL's kernels, in order."""
-        return tuple(sorted([*self.operators, *(name for name in self.kernels if kernel_kind(name) == "nccl")]))
+        """The communication in it that is not the candidate's own, in order: operators, NCCL's kernels, NVSHMEM's collectives of teams."""
+        libraries = (name for name in self.kernels if kernel_kind(name) == "nccl" or _TEAM_COLLECTIVE.search(name))
+        return tuple(sorted([*self.operators, *libraries]))
 
     def without_snapshots(self) -> Activity:
         """Without what the copies of outputs may have caused, which are made between the calls of a block."""

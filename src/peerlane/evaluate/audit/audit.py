@@ -64,6 +64,8 @@ class Auditor:
     choices: tuple[str, ...] = ()
     library: set[str] = field(default_factory=set)
     """kernels of the kit's library that were loaded"""
+    team_collectives: list[str] = field(default_factory=list)
+    """collectives of NVSHMEM's teams that the candidate's source calls"""
 
     def audit_calls(self, runner: CaseRunner) -> None:
         """Calls slots, then the same again on new contents, some of them under the profiler; raises Rejected for wrong outputs. The case
@@ -134,6 +136,8 @@ class Auditor:
                 return TrackViolation(what=f"{', '.join(names[:4])} ran in {where}; {CUSTOM_RULE}")
         if self.library:
             return library_violation(self.library)
+        if self.team_collectives:
+            return TrackViolation(what=f"{', '.join(self.team_collectives[:4])}: collectives of NVSHMEM's teams are called; {CUSTOM_RULE}")
         if self.unrecorded_collectives:
             return TrackViolation(
                 what=f"process groups counted {self.unrecorded_collectives} collectives in calls that were not recorded; {CUSTOM_RULE}"

@@ -1,8 +1,14 @@
 """Finds the transfer mechanisms that a kernel's code has instructions for, in PTX or in SASS as cuobjdump prints it.
 
-Pure: text in, sets of words out. The words are ``nvls`` (multicast loads and stores), ``tma`` (bulk and tensor copies from or to global
-memory) and ``sm_load_store`` (loads, stores, atomics or fences of system scope, which is what talking to another GPU takes; talking to the
-host takes the same, so it is a hint). An instruction in the text need not be executed.
+Pure: text in, sets of words out. The words are:
+
+* ``nvls``: multicast loads and stores;
+* ``tma``: bulk and tensor copies from or to global memory;
+* ``nvshmem``: calls of NVSHMEM's device library, or uses of its state;
+* ``nccl_device``: types of NCCL's device API among a kernel's parameters, or calls of its functions;
+* ``sm_load_store``: loads, stores, atomics or fences of system scope, a hint: talking to another GPU takes them, and talking to the host.
+
+An instruction in the text need not be executed.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ from collections.abc import Mapping
 Kernels = Mapping[str, frozenset[str]]
 """Mangled name of every kernel -> the mechanisms that its code has instructions for."""
 
+_NVSHMEM = re.compile(r"nvshmemi_\w")
+_NCCL_DEVICE = re.compile(r"\dnccl(?:DevComm|Lsa|Gin)\w*")  # within a mangled name, after the length of the type's own
 _PTX = {
     "nvls": re.compile(r"\bmultimem\.(ld_reduce|st|red|cp)"),
     # Both directions name .global; what stays between the shared memories of a cluster, and what only fills the L2 cache, does not count.
@@ -52,12 +60,25 @@ def in_ptx(text: str) -> Kernels:
     kernels: dict[str, frozenset[str]] = {}
     shared: frozenset[str] = frozenset()
     for (start, kind), end in zip(starts, ends, strict=True):
-        found = _mechanisms(text[start:end], _PTX)
+        found = _mechanisms(text[start:end], _PTX) | _libraries(text, start, end)
         if kind == "func":
-            shared |= found
+            # Every module that includes NVSHMEM's headers has functions of theirs, called or not.
+            head = min(place for place in (text.find("{", start, end), text.find(";", start, end), end) if place >= 0)
+            shared |= frozenset() if _NVSHMEM.search(text, start, head) else found
         elif name := _ENTRY_NAME.search(text, start, end):
             kernels[name[1]] = found
     return {name: found | shared for name, found in kernels.items()}
+
+
+def _libraries(text: str, start: int, end: int) -> frozenset[str]:
+    """Returns the libraries for devices whose names are in a kernel or function: NVSHMEM's in its body, NCCL's anywhere."""
+    body = text.find("{", start, end)
+    closed = text.find("\n}", body, end)  # behind the last kernel are tables of the headers' names
+    named = {
+        "nvshmem": min(body, closed) >= 0 and _NVSHMEM.search(text, body, closed),
+        "nccl_device": _NCCL_DEVICE.search(text, start, end),
+    }
+    return frozenset(name for name, found in named.items() if found)
 
 
 def in_sass(text: str) -> Kernels:
@@ -65,5 +86,6 @@ def in_sass(text: str) -> Kernels:
     parts = _FUNCTION.split(text)[1:]
     kernels: dict[str, frozenset[str]] = {}
     for name, body in zip(parts[::2], parts[1::2], strict=True):
-        kernels[name] = kernels.get(name, frozenset()) | _mechanisms(body, _SASS)
+        of_name = {word for word, pattern in (("nvshmem", _NVSHMEM), ("nccl_device", _NCCL_DEVICE)) if pattern.search(name)}
+        kernels[name] = kernels.get(name, frozenset()) | _mechanisms(body, _SASS) | of_name
     return kernels

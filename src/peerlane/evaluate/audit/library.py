@@ -6,9 +6,11 @@ collectives, exchanges, fused products, attention, mixtures of experts, and what
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -18,6 +20,10 @@ from peerlane.device.host.declare import DeclaredKernel, LocalKernel
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.solutions import families
 
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_TEAM_COLLECTIVE = re.compile(
+    r"\bnvshmemx?_\w*(?:reduce|reducescatter|fcollect|alltoall|broadcast)(?:mem)?(?:_warp|_block|_on_stream)?(?=\s*\()"
+)
 _ROOMS = (collectives, products, attention, moe, families)
 
 
@@ -30,6 +36,26 @@ def library_kernels() -> dict[str, str]:
             declared = (value for value in vars(module).values() if isinstance(value, DeclaredKernel))
             found |= {token_hash(kernel.source): kernel.name for kernel in declared if not isinstance(kernel, LocalKernel)}
     return found
+
+
+def team_collectives(source: str) -> list[str]:
+    """Returns the collectives of NVSHMEM's teams that device code in the strings of a candidate's source calls.
+
+    They are inlined into kernels, where nothing tells them from puts and signals: the source is the evidence. Barriers are none of them.
+    """
+    return sorted({name for text in _device_code(source) for name in _TEAM_COLLECTIVE.findall(_COMMENT.sub("", text))})
+
+
+def _device_code(source: str) -> Iterator[str]:
+    """Yields the strings of a Python source, but for its documentation; nothing of what is no Python."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    documentation = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation:
+            yield node.value
 
 
 def _modules(room: ModuleType) -> Iterator[ModuleType]:

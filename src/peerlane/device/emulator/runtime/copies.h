@@ -125,28 +125,86 @@ inline void Machine::async(
             }
         }
     }
+    auto copy = issue(segments, count, reads_shared, writes_shared, uses);
+    copy->combine = combine;
+    copy->generic = queue == thread_queue;
+    copy->barrier = barrier ? memory.offset(barrier) : ~0ull;
+    copy->barrier_block = barrier ? &owner(copy->barrier, site) : nullptr;
+    if (!barrier) fiber.groups[queue].open.push_back(copy);
+}
+
+// Starts an operation of the current thread, under a number of its own.
+inline std::shared_ptr<Copy> Machine::issue(
+    const Segment* segments, std::uint32_t count, bool reads_shared, bool writes_shared, Block* uses) {
+    Fiber& fiber = *current;
     Slot& slot = free_slot(fiber);
     auto copy = std::make_shared<Copy>();
     copy->issuer = &fiber;
     copy->block = fiber.block;
     copy->stream = fiber.block->stream;
     copy->actor = slot.actor;
+    copy->slot = static_cast<std::size_t>(&slot - fiber.slots.data());
     copy->clock = std::max(slot.clock, Vector::floor) + 1;
     copy->view = snapshot(fiber)->view;
     copy->segments.assign(segments, segments + count);
-    copy->combine = combine;
-    copy->generic = queue == thread_queue;
-    copy->barrier = barrier ? memory.offset(barrier) : ~0ull;
-    copy->barrier_block = barrier ? &owner(copy->barrier, site) : nullptr;
-    copy->site = site;
+    copy->combine = Combine::replace;
+    copy->barrier = ~0ull;
+    copy->barrier_block = nullptr;
+    copy->site = fiber.site;
     slot.clock = copy->clock + 1;
     slot.must_know = writes_shared ? slot.clock : reads_shared ? copy->clock : Vector::floor;
-    slot.site = site;
+    slot.site = fiber.site;
     slot.block = uses;
+    slot.remote = false;
     ++copy->stream->copies;
     copies_.push_back(copy);
-    if (!barrier) fiber.groups[queue].open.push_back(copy);
     ++version_;
+    return copy;
+}
+
+// ---- the second tier: messages to memory of other nodes ------------------------------------------------------------------------------------
+
+inline void Machine::check_remote(const void* end, std::uint32_t bytes, const char* action) {
+    const std::uint64_t offset = memory.offset(end);
+    const Buffer* buffer = memory.holds(offset) ? &memory.buffers()[memory.number_at(offset)] : nullptr;
+    if (buffer && buffer->block < 0 && offset >= buffer->begin && offset + bytes <= buffer->end) return;
+    Finding finding{"illegal_address", "messages go from and to global memory of one rank", {side(*current, action)}};
+    locate(finding, offset);
+    fatal(std::move(finding));
+}
+
+inline void Machine::remote(
+    void* target, const void* source, std::uint32_t bytes, std::uint64_t* counter, std::uint64_t add, std::uint32_t site) {
+    maybe_pause();
+    current->site = site;
+    if (bytes) {
+        check_remote(target, bytes, "puts to here");
+        check_remote(source, bytes, "puts from here");
+    }
+    if (counter) check_remote(counter, sizeof *counter, "signals here");
+    const Segment whole{target, source, bytes};
+    const std::shared_ptr<Copy> copy = issue(&whole, bytes ? 1 : 0, false, false, current->block);
+    copy->remote = current->slots[copy->slot].remote = true;
+    --copy->stream->copies;
+    copy->counter = counter ? memory.offset(counter) : ~0ull;
+    copy->add = add;
+    current->groups[remote_queue].open.push_back(copy);
+}
+
+// Adds to the counter, and hands on what the message's thread knew when it was sent, with the message's own bytes.
+inline void Machine::signal(Copy& copy) {
+    copy_access(copy, copy.counter, sizeof copy.add, writes | updates | atomic | system_scope << scope_shift, copy.clock + 1);
+    std::uint64_t value;
+    std::memcpy(&value, memory.address(copy.counter), sizeof value);
+    value += copy.add;
+    std::memcpy(memory.address(copy.counter), &value, sizeof value);
+    Handover& handed = make_handover(copy.counter, copy.actor);
+    const Ref<Snapshot> before = handed.released[relation(handed.writer, copy.actor)];
+    const Ref<Snapshot> now(new Snapshot(copy.view));
+    set(now->view.seen[View::ordinary], copy.actor, copy.clock + 1);
+    if (before) now->view.absorb(before->view);
+    handed.writer = copy.actor;
+    for (unsigned s = 0; s < scopes; ++s) handed.released[s] = now;
 }
 
 inline void Machine::async_commit(unsigned queue) {
@@ -177,8 +235,9 @@ inline bool Machine::copy_judges(
     if (record.clock <= at(copy.view.seen[View::ordinary], record.actor)) {
         const auto kind = is_shared(offset) ? View::async_shared : View::async_global;
         // Arrivals at an mbarrier are of no proxy.
-        const bool written = !copy.generic && record.flags() & writes && !(record.flags() & asynchronous) && !(record.flags() & access.flags & atomic);
-        if (written && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
+        const bool written = record.flags() & writes && !(record.flags() & asynchronous) && !(record.flags() & access.flags & atomic);
+        const bool ordinary = copy.remote || copy.generic;
+        if (written && !ordinary && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
         return true;
     }
     const Odds kind = odds(record, part, access);
@@ -225,6 +284,7 @@ inline void Machine::copy_goes_on(std::size_t index) {
             }
             at_byte += segment.bytes;
         }
+        if (copy->counter != ~0ull) signal(*copy);
         copy->stage = Copy::written;
         if (copy->barrier != ~0ull) {
             Mbarrier& barrier = *copy->barrier_block->mbarrier(copy->barrier);
@@ -235,8 +295,10 @@ inline void Machine::copy_goes_on(std::size_t index) {
         }
         std::swap(copies_[index], copies_.back());
         copies_.pop_back();
-        --copy->stream->copies;
-        stream_goes_on(*copy->stream);
+        if (!copy->remote) {
+            --copy->stream->copies;
+            stream_goes_on(*copy->stream);
+        }
     }
     ++version_;
     if (copy->issuer->state == State::blocked && copy->issuer->waits_for_copies) enlist(*copy->issuer, State::runnable);

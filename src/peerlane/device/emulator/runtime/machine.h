@@ -12,14 +12,18 @@ struct Copy {
     Stream* stream;
     Block* block;
     Actor actor;
+    std::size_t slot;  // of the issuer
     Clock clock;  // of its reads; its writes have the next one
     View view;    // of the issuer when it was issued
     std::vector<Segment> segments;
     Combine combine;
-    bool generic;           // of the proxy of ordinary accesses
+    bool generic = false;   // of the proxy of ordinary accesses
     std::uint64_t barrier;  // offset, or ~0
     Block* barrier_block;   // where it lies: this block, or another of its cluster
     std::uint32_t site;
+    bool remote = false;            // a message to another node, of no proxy
+    std::uint64_t counter = ~0ull;  // offset of what it adds to when its bytes have been written, or ~0
+    std::uint64_t add = 0;
     enum Stage { issued, read, written } stage = issued;
     std::vector<char> data;
 };
@@ -89,6 +93,7 @@ class Machine {
     void mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site);
     bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site);
     void async(const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site);
+    void remote(void* target, const void* source, std::uint32_t bytes, std::uint64_t* counter, std::uint64_t add, std::uint32_t site);
     void async_commit(unsigned queue);
     void async_wait(unsigned queue, std::uint32_t pending, bool sources_only, std::uint32_t site);
 
@@ -126,7 +131,7 @@ class Machine {
     // order.h
     bool outside(const void* address, std::uint32_t bytes, std::uint32_t site);
     Handover* handover(std::uint64_t offset);
-    Handover& make_handover(std::uint64_t offset);
+    Handover& make_handover(std::uint64_t offset, Actor writer);
     Ref<Snapshot> snapshot(Fiber& fiber);
     static void learn(Fiber& fiber, Scope needed, const Ref<Snapshot>& known, unsigned order);
     void take_over(Fiber& fiber, unsigned scope);
@@ -150,6 +155,9 @@ class Machine {
     Mbarrier& find_mbarrier(const std::uint64_t* barrier, std::uint32_t site);
     void end_phase(Mbarrier& barrier);
     Slot& free_slot(Fiber& fiber);
+    std::shared_ptr<Copy> issue(const Segment* segments, std::uint32_t count, bool reads_shared, bool writes_shared, Block* uses);
+    void check_remote(const void* end, std::uint32_t bytes, const char* action);
+    void signal(Copy& copy);
     void copy_goes_on(std::size_t index);
     void copy_access(Copy& copy, std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, Clock clock);
     bool copy_judges(Copy& copy, const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);

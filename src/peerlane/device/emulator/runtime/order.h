@@ -12,10 +12,10 @@ inline Handover* Machine::handover(std::uint64_t offset) {
     return index < handovers_.size() && handovers_[index].offset == offset ? &handovers_[index] : nullptr;
 }
 
-inline Handover& Machine::make_handover(std::uint64_t offset) {
+inline Handover& Machine::make_handover(std::uint64_t offset, Actor writer) {
     if (Handover* known = handover(offset)) return *known;
     handover_of_[offset / 4] = static_cast<std::uint32_t>(handovers_.size());
-    return handovers_.emplace_back(Handover{offset, current->id, {}});
+    return handovers_.emplace_back(Handover{offset, writer, {}});
 }
 
 // The thread's knowledge so far, itself included. What it does afterwards is not part of it.
@@ -83,7 +83,7 @@ inline void Machine::store(void* address, const void* value, std::uint32_t bytes
         touch(offset, bytes, writes | atomic | (same ? same_value : 0) | scope << scope_shift, site);
         Fiber& fiber = *current;
         const Ref<Snapshot> now = order & release ? snapshot(fiber) : Ref<Snapshot>();
-        Handover& handed = make_handover(offset);
+        Handover& handed = make_handover(offset, fiber.id);
         handed.writer = fiber.id;
         for (unsigned s = 0; s < scopes; ++s) handed.released[s] = s > scope ? Ref<Snapshot>() : now ? now : fiber.released[s];
         if (!same) ++version_;
@@ -108,7 +108,7 @@ inline void Machine::update(
         const bool changed = std::memcmp(before, address, bytes) != 0;
         current = fiber;
         touch(offset, bytes, (stored ? writes | updates : 0) | atomic | scope << scope_shift, site);
-        Handover& handed = make_handover(offset);
+        Handover& handed = make_handover(offset, fiber->id);
         const Scope from = relation(handed.writer, fiber->id);
         if (handed.released[from] && from <= scope) {
             learn(*fiber, from, handed.released[from], order);

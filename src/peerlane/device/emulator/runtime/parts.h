@@ -28,6 +28,7 @@ struct Slot {
     Clock must_know = 0;  // what `block` must know at its end: its shared memory is not in use any more
     std::uint32_t site = 0;
     const Block* block = nullptr;  // whose shared memory the operation uses
+    bool remote = false;           // a message to another node, which the end of its launch does not wait for
 };
 
 // The groups of one queue of a thread: closed ones in order, and the open one at the end.

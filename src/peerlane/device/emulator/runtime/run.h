@@ -84,6 +84,7 @@ inline void Machine::run(int schedule, std::uint64_t seed) {
     while (!aborted_ && !done()) {
         if (Fiber* fiber = next()) resume(*fiber);
     }
+    while (!aborted_ && !copies_.empty()) copy_goes_on(random_.below(static_cast<std::uint32_t>(copies_.size())));  // messages
     switches += schedule_switches_;
     if (globals.bytes) bring_globals(-1);
     if (!aborted_) compare();

@@ -203,6 +203,9 @@ void peerlane_async(const Segment* segments, unsigned count, Combine combine, un
 }
 void peerlane_async_commit(unsigned queue) { machine->async_commit(queue); }
 void peerlane_async_wait(unsigned queue, unsigned pending, bool sources_only) { machine->async_wait(queue, pending, sources_only, SITE); }
+void peerlane_remote(void* target, const void* source, unsigned bytes, unsigned long long* counter, unsigned long long add) {
+    machine->remote(target, source, bytes, reinterpret_cast<std::uint64_t*>(counter), add, SITE);
+}
 
 // ---- the host (emulator/_child.py) ------------------------------------------------------------------------------------------------------
 

@@ -228,7 +228,9 @@ inline void Machine::stream_goes_on(Stream& stream) {
     if (stream.live_blocks || stream.copies || stream.next_block < grid.x * grid.y * grid.z) return;
     Ref<Vector>& known = stream.end.seen[View::ordinary];
     for (std::uint32_t i = 0; i < stream.max_blocks * stream.max_threads; ++i) {
-        for (const Slot& slot : stream.first_fiber[i].slots) set(known, slot.actor, slot.clock);
+        for (const Slot& slot : stream.first_fiber[i].slots) {
+            if (!slot.remote) set(known, slot.actor, slot.clock);
+        }
     }
     for (Ref<Vector>& seen : stream.view.seen) seen = known;
     stream.end = View{};

@@ -30,7 +30,8 @@ struct Segment {
 
 // Asynchronous operations of a thread are counted in groups, separately for each of these.
 // Those of `thread_queue` are ordinary accesses of the thread, at a time of their own: they need no proxy fence.
-enum Queue : unsigned { bulk_queue, matrix_queue, thread_queue, queues };
+enum Queue : unsigned { bulk_queue, matrix_queue, remote_queue, thread_queue };
+constexpr unsigned queues = 4;
 
 struct Uint3 {
     unsigned x, y, z;
@@ -85,6 +86,9 @@ bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity);
 void peerlane_async(const Segment* segments, unsigned count, Combine combine, unsigned long long* barrier, unsigned queue);
 void peerlane_async_commit(unsigned queue);
 void peerlane_async_wait(unsigned queue, unsigned pending, bool sources_only);
+// A message to memory of another node: bytes are read and written at times of their own, and then `add` is added to the counter there. Either
+// part may be missing: no bytes, or no counter. Belongs to the open group of the thread's remote queue.
+void peerlane_remote(void* target, const void* source, unsigned bytes, unsigned long long* counter, unsigned long long add);
 
 }  // extern "C"
 

@@ -1,0 +1,79 @@
+"""NVSHMEM as it is installed here: headers, the library for devices, the library for hosts."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerlane import settings
+from peerlane.errors import MissingDependency
+
+INSTALL = "pip install 'peerlane[nvshmem]'"
+OLDEST = (3, 4)
+_VERSION = re.compile(r"#define NVSHMEM_VENDOR_(MAJOR|MINOR|PATCH)_VERSION (\d+)")
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A folder with ``include/nvshmem.h``, ``lib/libnvshmem_device.a`` and ``lib/libnvshmem_host.so.3``."""
+
+    root: Path
+    version: tuple[int, int, int]
+
+    @property
+    def include(self) -> Path:
+        return self.root / "include"
+
+    @property
+    def device_library(self) -> Path:
+        return self.root / "lib" / "libnvshmem_device.a"
+
+    @property
+    def host_library(self) -> Path:
+        return self.root / "lib" / "libnvshmem_host.so.3"
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.version))
+
+
+def find_installation() -> Installation | None:
+    """Returns NVSHMEM of the folder that NVSHMEM_HOME names, else of NVIDIA's wheel; None if there is none, or only a part of one."""
+    named = settings.nvshmem_home()
+    for root in [named] if named is not None else _wheels():
+        found = Installation(root, _version(root))
+        if found.version >= OLDEST and found.device_library.is_file() and found.host_library.is_file():
+            return found
+    return None
+
+
+def installation() -> Installation:
+    """Returns NVSHMEM; raises MissingDependency if it is not here."""
+    found = find_installation()
+    if found is None:
+        raise MissingDependency(what_is_missing() or "")
+    return found
+
+
+def what_is_missing() -> str | None:
+    """Returns what candidates for NVSHMEM lack here, with the command that brings it; None if nothing is missing."""
+    if find_installation() is not None:
+        return None
+    named, oldest = settings.nvshmem_home(), ".".join(map(str, OLDEST))
+    where = f"in {named}, which NVSHMEM_HOME names" if named is not None else "among the installed packages"
+    return f"NVSHMEM {oldest} or newer, whose headers and libraries are not {where}: run {INSTALL}"
+
+
+def _wheels() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")
+    return [] if spec is None else [Path(folder) / "nvshmem" for folder in spec.submodule_search_locations or ()]
+
+
+def _version(root: Path) -> tuple[int, int, int]:
+    try:
+        text = (root / "include" / "non_abi" / "nvshmem_version.h").read_text()
+    except OSError:
+        return 0, 0, 0
+    numbers = {part: int(number) for part, number in _VERSION.findall(text)}
+    return numbers.get("MAJOR", 0), numbers.get("MINOR", 0), numbers.get("PATCH", 0)
