@@ -191,6 +191,8 @@ class Team:
 class EmulatedGroup(EmulatedRank):
     """A group of emulated ranks, as one of them sees it. ``member`` is its number among all ranks."""
 
+    team: Team
+
     def __init__(self, team: Team, member: int) -> None:
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
