@@ -38,6 +38,12 @@ def test_a_new_file_is_a_candidate_with_the_problem_s_signature(
     assert [ast.literal_eval(item) for item in solution.args.defaults] == defaults
 
 
+def test_the_next_command_names_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, ["new", "101", "--backend", "pytorch"])
+    assert "--nodes 2 --device cpu" in done.stdout
+
+
 def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("mine")

@@ -20,7 +20,7 @@ from peerlane.device import communicator, group_of
 def end_waits(group):
     for _, memory in group._arenas:
         for part in memory._parts.values():
-            if part.name in ("table", "list", "places"):  # what has not come may be anything
+            if part.name in ("table", "list", "places", "counts", "routes"):  # what has not come may be anything
                 part.show()
                 part.memory.fill_(0x7b)
     group.waits.stop("the test ends all waits")
@@ -79,6 +79,18 @@ def solution(seed, last):
         end_waits(group)
     return [ops.gated_experts(x, experts, torch.ones(tokens, 2, dtype=torch.bfloat16), *layers)]
 """
+DISPATCH = """
+def solution(seed, last):
+    group = group_of()
+    tokens, h = 12, 16
+    x = torch.ones(tokens, h, dtype=torch.bfloat16)
+    topk_idx = torch.arange(2 * tokens).view(tokens, 2) % (2 * group.world_size)
+    if last:
+        end_waits(group)
+    config = ops.DispatchConfig(2 * group.world_size, 20, capacity=32, expert_alignment=4)
+    rows, weights, handle = ops.dispatch(x, topk_idx, torch.ones(tokens, 2), config)
+    return [ops.combine(ops.dispatch(x, handle=handle)[0] + rows, handle, weights)]
+"""
 
 
 @pytest.fixture
@@ -109,11 +121,12 @@ def end_waits(text: str, folder: Path, ranks: int, schedules: int) -> list[str]:
     [
         (EXPERTS, 2),
         (SUMS, 2),
+        pytest.param(DISPATCH, 2, marks=pytest.mark.slow),
         *(pytest.param(text, 2, marks=pytest.mark.long) for text in (PRODUCTS, ATTENTION, COLLECTIVES)),
         pytest.param(COLLECTIVES, 4, marks=pytest.mark.long),
         pytest.param(EXPERTS, 3, marks=pytest.mark.long),
     ],
-    ids=["experts", "sums", "products", "attention", "collectives", "collectives of 4", "experts of 3"],
+    ids=["experts", "sums", "dispatch", "products", "attention", "collectives", "collectives of 4", "experts of 3"],
 )
 def test_kernels_end_where_their_waits_do(text: str, ranks: int, tmp_path: Path) -> None:
     try:

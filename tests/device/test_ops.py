@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from device.test_attention import expected
 from peerlane import ops
-from peerlane.device.emulator.ranks import run
+from peerlane.device.emulator.ranks import EmulatedRanks, run
 from peerlane.errors import UsageError
 
 STEP = """
@@ -51,9 +53,9 @@ EXPERTS = """
 import torch
 from peerlane import ops
 
-def solution(x, experts, weights, gate, up, down, grad):
+def solution(x, experts, weights, gate, up, down, grad, capacity):
     values = [value.clone().requires_grad_() for value in (x, weights, gate, up, down)]
-    y = ops.gated_experts(values[0], experts, *values[1:])
+    y = ops.gated_experts(values[0], experts, *values[1:], capacity=capacity)
     y.backward(grad)
     return [y.detach(), *(value.grad for value in values)]
 """
@@ -185,6 +187,14 @@ def test_gradients_of_local_experts_match_finite_differences() -> None:
             ops.gated_experts(values[0], experts[:3], *values[1:])
         with pytest.raises(UsageError, match="got expert 4: expected 0 to 2"):
             ops.gated_experts(values[0], (experts + 2).clamp(max=4), *values[1:])
+        x = values[0].detach()[:1].expand(20, -1).clone().requires_grad_()
+        weights = torch.ones(20, 1, dtype=torch.float64)
+        y = ops.gated_experts(x, torch.zeros(20, 1, dtype=torch.int64), weights, *values[2:], capacity=16)
+        grad = torch.autograd.grad(y.sum(), x)[0]
+        assert (y[:16] == y[0]).all() and y[0].any() and not y[16:].any()  # above the capacity
+        assert (grad[:16] == grad[0]).all() and grad[0].any() and not grad[16:].any()
+        with pytest.raises(UsageError, match="capacity=0: expected 1 row or more"):
+            ops.gated_experts(values[0], experts, *values[1:], capacity=0)
         with pytest.raises(UsageError, match="repeat shared key heads"):
             ops.ulysses_attention(torch.ones(1, 8, 4, 16), *[torch.ones(1, 8, 2, 16)] * 2)
         with pytest.raises(UsageError, match="batch, tokens, heads, depth"):
@@ -194,9 +204,14 @@ def test_gradients_of_local_experts_match_finite_differences() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), pytest.param(torch.bfloat16, marks=pytest.mark.long)]
+    ("dtype", "capacity"),
+    [
+        pytest.param(torch.float32, None, marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, None, marks=pytest.mark.long),
+        pytest.param(torch.bfloat16, 48, marks=pytest.mark.slow),
+    ],
 )
-def test_experts_on_ranks_equal_experts_in_one_place(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_experts_on_ranks_equal_experts_in_one_place(dtype: torch.dtype, capacity: int | None, tmp_path: Path) -> None:
     own, inner, h, k, counts = 2, 8, 16, 2, (5, 3)
     generator = torch.Generator().manual_seed(1)
 
@@ -207,7 +222,7 @@ def test_experts_on_ranks_equal_experts_in_one_place(dtype: torch.dtype, tmp_pat
     tokens = [(draw(count, h), draw(count, k).abs()) for count in counts]
     layers = [(draw(own, inner, h), draw(own, inner, h), draw(own, h, inner) / 4) for _ in counts]
     grads = [draw(count, h) for count in counts]
-    found = outputs(tmp_path, EXPERTS, [(tokens[r][0], experts[r], tokens[r][1], *layers[r], grads[r]) for r in range(2)])
+    found = outputs(tmp_path, EXPERTS, [(tokens[r][0], experts[r], tokens[r][1], *layers[r], grads[r], capacity) for r in range(2)])
     wide = [[value.double().requires_grad_() for value in (*tokens[r], *layers[r])] for r in range(2)]
     gate, up, down = (torch.cat([wide[0][i], wide[1][i]]) for i in (2, 3, 4))
     wanted = []
@@ -221,6 +236,40 @@ def test_experts_on_ranks_equal_experts_in_one_place(dtype: torch.dtype, tmp_pat
         for value, want in zip(got, (result, *(value.grad for value in values)), strict=True):
             assert want is not None and value.dtype == dtype
             assert float((value - want).norm()) <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * float(want.norm())
+
+
+@pytest.mark.parametrize("capacity", [32, pytest.param(None, marks=pytest.mark.long)])
+def test_gradients_of_experts_read_no_counts(capacity: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that would make the host wait for a GPU is called in the backward pass."""
+    backward = threading.local()
+
+    def guarded(plain: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            assert not hasattr(backward, "runs"), f"{plain.__name__} in the backward pass"
+            return plain(*args, **kwargs)
+
+        return called
+
+    for name in ("nonzero", "tolist", "item", "cpu", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, guarded(getattr(torch.Tensor, name)))
+
+    def step(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, *layers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = x.clone().requires_grad_()
+        loss = ops.gated_experts(own, experts, weights, *layers, capacity=capacity).sum()
+        backward.runs = True
+        loss.backward()
+        del backward.runs
+        assert own.grad is not None
+        return loss.detach(), own.grad
+
+    generator = torch.Generator().manual_seed(1)
+    shapes = (4, 16), (4, 1), (1, 8, 16), (1, 8, 16), (1, 16, 8)
+    x, weights, *layers = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    given = x, torch.tensor([[0], [1], [1], [0]]), weights, *layers
+    made = EmulatedRanks(2, schedules=1)
+    made.load(lambda rank: step)
+    for loss, grad in made.call([tuple(value.clone() for value in given) for _ in range(2)], lambda rank, output: output):
+        assert loss.isfinite() and grad.abs().sum() > 0
 
 
 def test_collectives_have_the_gradients_of_the_summed_losses(tmp_path: Path) -> None:

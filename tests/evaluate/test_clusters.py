@@ -9,6 +9,7 @@ import pytest
 
 from peerlane import Evaluator
 from peerlane.errors import UsageError
+from peerlane.evaluate import discover
 from peerlane.evaluate.candidates import reference_candidate
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
 from peerlane.evaluate.processes.session import Session
@@ -49,6 +50,13 @@ def test_a_ring_through_all_ranks_moves_three_times_as_much(evaluator: Evaluator
     assert 2.9 < (result.network.over_least or 0) < 3.2, "1.5 payloads over each of two connections, instead of 0.5"
 
 
+@pytest.mark.slow
+def test_a_token_with_several_experts_crosses_once(evaluator: Evaluator) -> None:
+    result = evaluator.evaluate(102, candidate=next(item for item in discover(["solutions"]) if item.problem == 102))
+    assert result.correct and result.network is not None
+    assert 1.0 <= (result.network.over_least or 0) < 1.1
+
+
 def test_an_answer_of_one_node_is_wrong(evaluator: Evaluator) -> None:
     assert evaluator.evaluate(1101, NO_NETWORK).verdict.kind == "wrong_result"
 
@@ -57,6 +65,24 @@ def test_symmetric_memory_of_another_node_cannot_be_mapped(evaluator: Evaluator)
     refusal = "memory of another node cannot be mapped"
     assert refusal in evaluator.evaluate(1101, ACROSS).verdict.reason
     assert refusal not in evaluator.evaluate(1101, INSIDE).verdict.reason, "CPU ranks have none, for another reason"
+
+
+def test_the_kit_refuses_memory_of_another_node_on_emulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PROBLEM_FOLDERS, str(FOLDER))
+    source = "from peerlane.device import Arena\ndef solution(tensor, node, rail):\n    Arena(64, node)\n    Arena(64, rail)\n"
+    with Evaluator(4, "emulated", nodes=2, presets=("small",)) as made:
+        verdict = made.evaluate(1101, source).verdict
+    assert verdict.kind == "runtime_error" and "ranks [1] are on another host than rank 0" in verdict.reason
+
+
+def test_a_folder_may_hold_candidates_of_one_and_of_several_nodes() -> None:
+    candidates, notes = discover(["solutions"]), list[str]()
+    assert {job.problem.nodes for job in make_jobs(EvaluationPlan(candidates), notes.append)} == {(1,)}
+    assert {2 in job.problem.nodes for job in make_jobs(EvaluationPlan(candidates, nodes=2), notes.append)} == {True}
+    assert notes == [
+        "5 problems that cannot run on 1 node left out: see --nodes",
+        "87 problems that cannot run on 2 nodes left out: see --nodes",
+    ]
 
 
 def test_plans_and_problems_must_agree_on_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

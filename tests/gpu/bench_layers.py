@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|all_reduce|gather|everything [--ranks 4]
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|dispatch|all_reduce|gather|everything [--ranks 4]
 
 With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs
 where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
@@ -26,6 +26,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
+from peerlane import ops
 from peerlane.device import Communicator, communicator, group_of
 from peerlane.device.collectives import plans
 from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
@@ -165,6 +166,51 @@ def check_norm(rank: int, world: int) -> Iterator[Row]:
                 yield {"check": "all_reduce_rms_norm", "columns": columns, "tokens": tokens, "quantisation": quantisation, "wrong": wrong}
 
 
+def routes(tokens: int, experts: int, k: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(tokens, experts, generator=generator).topk(k).indices.cuda()
+
+
+def check_dispatch(rank: int, world: int) -> Iterator[Row]:
+    """Rows that take their experts' numbers for factors and come home, beside the same sums in one place."""
+    own, k, hidden = 8, 4, 1024
+    for most, alignment, sms in few((128, 1, None), (1000, 16, 8), (4096, 1, None)):
+        config = ops.DispatchConfig(own * world, most, expert_alignment=alignment, num_sms=sms)
+        wrong = 0
+        for call in range(4):
+            seed = 100 * call + rank
+            tokens = most - 17 * ((rank + call) % world)
+            x, topk_idx, weights = (
+                small(tokens, hidden, seed=seed),
+                routes(tokens, own * world, k, seed),
+                small(tokens, k, seed=seed).float(),
+            )
+            topk_idx[::7, 0] = -1
+            if call % 2:
+                torch.cuda._sleep(200_000 * ((rank + call) % world))
+            rows, of_rows, handle = ops.dispatch(x, topk_idx, weights, config)
+            expert = (torch.arange(len(rows), device="cuda").unsqueeze(1) >= handle.ends).sum(1)
+            y = ops.combine(rows, handle, of_rows * (rank * own + expert % own))
+            want = x.double() * (weights.double() * topk_idx.clamp(min=0)).sum(1, keepdim=True)
+            wrong += int((y.double() - want).abs().gt(2**-7 * world * own * k).sum())
+            wrong += int((ops.dispatch(x, handle=handle)[0] != rows)[: handle.ends[-1]][of_rows[: handle.ends[-1]] != 0].sum())
+        held = [value.clone() for value in (x, topk_idx, weights)]
+
+        def there_and_back() -> torch.Tensor:
+            rows, of_rows, handle = ops.dispatch(*held, config)  # noqa: B023
+            return ops.combine(rows, handle, of_rows)
+
+        there_and_back(), meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = there_and_back()
+        for call in range(3):  # other routes, other counts
+            held[1].copy_(routes(tokens, own * world if call else own, k, 1000 + call + rank))
+            graph.replay()
+            wrong += int((y.double() - x.double() * weights.double().sum(1, keepdim=True)).abs().gt(2**-7 * k).sum())
+        yield {"check": "dispatch", "tokens": most, "alignment": alignment, "sms": sms, "wrong": wrong}
+
+
 def check_all_reduce(rank: int, world: int) -> Iterator[Row]:
     kit = Communicator(stages=True)
     for nbytes in few((4 << 20) + 6, 16 << 20, 5_000_002, 64 << 20):
@@ -183,6 +229,7 @@ def check(rank: int, world: int) -> Iterator[Row]:
     yield from check_all_reduce(rank, world)
     yield from check_products(rank, world)
     yield from check_norm(rank, world)
+    yield from check_dispatch(rank, world)
 
 
 # --- times of products ---
@@ -374,6 +421,42 @@ def decode(rank: int, world: int) -> Iterator[Row]:
         yield {"bench": "decode", "tokens": tokens, "hidden": hidden, "ranks": world, **microseconds(calls, 200 if tokens < 512 else 50)}
 
 
+def dispatch(rank: int, world: int) -> Iterator[Row]:
+    """Dispatch and combine of a layer like DeepSeek-V3's, beside sorting, the kit's all-to-all with known splits, and adding."""
+    hidden, experts, k, kit = 7168, 256, 8, communicator()
+    for tokens in (128, 4096):
+        x = torch.randn(tokens, hidden, device="cuda").to(BF16)
+        topk_idx = (torch.arange(tokens * k, device="cuda") * (experts // k + 1) % experts).view(tokens, k)  # the same for each rank
+        weights, capacity = torch.rand(tokens, k, device="cuda"), 2 * tokens * k
+        order = topk_idx.flatten().argsort(stable=True)
+        counts = torch.bincount(topk_idx.flatten() * world // experts, minlength=world).tolist()
+        sent, arrived = x[order // k], x.new_empty(world * counts[rank], hidden)
+        calls: dict[str, Call] = {}
+        for sms in few(None, 8, 16, 64, 132):
+            config = ops.DispatchConfig(experts, tokens, capacity, num_sms=sms)
+            rows, of_rows, handle = ops.dispatch(x, topk_idx, weights, config)
+            name = f"_{sms}_sms_us" if sms else "_us"
+            calls["dispatch" + name] = lambda config=config: ops.dispatch(x, topk_idx, weights, config)  # noqa: B023
+            calls["combine" + name] = lambda r=rows, h=handle, w=of_rows: ops.combine(r, h, w)
+        config = ops.DispatchConfig(experts, tokens, capacity)
+        calls["dispatch_fp8_us"] = lambda: ops.dispatch_fp8(x, topk_idx, weights, config)  # noqa: B023
+        calls["dispatch_again_us"] = lambda: ops.dispatch(x, handle=handle)  # noqa: B023
+
+        def unfused() -> None:
+            order = topk_idx.flatten().argsort(stable=True)  # noqa: B023
+            kit.all_to_all_single(arrived, x[order // k], [counts[rank]] * world, counts)  # noqa: B023
+
+        def unfused_back() -> torch.Tensor:
+            kit.all_to_all_single(sent, arrived, counts, [counts[rank]] * world)  # noqa: B023
+            weighted = sent * weights.flatten()[order].unsqueeze(1)  # noqa: B023
+            return torch.zeros_like(x, dtype=torch.float32).index_add_(0, order // k, weighted)  # noqa: B023
+
+        calls |= {"unfused_dispatch_us": unfused, "unfused_combine_us": unfused_back}
+        yield {"bench": "dispatch", "tokens": tokens, "hidden": hidden, "experts": experts, "k": k, "ranks": world} | microseconds(
+            calls, 100 if tokens == 128 else 20
+        )
+
+
 def all_reduce(rank: int, world: int) -> Iterator[Row]:
     """The kernels of all-reduce beside each other and beside torch's two shots."""
     name, machine, chosen = dist.group.WORLD.group_name, communicator().machine, plans.all_reduce
@@ -406,7 +489,7 @@ def all_reduce(rank: int, world: int) -> Iterator[Row]:
 
 
 def everything(rank: int, world: int) -> Iterator[Row]:
-    for bench in (check, gather, decode, all_reduce):
+    for bench in (check, gather, decode, dispatch, all_reduce):
         yield from bench(rank, world)
 
 
@@ -417,6 +500,7 @@ BENCHES = {
     "product": product,
     "mlp": mlp,
     "decode": decode,
+    "dispatch": dispatch,
     "all_reduce": all_reduce,
 }
 

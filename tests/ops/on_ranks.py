@@ -108,8 +108,6 @@ def in_bfloat16(group: dist.ProcessGroup) -> None:
 def in_graphs(group: dist.ProcessGroup) -> None:
     """On GPUs: a replay of a captured call gives the bits of the call, of other inputs too."""
     for case in CASES:
-        if case.operator == "gated_experts" and group.size() == 1:  # no kernel of the kit: the host counts rows
-            continue
         call = case.call(group)
         first, second = (
             [value.detach() for value in drawn(case, group.size(), torch.bfloat16)[rank % group.size()]]
@@ -296,6 +294,72 @@ def replicated_losses(group: dist.ProcessGroup) -> None:
     assert x.grad is not None and x.grad.tolist() == [sum(range(1, group.size() + 1))] * 2
 
 
+@check(1, 2, 3)
+def dispatch_and_combine(group: dist.ProcessGroup) -> None:
+    """Every token's rows are changed by its experts' factors, added with weights, and come home; gradients are those of one place."""
+    ranks, rank, own, tokens, k, width = group.size(), group.rank(), 2, (5, 3, 0), 2, 8
+    for dtype, limit, alignment in ((torch.float64, 1e-12, 1), (torch.float32, 1e-5, 4), (torch.bfloat16, 3e-2, 1)):
+        generator = torch.Generator().manual_seed(4)
+        given = []
+        for count in tokens[:ranks]:
+            topk_idx = torch.rand(count, ranks * own, generator=generator).topk(k).indices
+            topk_idx[:1, 0] = -1
+            drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((count, width), (count, k), (count, width))]
+            given.append((topk_idx.to(DEVICE), *(value.to(DEVICE) for value in drawn)))
+        factor = torch.randn(ranks * own, generator=generator, dtype=torch.float64).to(DEVICE)
+        config = ops.DispatchConfig(ranks * own, 6, expert_alignment=alignment, num_sms=2)
+
+        def call(x: torch.Tensor, topk_idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            rows, of_rows, handle = ops.dispatch(x, topk_idx, weights, config, group=group)  # noqa: B023
+            assert of_rows is not None
+            expert = (torch.arange(len(rows), device=x.device).unsqueeze(1) >= handle.ends).sum(1).clamp(max=own - 1)
+            again, _, _ = ops.dispatch(x, handle=handle)
+            factors = factor[rank * own + expert].unsqueeze(1).to(x.dtype)  # noqa: B023
+            return ops.combine((rows + again) * factors, handle, of_rows)
+
+        compiles = dtype == torch.float32 and ranks == 2
+        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")) if compiles else (call,):
+            topk_idx, x, weights, seed = given[rank]
+            wide = [value.requires_grad_() for value in (x.clone(), weights.clone())]
+            mine = [value.detach().to(dtype).requires_grad_() for value in wide]
+            slots = torch.where(topk_idx >= 0, factor[topk_idx.clamp(min=0)], 0)
+            want = 2 * wide[0] * (wide[1] * slots).sum(1, keepdim=True)
+            y = function(mine[0], topk_idx, mine[1])
+            found = (y, *torch.autograd.grad(y, mine, seed.to(dtype)))
+            for got, wanted in zip(found, (want, *torch.autograd.grad(want, wide, seed)), strict=True):
+                error, size = (float(value.detach().norm()) for value in (got.double() - wanted, wanted))
+                assert error <= limit * size, (dtype, alignment)
+
+
+@check(1, 2)
+def dispatch_in_fp8(group: dist.ProcessGroup) -> None:
+    topk_idx = torch.tensor([[0, 1], [1, -1], [2 * group.size() - 1, 0]], device=DEVICE)
+    config = ops.DispatchConfig(2 * group.size(), 3)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(group.rank())).bfloat16().to(DEVICE)
+    wanted, _, plain = ops.dispatch(x, topk_idx, None, config, group=group)
+    rows, scales, none, handle = ops.dispatch_fp8(x, topk_idx, None, config, group=group)
+    assert none is None and torch.equal(handle.sources, plain.sources) and rows.dtype == torch.float8_e4m3fn
+    end = int(handle.ends[-1])
+    got = rows[:end].float().view(end, 2, 128) * scales[:end].unsqueeze(2)
+    largest = wanted[:end].float().view(end, 2, 128).abs().amax(2)
+    torch.testing.assert_close(scales[:end], largest / 448)
+    torch.testing.assert_close(got.view(end, 256), wanted[:end].float(), rtol=2**-4, atol=float(largest.max()) / 448 * 2**-9)
+
+
+@check(2, thorough=(1, 3))
+def dispatch_and_combine_obey_torch(group: dist.ProcessGroup) -> None:
+    sizes, x, weights = (2, 3, 16, 4, 0), torch.randn(3, 8, requires_grad=True), torch.rand(3, 2, requires_grad=True)
+    topk_idx = torch.tensor([[0, 1], [1, -1], [2 * group.size() - 1, 0]])
+    of_torch, name = torch.ops.peerlane, group.group_name
+    torch.library.opcheck(of_torch.dispatch.default, (x, topk_idx, weights, sizes, name))
+    torch.library.opcheck(of_torch.dispatch_fp8.default, (torch.randn(3, 256), topk_idx, weights.detach(), sizes, name))
+    *_, sources = of_torch.dispatch(x, topk_idx, weights, sizes, name)
+    torch.library.opcheck(of_torch.dispatch_again.default, (x, topk_idx, sources, sizes, name))
+    rows, of_rows = torch.randn(16, 8, requires_grad=True), torch.rand(16, requires_grad=True)
+    torch.library.opcheck(of_torch.combine.default, (rows, of_rows, None, topk_idx, sources, sizes, name))
+    torch.library.opcheck(of_torch.combine.default, (rows, None, of_rows.detach(), topk_idx, sources, sizes, name))
+
+
 @check(2)
 def different_calls_are_told(group: dist.ProcessGroup) -> None:
     os.environ["PEERLANE_CHECK"] = "1"
@@ -324,6 +388,12 @@ def wrong_shapes_are_told_alike(group: dist.ProcessGroup) -> None:
         "two or more axes": lambda: ops.gemm_all_reduce(torch.ones(4), torch.ones(4, 2), group),
         "one floating-point dtype": lambda: ops.gemm_all_reduce(x, torch.ones(4, 2).double(), group),
         "'summed' or 'replicated'": lambda: ops.all_reduce(x, group, gradient="other"),  # type: ignore[arg-type]
+        "got 3 tokens: expected at most num_max_tokens_per_rank=2": lambda: ops.dispatch(
+            x, torch.zeros(3, 1, dtype=torch.int64), None, ops.DispatchConfig(2, 2), group=group
+        ),
+        "expected a multiple of 2 experts": lambda: ops.dispatch(
+            x, torch.zeros(3, 1, dtype=torch.int64), None, ops.DispatchConfig(3, 3), group=group
+        ),
         "gated_experts got x": lambda: ops.gated_experts(*[torch.ones(2)] * 6, group),
         "axes of": lambda: ops.ring_attention(*[x] * 3, group=group),
     }.items():

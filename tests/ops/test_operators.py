@@ -21,6 +21,9 @@ CHECKS = (
     "dtensors",
     "two_dimensional_mesh",
     "styles",
+    "dispatch_and_combine",
+    "dispatch_in_fp8",
+    "dispatch_and_combine_obey_torch",
     "wrong_shapes_are_told_alike",
     "different_calls_are_told",
 )
@@ -47,5 +50,5 @@ def test_operators_on_cpu_ranks(name: str, found: dict[str, str | None]) -> None
 
 @pytest.mark.slow
 def test_operators_compile_on_one_and_three_ranks() -> None:
-    found = outcomes("--thorough", "compiled", "compiled_autocast", "opcheck")
+    found = outcomes("--thorough", "compiled", "compiled_autocast", "opcheck", "dispatch_and_combine_obey_torch")
     assert set(found.values()) == {None}, found

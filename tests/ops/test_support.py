@@ -12,13 +12,14 @@ from peerlane.ops.sharding import SHARDINGS
 from peerlane.ops.support import SUPPORT
 from peerlane.report.operators import operators_table
 
-NO_OPERATORS = {"close", "memory_report", "prepare", "replicate"}
+NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "ExpertLayers", "close", "memory_report", "prepare", "replicate"}
+TESTED_BY_THEMSELVES = {"all_reduce_rms_norm_fp8", "dispatch", "dispatch_fp8", "combine"}
 
 
 def test_every_operator_is_declared_and_checked() -> None:
     operators = set(ops.__all__) - NO_OPERATORS
-    assert operators == set(SUPPORT) == {case.operator for case in CASES} | {"all_reduce_rms_norm_fp8"}  # which has tests of its own
-    assert set(SHARDINGS) == operators - {"all_reduce_rms_norm", "all_reduce_rms_norm_fp8"}
+    assert operators == set(SUPPORT) == {case.operator for case in CASES} | TESTED_BY_THEMSELVES
+    assert set(SHARDINGS) == operators - TESTED_BY_THEMSELVES - {"all_reduce_rms_norm"}
     assert operators_table().count("\n") == len(operators) + 2
 
 

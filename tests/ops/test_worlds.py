@@ -218,6 +218,28 @@ def test_prepared_sizes_take_memory_once_and_close_gives_it_back(monkeypatch: py
         assert closed.leased_bytes == 0 and 0 < again.leased_bytes < held.leased_bytes
 
 
+def test_prepared_experts_take_no_memory_and_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = Counter(monkeypatch)
+
+    def solution() -> list[Any]:
+        ranks = group_of().world_size
+        ops.prepare(max_tokens=300, hidden=32, products=(), experts=ops.ExpertLayers(2 * ranks, 2, inner=16))
+        group_of().exchange(None)
+        before = dict(counter.counts)
+        for tokens in (300, 1, 0, 128):
+            x, topk_idx = torch.zeros(tokens, 32, dtype=BF16), torch.zeros(tokens, 2, dtype=torch.int64)
+            weights, layer = torch.ones(tokens, 2, dtype=BF16), torch.zeros(2, 16, 32, dtype=BF16)
+            rows, of_rows, handle = ops.dispatch(x, topk_idx, weights, ops.DispatchConfig(2 * ranks, 300))
+            ops.combine(ops.dispatch(x, handle=handle)[0] + rows, handle, of_rows)
+            ops.dispatch(torch.cat([x, x], 1), topk_idx, weights, ops.DispatchConfig(2 * ranks, 512))  # as the gradient does
+            ops.gated_experts(x, topk_idx, weights, layer, layer, layer.mT.contiguous())
+        return [before, dict(counter.counts)]
+
+    for before, after in on_two_ranks(solution):
+        assert before["allocate"] > 3
+        assert {name: after[name] - before[name] for name in ("allocate", "kernel")} == {"allocate": 0, "kernel": 0}
+
+
 def test_a_world_of_one_rank_takes_no_memory() -> None:
     def solution() -> tuple[float, int]:
         mixed_calls([2])

@@ -209,6 +209,6 @@ CASES = [
     Case("ring_attention", "ring_attention", _shards(6, 6), _attention, CAUSAL, SCALE),
     Case("ring_attention with shared keys", "ring_attention", _shards(6, 2), _attention, CAUSAL, SCALE),
     Case("ulysses_attention", "ulysses_attention", _shards(12, 12), _attention, CAUSAL, SCALE),
-    Case("gated_experts", "gated_experts", _mixture((5,)), _experts),
-    Case("gated_experts of three axes", "gated_experts", _mixture((2, 3)), _experts),
+    Case("gated_experts", "gated_experts", _mixture((5,)), _experts, settings=(0,)),
+    Case("gated_experts of three axes", "gated_experts", _mixture((2, 3)), _experts, settings=(0,)),
 ]

@@ -38,9 +38,10 @@ def new(
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}; choose another file with --out") from None
     device = {"kit": "emulated", "cuda": "cuda", "nvshmem": "cuda"}.get(backend, "cpu")
+    place = f"--device {device}" if problem.nodes[0] == 1 else f"--nodes {problem.nodes[0]} --device {device}"
     numbered = candidate_file(file).problem == problem.id
     own = "".join(f" --problems {shlex.quote(str(folder))}" for folder in problems_folders or ())
-    commands = [f"peerlane eval {file}{'' if numbered else f' --problem {problem.id}'}{own} --device {device} --preset small"]
+    commands = [f"peerlane eval {file}{'' if numbered else f' --problem {problem.id}'}{own} {place} --preset small"]
     if backend == "kit" and numbered:
         commands.append(f"peerlane race {file}{own}")
     if as_json:

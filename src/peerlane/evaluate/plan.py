@@ -182,7 +182,7 @@ def _on_nodes(
         return chosen
     left_out = {problem.id for _, found in chosen for problem in found if nodes not in problem.nodes}
     if left_out:
-        note(f"problems {', '.join(map(str, sorted(left_out)))} do not run on {counted(nodes, 'node')}; they are skipped")
+        note(f"{counted(len(left_out), 'problem')} that cannot run on {counted(nodes, 'node')} left out: see --nodes")
     return fitting
 
 

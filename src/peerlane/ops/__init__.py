@@ -34,6 +34,7 @@ from peerlane.ops.collectives import (
     replicate,
 )
 from peerlane.ops.collectives import replicates as _replicates
+from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch, dispatch_fp8
 from peerlane.ops.experts import gated_experts
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
@@ -41,12 +42,15 @@ from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report
 from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
-from peerlane.ops.preparation import prepare
+from peerlane.ops.preparation import ExpertLayers, prepare
 from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
+    "DispatchConfig",
+    "DispatchHandle",
+    "ExpertLayers",
     "all_gather",
     "all_gather_gemm",
     "all_reduce",
@@ -54,6 +58,9 @@ __all__ = [
     "all_reduce_rms_norm_fp8",
     "all_to_all",
     "close",
+    "combine",
+    "dispatch",
+    "dispatch_fp8",
     "gated_experts",
     "gemm_all_gather",
     "gemm_all_reduce",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn.functional import silu
@@ -12,6 +13,7 @@ from peerlane.device.moe.layer import MAX_GROUPS, ExpertSizes, expert_layer
 from peerlane.device.products import gemm
 from peerlane.errors import UsageError
 from peerlane.ops.check import same_call
+from peerlane.ops.dispatch import DispatchConfig, _combine, _dispatch
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast
 from peerlane.ops.sharding import takes_dtensors
@@ -19,69 +21,34 @@ from peerlane.ops.transport import transport
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-
-class _Routes(NamedTuple):
-    """The routes of this rank's token rows, one for each token and slot, ordered by expert; and of the rows that come here."""
-
-    tokens: torch.Tensor
-    slots: torch.Tensor
-    """of the rows that this rank sends: which of tokens x k they are"""
-    sent: list[int]
-    received: list[int]
-    """rows for and from each rank"""
-    of_experts: list[torch.Tensor]
-    """of the rows that come here: those of each own expert"""
-    group: str
-
-    @staticmethod
-    def of(experts: torch.Tensor, own: int, group: str) -> _Routes:
-        ranks, flat = world_size(group), experts.flatten()
-        sent = torch.bincount(flat, minlength=ranks * own)
-        if sent.numel() > ranks * own:
-            raise UsageError(
-                f"gated_experts got expert {sent.numel() - 1}: expected 0 to {ranks * own - 1}, {own} on each of {ranks} ranks"
-            )
-        sent = sent.view(ranks, own)
-        received = _exchanged(sent, [1] * ranks, [1] * ranks, group)
-        numbers = torch.arange(own, device=flat.device).repeat(ranks).repeat_interleave(received.flatten())
-        slots = flat.argsort(stable=True)
-        of_experts = [(numbers == expert).nonzero().squeeze(1) for expert in range(own)]
-        return _Routes(slots // experts.shape[1], slots, sent.sum(1).tolist(), received.sum(1).tolist(), of_experts, group)
-
-    def there(self, rows: torch.Tensor) -> torch.Tensor:
-        return _exchanged(rows, self.sent, self.received, self.group)
-
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        return _exchanged(rows, self.received, self.sent, self.group)
-
-    def added(self, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Returns each token's sum of its rows, of shape and dtype as ``x``; sums are taken in float32 at least."""
-        total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        return total.index_add_(0, self.tokens, rows.to(total.dtype)).to(x.dtype)
-
-
-def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:
-    rows, result = rows.contiguous(), rows.new_empty((sum(received), *rows.shape[1:]))
-    transport(rows, group).all_to_all_single(result, rows, received, sent)
-    return result
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # of PyTorch 2.10 on
+ALIGNMENT = 16
+"""of each expert's rows, so that grouped products that add over rows may read whole vectors"""
 
 
 @torch.library.custom_op("peerlane::gated_experts", mutates_args=())
 def _experts(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, group: str
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    capacity: int,
+    group: str,
 ) -> torch.Tensor:
-    same_call("gated_experts", group, x[:0], experts[:0], weights[:0], gate, up, down)  # ranks may have different numbers of tokens
+    same_call(f"gated_experts {capacity}", group, x[:0], experts[:0], weights[:0], gate, up, down)  # of any numbers of tokens
     kit, (own, inner, h), ranks = kit_group(x, group), gate.shape, world_size(group)
     fits = x.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8 and own * ranks <= MAX_GROUPS
-    if kit is not None and fits:
+    if kit is not None and fits and not capacity:
         layer = expert_layer(kit, ExpertSizes(room_for(kit, x.shape[0]), experts.shape[1], h, inner, own, 1, x.dtype))
         return layer(x, experts, weights, (gate.flatten(0, 1), up.flatten(0, 1), down.flatten(0, 1)))
-    routes = _Routes.of(experts, own, group)
-    rows = routes.there(x[routes.tokens])
-    result = torch.empty_like(rows)
-    for expert, at in enumerate(routes.of_experts):
-        result[at] = (silu(rows[at] @ gate[expert].T) * (rows[at] @ up[expert].T)) @ down[expert].T
-    return routes.added(routes.back(result) * weights.flatten()[routes.slots].unsqueeze(1), x)
+    sizes = _sizes(x, experts, own, capacity, group)
+    rows, of_rows, ends, _, sources = _dispatch(x, experts, weights, sizes, group)
+    hidden = silu(_grouped(rows, gate.mT, ends)) * _grouped(rows, up.mT, ends)
+    y: torch.Tensor
+    y, _ = _combine(_grouped(hidden, down.mT, ends), of_rows, None, experts, sources, sizes, group)
+    return y
 
 
 @torch.library.custom_op("peerlane::gated_experts_backward", mutates_args=())
@@ -93,31 +60,72 @@ def _experts_backward(
     gate: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
+    capacity: int,
     group: str,
 ) -> Gradients:
-    routes = _Routes.of(experts, gate.shape[0], group)
-    slot_weights = weights.flatten()[routes.slots].unsqueeze(1)
-    rows, d_rows, row_weights = (routes.there(value) for value in (x[routes.tokens], dy[routes.tokens], slot_weights))
-    dx_rows, dw_rows = torch.empty_like(rows), torch.empty_like(row_weights)
-    dgate, dup, ddown = (torch.empty_like(layer, memory_format=torch.contiguous_format) for layer in (gate, up, down))
-    for expert, at in enumerate(routes.of_experts):
-        r, d = rows[at], d_rows[at]
-        a, b = r @ gate[expert].T, r @ up[expert].T
-        share, d_hidden = torch.sigmoid(a), d @ down[expert]
-        hidden = a * share * b
-        dw_rows[at] = (hidden * d_hidden).sum(1, keepdim=True)
-        d_hidden = d_hidden * row_weights[at]
-        db, da = d_hidden * a * share, d_hidden * b * share * (1 + a * (1 - share))
-        dx_rows[at] = da @ gate[expert] + db @ up[expert]
-        dgate[expert], dup[expert], ddown[expert] = da.T @ r, db.T @ r, (d * row_weights[at]).T @ hidden
-    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    dweights.view(-1)[routes.slots] = routes.back(dw_rows).squeeze(1)
-    return routes.added(routes.back(dx_rows), x), dweights, dgate, dup, ddown
+    """Tokens and their gradients travel together. The host reads no counts where products are grouped by one kernel."""
+    sizes = _sizes(x, experts, gate.shape[0], capacity, group)
+    both, of_rows, ends, _, sources = _dispatch(torch.cat([x, dy], 1), experts, weights, sizes, group)
+    rows, d_rows = both.chunk(2, 1)
+    a, b = _grouped(rows, gate.mT, ends), _grouped(rows, up.mT, ends)
+    share, d_hidden, of_rows = torch.sigmoid(a), _grouped(d_rows, down, ends), of_rows.unsqueeze(1)
+    hidden = a * share * b
+    dw_rows = (hidden * d_hidden).sum(1)
+    d_hidden = d_hidden * of_rows
+    db, da = d_hidden * a * share, d_hidden * b * share * (1 + a * (1 - share))
+    dx_rows = _grouped(da, gate, ends) + _grouped(db, up, ends)
+    dx, dweights = _combine(dx_rows, None, dw_rows, experts, sources, sizes, group)
+    weighted = d_rows * of_rows
+    return dx, dweights, _outer(da, rows, ends), _outer(db, rows, ends), _outer(weighted, hidden, ends)
 
 
-_experts.register_fake(lambda x, experts, weights, gate, up, down, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+def _sizes(x: torch.Tensor, experts: torch.Tensor, own: int, capacity: int, group: str) -> tuple[int, ...]:
+    """Collective: returns the sizes of a dispatch of the tokens; room for all of them if ``capacity`` is 0."""
+    kit, ranks, most = kit_group(x, group), world_size(group), x.shape[0]
+    if kit is not None:
+        most = room_for(kit, most)
+    elif ranks > 1:
+        counts = torch.empty(ranks, dtype=torch.int64, device=x.device)
+        transport(x, group).all_gather_into_tensor(counts, torch.full_like(counts[:1], most))
+        most = int(counts.max())
+    if kit is None and not x.is_cuda and experts.numel() and int(experts.max()) >= ranks * own:
+        raise UsageError(f"gated_experts got expert {int(experts.max())}: expected 0 to {ranks * own - 1}, {own} on each of {ranks} ranks")
+    room = None if not capacity else -(-capacity // ALIGNMENT) * ALIGNMENT
+    config = DispatchConfig(ranks * own, max(1, most), room, expert_alignment=ALIGNMENT)
+    return config.sizes(ranks, experts.shape[1])
+
+
+def _has_kernel(*matrices: torch.Tensor) -> bool:
+    return _grouped_mm is not None and all(
+        value.dtype in (torch.bfloat16, torch.float16, torch.float32) and value.shape[-1] * value.itemsize % 16 == 0 for value in matrices
+    )
+
+
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Returns each expert's rows (ends[e] - ends[e - 1], k) times its matrix (k, n). Rows behind the last end are undefined."""
+    if _has_kernel(rows, matrices, matrices.mT):
+        product: torch.Tensor = _grouped_mm(rows, matrices, offs=ends)
+        return product
+    result, begin = rows.new_zeros((rows.shape[0], matrices.shape[2])), 0
+    for matrix, end in zip(matrices, ends.tolist(), strict=True):
+        result[begin:end], begin = rows[begin:end] @ matrix, end
+    return result
+
+
+def _outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Returns for each expert its rows of a (rows, n), transposed, times those of b (rows, k): (experts, n, k)."""
+    if _has_kernel(a, b):
+        product: torch.Tensor = _grouped_mm(a.t(), b, offs=ends)
+        return product
+    begins = [0, *ends.tolist()]
+    return torch.stack([a[begin:end].T @ b[begin:end] for begin, end in pairwise(begins)])
+
+
+_experts.register_fake(
+    lambda x, experts, weights, gate, up, down, capacity, group: torch.empty_like(x, memory_format=torch.contiguous_format)
+)
 _experts_backward.register_fake(
-    lambda dy, x, experts, weights, gate, up, down, group: tuple(
+    lambda dy, x, experts, weights, gate, up, down, capacity, group: tuple(
         torch.empty_like(value, memory_format=torch.contiguous_format) for value in (x, weights, gate, up, down)
     )
 )
@@ -125,12 +133,12 @@ _experts_backward.register_fake(
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs[:6])
-    ctx.group = inputs[6]
+    ctx.capacity, ctx.group = inputs[6:]
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dx, dweights, dgate, dup, ddown = _experts_backward(dy.contiguous(), *ctx.saved_tensors, ctx.group)
-    return dx, None, dweights, dgate, dup, ddown, None
+    dx, dweights, dgate, dup, ddown = _experts_backward(dy.contiguous(), *ctx.saved_tensors, ctx.capacity, ctx.group)
+    return dx, None, dweights, dgate, dup, ddown, None, None
 
 
 _experts.register_autograd(_gradients, setup_context=_remember)
@@ -145,11 +153,16 @@ def gated_experts(
     up: torch.Tensor,
     down: torch.Tensor,
     group: GroupLike = None,
+    *,
+    capacity: int | None = None,
 ) -> torch.Tensor:
     """Returns for every token the weighted sum of ``silu(x @ gate.T) * (x @ up.T) @ down.T`` of its experts: (T, H).
 
     x (T, H), experts (T, k) int64, different ones for a token, weights (T, k); T may be several axes. Rank r holds experts r E to
-    r E + E - 1: gate and up (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype."""
+    r E + E - 1: gate and up (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype.
+
+    ``capacity``: the most rows that a rank takes, the same on all ranks; what is above it adds nothing. Each expert's rows are filled up to
+    a multiple of 16, which counts too. None: room for all."""
     x, weights, gate, up, down = cast(x, weights, gate, up, down)
     shapes = [tuple(value.shape) for value in (x, experts, weights, gate, up, down)]
     (own, inner, h) = gate.shape if gate.dim() == 3 else (0, 0, 0)
@@ -168,6 +181,8 @@ def gated_experts(
             f"gated_experts got x in {x.dtype}, weights in {weights.dtype}, experts' layers in {gate.dtype}, {up.dtype}, {down.dtype}: "
             "expected one dtype; call .to(x.dtype) on the others"
         )
+    if capacity is not None and capacity < 1:
+        raise UsageError(f"gated_experts got capacity={capacity}: expected 1 row or more, or None for room for all")
     rows = [value.flatten(0, -2) for value in (x, experts, weights)]
-    result: torch.Tensor = _experts(*rows, gate, up, down, group_name(group))
+    result: torch.Tensor = _experts(*rows, gate, up, down, capacity or 0, group_name(group))
     return result.view(x.shape)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from peerlane.device import Group, communicator
 from peerlane.device.host.memory_report import MemoryReport
+from peerlane.device.moe.dispatch import token_combine, token_dispatch
+from peerlane.device.moe.exchange import LEAST_TOKENS
+from peerlane.device.moe.layer import ExpertSizes, expert_layer
 from peerlane.device.products import all_gather_gemm, gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.device.products.capacity import LEAST_ROWS, capacity, with_room
 from peerlane.errors import UsageError
@@ -18,6 +22,16 @@ PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "row_ga
 """Operators whose memory grows with the number of tokens."""
 
 
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Mixtures of experts, for ``prepare``: those of all ranks, a token's slots, and the experts' inner width for ``gated_experts``."""
+
+    num_experts: int
+    top_k: int
+    inner: int | None = None
+    """None: dispatch and combine alone"""
+
+
 def prepare(
     *,
     max_tokens: int,
@@ -25,6 +39,7 @@ def prepare(
     dtype: torch.dtype = torch.bfloat16,
     group: GroupLike = None,
     products: Sequence[str] = PRODUCTS,
+    experts: ExpertLayers | None = None,
 ) -> MemoryReport:
     """Collective: takes the memory and compiles the kernels for calls of up to ``max_tokens`` rows, and returns what the group takes.
 
@@ -32,7 +47,8 @@ def prepare(
     ``gemm_reduce_scatter`` and ``gemm_all_gather``, and depth of the whole left operand of ``all_gather_gemm`` and ``row_gather_gemm``.
     Right operands are taken to have as many columns, or a rank's share of them; others compile at their first call, as those of
     ``row_gather_gemm`` do. Later calls of these sizes take no memory, compile nothing and exchange nothing; nor do collectives that sum or
-    move. Raises UsageError for other names and sizes. On CPU ranks and in groups that the kit does not serve it does nothing."""
+    move. ``experts``: ``dispatch``, ``combine`` and ``gated_experts`` of each width get memory too; hosts meet in ``gated_experts``.
+    Raises UsageError for other names and sizes. On CPU ranks and in groups that the kit does not serve it does nothing."""
     if unknown := set(products) - set(PRODUCTS):
         raise UsageError(f"prepare got products={sorted(unknown)}: expected some of {', '.join(PRODUCTS)}")
     if max_tokens < 1 or dtype not in gemm.ELEMENT_TYPES:
@@ -45,6 +61,8 @@ def prepare(
     for width in widths:
         for product in products:
             _PREPARED[product](kit, max_tokens, width, dtype)
+        if experts is not None:
+            _experts(kit, max_tokens, width, dtype, experts)
     return kit.memory_report()
 
 
@@ -82,6 +100,20 @@ def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> N
 def _row_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
     """Memory alone: kernels follow from the right operands."""
     with_room(row_gather_gemm.memory_of, kit, -(-rows // kit.world_size), width)
+
+
+def _experts(kit: Group, rows: int, width: int, dtype: torch.dtype, experts: ExpertLayers) -> None:
+    own, rest = divmod(experts.num_experts, kit.world_size)
+    if rest or not own:
+        raise UsageError(f"prepare got {experts} on {kit.world_size} ranks: expected a multiple of the ranks")
+    k, row_bytes = experts.top_k, width * dtype.itemsize
+    rows = rows if experts.inner is None else max(LEAST_TOKENS, capacity(rows))
+    token_dispatch(kit, rows, k, own, row_bytes).load()
+    token_combine(kit, rows, k, own, row_bytes).load(dtype)
+    if experts.inner is not None:
+        token_dispatch(kit, rows, k, own, 2 * row_bytes).load()  # of gradients: tokens and theirs
+        for doubling in range((rows // LEAST_TOKENS).bit_length()):
+            expert_layer(kit, ExpertSizes(LEAST_TOKENS << doubling, k, width, experts.inner, own, 1, dtype))
 
 
 _PREPARED = {

@@ -9,6 +9,8 @@ import torch
 
 from peerlane.device.collectives.reductions import INTEGERS
 from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.moe.dispatch import DTYPES as _DISPATCHED
+from peerlane.device.moe.dispatch import FP8_DTYPES as _DISPATCHED_FP8
 from peerlane.device.products.gemm import ELEMENT_TYPES as PRODUCT_TYPES
 
 ANY = "any"
@@ -35,6 +37,7 @@ class Support:
 
 
 _PRODUCTS = (torch.bfloat16, torch.float16)
+_ROUTED = "with tokens, hidden size and slots"
 assert set(_PRODUCTS) == set(PRODUCT_TYPES)
 
 
@@ -58,11 +61,14 @@ SUPPORT: Mapping[str, Support] = {
     ),
     "ring_attention": Support(_PRODUCTS, "a gather of keys, and torch", True, _SHARDS),
     "ulysses_attention": Support(_PRODUCTS, "two exchanges, and torch", True, _SHARDS),
+    "dispatch": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),
+    "dispatch_fp8": Support(_DISPATCHED_FP8, "a cast, collectives that move, and indexing", False, _ROUTED, "no"),
+    "combine": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),
     "gated_experts": Support(
         _PRODUCTS,
-        "exchanges of counts and rows, and torch",
+        "dispatch, torch and combine",
         True,
         "with tokens and hidden size",
-        graph="forward, in one-kernel dtypes, of 2 ranks or more",
+        graph="in one-kernel dtypes",
     ),
 }

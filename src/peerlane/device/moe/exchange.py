@@ -13,6 +13,8 @@ from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.errors import UsageError
 
 MAX_THREADS = 512  # of the sources
+LEAST_TOKENS = 128
+"""that memory is made for"""
 MAP_TYPES = {torch.bool: "u8", torch.uint8: "u8", torch.int32: "int", torch.int64: "long long", torch.float32: "float"}
 
 DISPATCH = r"""
@@ -129,7 +131,7 @@ def starts(splits: Sequence[int]) -> list[int]:
 def room_for(group: Group, tokens: int) -> int:
     """Collective: returns the tokens of a rank that memory is made for, the same on all ranks. A power of two, so that few sizes are ever
     made."""
-    return max(128, 1 << max(0, max(group.agree(tokens)) - 1).bit_length())
+    return max(LEAST_TOKENS, 1 << max(0, max(group.agree(tokens)) - 1).bit_length())
 
 
 def _threads(group: Group, nbytes: int) -> int:

@@ -48,7 +48,7 @@ class EmulatedCandidate(Rank):
         super().__init__(config, rank, memory_fd)
         self._size: int = config["emulated_ranks"]
         seed = int.from_bytes(os.urandom(4), "big")
-        self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=seed, nodes=config.get("nodes", 1))
+        self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=seed, nodes=self.cluster.nodes)
         self._spaces: dict[str, list[_RankCase]] = {}
         self.handlers = {
             wire.Initialize: self.initialize,

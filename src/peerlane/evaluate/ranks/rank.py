@@ -78,7 +78,7 @@ class Rank:
         self.config, self.rank, self.memory_fd = config, rank, memory_fd
         self.world_size: int = config["world_size"]
         gpus = config.get("gpu_of_rank", range(self.world_size))
-        self.cluster = Cluster(config.get("nodes", 1), self.world_size)
+        self.cluster = Cluster(config.get("nodes", 1), config.get("emulated_ranks", self.world_size))
         self.place = Place.of(config["device"])
         self.device = torch.device("cuda", gpus[rank]) if self.place.has_gpus else torch.device("cpu")
         Arena.begin_at(rank * config.get("memory_range", 0))

@@ -63,13 +63,11 @@ def inputs(case: pc.Case, rank: int, draw: pc.Draw) -> tuple[Any, ...]:
 
     ``case["payloads"]``: random bits instead, NaN with payloads among them.
     """
-    places, requests = case.cluster.ranks_per_node, range(len(case["lengths"]))
+    requests, node = range(len(case["lengths"])), two_tiers.node_of(case, rank)
     mine = _owned(case, rank) if _decodes(case, rank) else requests
-    most = [
-        _pages(case, range(place, len(requests), places)) if _decodes(case, rank) else _pages(case, requests) for place in range(places)
-    ]
-    count = max(map(sum, most)) + case["spare"]
-    heads = case["heads"] if _decodes(case, rank) else case["heads"] // places
+    held = [_owned(case, peer) for peer in node] if _decodes(case, rank) else [requests]
+    count = max(sum(_pages(case, of_rank)) for of_rank in held) + case["spare"]
+    heads = case["heads"] if _decodes(case, rank) else case["heads"] // len(node)
     shape = (count, case["page"], 2, heads, case["depth"])
     cache = draw.bits(shape, case.dtype) if case.params.get("payloads") else draw.normal(shape, case.dtype)
     table = torch.full((len(requests), max(_pages(case, requests))), -1, dtype=INT32, device=draw.device)

@@ -103,7 +103,7 @@ def _pack(tokens: torch.Tensor, local: torch.Tensor, weights: torch.Tensor, chos
 
 
 def _counts(chosen: list[torch.Tensor], rail: dist.ProcessGroup) -> list[int]:
-    """Returns how many tokens every node of the rail has for this one. The only wait of the host."""
+    """Returns how many tokens every node of the rail has for this one. The host waits for the answer."""
     mine = torch.tensor([len(tokens) for tokens in chosen], device=chosen[0].device)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=rail)
