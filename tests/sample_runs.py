@@ -98,11 +98,12 @@ def make_run(
     kind: Literal["generate", "agent"] = "generate",
     code: str = CODE,
     name: str | None = None,
+    prompt_version: str | None = None,
     **changes: Any,
 ) -> list[Result]:
     """A judged run in a folder; every twelfth sample holds no code. An agent has four steps an episode. ``name``: of all results."""
     draw = random.Random(model)
-    run = RunFolder.open_or_create(path, RunSettings(kind=kind, model=model, world_size=4))
+    run = RunFolder.open_or_create(path, RunSettings(kind=kind, model=model, world_size=4, prompt_version=prompt_version))
     results = []
     for problem in problems:
         for sample in range(samples):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,6 +22,7 @@ SUITE = range(1, 88)
 VIRTUAL = {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}
 HOSTILE = "</script><img src=x onerror='window.hacked=1'>"
 LOAD_S = 2.0
+SVG = "{http://www.w3.org/2000/svg}"
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,8 +43,8 @@ def browser() -> Iterator[Any]:
 class Opened:
     """A page that was opened from a file, what it complained of, and what it asked for."""
 
-    def __init__(self, browser: Any, file: Path) -> None:
-        self.page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    def __init__(self, browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
         self.page.set_default_timeout(10_000)
         self.complaints: list[str] = []
         self.requests: list[str] = []
@@ -82,13 +85,26 @@ def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
+@pytest.fixture(scope="module")
+def mixed_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two authors with long names, one of which has no break; a virtual node; references alone on a third machine."""
+    folder = tmp_path_factory.mktemp("mixed")
+    make_run(folder / "a", "a" * 60, range(1, 9), 3)
+    make_run(folder / "b", "an author of several words " * 3, range(1, 9), kind="agent")
+    make_run(folder / "virtual", "m", range(1, 4), environment=VIRTUAL)
+    two = {**ENVIRONMENT, "gpus": [{"name": "NVIDIA H200"}] * 2}
+    (folder / "references.jsonl").write_text(text_of(*reference_results(range(1, 9), environment=two, world_size=2)))
+    write_page(gather([folder]), folder / "page.html", "A title of several words, for a phone too")
+    return folder / "page.html"
+
+
 @pytest.mark.long  # loads are timed: beside other tests they take longer
 @pytest.mark.parametrize("size", ["suite_page", "large_page"])
 def test_it_loads_fast_and_draws_its_plots(browser: Any, size: str, request: pytest.FixtureRequest) -> None:
     opened = [Opened(browser, request.getfixturevalue(size)) for _ in range(3)]
     assert min(item.load_s for item in opened) < LOAD_S
     drawn = opened[0]
-    for plot in ("fast", "verdicts", "reached", "mechanisms"):
+    for plot in ("speeds", "sizes", "fast", "verdicts", "reached", "mechanisms"):
         assert drawn.count(f"#board-0 figure[data-plot={plot}] svg :is(path, rect, circle)") > 10, plot
     assert drawn.complaints == [] and len(drawn.requests) == 1
     for item in opened:
@@ -98,18 +114,18 @@ def test_it_loads_fast_and_draws_its_plots(browser: Any, size: str, request: pyt
 def test_tables_sort_and_filter_by_mouse_and_keyboard(browser: Any, large_page: Path) -> None:
     opened = Opened(browser, large_page)
     page = opened.page
-    page.locator("#board-0 table.candidates th button", has_text="speedup graph").click()
-    speedups = [float(cell.split()[0]) for cell in opened.column(7) if cell != "–"]
+    page.locator("#board-0 table.candidates th button", has_text="speedup, graph").click()
+    speedups = [float(cell.split("[")[0]) for cell in opened.column(6) if cell != "–"]
     assert len(speedups) > 400 and speedups == sorted(speedups, reverse=True)
     page.locator("#board-0 table.candidates th button", has_text="problem").press("Enter")
     assert opened.column(0)[0] == "87"
     page.locator("#board-0 input[type=search]").fill("MODEL-1 gemm")
-    rows = list(zip(opened.column(1), opened.column(4), strict=True))
+    rows = list(zip(opened.column(1), opened.column(3), strict=True))
     assert rows and all("gemm" in slug and author == "model-1" for slug, author in rows)
     assert page.locator("#board-0 output").text_content() == f"{len(rows)} of {4 * 3 * 87 + 87}"
     page.locator("#board-0 input[type=search]").fill("")
-    page.locator("#board-0 select").select_option("hang")
-    assert set(opened.column(5)) == {"hang"}
+    page.locator("#board-0 .filters select").select_option("hang")
+    assert set(opened.column(4)) == {"hang"}
     page.close()
 
 
@@ -120,8 +136,14 @@ def test_boards_authors_modes_and_themes_switch(browser: Any, large_page: Path) 
     assert opened.count(curves) == 4 * 2
     page.locator("#board-0 .chips button", has_text="model-2").click()
     assert opened.count(curves) == 3 * 2
-    page.locator("#board-0 .chips button", has_text="eager").click()
+    page.locator("#board-0 [data-choice=mode]").select_option("graph")
     assert opened.count(curves) == 3
+    hidden = page.locator("#board-0 th.m-eager")
+    assert hidden.count() > 4 and not any(hidden.nth(index).is_visible() for index in range(hidden.count()))
+    page.locator("#board-0 [data-choice=author]").select_option(label="model-1")
+    assert opened.count(curves) == 1 and set(opened.column(3)) == {"model-1"}
+    page.locator("#board-0 [data-choice=author]").select_option("")
+    page.locator("#board-0 .chips button", has_text="model-2").click()
     for name in ("model-0", "model-1", "model-3"):
         page.locator("#board-0 .chips button", has_text=name).click()
     assert opened.count(curves) == 1, "one author stays"
@@ -129,9 +151,49 @@ def test_boards_authors_modes_and_themes_switch(browser: Any, large_page: Path) 
     light = page.evaluate(colour)
     page.locator("#theme").click()
     assert page.evaluate(colour) != light
-    page.locator("nav.boards button").nth(1).click()
+    page.locator("#machines").select_option("1")
+    assert page.url.endswith("#board-1") and page.locator("#boards option:not([hidden])").count() == 1
     assert page.locator("#board-1 .notice").first.is_visible() and not page.locator("#board-0").is_visible()
     assert opened.count("#board-1 figure[data-plot=fast] svg") == 1 and opened.complaints == []
+    page.close()
+
+
+WIDER = """() => [...document.querySelectorAll('header, main, .card, figure > svg, .tiles li, select, label, p, .chips button')]
+    .filter((e) => e.getClientRects().length && e.getBoundingClientRect().right > innerWidth).map((e) => e.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_no_board_is_wider_than_the_window(browser: Any, mixed_page: Path, width: int, scheme: str) -> None:
+    opened = Opened(browser, mixed_page, width, scheme)
+    page = opened.page
+    assert opened.count("#boards option") == 3
+    for place in ("board-0", "board-1", "board-2", "c0"):
+        page.evaluate("place => { location.hash = place }", place)
+        page.wait_for_selector(f"#{place}")
+        assert page.evaluate(WIDER) == [] and page.evaluate("document.documentElement.scrollWidth") == width
+    assert opened.complaints == []
+    page.close()
+
+
+def test_a_figure_becomes_a_file_of_its_own(browser: Any, mixed_page: Path, tmp_path: Path) -> None:
+    opened = Opened(browser, mixed_page, 1400, "dark")
+    page = opened.page
+    card = page.locator("#board-0 .plot", has=page.locator("figure[data-plot=sizes]"))
+    with page.expect_download() as saved:
+        card.locator("[data-save=svg]").click()
+    assert saved.value.suggested_filename == "share-of-the-bound-against-message-size-pkb-4-ranks-open-track.svg"
+    svg = ElementTree.parse(saved.value.path())
+    texts = [element.text for element in svg.iter(f"{SVG}text")]
+    assert texts[0] == "Share of the bound against message size: pkb, 4 ranks, open track" and "a" * 60 in texts and "reference" in texts
+    assert len(list(svg.iter(f"{SVG}circle"))) > 10 and not list(svg.iter(f"{SVG}a")), "a link would lead nowhere from a file"
+    width, height = (int(svg.getroot().get(name, "")) for name in ("width", "height"))
+    page.evaluate("window.print = () => {}")
+    card.locator("[data-save=pdf]").click()
+    pdf = page.pdf(prefer_css_page_size=True)
+    (box,) = re.findall(rb"/MediaBox \[0 0 ([\d.]+) ([\d.]+)\]", pdf)
+    assert [round(float(side)) for side in box] == pytest.approx([0.75 * width, 0.75 * height], abs=2), "one page, in points"
+    assert b"/Font" in pdf and b"/Subtype /Image" not in pdf and opened.complaints == []
     page.close()
 
 

@@ -15,9 +15,11 @@ from peerlane.errors import UsageError
 from peerlane.publish.boards import boards
 from peerlane.publish.gather import gather
 from peerlane.publish.page import INLINE_CANDIDATES, render_page, write_page
-from peerlane.results.result import CandidateInfo
+from peerlane.publish.page.provenance import provenance
+from peerlane.results.result import CandidateInfo, ProblemInfo
+from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import CudaError
-from sample_results import ENVIRONMENT, on_cpu, result, text_of, wrong
+from sample_results import ENVIRONMENT, measured, on_cpu, result, text_of, wrong
 from sample_runs import CODE, make_run, reference_results
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +64,9 @@ def test_a_page_of_runs_has_every_section(runs: Path) -> None:
     text = "".join(Elements(html).text)
     headings = (
         "Leaderboard",
-        "Speedups",
+        "Speedup of each task",
+        "Share of the bound against message size",
+        "Tasks above a speedup",
         "How samples ended",
         "Categories",
         "How data moved",
@@ -72,7 +76,7 @@ def test_a_page_of_runs_has_every_section(runs: Path) -> None:
     assert [heading for heading in headings if heading not in text] == []
     first = data_of(html)[0]
     assert sorted(first["authors"]) == ["model-a", "model-b"]  # type: ignore[call-overload]
-    assert all(first[name] for name in ("fast", "verdicts", "mechanisms", "steps", "reached"))
+    assert all(first[name] for name in ("fast", "speeds", "verdicts", "mechanisms", "steps", "reached"))
     assert "torch 2.11.0" in text and "peerlane 0.1.0" in text and "pass@3" in text
 
 
@@ -98,6 +102,64 @@ def test_the_leaderboard_counts_what_the_metrics_count(tmp_path: Path) -> None:
     assert at_one == [pytest.approx(fast.value)]
 
 
+def candidate(name: str) -> CandidateInfo:
+    return CandidateInfo(name=name, labels={"model": "m"}, sha256=name * 64, backend="cuda")
+
+
+def problem(number: int, slug: str) -> ProblemInfo:
+    return ProblemInfo(id=number, slug=slug, variant="default")
+
+
+def test_means_name_what_they_are_taken_over(tmp_path: Path) -> None:
+    """Of four tasks one is four times as fast, one half as fast, one wrong, and one correct but not timed."""
+    modes, not_timed = ("graph",), NotMeasured(mode="graph", why="the reference cannot be captured")
+    found = [
+        result(candidate=candidate("a"), modes=modes, speed=(measured("graph", 40.0, 10.0),)),
+        result(candidate=candidate("b"), problem=problem(2, "allgather"), modes=modes, speed=(measured("graph", 20.0, 40.0),)),
+        wrong(candidate=candidate("c"), problem=problem(3, "broadcast"), modes=modes),
+        result(candidate=candidate("d"), problem=problem(4, "reduce"), modes=modes, speed=(not_timed,)),
+    ]
+    (tmp_path / "results.jsonl").write_text(text_of(*found))
+    gathered = gather([tmp_path])
+    (row,) = boards(gathered.samples)[0].rows()
+    mean, fallback = row.mean["graph"], row.with_fallback["graph"]
+    assert mean is not None and fallback is not None and row.timed["graph"] == 2
+    assert mean.value == pytest.approx(2**0.5) and fallback.value == pytest.approx(4**0.25)
+    text = "".join(Elements(render_page(gathered, "t").html).text)
+    for words in ("4 of 4", "2 of 4 timed", "1.41xgeometric mean of 2 timed tasks, graph", "1 of 4tasks faster than the reference, graph"):
+        assert words in text, words
+
+
+def test_provenance_has_nccls_settings_and_the_prompts(tmp_path: Path) -> None:
+    slow = {**ENVIRONMENT, "variables": {"NCCL_ALGO": "Ring", "NCCL_VERSION": "2.28.3-1"}}
+    make_run(tmp_path / "run", "m", (1, 2), environment=slow, good=1.0, prompt_version="7-0a1b2c3d")
+    (board,) = boards(gather([tmp_path]).samples)
+    facts = dict(provenance(board, board.samples))
+    assert facts["NCCL"] == "2.28.9, NCCL_ALGO=Ring" and facts["prompt"] == "m: prompt 7-0a1b2c3d"
+
+
+def test_a_page_opens_on_the_node_with_most_problems(tmp_path: Path) -> None:
+    two = {**ENVIRONMENT, "gpus": ENVIRONMENT["gpus"][:2]}  # type: ignore[index]
+    make_run(tmp_path / "few", "m", (1, 2), 6)
+    make_run(tmp_path / "many", "m", range(1, 6), environment=two)
+    make_run(tmp_path / "virtual", "m", range(1, 9), environment=VIRTUAL)
+    assert [(board.key.node.gpus, board.key.node.kind) for board in boards(gather([tmp_path]).samples)] == [
+        (2, "node"),
+        (4, "node"),
+        (4, "virtual"),
+    ]
+
+
+def test_sizes_of_a_sweep_are_bytes_and_in_order(tmp_path: Path) -> None:
+    sizes = ("1mib", "2kib", "16kib")
+    found = [result(candidate=candidate(str(n)), preset=f"sweep_{size}") for n, size in enumerate(sizes)]
+    (tmp_path / "results.jsonl").write_text(text_of(*found))
+    html = render_page(gather([tmp_path]), "t").html
+    assert re.findall(r">sweep_(\w+)<", html) == ["2kib", "16kib", "1mib"]
+    sizes_of = {row["task"]: row["bytes"] for row in data_of(html)[0]["reached"]}  # type: ignore[attr-defined]
+    assert sizes_of["1 allreduce, 1mib"] == 1.5 * 2**20, "an all-reduce of four ranks moves 2 * 3/4 of its size"
+
+
 def test_the_page_gives_both_denominators_of_multicast(tmp_path: Path) -> None:
     off = {**ENVIRONMENT, "variables": {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}}
     candidates = [CandidateInfo(name=str(n), labels={"model": "m"}, sha256=f"{n}" * 64, backend="cuda") for n in range(4)]
@@ -121,7 +183,7 @@ def test_hostile_names_and_code_are_inert(tmp_path: Path) -> None:
     make_run(tmp_path / "run", HOSTILE, (1, 2), code=f"# {HOSTILE.replace('{', '{{').replace('}', '}}')}\n" + CODE, name=HOSTILE)
     page = render_page(gather([tmp_path]), HOSTILE)
     found = Elements(page.html)
-    assert [tag for tag, _ in found.tags].count("script") == 4 and "img" not in {tag for tag, _ in found.tags}
+    assert [tag for tag, _ in found.tags].count("script") == 6 and "img" not in {tag for tag, _ in found.tags}
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
     assert HOSTILE in "".join(found.text) and data_of(page.html)[0]["authors"] == [HOSTILE]
     hrefs = [attributes["href"] for tag, attributes in found.tags if tag == "a"]
@@ -191,7 +253,8 @@ def test_committed_results_give_a_page_without_an_empty_section() -> None:
     page = render_page(gathered, "Committed results")
     for board, view in zip(boards(gathered.samples), data_of(page.html), strict=True):
         assert view["reached"] or not board.modes or board.key.node.kind == "virtual", board.title  # which has no roofline
-        assert not board.samples or (view["verdicts"] and (view["fast"] or not board.modes)), board.title
+        all_correct = all(sample.attempt.correct for sample in board.samples)
+        assert bool(view["verdicts"]) is not all_correct and (view["fast"] or not board.modes or not board.samples), board.title
     assert not gathered.notes
 
 

@@ -37,7 +37,7 @@ def test_the_pictures_are_those_of_the_committed_results(tmp_path: Path) -> None
     measured = evidence.read_evidence(ROOT)
     pictures = figures.figures(problems.suite(), measured, ROOT)
     assert figures.stale(ROOT, pictures) == [], "run `make docs`"
-    assert len(figures.write(tmp_path, pictures)) == 4 and figures.stale(tmp_path, pictures) == []
+    assert len(figures.write(tmp_path, pictures)) == 5 and figures.stale(tmp_path, pictures) == []
     found = figures.headroom(measured, "pkb", 4)
     below = sum(item.utilisation < 0.1 for item in found.values())
     assert f"{below} below 10 %" in text_of(pictures[figures.FOLDER / "references.svg"])

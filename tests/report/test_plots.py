@@ -21,7 +21,7 @@ from peerlane.hardware import environment, topology
 from peerlane.hardware.ceilings import FIGURES
 from peerlane.report import sections
 from peerlane.report.mechanisms import MeasuredMechanisms, as_ceilings, choice_table, mechanisms_report, read_mechanisms, size_text
-from peerlane.report.plots import Point, mechanisms_plot, sweep_bytes, sweep_plot, write_svg
+from peerlane.report.plots import Point, mechanisms_plot, sweep_bytes, sweep_plot, write_plot
 from peerlane.results.result import CandidateInfo, Result
 from sample_results import ENVIRONMENT, estimate, measured, on_cpu, result, text_of
 
@@ -76,27 +76,34 @@ def test_presets_of_the_sweep_name_their_size() -> None:
 
 def test_every_line_has_a_name_and_colour_and_axes_have_units(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sweep.svg"
-    write_svg(sweep_plot(SWEPT), path)
+    write_plot(sweep_plot(SWEPT), path)
     found = texts(path)
     assert {"us per call", "2 KiB", "1 MiB", "reference, eager", "1_one_shot_pytorch, graph", "1 allreduce, 4 ranks"} <= set(found)
     assert "4x NVIDIA H200, NVLink, driver 580; 2026-01-02" in found
     assert len(set(re.findall(r"stroke: (#[0-9a-f]{6})", path.read_text())) & {"#000000", "#0072b2", "#d55e00"}) == 3
     before = path.read_bytes()
-    write_svg(sweep_plot(SWEPT), path)
+    write_plot(sweep_plot(SWEPT), path)
     assert path.read_bytes() == before
+
+
+def test_a_plot_is_a_pdf_if_its_name_says_so(tmp_path: Path) -> None:
+    for path in (tmp_path / "first.pdf", tmp_path / "second.pdf"):
+        write_plot(sweep_plot(SWEPT), path)
+    first, second = ((tmp_path / name).read_bytes() for name in ("first.pdf", "second.pdf"))
+    assert first.startswith(b"%PDF-") and first == second and b"/Subtype /Image" not in first
 
 
 def test_what_can_not_be_drawn_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"expected results of `peerlane eval ... --preset sweep` on GPUs"):
         sweep_plot([result(), on_cpu(preset="sweep_2kib")])
-    with pytest.raises(UsageError, match=r"sweep.png: expected a name that ends in .svg"):
-        write_svg(sweep_plot(SWEPT), tmp_path / "sweep.png")
+    with pytest.raises(UsageError, match=r"sweep.png: expected a name that ends in .svg or .pdf"):
+        write_plot(sweep_plot(SWEPT), tmp_path / "sweep.png")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"cannot write .*sweep.svg: "):
-        write_svg(sweep_plot(SWEPT), tmp_path / "file" / "sweep.svg")
+        write_plot(sweep_plot(SWEPT), tmp_path / "file" / "sweep.svg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependency, match=r"run pip install 'peerlane\[plot\]'"):
-        write_svg(sweep_plot(SWEPT), tmp_path / "sweep.svg")
+        write_plot(sweep_plot(SWEPT), tmp_path / "sweep.svg")
 
 
 def rate(mechanism: str, nbytes: int, blocks: int, gbps: float, movers: int = 1) -> Bandwidth:

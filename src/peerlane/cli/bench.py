@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def bench(
     what: Annotated[str, typer.Argument(help="mechanisms: the ways to move data between GPUs.")],
     out: Annotated[Path, typer.Option(help="Folder that mechanisms.json is written to.")] = Path("peerlane-results"),
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw bandwidth against size, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg|FILE.pdf", help="Draw bandwidth against size, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure bandwidth by mechanism, size, number of blocks and peers, and latency of flags, packets and barriers. Needs 2 or more GPUs.
@@ -53,9 +53,9 @@ def bench(
         print_mechanisms(measured.mechanisms)
         console(stderr=True).print(f"written to {out / FILE}")
     if plot is not None:
-        from peerlane.report.plots import mechanisms_plot, write_svg
+        from peerlane.report.plots import mechanisms_plot, write_plot
 
-        write_svg(mechanisms_plot(measured), plot)
+        write_plot(mechanisms_plot(measured), plot)
 
 
 def print_mechanisms(measured: Mechanisms) -> None:

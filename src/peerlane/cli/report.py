@@ -23,7 +23,7 @@ def report(
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg", help="Draw instead: times of a sweep against size, or bandwidths of the mechanisms."),
+        typer.Option(metavar="FILE.svg|FILE.pdf", help="Draw instead: times of a sweep against size, or bandwidths of the mechanisms."),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="PAGE.html", help="Write a page to publish instead; it opens without a network.")
@@ -70,20 +70,20 @@ def _page(files: list[Path], html: Path, title: str) -> None:
 
 def _mechanisms(file: Path, plot: Path | None) -> None:
     from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
-    from peerlane.report.plots import mechanisms_plot, write_svg
+    from peerlane.report.plots import mechanisms_plot, write_plot
 
     measured = read_mechanisms(file)
     if plot is None:
         print(mechanisms_report(measured))
     else:
-        write_svg(mechanisms_plot(measured), plot)
+        write_plot(mechanisms_plot(measured), plot)
         print(f"written: {plot}")
 
 
 def _sweep(files: list[Path], plot: Path) -> None:
-    from peerlane.report.plots import sweep_plot, write_svg
+    from peerlane.report.plots import sweep_plot, write_plot
 
-    write_svg(sweep_plot(read_result_files(files)), plot)
+    write_plot(sweep_plot(read_result_files(files)), plot)
     print(f"written: {plot}")
 
 

@@ -118,6 +118,18 @@ def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str
     }
 
 
+def timed_log_speedups(attempts: Sequence[Attempt], mode: str) -> dict[int, float]:
+    """Returns by problem the mean natural logarithm of the speedups of its correct samples that were timed in this mode, slower ones too.
+
+    Problems without a timed sample are left out.
+    """
+    logarithms: dict[int, list[float]] = {}
+    for attempt in attempts:
+        if attempt.correct and mode in attempt.speedups:
+            logarithms.setdefault(attempt.problem, []).append(math.log(attempt.speedups[mode].median))
+    return {number: sum(found) / len(found) for number, found in sorted(logarithms.items())}
+
+
 def share(values: Sequence[float]) -> Estimate:
     """Returns the mean of probabilities by problem with its 95 % Wilson interval; raises ValueError for none.
 

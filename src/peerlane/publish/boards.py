@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +50,13 @@ class Row:
     pass_at: Mapping[int, metrics.Estimate]
     fast: Mapping[str, metrics.Estimate | None]
     mean: Mapping[str, metrics.Estimate | None]
+    """geometric mean over the tasks with a timed sample, each by its correct timed samples; slower ones count as what they are"""
+    timed: Mapping[str, int]
+    """tasks with a timed sample, over which ``mean`` is taken"""
+    with_fallback: Mapping[str, metrics.Estimate | None]
+    """geometric mean over all tasks of the board, where the reference serves each task that a sample does not solve faster"""
+    share: Mapping[str, float | None]
+    """median over tasks of the best candidate's share of the roofline bound"""
     untimed: Mapping[str, int]
     """correct samples without a speed in a mode in which others have one"""
     needs_multicast: int
@@ -100,6 +108,11 @@ class Board:
         return ", ".join(parts + (["timed case only"] if key.cases == "timed" else []))
 
     @property
+    def problem_count(self) -> int:
+        """The number of problems that anyone tried."""
+        return len({task.problem for task in self.tasks})
+
+    @property
     def main_mode(self) -> str | None:
         """The launch mode that ranks: graph where it was measured."""
         return self.modes[-1] if self.modes else None
@@ -124,10 +137,13 @@ class Board:
         numbers = range(len(self.tasks))
         fast: dict[str, metrics.Estimate | None] = dict.fromkeys(self.modes)
         mean: dict[str, metrics.Estimate | None] = dict.fromkeys(self.modes)
+        with_fallback: dict[str, metrics.Estimate | None] = dict.fromkeys(self.modes)
+        gains = {mode: metrics.timed_log_speedups(attempts, mode) for mode in self.modes}
         for mode in self.modes:
-            if metrics.is_timed(attempts, mode):
+            if gains[mode]:
                 fast[mode] = self._share(author, metrics.is_faster(1.0, mode), 1)
-                mean[mode] = metrics.geometric_mean(metrics.log_speedups(attempts, numbers, mode, 1))
+                mean[mode] = metrics.geometric_mean(gains[mode])
+                with_fallback[mode] = metrics.geometric_mean(metrics.log_speedups(attempts, numbers, mode, 1))
         return Row(
             author=author,
             standing=standings.pop() if len(standings) == 1 else "own",
@@ -137,11 +153,18 @@ class Board:
             pass_at={k: self._share(author, metrics.is_correct, k) for k in self.ks if k <= self._samples_a_task(author)},
             fast=fast,
             mean=mean,
+            timed={mode: len(found) for mode, found in gains.items()},
+            with_fallback=with_fallback,
+            share={mode: self._median_share(author, mode) for mode in self.modes},
             needs_multicast=metrics.needing_multicast(attempts),
             without_multicast=self._without_multicast(author),
             untimed={mode: metrics.untimed(attempts, mode) for mode in self.modes if metrics.is_timed(attempts, mode)},
             usage=metrics.total_usage(attempts),
         )
+
+    def _median_share(self, author: str, mode: str) -> float | None:
+        shares = [found.share for found in self.reached if found.sample.author == author and found.mode == mode]
+        return statistics.median(shares) if shares else None
 
     def _samples_a_task(self, author: str) -> int:
         return max(Counter(attempt.problem for attempt in self._attempts[author]).values())
@@ -217,6 +240,7 @@ class Board:
         )
         return [{"author": who, "mechanism": name, "confidence": sure, "n": n} for (who, name, sure), n in sorted(counts.items())]
 
+    @functools.cached_property
     def reached(self) -> list[Reached]:
         """Of every task, launch mode and author the best candidate's share of the roofline; and the reference's, by itself or beside it."""
         best: dict[tuple[Task, str, str], Reached] = {}
@@ -260,7 +284,7 @@ def measured_bound(utilisation: Sequence[Utilisation]) -> Utilisation | None:
 
 
 def boards(samples: Iterable[Sample]) -> list[Board]:
-    """A board for each class of machine and setting: nodes first, then virtual nodes, then ranks without GPUs; the fullest first."""
+    """A board for each class of machine and setting: nodes before virtual nodes and ranks without GPUs; of those the broadest first."""
     groups: dict[BoardKey, list[Sample]] = {}
     for sample in samples:
         like = sample.like
@@ -268,11 +292,11 @@ def boards(samples: Iterable[Sample]) -> list[Board]:
         key = BoardKey(like.node, like.track, family, like.world_size, like.problem.variant, like.cases)
         groups.setdefault(key, []).append(sample)
     found = [Board(key, group) for key, group in groups.items()]
-    most = {key.node: max(len(board.samples) for board in found if board.key.node == key.node) for key in groups}
+    most = {key.node: max(board.problem_count for board in found if board.key.node == key.node) for key in groups}
 
-    def rank(board: Board) -> tuple[int, int, str, bool, int]:
+    def rank(board: Board) -> tuple[int, int, str, bool, int, int]:
         node = board.key.node
-        return _KINDS.index(node.kind), -most[node], str(node), board.key.family == SWEEP, -len(board.samples)
+        return _KINDS.index(node.kind), -most[node], str(node), board.key.family == SWEEP, -board.problem_count, -len(board.samples)
 
     return sorted(found, key=rank)
 

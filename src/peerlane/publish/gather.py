@@ -15,7 +15,7 @@ from peerlane.errors import FileRefused, UsageError
 from peerlane.files import find_files, read_regular
 from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
-from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, is_run
+from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, RunSettings, is_run
 from peerlane.publish.bundle import is_bundle, read_bundle
 from peerlane.publish.verify import read_verification
 from peerlane.results.reader import FILE, MOST_BYTES, newest, read_results
@@ -60,6 +60,7 @@ class Sample:
         result: None where there was no code to judge, or no evaluation yet.
         code: the candidate's file, if it is at hand; its contents may have changed since.
         traces: name and contents of the pictures of `peerlane trace` in the sample's folder ``trace``.
+        settings: of the run that the sample belongs to, with the version of its prompts; None of a file that was judged by itself.
     """
 
     author: str
@@ -69,6 +70,7 @@ class Sample:
     code: bytes | None = field(default=None, repr=False)
     standing: Standing = "own"
     traces: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
+    settings: RunSettings | None = field(default=None, repr=False)
 
     @property
     def is_reference(self) -> bool:
@@ -190,7 +192,8 @@ def _samples_of_run(run: RunFolder, results: Sequence[Result], author: str) -> I
             file = files.get(folder)
             pictures = sorted((run.path / folder / TRACES).glob("*.svg"))[:_MOST_TRACES]
             traces = tuple((path.stem, run.read(path, _MOST_TRACE_BYTES)) for path in pictures)
-            yield Sample(author, attempt, like, named, None if file is None else run.read(file), traces=traces)
+            code = None if file is None else run.read(file)
+            yield Sample(author, attempt, like, named, code, traces=traces, settings=run.settings)
 
 
 def _named(result: Result, name: str) -> Result:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from peerlane.report.plots import COLOURS
+from peerlane.report.plots import COLOURS, preset_order
 from peerlane.report.sweep import MODES
 from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, shown_speedup
 from peerlane.results.result import Result
@@ -57,7 +57,7 @@ def comparison_table(results: Sequence[Result]) -> TextTable:
         *(["of bound"] if bounded else []),
     ]
     table = TextTable(columns, right=set(columns) - {"problem", "kernel", "preset"})
-    for result in sorted(results, key=lambda item: (item.problem.id, _natural(item.preset), item.candidate.name)):
+    for result in sorted(results, key=lambda item: (item.problem.id, preset_order(item.preset), item.candidate.name)):
         bound_us = _bound_us(result)
         table.add(
             f"{result.problem.id} {result.problem.slug}",
@@ -145,9 +145,3 @@ def _listed(numbers: Collection[int]) -> str:
 
 def _short(preset: str) -> str:
     return preset.removeprefix("production_").removeprefix("sweep_")
-
-
-def _natural(preset: str) -> tuple[str, int]:
-    """Sizes of a sweep sort as numbers."""
-    head, _, size = preset.rpartition("_")
-    return (head, int(size)) if size.isdecimal() else (preset, 0)

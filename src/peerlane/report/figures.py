@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from peerlane.problems import Problem
 from peerlane.report.comparison import speedups
 from peerlane.report.evidence import NOTHING, RESULTS, Evidence, ReferenceTime
+from peerlane.report.findings import launch_modes
 from peerlane.report.plots import COLOURS, matplotlib_parts
 from peerlane.results.reader import read_results
 
@@ -221,6 +222,7 @@ def figures(suite: Sequence[Problem], evidence: Evidence, root: Path) -> dict[Pa
         FOLDER / "coverage.svg": coverage(suite),
         FOLDER / "references.svg": references(evidence),
         FOLDER / "solutions.svg": _svg((11.0, 3.9), lambda figure: speedups(figure, read_results(root / SOLUTIONS))),
+        FOLDER / "launch-modes.svg": _svg((7.4, 5.8), lambda figure: launch_modes(figure, root / RESULTS)),
     }
 
 

@@ -1,4 +1,4 @@
-"""Plots, as SVG: time of a sweep's cases against size, and bandwidth of the mechanisms against size.
+"""Plots, as SVG or PDF: time of a sweep's cases against size, and bandwidth of the mechanisms against size.
 
 Colours are those of Okabe and Ito, which people with any colour vision can tell apart, and a grey; markers differ too.
 """
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'peerlane[plot]'"
 REFERENCE = "reference"
-_BLACK = "#000000"
+BLACK = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 _MARKERS = "osD^vPX"
 _DASHES = {"eager": "--", "graph": "-"}
 _SWEEP = re.compile(r"sweep_(\d+)(kib|mib|)")
 _BYTES = "size"
+_UNDATED = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+"""kinds of files -> metadata without the time of writing, so that equal plots give equal bytes"""
 _PANEL_INCHES, _PANELS_ACROSS = (5.0, 4.0), 4
 
 
@@ -131,6 +133,12 @@ def sweep_bytes(preset: str) -> int | None:
     return int(match[1]) << {"kib": 10, "mib": 20}[match[2]] if match and match[2] else None
 
 
+def preset_order(preset: str) -> tuple[str, int]:
+    """Returns a key that sorts presets by name, and those of a sweep by size."""
+    match = _SWEEP.fullmatch(preset)
+    return ("sweep", int(match[1]) << {"": 0, "kib": 10, "mib": 20}[match[2]]) if match else (preset, 0)
+
+
 def _sweep_size(result: Result) -> tuple[int, str] | None:
     """Returns the size that a result of a sweep is for, and what it counts: bytes, or as its preset's description says, such as tokens."""
     if (nbytes := sweep_bytes(result.preset)) is not None:
@@ -153,21 +161,21 @@ def _dates(moments: Iterable[datetime]) -> str:
 
 
 @contextmanager
-def svg_figure(path: Path, width: float, height: float) -> Iterator[Any]:
+def figure_file(path: Path, width: float, height: float) -> Iterator[Any]:
     """Opens a matplotlib Figure of so many inches, which is written when the block ends.
 
-    Raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg or it cannot be written.
+    Raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg or .pdf, or it cannot be written.
     """
-    if path.suffix != ".svg":
-        raise UsageError(f"cannot draw {path}: expected a name that ends in .svg")
+    if path.suffix not in _UNDATED:
+        raise UsageError(f"cannot draw {path}: expected a name that ends in .svg or .pdf")
     matplotlib, figures = matplotlib_parts(""), matplotlib_parts("figure")
     # Text stays text, and the same plot gives the same bytes.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peerlane"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peerlane", "pdf.fonttype": 42}):
         figure = figures.Figure(figsize=(width, height), layout="constrained")
         yield figure
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format="svg", metadata={"Date": None})
+            figure.savefig(path, format=path.suffix[1:], metadata=_UNDATED[path.suffix])
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}; name a file that can be written") from None
 
@@ -180,11 +188,11 @@ def matplotlib_parts(name: str) -> Any:
         raise MissingDependency(f"plots need matplotlib, which can not be imported ({error}): run {INSTALL}") from error
 
 
-def write_svg(plot: Plot, path: Path) -> None:
-    """Draws it; raises what :func:`svg_figure` raises."""
+def write_plot(plot: Plot, path: Path) -> None:
+    """Draws it; raises what :func:`figure_file` raises."""
     across = min(len(plot.panels), _PANELS_ACROSS)
     down = -(-len(plot.panels) // across)
-    with svg_figure(path, _PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down + 0.5) as figure:
+    with figure_file(path, _PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down + 0.5) as figure:
         axes = figure.subplots(down, across, squeeze=False).flatten()
         for panel, area in zip(plot.panels, axes, strict=False):
             _draw(panel, plot, area)
@@ -197,7 +205,7 @@ def _draw(panel: Panel, plot: Plot, area: Any) -> None:
     names = [name for name in dict.fromkeys(line.name for line in panel.lines) if name != REFERENCE]
     for line in panel.lines:
         number = None if line.name == REFERENCE else names.index(line.name)
-        colour = _BLACK if number is None else COLOURS[number % len(COLOURS)]
+        colour = BLACK if number is None else COLOURS[number % len(COLOURS)]
         marker = "." if number is None else _MARKERS[number % len(_MARKERS)]
         sizes = [point.size for point in line.points]
         label = f"{line.name}, {line.mode}" if line.mode else line.name

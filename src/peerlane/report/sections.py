@@ -11,6 +11,7 @@ from peerlane.report.calibration import calibration_table
 from peerlane.report.comparison import comparison_report, summary
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
+from peerlane.report.findings import launch_modes_table, rungs_table
 from peerlane.report.kernels import backend_report, collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import accuracy
@@ -96,6 +97,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "backend_virtual": (ONE_GPU / "backend.json", backend_report),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
+    "launch_modes": (REFERENCES, lambda path: launch_modes_table(path.parents[1])),
+    "races_by_rung": (TWO_GPUS / outcome.FILE, lambda path: rungs_table(path.parents[1])),
     "operators": (Path("src/peerlane/ops/support.py"), _operators),
     "mechanisms": (MECHANISMS, _mechanisms),
     "collectives": (NODE / "collectives.json", collectives_report),
@@ -114,6 +117,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
 DOCUMENTS = (
     Path("docs/measurements.md"),
     *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "virtual-node")),
+    Path("docs/science.md"),
     Path("docs/calibration.md"),
     Path("docs/ops-support.md"),
     Path("docs/device/collectives.md"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.evaluate.audit.timeline import Shares, Timeline
-from peerlane.report.plots import svg_figure
+from peerlane.report.plots import figure_file
 from peerlane.report.tables import TextTable
 
 ROLE_COLOURS = {
@@ -52,7 +52,7 @@ def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
     shares = [timeline.shares() for timeline in timelines]
     shown_us = _CALLS_SHOWN * max(item.us_per_call for item in shares)
     heights = [len(_tracks(timeline)) + 1 if timeline.roles else max(2, len(_rows(timeline))) for timeline in timelines]
-    with svg_figure(path, 9, 1.2 + 0.7 * len(heights) + 0.26 * sum(heights)) as figure:
+    with figure_file(path, 9, 1.2 + 0.7 * len(heights) + 0.26 * sum(heights)) as figure:
         panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for timeline, side_shares, panel in zip(timelines, shares, panels, strict=True):
             if timeline.roles:

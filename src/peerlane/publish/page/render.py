@@ -22,7 +22,11 @@ from peerlane.version import __version__
 INLINE_CANDIDATES = 200
 """Above this number of candidates each has a file of its own, beside the page."""
 _HERE = Path(__file__).parent
-_SCRIPTS = (_HERE / "vendor" / "d3.min.js", _HERE / "vendor" / "plot.umd.min.js", _HERE / "page.js")
+_SCRIPTS = (
+    _HERE / "vendor" / "d3.min.js",
+    _HERE / "vendor" / "plot.umd.min.js",
+    *(_HERE / name for name in ("plots.js", "export.js", "page.js")),
+)
 
 
 @dataclass(frozen=True)

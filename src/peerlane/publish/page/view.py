@@ -11,13 +11,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from peerlane.generate.metrics import total_usage
 from peerlane.problem_files import slugs
 from peerlane.publish.boards import Board, Row, category_of, measured_bound
 from peerlane.publish.detail import Source, block_times, facts, source_of, speeds
 from peerlane.publish.gather import WHOSE, Sample
+from peerlane.publish.page.provenance import provenance
+from peerlane.publish.points import message_bytes, speed_points
 from peerlane.report.catalogue import plain
+from peerlane.report.plots import preset_order
 from peerlane.results.result import Result
+from peerlane.words import counted
 
 _NOTICES = {
     "virtual": "Virtual node: several ranks share a GPU. Speeds here compare with each other only, never with those of a node.",
@@ -26,6 +29,17 @@ _NOTICES = {
 }
 
 
+_FAMILIES = {
+    "pkb": "pkb: the sizes of the public benchmark, most of which measure latency.",
+    "production": "production: sizes of layers of real models.",
+    "sweep": "sweep: the same problems at growing sizes.",
+    "small": "small: sizes for correctness; their speeds say little.",
+    "bandwidth": "bandwidth: sizes at which links and memory are the limit.",
+}
+_TRACKS = {
+    "open": "Open track: a candidate may communicate with any library.",
+    "custom": "Custom track: a candidate must communicate by code of its own.",
+}
 _VERIFIED = (
     "Verdicts and speeds of verified entries were measured by the keeper of this page. Tokens and cost are what their authors say, and "
     "steps of their agents are not shown."
@@ -47,8 +61,10 @@ class Item:
         self.slug = sample.result.problem.slug if sample.result is not None else slugs().get(sample.task.problem, "")
         self.title = f"{sample.task.problem} {self.slug}: {sample.name}"
         self.board_title = f"{board.title}, {board.key.node}"
-        bounds = [measured_bound(speed.utilisation) for speed in self.speeds]
-        self.share = max((bound.candidate for bound in bounds if bound is not None), default=None)
+        self.by_mode = {speed.mode: speed for speed in self.speeds}
+        bounds = [bound for speed in self.speeds if (bound := measured_bound(speed.utilisation)) is not None]
+        self.bound = bounds[0] if bounds else None
+        self.share = max((bound.candidate for bound in bounds), default=None)
 
     @functools.cached_property
     def speeds(self) -> Sequence[Any]:
@@ -94,7 +110,7 @@ class View:
     def of(cls, number: int, board: Board, first_item: int) -> View:
         """The board as the page shows it; its items are numbered from ``first_item``."""
         back = "#candidates" if number == 0 else f"#candidates-{number}"
-        samples = sorted([*board.samples, *board.references], key=lambda sample: (sample.task, sample.author, sample.attempt.sample))
+        samples = sorted([*board.samples, *board.references], key=_order)
         items = [Item(sample, first_item + index, board, back) for index, sample in enumerate(samples)]
         return cls(number, board, items, board.rows())
 
@@ -102,6 +118,17 @@ class View:
     def node_title(self) -> str:
         """The class of machine."""
         return str(self.board.key.node)
+
+    @property
+    def size(self) -> str:
+        """The number of tasks that anyone tried, or of references."""
+        tasks = len(self.board.tasks)
+        return counted(tasks, "task") if tasks else f"{counted(len(self.board.references), 'reference')} alone"
+
+    @property
+    def modes(self) -> list[str]:
+        """Launch modes in the order of columns: the one that ranks first."""
+        return self.board.modes[::-1]
 
     @property
     def authors(self) -> list[str]:
@@ -158,67 +185,74 @@ class View:
         missing = []
         if not self.board.modes:
             missing.append("speedups and the roofline: no speed was measured")
+        if all(sample.attempt.correct for sample in self.board.samples):
+            missing.append("verdicts: all samples are correct")
         if not self.board.mechanisms():
             missing.append("mechanisms: no audited result names any")
         return f"Not shown: {'; '.join(missing)}." if missing and self.board.samples else ""
 
     @property
     def tiles(self) -> list[tuple[str, str]]:
-        """The headline figures."""
+        """The headline figures: what was tried and solved, and the speed of the leading author over the tasks that were timed."""
         board = self.board
         if not board.samples:
             tasks = {sample.task for sample in board.references}
             return [(f"{len(tasks):,}", "tasks"), (f"{len(board.references):,}", "references")]
         correct = [sample for sample in board.samples if sample.attempt.correct]
         solved = {sample.task for sample in correct}
-        mode = board.main_mode
-        faster = {s.task for s in correct if mode is not None and mode in s.attempt.speedups and s.attempt.speedups[mode].low > 1}
         found = [
-            (f"{len(board.tasks):,}", "tasks"),
-            (f"{len(board.authors):,}", "author" if len(board.authors) == 1 else "authors"),
-            (f"{len(board.samples):,}", "samples"),
-            (f"{len(correct) / len(board.samples):.0%}".replace("%", " %"), "of samples correct"),
-            (f"{len(solved):,}", "tasks solved by anyone"),
+            (f"{len(solved):,} of {len(board.tasks):,}", "tasks solved by anyone"),
+            (f"{len(correct):,} of {len(board.samples):,}", "samples correct"),
         ]
-        return found + ([(f"{len(faster):,}", f"tasks faster, {mode}")] if mode is not None else [])
+        return found + [tile for mode in (board.main_mode,) if mode is not None for tile in self._speed_tiles(mode)]
+
+    def _speed_tiles(self, mode: str) -> list[tuple[str, str]]:
+        points = [point for point in speed_points(self.board) if point.speed.mode == mode]
+        faster = {point.sample.task for point in points if point.speed.speedup.low > 1}
+        found = [(f"{len(faster):,} of {len(self.board.tasks):,}", f"tasks faster than the reference, {mode}")]
+        leader = next((row for row in self.rows if row.mean.get(mode) is not None), None)
+        if leader is not None and (mean := leader.mean[mode]) is not None:
+            whose = f", {leader.author}" if len(self.authors) > 1 else ""
+            tasks = f"{leader.timed[mode]:,} timed task{'' if leader.timed[mode] == 1 else 's'}"
+            found.append((f"{mean.value:.2f}x", f"geometric mean of {tasks}, {mode}{whose}"))
+            best = max((point for point in points if point.sample.author == leader.author), key=lambda point: point.speed.speedup.median)
+            found.append((f"{best.speed.speedup.median:.1f}x", f"largest speedup, {mode}{whose}: problem {best.sample.task.problem}"))
+            if (share := leader.share[mode]) is not None:
+                found.append((f"{100 * share:.0f} %", f"of the roofline bound, median of its tasks, {mode}"))
+        return found
+
+    @property
+    def about(self) -> list[str]:
+        """Sentences that explain the words of the board's title."""
+        key = self.board.key
+        track = _TRACKS.get(key.track)
+        cases = "Only the case that is timed was judged." if key.cases == "timed" else None
+        return [text for text in (_FAMILIES.get(key.family), track, cases) if text is not None]
 
     @property
     def provenance(self) -> list[tuple[str, str]]:
         """The machine, its software, and who judged when."""
-        results, environments = self._results, [result.environment for result in self._results]
-        revisions = [_revision(environment) for environment in environments]
-        days = sorted(f"{result.finished_at:%Y-%m-%d}" for result in results)
-        usage = total_usage([sample.attempt for sample in self.board.samples])
-        rows: list[tuple[str, list[str]]] = [
-            ("machine", [str(self.board.key.node)]),
-            ("driver", [str(environment.get("driver") or "") for environment in environments]),
-            *((name, [value]) for name, value in self.board.key.node.switches()),
-            ("CPU", [_cpu(environment) for environment in environments]),
-            ("system", [str(environment.get("os") or "") for environment in environments]),
-            ("software", [_software(environment) for environment in environments]),
-            ("evaluator", [f"peerlane {result.evaluator_version}" for result in results]),
-            ("revision", revisions),
-            ("rules", [result.rules_hash or "" for result in results]),
-            ("isolation", [result.isolation for result in results]),
-            ("judged", [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else []),
-            ("model calls", [f"{usage.calls:,}"] if usage.calls else []),
-        ]
-        return [(name, "; ".join(told)) for name, values in rows if (told := [value for value in dict.fromkeys(values) if value])]
+        return provenance(self.board, [item.sample for item in self.items])
 
     @property
     def _results(self) -> list[Result]:
         return [item.sample.result for item in self.items if item.sample.result is not None]
 
     @functools.cached_property
+    def _links(self) -> dict[int, str]:
+        return {id(item.sample): item.href for item in self.items}
+
+    @functools.cached_property
     def data(self) -> dict[str, Any]:
         """The plots' data, as JSON can hold it."""
         board = self.board
-        verdicts = board.verdicts()
+        verdicts = board.verdicts() if not all(sample.attempt.correct for sample in board.samples) else []
         return plain(  # type: ignore[no-any-return]
             {
                 "authors": self.authors,
                 "modes": board.modes,
                 "fast": board.fast_p(),
+                "speeds": self._speeds(),
                 "verdicts": verdicts,
                 "mechanisms": board.mechanisms(),
                 "steps": board.steps(),
@@ -226,35 +260,42 @@ class View:
             }
         )
 
+    def _task(self, sample: Sample) -> str:
+        slug = sample.result.problem.slug if sample.result is not None else ""
+        return f"{sample.task.problem} {slug}" + (f", {sample.task.preset.partition('_')[2]}" if self.presets > 1 else "")
+
+    def _speeds(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "task": self._task(sample),
+                "mode": speed.mode,
+                "author": sample.author,
+                "name": sample.name,
+                "href": self._links[id(sample)],
+                "speedup": speed.speedup.median,
+                "low": speed.speedup.low,
+                "high": speed.speedup.high,
+                "us": speed.candidate_us.median,
+                "reference_us": speed.reference_us.median,
+            }
+            for sample, speed in speed_points(self.board)
+        ]
+
     def _reached(self) -> list[dict[str, Any]]:
-        links = {id(item.sample): item.href for item in self.items}
-        several = self.presets > 1
+        key = self.board.key
         references: dict[tuple[str, str], dict[str, Any]] = {}
         found = []
-        for reached in sorted(self.board.reached(), key=lambda reached: not reached.sample.is_reference):
-            sample, bound = reached.sample, reached.bound
-            slug = sample.result.problem.slug if sample.result is not None else ""
-            task = f"{sample.task.problem} {slug}" + (f", {sample.task.preset}" if several else "")
+        for reached in sorted(self.board.reached, key=lambda reached: not reached.sample.is_reference):
+            sample, bound, task = reached.sample, reached.bound, self._task(reached.sample)
             row = {"task": task, "mode": reached.mode, "bound_us": bound.bound_us, "bound_by": bound.bound_by, "ceilings": bound.ceilings}
+            row |= {"problem": task.split(",")[0], "bytes": message_bytes(*sample.task, key.world_size, key.variant)}
             references.setdefault((task, reached.mode), row | {"share": bound.reference, "href": None})
             if sample.is_reference:
-                references[task, reached.mode] |= {"share": reached.share, "href": links[id(sample)]}
+                references[task, reached.mode] |= {"share": reached.share, "href": self._links[id(sample)]}
             else:
-                found.append(row | {"share": reached.share, "author": sample.author, "name": sample.name, "href": links[id(sample)]})
+                found.append(row | {"share": reached.share, "author": sample.author, "name": sample.name, "href": self._links[id(sample)]})
         return [row for row in [*references.values(), *found] if row["share"] > 0]
 
 
-def _cpu(environment: dict[str, Any]) -> str:
-    cpu = environment.get("cpu") or {}
-    return ", ".join(filter(None, [str(cpu.get("model") or ""), f"{cpu['cores']} cores" if cpu.get("cores") else ""]))
-
-
-def _software(environment: dict[str, Any]) -> str:
-    versions = environment.get("software") or {}
-    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "nccl", "triton", "python") if versions.get(name))
-
-
-def _revision(environment: dict[str, Any]) -> str:
-    git = environment.get("git") or {}
-    revision = str(git.get("revision") or "")[:12]
-    return f"{revision} (changed)" if revision and git.get("dirty") else revision
+def _order(sample: Sample) -> tuple[object, ...]:
+    return sample.task.problem, preset_order(sample.task.preset), sample.author, sample.attempt.sample

@@ -1,0 +1,131 @@
+"""Tables and a picture of the page of findings: what CUDA graphs alone change, and which rung finds which race."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any, NamedTuple
+
+from peerlane.report.mechanisms import size_text
+from peerlane.report.plots import BLACK, COLOURS, sweep_bytes
+from peerlane.report.tables import TextTable
+from peerlane.results.reader import read_results
+from peerlane.results.result import Result
+from peerlane.selftest import outcome
+from peerlane.selftest.run import attributed
+from peerlane.selftest.table import load
+
+MODES_FILES = ("h200x4/references.jsonl", "h200x2/references.jsonl", "h100x2/solutions.jsonl", "h200x4/production.jsonl")
+SWEEP = "h200x2/sweep.jsonl"
+RUNGS = {
+    "virtual node": ("h100x1/selftest_virtual.jsonl", "h200x1/selftest_virtual.jsonl"),
+    "node": ("h200x2/selftest.jsonl",),
+}
+SAME = 0.05
+"""Relative difference of two times below which they count as equal."""
+
+
+class Gain(NamedTuple):
+    """How many times as long one reference takes called one by one as in a CUDA graph. Times are medians in microseconds a call."""
+
+    problem: int
+    slug: str
+    preset: str
+    eager_us: float
+    graph_us: float
+
+    @property
+    def ratio(self) -> float:
+        """Returns eager over graph."""
+        return self.eager_us / self.graph_us
+
+
+def gains(results: Iterable[Result]) -> list[Gain]:
+    """Returns the gain of every reference that was timed in both modes, the largest first; of several times of one, their median."""
+    times: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
+    for result in results:
+        eager, graph = result.speed_in("eager"), result.speed_in("graph")
+        if eager is not None and graph is not None:
+            key = (result.problem.id, result.problem.slug, result.preset)
+            times.setdefault(key, []).append((eager.reference_us.median, graph.reference_us.median))
+    found = [Gain(*key, median(eager for eager, _ in both), median(graph for _, graph in both)) for key, both in times.items()]
+    return sorted(found, key=lambda gain: -gain.ratio)
+
+
+def launch_modes_table(folder: Path) -> str:
+    """Returns a row for each file of results below ``folder``: how much faster references are in graphs, as Markdown."""
+    columns = ("machine", "sizes", "references", "geometric mean", "largest", f"within {SAME:.0%}")
+    table = TextTable(columns, right=columns[2:])
+    for name in MODES_FILES:
+        results = [result for result in read_results(folder / name) if result.correct]
+        found = gains(results)
+        ratios = [gain.ratio for gain in found]
+        table.add(
+            f"[{results[0].node.gpus}x {_short(results[0].node.gpu or '')}](../results/{name})",
+            ", ".join(dict.fromkeys(gain.preset.partition("_")[0] for gain in found)),
+            str(len(found)),
+            f"{geometric_mean(ratios):.2f}",
+            f"{ratios[0]:.1f} (problem {found[0].problem})",
+            str(sum(abs(ratio - 1) < SAME for ratio in ratios)),
+        )
+    return table.markdown()
+
+
+def launch_modes(figure: Any, folder: Path) -> None:
+    """Draws the gains of all references of four GPUs, sorted, and those of the collectives by size, on a figure of matplotlib."""
+    top, bottom = figure.subplots(2, 1)
+    found = gains(read_results(folder / MODES_FILES[0]))
+    top.plot(range(len(found)), [gain.ratio for gain in found], "o", color=COLOURS[0], markersize=4)
+    top.set_xticks(range(len(found)), [str(gain.problem) for gain in found], fontsize=6, rotation=90)
+    top.set_xlim(-1, len(found))
+    top.set_xlabel("problem, at the sizes of the public benchmark; four H200", fontsize=9)
+    swept = [(size, gain) for gain in gains(read_results(folder / SWEEP)) if (size := sweep_bytes(gain.preset)) is not None]
+    problems = sorted({(gain.problem, gain.slug) for _, gain in swept})
+    for number, (problem, slug) in enumerate(problems):
+        points = sorted((size, gain.ratio) for size, gain in swept if gain.problem == problem)
+        style = {"color": (*COLOURS, BLACK)[number % 8], "marker": "osD^vPX*"[number % 8], "linestyle": "-"}
+        bottom.plot(*zip(*points, strict=True), label=slug, markersize=3.5, linewidth=1, **style)
+    sizes = sorted({size for size, _ in swept})
+    bottom.set_xscale("log", base=2)
+    bottom.set_xticks(sizes[::2], [size_text(size) for size in sizes[::2]], fontsize=8)
+    bottom.set_xlabel("size of a collective; two H200", fontsize=9)
+    bottom.legend(frameon=False, fontsize=7.5, ncols=2)
+    for area in (top, bottom):
+        area.axhline(1.0, color="#555555", linewidth=0.9)
+        area.set_ylabel("times as fast in a graph", fontsize=9)
+        area.set_yscale("log")
+        area.set_yticks([1, 2, 4, 8, 16], ["1x", "2x", "4x", "8x", "16x"])
+        area.set_ylim(0.8, 20)
+        area.minorticks_off()
+        area.grid(axis="y", linewidth=0.3)
+        area.spines[["top", "right"]].set_visible(False)
+
+
+def rungs_table(folder: Path) -> str:
+    """Returns a row for each CUDA kernel of the corpus with a broken protocol: the verdicts on each rung that has GPUs, as Markdown."""
+    corpus = load()
+    judged = {
+        rung: attributed(corpus, [item for name in names for item in outcome.read_outcomes(folder / name) if _on(rung, item.node)])
+        for rung, names in RUNGS.items()
+    }
+    table = TextTable(("row", "fault", "kernel", *RUNGS))
+    for entry in corpus.entries:
+        if entry.rule == "races" and entry.kind != "legitimate" and entry.file.endswith("_cuda"):
+            verdicts = [_counted([found.verdict for mine, found in judged[rung] if mine.file == entry.file]) for rung in RUNGS]
+            table.add(entry.row, corpus.rows[entry.row], f"`{re.sub(r'^1_|_cuda$', '', entry.file)}`", *verdicts)
+    return table.markdown()
+
+
+def _short(gpu: str) -> str:
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def _on(rung: str, node: str) -> bool:
+    return node.startswith("virtual node") == (rung == "virtual node")
+
+
+def _counted(verdicts: Sequence[str]) -> str:
+    return ", ".join(f"`{kind}` {count} of {len(verdicts)}" for kind, count in Counter(verdicts).most_common()) or "not judged"
