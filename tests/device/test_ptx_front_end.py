@@ -135,7 +135,13 @@ MISSING = """
 
 
 @pytest.mark.parametrize(
-    "instruction", ["wgmma.fence.sync.aligned", "add.cc.u32 %r1, %r1, %r2", "ld.global.mmio.u32 %r1, [%r2]", "call (%r1), f, (%r2)"]
+    "instruction",
+    [
+        "wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r1}, [%r2]",
+        "add.cc.u32 %r1, %r1, %r2",
+        "ld.global.mmio.u32 %r1, [%r2]",
+        "call (%r1), f, (%r2)",
+    ],
 )
 def test_an_unknown_instruction_is_quoted_with_its_line(instruction: str) -> None:
     with pytest.raises(UnknownPtx) as raised:

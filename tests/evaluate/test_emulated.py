@@ -139,8 +139,11 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "does not import"),
-        ("import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.all_reduce(t)\n", "uses torch.distributed"),
+        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "imports none"),
+        (
+            "import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.monitored_barrier()\n",
+            "uses torch.distributed",
+        ),
         ("import peerlane.device\n\ndef solution(tensor):\n    return tensor.cuda()\n", "GPU"),
     ],
     ids=["no_kit", "torch_distributed", "cuda"],
@@ -192,3 +195,37 @@ def test_the_expert_model_solves_its_problems_on_emulated_ranks(tmp_path: Path) 
     assert subprocess.run([*peerlane, "eval", run, *judged], timeout=200).returncode == 0
     said = subprocess.run([*peerlane, "metrics", run, "--json"], capture_output=True, text=True, timeout=100).stdout
     assert '"correct": 2' in said, said
+
+
+TRITON = """
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+@triton.jit
+def copied(x, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < n)
+    tl.inline_asm_elementwise("sad.u32 $0, $1, $1, $1;", "=r,r", [n], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(x + i, value, mask=i < n)
+
+def solution(tensor):
+    tensor = tensor.clone()
+    copied[(triton.cdiv(max(tensor.numel(), 1), 1024),)](tensor, tensor.numel(), 1024)
+    return tensor
+"""
+
+
+@pytest.mark.slow
+def test_an_instruction_of_triton_without_a_rule_is_not_run(evaluator: pl.Evaluator) -> None:
+    verdict = evaluator.evaluate(1, TRITON).verdict
+    assert isinstance(verdict, NotRun) and "'sad.u32" in verdict.missing and "nothing was run" in verdict.missing, verdict
+
+
+@pytest.mark.slow
+def test_a_triton_candidate_is_judged_as_written(evaluator: pl.Evaluator) -> None:
+    source = TRITON.replace("    tl.inline_asm", "    # ").replace("    return tensor", "    dist.all_reduce(tensor)\n    return tensor")
+    result = evaluator.evaluate(1, source)
+    assert result.correct and result.audit is not None, result.verdict
+    assert result.audit.operators == {"dist.all_reduce": 1} and not result.audit.own_communication

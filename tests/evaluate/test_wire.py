@@ -72,7 +72,7 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
     (wire.ProbeProfiler("mark"), wire.ProbedProfiler(PLAIN_RECORDING)),
     (wire.ListConnections(), wire.Connections([wire.Connection("127.0.0.1:5", "127.0.0.1:6", 7)])),
-    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"])),
+    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2})),
     (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
 ]
 

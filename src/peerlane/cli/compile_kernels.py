@@ -118,7 +118,8 @@ def _sources(file: Path, gpu: EmulatedGpu, world_size: int, defines: Iterable[st
     if outcome.failure is not None and isinstance(outcome.failure[1], CompileError):
         raise outcome.failure[1]
     launched = {item.name: (item.threads, item.dynamic_shared_bytes) for item in outcome.kernels or ()}
-    if not outcome.codes:
+    sources = [(code.source, dict(code.defines)) for code in outcome.codes]
+    if not sources:
         why = f": {outcome.failure[1]}" if outcome.failure is not None else ""
         raise UsageError(f"{file.name} launched no kernel of the device kit in case {cases[0].label}{why}")
-    return [_Source(code.source, dict(code.defines), launched) for code in outcome.codes]
+    return [_Source(source, defines, launched) for source, defines in sources if not isinstance(source, Ptx)]

@@ -65,7 +65,9 @@ def evaluate_candidates(
     ] = "default",
     track: Annotated[str | None, typer.Option(help=TRACK_HELP)] = None,
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
-    device: Annotated[str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the device kit, without a GPU.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the kit, Triton or cuda.core, without a GPU.")
+    ] = "auto",
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,

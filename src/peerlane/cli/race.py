@@ -63,8 +63,8 @@ def race(
     """Run a file's kernels on emulated ranks under many schedules; say where they race, deadlock or go wrong.
 
     A file with a function race(world_size) gives scenarios. Of any other file, named like 18_mine_cuda.py, the solution runs whole on the
-    problem's small cases, host code included, and its results are judged; its host code must use the kit (peerlane.device). Every kernel is
-    also compiled for a GPU by NVRTC, if that is installed.
+    problem's small cases, host code included, and its results are judged; its kernels are of the kit (peerlane.device), of Triton or of
+    cuda.core. Every kernel is also compiled for a GPU, if NVRTC is installed.
 
     Sees what the protocol orders and what it does not. Does not see how fast anything is, what a GPU's memory does beyond what its
     memory model forbids, or what tensor cores compute.
@@ -207,6 +207,10 @@ def imported(file: Path) -> ModuleType:
     """Imports the file as a module; raises UsageError, also for what the file raises."""
     import importlib.util
 
+    from peerlane.device.emulator.triton_launches import require_triton, wants_triton
+
+    if file.is_file() and wants_triton(file.read_text(encoding="utf-8", errors="replace")):
+        require_triton()
     name = f"peerlane_race_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if not file.is_file() or spec is None or spec.loader is None:

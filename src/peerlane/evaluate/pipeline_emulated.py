@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from peerlane.device.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here
+from peerlane.device.emulator.job import AT_MOST
+from peerlane.device.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.device.emulator.ranks import wants_distributed
+from peerlane.device.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
-from peerlane.evaluate.candidates import KIT, runs_emulated, uses_nvshmem
+from peerlane.evaluate.candidates import KIT, uses_nvshmem
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
@@ -21,9 +25,10 @@ from peerlane.results.sanitize import sanitize, several_lines
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 from peerlane.sandbox.hidden_files import is_answer_file
 
-_NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
+_NO_KIT = f"emulated ranks run candidates of {KIT}, Triton or cuda.core, and this one imports none of them: use --device cpu or cuda"
+_SET_UP = "calls {names}, which the custom track allows in set-up only: emulated ranks cannot tell; use --device cpu or cuda"
+_REFERENCE = "emulated ranks do not run the reference: use --device cpu or cuda"
 _NVSHMEM = "a GPU: emulated ranks have no NVSHMEM; protocols for it can be checked by `peerlane race`, with <peerlane/remote.cuh>"
-_REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"
 _MOST_KERNELS = 32
 
 
@@ -37,6 +42,8 @@ class EmulatedPipeline(EvaluationPipeline):
     """by kernel, of all ranks together"""
     library: set[str] = field(default_factory=set)
     """kernels of the kit's library that were launched"""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """of torch.distributed, by name, of all ranks together"""
     compiled: list[str] | None = None
     """what the launched kernels need of a GPU; None: not compiled for one"""
 
@@ -44,14 +51,18 @@ class EmulatedPipeline(EvaluationPipeline):
         job = self.job
         cases = self._cases()
         self.source = job.candidate.source()
-        if self.source is None or not runs_emulated(self.source):
+        if self.source is None or uses_nvshmem(self.source) or not (KIT in self.source or runs_here(self.source)):
             return NotRun(missing=_REFERENCE if self.source is None else _NVSHMEM if uses_nvshmem(self.source) else _NO_KIT)
+        if wants_triton(self.source) and not triton_is_here():
+            return NotRun(missing=NO_TRITON)
         self._spawn()
         self._load()
         for number, case in enumerate(cases):
             self._check_and_race(case, first=number == 0)
         if self.library and self.job.track == "custom" and not is_answer_file(self.job.candidate.path):
             raise Rejected(library_violation(self.library))
+        if self.collectives and self.job.track == "custom":
+            raise Rejected(NotRun(missing=_SET_UP.format(names=", ".join(sorted(self.collectives)))))
         self.speeds = self._no_speeds()
         self._leave()
         return Correct()
@@ -71,7 +82,7 @@ class EmulatedPipeline(EvaluationPipeline):
         with self._in("stress"):
             report = self.group.present.ask(wire.ReportRaces(), "stress", self.session.deadlines.calls, calls=False)[0]
         self.calls += CHECKED_SLOTS
-        self.launches = sanitize(report.launches)
+        self.launches, self.collectives = sanitize(report.launches), sanitize(report.collectives)
         self.compiled = None if report.kernels is None else sanitize(report.kernels)
         if report.kernels is None:
             self.flags.add("not_compiled")
@@ -94,16 +105,21 @@ class EmulatedPipeline(EvaluationPipeline):
         line = "".join(failure.message.strip().splitlines()[-1:])
         if failure.kind in ("runtime_error", "import_error"):
             if wants_distributed(line):
-                return NotRun(missing=f"uses torch.distributed, which emulated ranks do not have ({line}): use --device cpu or cuda")
+                return NotRun(missing=f"uses torch.distributed in a way that emulated ranks do not have ({line}): use --device cpu or cuda")
+            if NOT_KNOWN in line or AT_MOST in line:
+                return NotRun(missing=line)
+            if launches_differ(line, self.source or ""):
+                return NotRun(missing=f"{line}; {DIFFERENT_LAUNCHES}")
             if wants_gpu(line):
                 return NotRun(missing=f"needs a GPU: {line}; emulated ranks have the kernels of the device kit alone")
         return super()._blame(failure)
 
     def _audit_record(self) -> Audit | None:
-        """Every launch is the candidate's or the kit's: in its process there is nothing else that communicates."""
+        """Every launch is the candidate's or the kit's: beside torch.distributed, nothing else in its process communicates."""
         if not self.calls:
             return None
-        own = math.ceil(sum(self.launches.values()) / (self.calls * self.job.world_size))
+        everywhere = self.calls * self.job.world_size
+        own = math.ceil(sum(self.launches.values()) / everywhere)
         names = sorted(self.launches, key=lambda name: -self.launches[name])[:_MOST_KERNELS]
         return Audit(
             calls=self.calls,
@@ -111,7 +127,7 @@ class EmulatedPipeline(EvaluationPipeline):
             kernels={"own": own},
             copies={},
             memsets=0,
-            operators={},
+            operators={name: math.ceil(count / everywhere) for name, count in self.collectives.items()},
             other=0,
             kernel_names=tuple(names),
             compiled=tuple((self.compiled or [])[:_MOST_KERNELS]),

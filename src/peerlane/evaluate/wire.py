@@ -202,6 +202,8 @@ class RaceReport(Answer):
     sources: Annotated[list[str], at_most(MOST_NAMES)]
     kernels: Annotated[list[Name], at_most(MOST_NAMES)] | None
     """what each needs of a GPU, in words; None: there is no compiler for GPUs here"""
+    collectives: dict[str, Count]
+    """calls of torch.distributed's collectives, of all ranks together"""
 
 
 # --- requests ---

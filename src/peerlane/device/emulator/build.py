@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -54,10 +55,11 @@ _OWN_SECTION = (
 _KERNEL = re.compile(r'extern "C"\s+__attribute__\(\(__flatten__, noinline\)\)\s+void\s+(\w+)\s*\(')
 # nvcc takes a standard attribute after __shared__, the language does not after thread_local.
 _MISPLACED = re.compile(r"\bthread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
-HOST_READ = "peerlane_host_read"
-"""A kernel of every program: one thread reads (address, bytes), as the host does between two launches."""
+HOST_READ, HOST_WRITE = "peerlane_host_read", "peerlane_host_write"
+"""Kernels of every program: one thread reads (address, bytes) or writes (address, bytes, content), as the host does between launches."""
 _CALLER = """
-extern "C" __attribute__((noinline)) void peerlane_host_read(const unsigned char* at, unsigned long long bytes) {
+# 1 "host code between two launches"
+extern "C" __attribute__((noinline, weak)) void peerlane_host_read(const unsigned char* at, unsigned long long bytes) {
     for (; bytes >= 8; at += 8, bytes -= 8) {
         const unsigned long long word = *reinterpret_cast<const unsigned long long*>(at);
         asm volatile("" ::"r"(word));
@@ -66,6 +68,19 @@ extern "C" __attribute__((noinline)) void peerlane_host_read(const unsigned char
         const unsigned char byte = *at;
         asm volatile("" ::"r"(byte));
     }
+}
+extern "C" __attribute__((noinline, weak)) void
+peerlane_host_write(unsigned char* at, unsigned long long bytes, const unsigned char* content) {
+    for (; bytes >= 8 && reinterpret_cast<unsigned long long>(at) % 8 == 0; at += 8, content += 8, bytes -= 8) {
+        unsigned long long word;
+        __builtin_memcpy(&word, content, 8);
+        *reinterpret_cast<unsigned long long*>(at) = word;
+    }
+    for (; bytes; ++at, ++content, --bytes) *at = *content;
+}
+extern "C" __attribute__((weak)) void peerlane_launch_peerlane_host_write(void** arguments) {
+    unsigned char* const at = *static_cast<unsigned char**>(arguments[0]);
+    peerlane_host_write(at, *static_cast<unsigned long long*>(arguments[1]), static_cast<unsigned char*>(arguments[2]));
 }
 namespace peerlane::emulator {
 template <unsigned... i> struct Indices {};
@@ -106,22 +121,53 @@ def compile_program(
         raise UsageError('the source has no kernel that can be found by name; declare it extern "C" __global__ void name(...)')
     emulator = runtime()
     key = hashlib.sha256("\0".join((_version(), emulator.name, *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
-    path = _cached(f"{key}.so")
-    if not path.exists():
-        with one_process(path.with_suffix(".lock")):
-            if not path.exists():
-                _build(unit, path, emulator)
+
+    def build(program: Path) -> None:
+        code = program.with_suffix(".o")
+        _compile(unit, code)
+        _link([code], emulator, program)
+
+    path = _made(f"{key}.so", build)
     return Program(path, kernels, elf_section(path, _GLOBALS))
 
 
-def _build(unit: str, path: Path, emulator: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        text, code, program = (Path(scratch) / name for name in ("source.ii", "source.o", "program.so"))
-        text.write_text(unit, encoding="utf-8")
-        _run([*_LANGUAGE, *_DEVICE, "-c", str(text), "-o", str(code)])
-        _set_variables_apart(code)
-        _run([*_LINK, str(code), str(emulator), "-o", str(program)])
-        write_atomically(path, program.read_bytes())
+def compile_modules(modules: Sequence[Ptx]) -> Program:
+    """Compiles PTX modules, each for itself, into one program, in which ``Ptx.symbol`` names their kernels. Raises what ``compile_program``
+    raises."""
+    emulator, codes = runtime(), []
+    kernels: list[str] = []
+    for module in modules:
+        unit, names = _kernels(_preprocess(translate(module, apart=True), [], {}))
+        key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
+        codes.append(_made(f"{key}.o", functools.partial(_compile, unit)))
+        kernels += names
+    key = hashlib.sha256("\0".join([emulator.name, *(code.name for code in codes)]).encode()).hexdigest()
+    path = _made(f"{key}.so", functools.partial(_link, codes, emulator))
+    return Program(path, tuple(kernels), elf_section(path, _GLOBALS))
+
+
+def _made(name: str, make: Callable[[Path], None]) -> Path:
+    """Returns the file of this name in the cache; ``make`` writes it where it is missing."""
+    path = _cached(name)
+    if not path.exists():
+        with one_process(path.with_suffix(".lock")):
+            if not path.exists():
+                with tempfile.TemporaryDirectory() as scratch:
+                    made = Path(scratch) / f"made{path.suffix}"
+                    make(made)
+                    write_atomically(path, made.read_bytes())
+    return path
+
+
+def _compile(unit: str, code: Path) -> None:
+    text = code.with_suffix(".ii")
+    text.write_text(unit, encoding="utf-8")
+    _run([*_LANGUAGE, *_DEVICE, "-c", str(text), "-o", str(code)])
+    _set_variables_apart(code)
+
+
+def _link(codes: Sequence[Path], emulator: Path, program: Path) -> None:
+    _run([*_LINK, *map(str, codes), str(emulator), "-o", str(program)])
 
 
 def _set_variables_apart(code: Path) -> None:
@@ -138,15 +184,11 @@ def runtime() -> Path:
     files = sorted([*RUNTIME.parent.iterdir(), *(STAND_INS / "peerlane_emulator").iterdir()])
     content = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in files if path.suffix in (".h", ".cpp"))
     key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_RUNTIME_FLAGS)).encode() + content).hexdigest()
-    path = _cached(f"runtime-{key}.o")
-    if not path.exists():
-        with one_process(path.with_suffix(".lock")):
-            if not path.exists():
-                with tempfile.TemporaryDirectory() as scratch:
-                    code = Path(scratch) / "runtime.o"
-                    _run([*_LANGUAGE, *_RUNTIME_FLAGS, "-c", str(RUNTIME), "-o", str(code)])
-                    write_atomically(path, code.read_bytes())
-    return path
+
+    def build(code: Path) -> None:
+        _run([*_LANGUAGE, *_RUNTIME_FLAGS, "-c", str(RUNTIME), "-o", str(code)])
+
+    return _made(f"runtime-{key}.o", build)
 
 
 def _preprocess(source: str | Path, include_dirs: Sequence[Path], defines: Mapping[str, str | int]) -> str:
@@ -167,7 +209,8 @@ def _kernels(unit: str) -> tuple[str, tuple[str, ...]]:
     """Returns the preprocessed text with a caller for each kernel, and the kernels' names."""
     names = tuple(dict.fromkeys(_KERNEL.findall(unit)))
     callers = "".join(
-        f'extern "C" void peerlane_launch_{name}(void** arguments) {{ peerlane::emulator::call(&::{name}, arguments); }}\n'
+        f'extern "C" __attribute__((weak)) void peerlane_launch_{name}(void** arguments) '
+        f"{{ peerlane::emulator::call(&::{name}, arguments); }}\n"
         for name in (*names, HOST_READ)
     )
     return _MISPLACED.sub(r"\1 thread_local", unit) + _CALLER + callers, names

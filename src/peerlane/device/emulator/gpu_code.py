@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from peerlane.device.emulator.job import Launch
-from peerlane.device.emulator.ptx_front_end import Ptx
+from peerlane.device.emulator.ptx_front_end import Ptx, kernel_of
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.jit import DEFAULT_ARCH, Cubin, compile_cubin
 from peerlane.device.host.resources import Resources, resources
@@ -59,7 +59,7 @@ class KernelNeeds:
     dynamic_shared_bytes: int = 0
 
     def __str__(self) -> str:
-        said = f"{self.name}: {self.resources.registers} registers, {self.shared_bytes} bytes of shared memory"
+        said = f"{kernel_of(self.name)}: {self.resources.registers} registers, {self.shared_bytes} bytes of shared memory"
         if self.resources.frame_bytes:
             said += f", {self.resources.frame_bytes} bytes of stack"
         if self.threads:
@@ -74,6 +74,13 @@ class KernelNeeds:
     def per_sm(self) -> int:
         """Returns how many blocks an SM holds."""
         return BlockNeeds(self.threads, self.resources.registers, self.shared_bytes).per_sm()
+
+
+def needs_of(ptx: Ptx, arch: str = DEFAULT_ARCH) -> dict[str, Resources]:
+    """Returns what the kernels of a PTX module need, by symbol; nothing where its cubin is not at hand."""
+    if ptx.cubin is None:
+        return {}
+    return {ptx.symbol(name): found for name, found in resources(Cubin(ptx.cubin, arch, False)).items()}
 
 
 def needs(launches: Iterable[Launch], kernels: Mapping[str, Resources] | None, arch: str) -> tuple[KernelNeeds, ...] | None:
@@ -118,7 +125,7 @@ class GpuBuild:
         self._cubin: Cubin | None = None
         self._thread: threading.Thread | None = None
         if isinstance(source, Ptx):  # a compiler made it
-            self._kernels = {}
+            self._kernels = needs_of(source, arch)
             return
 
         def build() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from peerlane.device.emulator.job import BASE, PAGE_BYTES, Region, whole_pages
+
+MOST_TABLE_BYTES = 1 << 16
+"""Memory that may be a table of addresses. What lies behind a larger one must be an argument, or symmetric."""
 
 
 class Part:
@@ -20,6 +24,8 @@ class Part:
         self._bytes = memory.numpy()
         self.shown = not symmetric
         """whether the host can see it, hence change it"""
+        self.read_by_caller = True
+        """whether a caller reads it behind each call, if the host can see it"""
         self._pages: set[int] | None = None if self.shown else set()
 
     @property
@@ -68,6 +74,10 @@ class AddressSpace:
         self._by_storage[part.memory.untyped_storage().data_ptr()] = part
         bisect.insort(self._placed, part, key=lambda placed: placed.address)
 
+    def part_of(self, tensor: torch.Tensor) -> Part | None:
+        """Returns the part in which the tensor lies, if that has an address already."""
+        return self._by_storage.get(tensor.untyped_storage().data_ptr())
+
     def address(self, tensor: torch.Tensor, rank: int) -> int:
         """Returns the address of the tensor's first element in a rank's kernels; 0 for an empty one."""
         storage = tensor.untyped_storage()
@@ -79,13 +89,22 @@ class AddressSpace:
             name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
             part = Part(name, rank, self.reserve(storage.nbytes()), memory)
             self.place(part)
-        return part.address + tensor.data_ptr() - storage.data_ptr()
+        return part.address + int(tensor.storage_offset()) * tensor.itemsize
 
-    def pointed(self, arguments: Sequence[bytes]) -> Iterator[Part]:
-        """Yields the parts into which a word of the arguments points."""
-        for argument in arguments:
-            words = np.frombuffer(argument[: len(argument) // 8 * 8], dtype=np.uint64)
-            for word in words[(words >= BASE) & (words < BASE + self._end)]:
-                index = bisect.bisect_right(self._placed, int(word), key=lambda placed: placed.address)
-                if index and int(word) < self._placed[index - 1].address + self._placed[index - 1].nbytes:
-                    yield self._placed[index - 1]
+    def reached(self, arguments: Iterable[bytes]) -> Iterator[Part]:
+        """Yields the parts into which a word of the arguments points, or a word of a small part that is reached so, as in a table."""
+        seen: set[Part] = set()
+        words = [np.frombuffer(argument[: len(argument) // 8 * 8], dtype=np.uint64) for argument in arguments]
+        while words:
+            for part in self._pointed(words.pop()):
+                if part not in seen:
+                    seen.add(part)
+                    yield part
+                    if part.nbytes <= MOST_TABLE_BYTES:
+                        words.append(part.memory.numpy()[: part.nbytes // 8 * 8].view(np.uint64))
+
+    def _pointed(self, words: np.ndarray[Any, np.dtype[np.uint64]]) -> Iterator[Part]:
+        for word in words[(words >= BASE) & (words < BASE + self._end)]:
+            index = bisect.bisect_right(self._placed, int(word), key=lambda placed: placed.address)
+            if index and int(word) < self._placed[index - 1].address + self._placed[index - 1].nbytes:
+                yield self._placed[index - 1]

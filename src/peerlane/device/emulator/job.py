@@ -24,9 +24,18 @@ PAGE_BYTES = 4096
 TIMEOUT_NS = 2_000_000_000
 VARIABLES = "device variables"
 """The name of the region of a rank's ``__device__`` variables."""
-MOST_THREADS = 31 << 10  # each has a stack of two mappings, and Linux allows a process 65530
+MOST_THREADS = 60 << 10
+"""Threads and copies under way have numbers of 16 bits."""
 _MAX_BLOCK = 1024
 _CHILD = Path(__file__).with_name("_child.py")
+
+
+AT_MOST = "emulated ranks have at most"
+"""Part of the message of every TooManyThreads."""
+
+
+class TooManyThreads(UsageError):
+    """Launches that are larger than what the emulator can hold."""
 
 
 @dataclass(eq=False)
@@ -105,8 +114,8 @@ def check_threads(name: str, launches: Sequence[Launch]) -> None:
         raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
     threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
     if threads > MOST_THREADS:
-        raise UsageError(
-            f"{name!r} launches {threads} threads at a time; expected at most {MOST_THREADS}: "
+        raise TooManyThreads(
+            f"{name!r} launches {threads} threads at a time; {AT_MOST} {MOST_THREADS}: "
             "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
         )
 

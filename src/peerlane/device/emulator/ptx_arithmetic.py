@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, OperandRules, Operands, name_of, split_operands
+from peerlane.device.emulator.ptx_halves import HALVES, HalfRules
+from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
 
 ROUNDING = {"rn": 0, "rz": 2, "rm": -1, "rp": 1, "rni": 0, "rzi": 2, "rmi": -1, "rpi": 1}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
@@ -20,7 +21,7 @@ FUNCTIONS = {
 }
 
 
-class ArithmeticRules(OperandRules):
+class ArithmeticRules(HalfRules):
     """Rules for instructions that touch registers alone. Each returns None for what it does not know."""
 
     # ---- data
@@ -77,6 +78,13 @@ class ArithmeticRules(OperandRules):
         if to in ("f16", "bf16") and source == "f32" and how == 0:
             narrow = "narrow_f16" if to == "f16" else "narrow_bf16"
             return f"set({target}, u16({narrow}({self.value(operands[1], 'f32')})));"
+        if to in ("f16", "bf16") and (source in NUMBERS or source in HALVES) and how == 0 and not {"sat", "satfinite"} & set(flags):
+            value = self.widened(operands[1], source) if source in HALVES else self.value(operands[1], source)
+            if any(item.endswith("i") for item in flags):
+                value = f"std::nearbyint({value})"
+            return f"set({target}, {HALVES[to]}::narrow(double({value})));"
+        if source in ("f16", "bf16") and to in NUMBERS and to[0] != "f" and any(item in ROUNDING for item in flags):
+            return f"set({target}, to_integer<{TYPES[to][0]}>({self.widened(operands[1], source)}, {how}));"
         if to not in NUMBERS or source not in NUMBERS or "satfinite" in flags:
             return None
         value, cpp = self.value(operands[1], source), TYPES[to][0]
@@ -110,10 +118,12 @@ class ArithmeticRules(OperandRules):
 
     def _setp(self, modifiers: Modifiers, operands: Operands) -> str | None:
         comparison, *more, kind = [item for item in modifiers if item != "ftz"]
-        if kind not in NUMBERS or (more and more != ["and"] and more != ["or"] and more != ["xor"]):
+        half = kind in ("f16", "bf16")
+        if (kind not in NUMBERS and not half) or (more and more != ["and"] and more != ["or"] and more != ["xor"]):
             return None
         target, first, second, *other = operands
-        a, b = self.value(first, kind), self.value(second, kind)
+        a, b = (self.widened(item, kind) if half else self.value(item, kind) for item in (first, second))
+        kind = "f32" if half else kind
         if comparison in ("num", "nan"):
             said = f"({a} != {a} || {b} != {b})"
             said = said if comparison == "nan" else f"!{said}"
@@ -198,10 +208,18 @@ class ArithmeticRules(OperandRules):
         return self._two("rem", modifiers, operands, ())
 
     def _min(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._two("least", modifiers, operands, ("ftz",)) if len(operands) == 3 else None
+        return self._extreme("least", modifiers, operands)
 
     def _max(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return self._two("greatest", modifiers, operands, ("ftz",)) if len(operands) == 3 else None
+        return self._extreme("greatest", modifiers, operands)
+
+    def _extreme(self, function: str, modifiers: Modifiers, operands: Operands) -> str | None:
+        if len(operands) != 3:
+            return None
+        if "NaN" in modifiers:
+            modifiers = [item for item in modifiers if item != "NaN"]
+            function = f"or_nan<{function}_of>" if modifiers[-1] == "f32" else "unknown"
+        return None if function == "unknown" else self._two(function, modifiers, operands, ("ftz",))
 
     def _logic(self, sign: str, modifiers: Modifiers, operands: Operands) -> str | None:
         (kind,) = modifiers

@@ -100,6 +100,11 @@ class OperandRules:
 
     def pointer(self, operand: str, space: str) -> str:
         """Returns the place that ``[...]`` names, as a char*."""
+        address = self.address(operand)
+        return f"shared({address})" if space.startswith("shared") else f"generic({address})"
+
+    def address(self, operand: str) -> str:
+        """Returns the address that ``[...]`` names, in the window of its space."""
         inside = operand.strip("[] ")
         base, sign, offset = inside.partition("+")
         if not sign:
@@ -107,7 +112,5 @@ class OperandRules:
         base = base.strip()
         plus = f" {sign} {offset.strip()}" if sign else ""
         if base.startswith("%") or not self._is_symbol(base):
-            address = f"({name_of(base) if not base.isdecimal() else base}{plus})"
-        else:
-            address = f"({self.address_of(base)}{plus})"
-        return f"shared({address})" if space.startswith("shared") else f"generic({address})"
+            return f"({name_of(base) if not base.isdecimal() else base}{plus})"
+        return f"({self.address_of(base)}{plus})"

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 
 from peerlane.device.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
+from peerlane.device.emulator.ptx_halves import HALF_OPERATIONS, HALVES
+from peerlane.device.emulator.ptx_matrix import MatrixRules
 from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
 
 _SCOPES = {"cta": "block_scope", "gpu": "gpu_scope", "sys": "system_scope"}
@@ -17,7 +19,7 @@ _HINTS = re.compile(r"nc|ca|cg|cs|lu|cv|wb|wt|L1::\w+|L2::\w+|level::\w+|unified
 _NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg", "createpolicy")
 
 
-class Rules(ArithmeticRules):
+class Rules(ArithmeticRules, MatrixRules):
     """The rules for one kernel: memory, threads, control and copies."""
 
     def translated(self, text: str) -> str | None:
@@ -30,6 +32,8 @@ class Rules(ArithmeticRules):
         rule: Callable[[Modifiers, Operands], str | None] | None = getattr(self, f"_{operation}", None)
         if operation in _NO_EFFECT:
             made: str | None = ";"
+        elif modifiers and modifiers[-1] in HALVES and operation in HALF_OPERATIONS:
+            made = self.half(operation, modifiers, operands)
         elif operation in FUNCTIONS:
             made = self._function(operation, modifiers, operands)
         else:
@@ -95,11 +99,13 @@ class Rules(ArithmeticRules):
         return f"store({typed}, {whole}({value}), {scope}, {order});" if order else f"*{typed} = {value};"
 
     def _atom(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        *flags, operation, kind = modifiers
-        if (access := self._access([*flags, kind])) is None or access[4] != 1 or kind not in NUMBERS:
+        *flags, operation, kind = [item for item in modifiers if item != "noftz"]
+        if (access := self._access([*flags, kind])) is None or access[4] != 1 or (kind not in NUMBERS and kind not in HALVES):
             return None
         space, order, scope, _, _, _ = access
         cpp = TYPES[kind][0]
+        if kind in HALVES and operation != "add":
+            return None
         place = f"reinterpret_cast<{cpp}*>({self.pointer(operands[1], space)})"
         values = [self.value(item, kind) for item in operands[2:]]
         if operation == "cas":
@@ -117,6 +123,8 @@ class Rules(ArithmeticRules):
         }.get(operation)
         if after is None or (kind[0] == "f" and operation not in ("add", "exch")):
             return None
+        if kind in HALVES:
+            after = f"of_halves<{HALVES[kind]}, {cpp}>([](double a, double b) {{ return a + b; }}, old, by)"
         change = f"[by](const {cpp} old) {{ return static_cast<{cpp}>({after}); }}"
         updated = f"update({place}, {scope}, {change}, {order or 'relaxed'})"
         return f"{{ const {cpp} by = {values[0]}; set({name_of(operands[0])}, {updated}); }}"
@@ -246,4 +254,4 @@ class Rules(ArithmeticRules):
             target, source, nbytes = operands
             segment = f"{{{self.pointer(target, 'global')}, {self.pointer(source, 'shared')}, {self.value(nbytes, 'u32')}}}"
             return f"{{ const Segment whole{segment}; peerlane_async(&whole, 1, Combine::replace, nullptr, bulk_queue); }}"
-        return None
+        return self._cp_async(modifiers[1:], operands) if modifiers[0] == "async" else None

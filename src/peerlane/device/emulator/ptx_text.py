@@ -10,6 +10,8 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"[^\n]*')
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:[^\n]*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?[^\n]*")
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.(entry|func)\b([^{;]*)")
+_INLINED = re.compile(r"(\.loc\s+\d+\s+\d+\s+\d+)[ \t]*//[^\n]*@\[ ([^\s:]+):(\d+):(\d+)[ \]]*$", re.MULTILINE)
+"""How LLVM says in a comment where a line was inlined: the last place is the kernel's own."""
 _LABEL = re.compile(r"([$\w]+):(?!:)")
 _VARIABLE = re.compile(
     r"(?:\.visible\s+|\.extern\s+|\.weak\s+|\.common\s+)*\.(global|shared|const|local)\s+(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?"
@@ -63,8 +65,8 @@ class Module:
 
 def parse(ptx: str) -> Module:
     """Returns the module's variables and kernels. Functions that kernels could call are left out."""
-    text = _COMMENT.sub("", ptx)
-    files = {int(number): name for number, name in _FILE.findall(text)}
+    files = {int(number): name for number, name in _FILE.findall(ptx)}
+    text = _COMMENT.sub("", _with_own_lines(ptx, files))
     parents = _parents(text)
     variables, entries, at = [], [], 0
     while at < len(text):
@@ -85,6 +87,17 @@ def parse(ptx: str) -> Module:
         else:
             at += 1
     return Module(variables, entries)
+
+
+def _with_own_lines(ptx: str, files: dict[int, str]) -> str:
+    """Returns the text in which a line that LLVM says was inlined is that of the kernel."""
+    numbers = {name.rpartition("/")[2]: number for number, name in reversed(files.items())}
+
+    def own(found: re.Match[str]) -> str:
+        number = numbers.get(found[2])
+        return found[1] if number is None else f".loc {number} {found[3]} {found[4]}"
+
+    return _INLINED.sub(own, ptx)
 
 
 def _closing(text: str, at: int) -> int:

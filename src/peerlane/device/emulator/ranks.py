@@ -4,9 +4,9 @@
     outcome.outputs[i][rank]                             what it returned
     outcome.findings                                     races, deadlocks and what else the emulator saw
 
-Every rank imports the file for itself, so module variables are a rank's own. The host code asks ``peerlane.device.group_of`` for its group;
-torch.distributed is not there. Each launch is run once, for its result, then up to three in a row are run under ``schedules`` schedules.
-Behind each call every rank reads the arena memory that host code has asked for, as a caller does.
+Every rank imports the file for itself, so module variables are a rank's own. The host code asks ``peerlane.device.group_of`` for its
+group, or uses what ``distributed.py`` has of torch.distributed. Each launch is run once, for its result, then up to three in a row are run
+under ``schedules`` schedules. Behind each call every rank reads the arena memory that host code has asked for, as a caller does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ import torch
 from peerlane.cluster import Cluster
 from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.check import Report
+from peerlane.device.emulator.cuda_core import candidate_code
+from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.device.emulator.findings import Finding
 from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
+from peerlane.device.emulator.host_libraries import emulated_libraries, prepare
 from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import MOST_THREADS, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
+from peerlane.device.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
+from peerlane.device.emulator.triton_launches import compiled_not_interpreted
 from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import Group, Small, entered, one_host
 from peerlane.device.host.launch import argument, three
@@ -46,6 +50,8 @@ from peerlane.errors import UsageError
 Arguments = tuple[Any, ...]
 _DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")
 SM_COUNT, MAX_THREADS = 2, 128
+FITTING_THREADS = 31 << 10
+"""Threads of all ranks, if host code asks how many it may launch. More are possible, and slow."""
 
 
 @dataclass
@@ -88,6 +94,10 @@ class World:
     cluster: Cluster = field(init=False)
     kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
     """by name and threads of a block, if there is a compiler for GPUs"""
+    not_compiled: bool = False
+    """whether a kernel was launched that nothing has compiled for a GPU"""
+    collectives: Counter[str] = field(default_factory=Counter)
+    """of torch.distributed, by name, of all ranks together"""
 
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
@@ -142,21 +152,24 @@ class Team:
 
     def run(self, launches: Sequence[EmulatedLaunch]) -> None:
         """Runs one launch of every rank."""
-        names = sorted({(launch.kernel.name, launch.kernel.code) for launch in launches}, key=str)
-        if len(names) > 1:
+        names = {launch.kernel.name for launch in launches}
+        compiled = self.world.builds.of_ranks([launch.kernel.code for launch in launches])
+        if len(names) > 1 or compiled is None:
             kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
-        compiled, sm_count = self.world.builds.compiled(launches[0].kernel.code), self.world.sm_count
+        # Host code asks the kit how many SMs there are. That of others is written for the whole GPU.
+        sm_count = self.world.gpu.sm_count if compiled.modules else self.world.sm_count
         made = [launch.made(number) for number, launch in enumerate(launches)]
         made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
-        for found in needs(made, compiled.kernels, self.world.gpu.arch) or ():
+        found_needs = needs(made, compiled.kernels, self.world.gpu.arch)
+        self.world.not_compiled |= found_needs is None
+        for found in found_needs or ():
             self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
-        for item in made:
-            parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
-        step = Step(made, {part: part.contents() for part in parts})
+        parts |= dict.fromkeys(self.world.space.reached(argument for item in made for argument in item.arguments))
+        step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name)
         self.launches[launches[0].kernel.name] += len(launches)
-        self.sources.add(launches[0].kernel.code.token_hash)
+        self.sources |= {launch.kernel.code.token_hash for launch in launches}
         self.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)])
 
     def variables(self, program: Program) -> list[Part]:
@@ -172,17 +185,19 @@ class Team:
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
-        self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown)
+        self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
 
 
-class EmulatedGroup(Group):
+class EmulatedGroup(EmulatedRank):
     """A group of emulated ranks, as one of them sees it. ``member`` is its number among all ranks."""
+
+    team: Team
 
     def __init__(self, team: Team, member: int) -> None:
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
         world = team.world
-        fitting = MOST_THREADS // (world.size * world.sm_count)  # if every SM has a block
+        fitting = FITTING_THREADS // (world.size * world.sm_count)  # if every SM has a block
         self.sm_count, self.max_threads = world.sm_count, max(32, min(MAX_THREADS, 1 << max(fitting.bit_length() - 1, 0)))
         self.waits = Waits(TIMEOUT_NS / 1e9, traps=True)  # a trap is what the emulator reports
         self._arenas: list[tuple[str, EmulatedMemory]] = []
@@ -214,6 +229,10 @@ class EmulatedGroup(Group):
         code = Code(source, tuple(sorted(defines.items())))
         self.team.world.builds.begin(code)
         return EmulatedKernel(self, code, name)
+
+    def launch_ptx(self, launch: PtxLaunch) -> None:
+        kernel = EmulatedKernel(self, Code(launch.module), launch.kernel)
+        kernel.bind(launch.grid, launch.block, launch.args, shared_bytes=launch.shared_bytes, cluster=launch.cluster)()
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)
@@ -316,7 +335,9 @@ class EmulatedLaunch:
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
         arguments = tuple(bytes(value) for value in self.args)
-        return Launch(self.kernel.name, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
+        return Launch(
+            self.kernel.code.symbol(self.kernel.name), number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments
+        )
 
 
 class RankFailure(Exception):
@@ -367,14 +388,25 @@ class EmulatedRanks:
 
     def load(self, load: Callable[[int], Callable[..., Any]]) -> None:
         """Makes ``load(rank)`` the solution that each rank calls from now on."""
-        self._solutions = self._each(load)
+
+        def act(rank: int) -> Callable[..., Any]:
+            with candidate_code():
+                return load(rank)
+
+        with compiled_not_interpreted():
+            self._solutions = self._each(act)
 
     def call(self, arguments: Sequence[Arguments], keep: Callable[[int, Any], Any]) -> list[Any]:
         """Calls every rank's solution; returns the results of ``keep(rank, output)``, which runs when the rank's call has returned."""
         number, self._calls = self._calls, self._calls + 1
 
         def act(rank: int) -> Any:
-            kept = keep(rank, self._solutions[rank](*arguments[rank]))
+            with candidate_code():
+                output = self._solutions[rank](*arguments[rank])
+            for tensor in _tensors(output):
+                if (part := self._world.space.part_of(tensor)) is not None:
+                    part.read_by_caller = True
+            kept = keep(rank, output)
             self._everyone.meeting.meet(rank, f"the end of call {number}", None, self._world.end_of_call)
             return kept
 
@@ -389,7 +421,8 @@ class EmulatedRanks:
     @property
     def kernels(self) -> list[KernelNeeds] | None:
         """The launched kernels' needs of a GPU; None where no compiler is here that knows."""
-        return list(self._world.kernels.values()) if compiler_is_here() else None
+        known = compiler_is_here() if not self._world.kernels else not self._world.not_compiled
+        return list(self._world.kernels.values()) if known else None
 
     @property
     def codes(self) -> list[Code]:
@@ -400,6 +433,11 @@ class EmulatedRanks:
     def sources(self) -> set[str]:
         """The hashes of the tokens of all launched kernels' sources."""
         return set[str]().union(*(team.sources for team in self._world.teams))
+
+    @property
+    def collectives(self) -> Counter[str]:
+        """The number of calls of each collective of torch.distributed, by all ranks together."""
+        return self._world.collectives
 
     @property
     def launches(self) -> Counter[str]:
@@ -422,10 +460,11 @@ class EmulatedRanks:
             turns.end(rank, error)
 
         threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(self._world.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with emulated_libraries(self._world.gpu):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         if turns.failure is not None:
             raise RankFailure(*turns.failure) from turns.failure[1]
         return results
@@ -460,6 +499,7 @@ def run(
         latest[rank] = output  # kept until the next call is over: the same place again is the solution's own reuse
         return _copied(output)
 
+    prepare(solution.read_text(encoding="utf-8", errors="replace"))
     try:
         ranks.load(lambda rank: load(solution, rank))
         for call in calls:
@@ -471,7 +511,7 @@ def run(
 
 
 def wants_distributed(message: str) -> bool:
-    """Tells whether an error says that the solution used torch.distributed, which emulated ranks do not have."""
+    """Tells whether an error says that the solution used a part of torch.distributed that emulated ranks do not have."""
     return _DISTRIBUTED.search(message) is not None
 
 
@@ -493,12 +533,17 @@ def load(file: Path, rank: int) -> Callable[..., Any]:
     return solution  # type: ignore[no-any-return]
 
 
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors of an output."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
 def _places(output: Any) -> set[int]:
     """Returns where the tensors of an output lie that are not empty."""
-    if isinstance(output, torch.Tensor):
-        return {output.data_ptr()} - {0}
-    items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return set[int]().union(*map(_places, items))
+    return {tensor.data_ptr() for tensor in _tensors(output)} - {0}
 
 
 def _copied(output: Any) -> Any:

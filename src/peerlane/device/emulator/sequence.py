@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peerlane.device.emulator.build import HOST_READ, Program, compile_program
+from peerlane.device.emulator.build import HOST_READ, HOST_WRITE, Program, compile_modules, compile_program
 from peerlane.device.emulator.check import Report, check_kernels, report
 from peerlane.device.emulator.findings import Finding, merged
-from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild
+from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
 from peerlane.device.emulator.host_memory import Part
 from peerlane.device.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
+from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.errors import EmulatedFault
@@ -22,6 +24,10 @@ FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "en
 """Findings behind which there is no result."""
 MOST_LAUNCHES = 3
 """Launches of a sequence: faults of reuse show from the second or third launch on."""
+
+MOST_KERNELS = 4
+"""Different kernels of one sequence. More end it sooner than from their second or third launch on."""
+_GAP_BYTES, _MOST_RANGES = 4, 16
 
 Contents = list[tuple[int, bytes]]
 
@@ -35,22 +41,43 @@ def _token_hash(source: str | Path) -> str:
 class Code:
     """The code that all ranks of a launch run."""
 
-    source: str | Path
-    defines: tuple[tuple[str, str | int], ...]
+    source: str | Path | Ptx
+    defines: tuple[tuple[str, str | int], ...] = ()
 
     @property
     def token_hash(self) -> str:
-        """The hash of the source's tokens."""
-        return _token_hash(self.source)
+        """The hash of the source's tokens, or of its PTX."""
+        return self.source.digest if isinstance(self.source, Ptx) else _token_hash(self.source)
+
+    def symbol(self, kernel: str) -> str:
+        """Returns the name of a kernel in the program that is made of this."""
+        return self.source.symbol(kernel) if isinstance(self.source, Ptx) else kernel
 
 
 @dataclass(eq=False)
 class Compiled:
     """Code for the emulator, and what its kernels need of a GPU, if that is known."""
 
-    code: Code
     program: Program
     kernels: Mapping[str, Resources] | None
+    modules: frozenset[Ptx] = frozenset()
+    """what it consists of, if that is PTX: then it can be joined with others"""
+
+    def joined(self, other: Compiled) -> Compiled | None:
+        """Returns both in one program; None if there is none."""
+        if other is self or (self.modules and other.modules <= self.modules):
+            return self
+        if not self.modules or not other.modules or self.program.globals or other.program.globals:
+            return None
+        return compile_ptx(self.modules | other.modules)
+
+
+@functools.lru_cache(maxsize=256)
+def compile_ptx(modules: frozenset[Ptx]) -> Compiled:
+    """Compiles PTX modules into one program."""
+    ordered = sorted(modules, key=lambda module: module.digest)
+    kernels = {name: found for module in ordered for name, found in needs_of(module).items()}
+    return Compiled(compile_modules(ordered), kernels, modules)
 
 
 class Builds:
@@ -60,6 +87,7 @@ class Builds:
         self.gpu, self.from_ptx = gpu, from_ptx
         self._for_gpu: dict[Code, GpuBuild] = {}
         self.done: dict[Code, Compiled] = {}
+        """by code; PTX that a launch brought is not among it"""
 
     def begin(self, code: Code) -> None:
         """Starts the GPU's compiler, which takes its time while others do something else."""
@@ -68,6 +96,8 @@ class Builds:
 
     def compiled(self, code: Code) -> Compiled:
         """Returns the code compiled. Raises CompileError where one of the two compilers refuses it."""
+        if isinstance(code.source, Ptx):
+            return compile_ptx(frozenset([code.source]))
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
@@ -75,8 +105,17 @@ class Builds:
                 program = compile_program(build.ptx())
             else:
                 program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
-            self.done[code] = Compiled(code, program, build.kernels())
+            self.done[code] = Compiled(program, build.kernels())
         return self.done[code]
+
+    def of_ranks(self, codes: Sequence[Code]) -> Compiled | None:
+        """Returns the code that the ranks of a launch run, compiled; None if it differs between them and cannot be one program."""
+        compiled: Compiled | None = self.compiled(codes[0])
+        for code in dict.fromkeys(codes[1:]):
+            if code != codes[0]:
+                both_ptx = isinstance(code.source, Ptx) and isinstance(codes[0].source, Ptx)
+                compiled = compiled.joined(self.compiled(code)) if compiled is not None and both_ptx else None
+        return compiled
 
 
 @dataclass
@@ -85,6 +124,8 @@ class Step:
 
     launches: list[Launch]
     before: dict[Part, Contents]
+    name: str = ""
+    """of the kernel"""
 
 
 class LaunchSequence:
@@ -97,16 +138,22 @@ class LaunchSequence:
         self._steps: list[Step] = []
         self._known: dict[Part, Contents] = {}
         self._written: set[Part] = set()
+        self._latest: dict[Part, Contents] = {}
+        """what symmetric memory that the host can see held behind the last launch"""
 
     def run(self, name: str, code: Compiled, step: Step, faults: Sequence[Part]) -> None:
         """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end."""
         program = code.program
         check_kernels(name, step.launches, program)
         check_threads(name, step.launches)
-        known = {part: now for part, now in step.before.items() if part.shown and part in self._known}
-        if code is not self._code or any(self._known[part] != now for part, now in known.items()):
+        joined = code if self._code is None else self._code.joined(code)
+        changed = self._changed(step)
+        if joined is None or (not code.modules and any(part in self._known for part in changed)):
             self.check()
-        self._code = code
+            joined = code
+        self._code = joined
+        if code.modules and changed:
+            self._steps.append(self._host_writes(step, changed))
         job = self._job(name, [step], {})
         started = time.monotonic()
         fault_regions = [region for region in job.regions if region.address in {part.address for part in faults}]
@@ -126,9 +173,32 @@ class LaunchSequence:
         if said.findings:
             self.reports.append(said)
         self._steps.append(step)
-        self._known |= {part: part.contents() for part in step.before if part.shown}
-        if sum(bool(item.before) for item in self._steps) >= MOST_LAUNCHES:
+        now = {part: part.contents() for part in step.before if part.shown}
+        self._known |= now
+        self._latest |= {part: contents for part, contents in now.items() if part.symmetric}
+        names = [item.name for item in self._steps if item.name]
+        if len(names) >= MOST_LAUNCHES * min(len(set(names)), MOST_KERNELS):
             self.check()
+
+    def _changed(self, step: Step) -> dict[Part, Contents]:
+        """Returns the parts that the host has changed since the last launch, with what they held."""
+        before: dict[Part, Contents] = {}
+        for part, now in step.before.items():
+            held = self._known.get(part, self._latest.get(part, []) if part.symmetric else now)
+            if part.shown and held != now and part.rank in self.members:
+                before[part] = held
+        return before
+
+    def _host_writes(self, step: Step, before: dict[Part, Contents]) -> Step:
+        """Returns what the host wrote, as launches of the rank whose memory it is: only synchronisation orders them for other ranks."""
+        launches = []
+        for part, held in before.items():
+            old, new = dict(held), dict(step.before[part])
+            for page in sorted(old | new):
+                for begin, content in _differences(old.get(page, b""), new.get(page, b"")):
+                    values = (_u64(part.address + page + begin), _u64(len(content)), content)
+                    launches.append(Launch(HOST_WRITE, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, values))
+        return Step(launches, before)
 
     def host_reads(self, parts: Iterable[Part]) -> None:
         """Records that between the launches before and those behind, every rank's host reads these parts, as a caller reads its results."""
@@ -141,13 +211,15 @@ class LaunchSequence:
 
     def check(self) -> None:
         """Runs the launches so far in a row under many schedules, and begins anew."""
-        steps, code, written = self._steps, self._code, self._written
+        steps, code, written, known = self._steps, self._code, self._written, self._known
         self._forget()
-        launches = sum(bool(step.before) for step in steps)
+        launches = sum(bool(step.name) for step in steps)
         if code is None or not launches or self.schedules < 1:
             return
-        expected = {part: part.memory.numpy().tobytes() for part in written if not part.symmetric}
-        name = f"{steps[0].launches[0].kernel}{f', {launches} launches in a row' if launches > 1 else ''}"
+        # Behind the last launch the host may have gone on with it.
+        expected = {part: _bytes_of(part, known[part]) for part in written if not part.symmetric}
+        names = ", ".join(dict.fromkeys(step.name for step in steps if step.name))
+        name = f"{names}{f', {launches} launches in a row' if launches > 1 else ''}"
         job, program, started = self._job(name, steps, expected), code.program, time.monotonic()
         answer = run_job(job, program, schedules=self.schedules, seed=self.seed)
         self.reports.append(report(job, program, answer, schedules=self.schedules, seed=self.seed, seconds=time.monotonic() - started))
@@ -172,6 +244,27 @@ class LaunchSequence:
 def findings(reports: Iterable[Report]) -> list[Finding]:
     """Returns all findings, those of one kind and the same lines as one."""
     return merged(finding for item in reports for finding in item.findings)
+
+
+def _bytes_of(part: Part, contents: Contents) -> bytes:
+    held = bytearray(part.nbytes)
+    for offset, page in contents:
+        held[offset : offset + len(page)] = page
+    return bytes(held)
+
+
+def _differences(old: bytes, new: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yields where a page changed, and to what; a page of zeros may be empty. Changes close to each other are one, and so are very many."""
+    length = max(len(old), len(new))
+    after = new.ljust(length, b"\0")
+    places = [i for i, (a, b) in enumerate(zip(old.ljust(length, b"\0"), after, strict=True)) if a != b]
+    if sum(b - a > _GAP_BYTES for a, b in itertools.pairwise(places)) > _MOST_RANGES:
+        places = list(range(places[0], places[-1] + 1))
+    begin = 0
+    for i, place in enumerate(places):
+        if i + 1 == len(places) or places[i + 1] - place > _GAP_BYTES:
+            yield places[begin], after[places[begin] : place + 1]
+            begin = i + 1
 
 
 def _u64(value: int) -> bytes:

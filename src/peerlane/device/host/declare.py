@@ -178,7 +178,7 @@ class DeclaredKernel:
         self.struct = "".join(word.capitalize() for word in name.split("_"))
         self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
         self._given = source
-        self._file, self._line = (str(source), 1) if isinstance(source, Path) else _written_in(sys._getframe(1).f_code.co_filename, source)
+        self._file, self._line = (str(source), 1) if isinstance(source, Path) else written_in(sys._getframe(1).f_code.co_filename, source)
 
     @property
     def text(self) -> str:
@@ -328,8 +328,8 @@ def _macros(kernel: DeclaredKernel, group: Group, defines: Mapping[str, str | in
     return {**defines} if isinstance(kernel, LocalKernel) else {"WORLD_SIZE": group.world_size, **defines}
 
 
-def _written_in(path: str, source: str) -> tuple[str, int]:
-    """The name of the Python file that holds this text, and the text's first line there."""
+def written_in(path: str, source: str) -> tuple[str, int]:
+    """Returns the name of the Python file that holds this text, and the text's first line there."""
     linecache.checkcache(path)
     before, found, _ = "".join(linecache.getlines(path)).partition(source)
     return (Path(path).name, before.count("\n") + 1) if found else ("source.cu", 1)

@@ -12,9 +12,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 from peerlane.device.emulator.gpu_code import EmulatedGpu
+from peerlane.device.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
+from peerlane.device.emulator.job import TooManyThreads
+from peerlane.device.emulator.ptx_front_end import UnknownPtx
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
+from peerlane.device.emulator.turns import RankMismatch
 from peerlane.device.host.group import Group
-from peerlane.errors import CompileError
+from peerlane.errors import CompileError, MissingDependency
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
 from peerlane.problems.contract.judge import plainly, type_mismatch
@@ -46,12 +50,16 @@ class EmulatedJudgement:
         return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
 
     def _failure(self, rank: int, error: BaseException) -> str:
+        if isinstance(error, UnknownPtx | MissingDependency | TooManyThreads):
+            return f"not run: {error}"
+        if isinstance(error, RankMismatch) and launches_differ(str(error), self.file.read_text(encoding="utf-8", errors="replace")):
+            return f"not run: {error}; {DIFFERENT_LAUNCHES}"
         if isinstance(error, CompileError):
             return f"build error: {_cut(str(error).splitlines())}"
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
         told = _cut(str(error).splitlines()).splitlines()
         if wants_distributed(str(error)):
-            told.append("emulated ranks do not have torch.distributed")
+            told.append("emulated ranks have only a part of torch.distributed: docs/device/emulator.md lists it")
         return f"rank {rank} raised {type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: " + "\n".join(told)
 
 

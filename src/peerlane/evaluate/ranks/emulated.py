@@ -13,6 +13,7 @@ import torch
 
 from peerlane import problems
 from peerlane.device.emulator import build
+from peerlane.device.emulator.host_libraries import prepare
 from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.emulator.sequence import findings
 from peerlane.evaluate import wire
@@ -88,6 +89,8 @@ class EmulatedCandidate(Rank):
         monkeypatch_check.remember_originals()
         path, source = Path(request.path), request.source.encode("latin-1")
 
+        prepare(request.source)
+
         def load(rank: int) -> Solution:
             return solution_of(import_candidate(path, source, f"_rank_{rank}"), path)
 
@@ -134,4 +137,5 @@ class EmulatedCandidate(Rank):
             for finding in findings(self._ranks.reports())[:MOST_FINDINGS]
         ]
         needs = None if self._ranks.kernels is None else [str(item)[:NAME_CHARACTERS] for item in self._ranks.kernels[:MOST_NAMES]]
-        return wire.RaceReport(found, dict(self._ranks.launches), sorted(self._ranks.sources)[:MOST_NAMES], needs)
+        sources = sorted(self._ranks.sources)[:MOST_NAMES]
+        return wire.RaceReport(found, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives))

@@ -127,6 +127,7 @@ inline void Machine::async(
     }
     auto copy = issue(segments, count, reads_shared, writes_shared, uses);
     copy->combine = combine;
+    copy->generic = queue == thread_queue;
     copy->barrier = barrier ? memory.offset(barrier) : ~0ull;
     copy->barrier_block = barrier ? &owner(copy->barrier, site) : nullptr;
     if (!barrier) fiber.groups[queue].open.push_back(copy);
@@ -235,7 +236,8 @@ inline bool Machine::copy_judges(
         const auto kind = is_shared(offset) ? View::async_shared : View::async_global;
         // Arrivals at an mbarrier are of no proxy.
         const bool written = record.flags() & writes && !(record.flags() & asynchronous) && !(record.flags() & access.flags & atomic);
-        if (written && !copy.remote && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
+        const bool ordinary = copy.remote || copy.generic;
+        if (written && !ordinary && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
         return true;
     }
     const Odds kind = odds(record, part, access);
@@ -245,7 +247,8 @@ inline bool Machine::copy_judges(
 }
 
 inline void Machine::copy_access(Copy& copy, std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, Clock clock) {
-    const Access access{copy.actor, static_cast<std::uint8_t>(flags | asynchronous), clock, copy.site};
+    const auto how = static_cast<std::uint8_t>(copy.generic ? flags : flags | asynchronous);
+    const Access access{copy.actor, how, clock, copy.site};
     if (flags & writes) {
         memory.written(offset, bytes);
         last_write_ = schedule_switches_;

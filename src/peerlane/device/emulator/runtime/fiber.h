@@ -77,11 +77,12 @@ peerlane_switch:
 
 namespace peerlane::emulator {
 
-// Equal stacks side by side, each with a page below it that nobody may touch.
+// Equal stacks side by side, each with a page below it that nobody may touch. Where there are very many, some go without: Linux allows a
+// process 65530 mappings, and every page set apart makes two.
 class Stacks {
   public:
     static constexpr std::size_t bytes = 256 << 10;
-    static constexpr std::size_t guard_bytes = 4096;
+    static constexpr std::size_t guard_bytes = 4096, most_guards = 31 << 10;
 
     explicit Stacks(std::size_t count) : count_(count) {
         void* mapped = mmap(nullptr, count * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -90,7 +91,7 @@ class Stacks {
             std::exit(1);
         }
         base_ = static_cast<char*>(mapped);
-        for (std::size_t i = 0; i < count; ++i) mprotect(base_ + i * bytes, guard_bytes, PROT_NONE);
+        for (std::size_t i = 0; i < count; i += 1 + count / (most_guards + 1)) mprotect(base_ + i * bytes, guard_bytes, PROT_NONE);
     }
     Stacks(const Stacks&) = delete;
     Stacks& operator=(const Stacks&) = delete;

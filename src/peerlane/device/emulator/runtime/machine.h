@@ -17,6 +17,7 @@ struct Copy {
     View view;    // of the issuer when it was issued
     std::vector<Segment> segments;
     Combine combine;
+    bool generic = false;   // of the proxy of ordinary accesses
     std::uint64_t barrier;  // offset, or ~0
     Block* barrier_block;   // where it lies: this block, or another of its cluster
     std::uint32_t site;

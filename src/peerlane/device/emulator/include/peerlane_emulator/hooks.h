@@ -29,8 +29,9 @@ struct Segment {
 };
 
 // Asynchronous operations of a thread are counted in groups, separately for each of these.
-enum Queue : unsigned { bulk_queue, matrix_queue, remote_queue };
-constexpr unsigned queues = 3;
+// Those of `thread_queue` are ordinary accesses of the thread, at a time of their own: they need no proxy fence.
+enum Queue : unsigned { bulk_queue, matrix_queue, remote_queue, thread_queue };
+constexpr unsigned queues = 4;
 
 struct Uint3 {
     unsigned x, y, z;

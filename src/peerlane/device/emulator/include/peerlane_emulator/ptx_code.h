@@ -98,6 +98,14 @@ PEERLANE_INLINE T greatest(T a, T b) {
     if constexpr (std::is_floating_point_v<T>) return std::fmax(a, b);
     else return a < b ? b : a;
 }
+struct least_of {
+    float operator()(float a, float b) const { return std::fmin(a, b); }
+};
+struct greatest_of {
+    float operator()(float a, float b) const { return std::fmax(a, b); }
+};
+template <class F>
+PEERLANE_INLINE float or_nan(float a, float b) { return a != a || b != b ? __builtin_nanf("") : F{}(a, b); }
 template <class T>
 PEERLANE_INLINE T shift_left(T a, u32 by) { return by >= 8 * sizeof(T) ? T(0) : static_cast<T>(a << by); }
 template <class T>
@@ -172,6 +180,31 @@ PEERLANE_INLINE T reversed(T a) {
     return result;
 }
 
+// ---- floats of sixteen bits, one or two to a register
+
+// To odd: what is rounded once more to fewer bits comes out as if it had been rounded once.
+PEERLANE_INLINE float rounded_to_odd(double exact) {
+    const float near = rounded(exact, 2);
+    return near == exact || near != near || std::isinf(near) ? near : __builtin_bit_cast(float, __builtin_bit_cast(u32, near) | 1);
+}
+struct F16 {
+    static float widen(u16 bits) { return widen_f16(bits); }
+    static u16 narrow(double value) { return narrow_f16(rounded_to_odd(value)); }
+};
+struct Bf16 {
+    static float widen(u16 bits) { return widen_bf16(bits); }
+    static u16 narrow(double value) { return narrow_bf16(rounded_to_odd(value)); }
+};
+template <class Half, class R, class F, class... Operands>
+PEERLANE_INLINE R of_halves(const F& f, Operands... operands) {
+    if constexpr (sizeof(R) == 2) {
+        return Half::narrow(f(double(Half::widen(operands))...));
+    } else {
+        const u32 low = Half::narrow(f(double(Half::widen(u16(operands)))...)), high = Half::narrow(f(double(Half::widen(u16(operands >> 16)))...));
+        return low | high << 16;
+    }
+}
+
 // ---- warps
 
 enum class Shuffle { up, down, bfly, idx };
@@ -192,9 +225,17 @@ PEERLANE_INLINE u32 ballot(u32 mask, bool predicate, u32& voters) {
     for (u32 i = 0; i < 32; ++i) votes |= (voters >> i & 1 && values[i] ? 1u : 0u) << i;
     return votes;
 }
+// The thread's number in its block.
 PEERLANE_INLINE u32 first_lane() {
     const Uint3 thread = peerlane_thread_index(), size = peerlane_block_size();
     return thread.x + size.x * (thread.y + size.y * thread.z);
+}
+
+// cp.async: `read` bytes come from the source, the rest is zero.
+PEERLANE_INLINE void copy_by_thread(char* target, const char* source, u32 bytes, u32 read) {
+    const u32 known = read < bytes ? read : bytes;
+    const Segment pieces[2] = {{target, source, known}, {target + known, nullptr, bytes - known}};
+    peerlane_async(known ? pieces : pieces + 1, known && known < bytes ? 2 : 1, Combine::replace, nullptr, thread_queue);
 }
 
 }  // namespace peerlane::emulator::ptx_code

@@ -1,0 +1,257 @@
+"""``cuda.core`` on emulated ranks: NVRTC compiles without a GPU, and the PTX that it makes is launched in the emulator.
+
+Host code that compiles by ``Program`` and launches by ``launch`` runs as written. Pointers are those of emulated memory, which
+``tensor.data_ptr()`` gives. All streams of a rank are one.
+"""
+
+# cuda.core has no types here.
+# mypy: disable-error-code="no-untyped-def,misc"
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane.device.emulator.build import folder
+from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
+from peerlane.device.emulator.ptx_front_end import Ptx
+from peerlane.device.emulator.ptx_operands import TYPES
+from peerlane.device.emulator.ptx_text import Function, parse
+from peerlane.device.host import cuda_bindings
+from peerlane.device.host.declare import written_in
+from peerlane.device.host.group import current_group
+from peerlane.errors import CompileError, LaunchError, UsageError
+from peerlane.files import write_atomically
+
+_SYSTEM = "cuda.core"
+_OWN_CODE = ("peerlane.", "torch.")  # reads host memory where tensors lie
+_candidate = threading.local()
+
+
+@contextlib.contextmanager
+def candidate_code() -> Iterator[None]:
+    """While this lasts, ``tensor.data_ptr()`` of this thread is an address of emulated memory."""
+    before, _candidate.runs = getattr(_candidate, "runs", False), True
+    try:
+        yield
+    finally:
+        _candidate.runs = before
+
+
+@functools.cache
+def _compiled(source: str, options: tuple[bytes, ...], names: tuple[str, ...]) -> tuple[Ptx, Mapping[str, str]]:
+    """Returns the PTX with the path of its cubin, and the names that the compiler gave to instances of templates."""
+    nvrtc = cuda_bindings.nvrtc()
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"source.cu", 0, [], [])
+    try:
+        for name in names:
+            nvrtc.nvrtcAddNameExpression(program, name.encode())
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), list(options))
+        if status:
+            log = _bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
+            raise CompileError(f"NVRTC_ERROR_COMPILATION: the source does not compile for a GPU:\n{log.rstrip(chr(0))}")
+        lowered = {name: nvrtc.nvrtcGetLoweredName(program, name.encode())[1].decode() for name in names}
+        ptx = _bytes(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0").decode()
+        cubin = _bytes(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    path = folder() / f"{hashlib.sha256(cubin).hexdigest()}.cubin"
+    write_atomically(path, cubin)
+    return Ptx(ptx, path), lowered
+
+
+def _bytes(size, get, program) -> bytes:
+    _, nbytes = size(program)
+    content = bytearray(nbytes)
+    get(program, content)
+    return bytes(content)
+
+
+class Program:
+    """Stands for ``cuda.core.Program``."""
+
+    def __init__(self, code: str, code_type: str, options: Any = None) -> None:
+        if code_type != "c++":
+            raise UsageError(f"emulated ranks compile cuda.core programs of code type 'c++', got {code_type!r}")
+        caller = sys._getframe(1).f_code.co_filename
+        file, line = written_in(caller, code)
+        self._source = f'#line {line} "{Path(file).name}"\n{code}'
+        found = [] if options is None else list(options.as_bytes("nvrtc"))
+        if not any(option.startswith((b"-arch", b"--gpu-architecture")) for option in found):
+            found.append(b"-arch=sm_90a")
+        self._options = (*found, b"--generate-line-info")
+
+    def compile(self, target_type: str, name_expressions: Sequence[Any] = (), **_: Any) -> ObjectCode:
+        names = tuple(name.decode() if isinstance(name, bytes) else name for name in name_expressions)
+        return ObjectCode(*_compiled(self._source, self._options, names))
+
+    def close(self) -> None:
+        return
+
+
+class ObjectCode:
+    """Stands for ``cuda.core.ObjectCode``."""
+
+    def __init__(self, ptx: Ptx, names: Mapping[str, str]) -> None:
+        self._ptx, self._names = ptx, names
+        self._entries = {entry.name: entry for entry in parse(ptx.text).entries}
+
+    def get_kernel(self, name: str | bytes) -> CoreKernel:
+        name = name.decode() if isinstance(name, bytes) else name
+        symbol = self._names.get(name, name)
+        if symbol not in self._entries:
+            raise LaunchError(f"the program has no kernel {name!r}; it has {', '.join([*self._names, *self._entries])}")
+        return CoreKernel(self._ptx, self._entries[symbol])
+
+
+@dataclass(frozen=True)
+class CoreKernel:
+    """Stands for ``cuda.core.Kernel``."""
+
+    ptx: Ptx
+    entry: Function
+
+
+def launch(stream: Any, config: Any, kernel: CoreKernel, *args: Any) -> None:
+    """Launches on every rank of the caller's group: waits until all have come here."""
+    group = emulated_rank(kernel.entry.name)
+    parameters = kernel.entry.parameters
+    if len(args) != len(parameters):
+        raise UsageError(f"kernel {kernel.entry.name} takes {len(parameters)} parameters, and {len(args)} are given")
+    values = [
+        _packed(group, kernel.entry.name, index, (length or 1) * TYPES[kind][1], value)
+        for index, ((kind, _, _, length), value) in enumerate(zip(parameters, args, strict=True))
+    ]
+    cluster = 1 if config.cluster is None else config.cluster[0] * config.cluster[1] * config.cluster[2]
+    group.launch_ptx(PtxLaunch(kernel.ptx, kernel.entry.name, config.grid, config.block, values, config.shmem_size, cluster))
+
+
+def _packed(group: Any, kernel: str, index: int, nbytes: int, value: Any) -> Any:
+    """Returns an argument as the first bytes of what cuda.core would pass."""
+    if isinstance(value, torch.Tensor):
+        value = group.address(value)
+    if isinstance(value, bool):
+        content = struct.pack("<?", value)
+    elif isinstance(value, int):
+        content = struct.pack("<q" if value < 0 else "<Q", value)
+    elif isinstance(value, float):
+        content = struct.pack("<d", value)
+    else:
+        content = bytes(value)
+    if len(content) < nbytes:
+        raise UsageError(f"argument {index} of kernel {kernel} has {len(content)} bytes; expected {nbytes}: a ctypes value says its width")
+    return (ctypes.c_char * nbytes).from_buffer_copy(content[:nbytes])
+
+
+class Stream:
+    """Stands for ``cuda.core.Stream`` and ``torch.cuda.Stream``."""
+
+    cuda_stream = handle = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        return
+
+    @classmethod
+    def from_handle(cls, handle: int) -> Stream:
+        return cls()
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return
+
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """All work of a rank is in order, and over when the host goes on."""
+
+    sync = synchronize = wait = wait_stream = wait_event = record_event = close = nothing
+
+
+class Event:
+    """Stands for ``torch.cuda.Event`` without times."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        return
+
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """All work of a rank is in order."""
+
+    record = wait = synchronize = nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class Device:
+    """Stands for ``cuda.core.Device``."""
+
+    def __init__(self, device_id: int | None = None) -> None:
+        self.device_id = device_id or 0
+        self.default_stream = Stream()
+
+    def set_current(self, *_: Any) -> None:
+        return
+
+    def sync(self) -> None:
+        return
+
+    def create_stream(self, *_: Any, **__: Any) -> Stream:
+        return Stream()
+
+
+_CORE: dict[str, Any] = {"Program": Program, "launch": launch, "Stream": Stream, "Device": Device}
+_TORCH: dict[str, Any] = {
+    "current_stream": lambda device=None: Stream(),
+    "stream": lambda stream: stream or Stream(),
+    "Stream": Stream,
+    "Event": Event,
+    "synchronize": lambda device=None: None,
+    "current_device": lambda: 0,
+    "set_device": lambda device: None,
+}
+
+
+@contextlib.contextmanager
+def cuda_core_here() -> Iterator[None]:
+    """While this lasts, host code of emulated ranks finds these in ``cuda.core`` and ``torch.cuda``."""
+    original = torch.Tensor.data_ptr
+
+    def data_ptr(tensor: torch.Tensor) -> int:
+        group = current_group()
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        if getattr(_candidate, "runs", False) and isinstance(group, EmulatedRank) and not asked_by.startswith(_OWN_CODE):
+            return group.address(tensor)
+        return original(tensor)
+
+    replaced: list[tuple[Any, dict[str, Any]]] = [(torch.cuda, _TORCH), (torch.Tensor, {"data_ptr": data_ptr})]
+    if _SYSTEM in sys.modules:
+        replaced.append((sys.modules[_SYSTEM], _CORE))
+    before = [(place, name, vars(place).get(name, _MISSING)) for place, members in replaced for name in members]
+    try:
+        for place, members in replaced:
+            for name, member in members.items():
+                setattr(place, name, member)
+        yield
+    finally:
+        for place, name, member in before:
+            if member is _MISSING:
+                delattr(place, name)
+            else:
+                setattr(place, name, member)
+
+
+_MISSING = object()

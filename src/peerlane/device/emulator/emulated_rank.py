@@ -1,0 +1,45 @@
+"""A group of emulated ranks, as the libraries see it that stand for Triton, cuda.core and torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from peerlane.device.emulator.ptx_front_end import Ptx
+from peerlane.device.host.group import Group, current_group
+from peerlane.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class PtxLaunch:
+    """A launch of a kernel of a PTX module."""
+
+    module: Ptx
+    kernel: str
+    grid: Sequence[int]
+    block: Sequence[int]
+    args: Sequence[Any]
+    """ctypes values"""
+    shared_bytes: int = 0
+    cluster: int = 1
+
+
+class EmulatedRank(Group):
+    """One rank of an emulated group; ``member`` is its number among all ranks."""
+
+    member: int
+    team: Any
+    """the state that the ranks of the group share"""
+
+    def launch_ptx(self, launch: PtxLaunch) -> None:
+        """Launches on every rank of the group: waits until all have come here."""
+        raise NotImplementedError
+
+
+def emulated_rank(kernel: str) -> EmulatedRank:
+    """Returns the group of the calling thread. Raises LaunchError, which names the kernel, where that is no emulated rank."""
+    group = current_group()
+    if not isinstance(group, EmulatedRank):
+        raise LaunchError(f"kernel {kernel} was launched outside of emulated ranks, and there is no GPU")
+    return group

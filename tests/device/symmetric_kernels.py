@@ -1,0 +1,63 @@
+"""Host code on torch's symmetric memory with a kernel in Triton: ``BROKEN`` 0 is right, each other number has one fault."""
+
+# Device functions have no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_of_all(buffers, out, length, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < length
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(WORLD_SIZE):
+        peer = tl.load(buffers + rank).to(tl.pointer_type(out.dtype.element_ty))
+        total += tl.load(peer + offsets, mask=inside, other=0).to(tl.float32)
+    tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def doubled(x, length, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Differs between ranks: each has a program of its own."""
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < length
+    tl.store(x + offsets, tl.load(x + offsets, mask=inside) * 2 + 0 * RANK, mask=inside)
+
+
+def solution(broken: int) -> Any:
+    """Returns a function of one rank that sums a tensor of all ranks, twice over."""
+    kept: list[Any] = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(symm_mem.empty(x.numel(), dtype=x.dtype, device=x.device))
+            kept.append(symm_mem.rendezvous(kept[0], dist.group.WORLD))
+            kept.append(torch.tensor(kept[1].buffer_ptrs, dtype=torch.int64))
+        buffer, handle, pointers = kept
+        buffer.copy_(x)
+        if broken != 1:  # the others may not have copied
+            handle.barrier(channel=0)
+        out = torch.empty_like(x)
+        grid = (triton.cdiv(x.numel(), 64),)
+        sum_of_all[grid](pointers, out, x.numel(), dist.get_world_size(), 64, num_warps=1)
+        if broken != 2:  # the next copy may come while others read
+            handle.barrier(channel=1)
+        doubled[grid](out, out.numel(), dist.get_rank(), 64, num_warps=1)
+        return out.mul_(0.5)
+
+    return call
+
+
+def doubled_on_first_rank(x: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 0:
+        doubled[(1,)](x, x.numel(), 0, 64, num_warps=1)
+    return x

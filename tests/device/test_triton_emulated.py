@@ -1,0 +1,101 @@
+"""Triton's kernels on emulated ranks: right ones are right and clean, and faults are found with both source lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import peerlane
+from device import symmetric_kernels
+from device import triton_kernels as kernels
+from peerlane.device.emulator.findings import Finding
+from peerlane.device.emulator.host_libraries import launches_differ
+from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure, run
+from peerlane.device.emulator.sequence import findings
+
+NAMES = ("one_shot", "two_shot", "gather_gemm", "moe_push", "ring_sum")
+CALLS = 2
+RANKS = {"ring_sum": 3}
+"""with two, the ring has one step alone"""
+
+
+def slow_but(names: Sequence[str], *quick: str) -> list[Any]:
+    """Returns the names as parameters of a test, of which all but some are slow."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
+def raced(name: str, broken: int, schedules: int = 6) -> tuple[list[torch.Tensor], list[Finding]]:
+    """Returns what the last call gave on each rank, and what was found."""
+    given = kernels.inputs(name, RANKS.get(name, 2))
+    world = EmulatedRanks(len(given), schedules=schedules)
+    world.load(lambda rank: kernels.solution(name, broken))
+    outputs: list[torch.Tensor] = []
+    try:
+        for _ in range(CALLS):
+            outputs = world.call(given, lambda rank, output: output.clone())
+    except RankFailure:
+        outputs = []
+    return outputs, findings(world.reports())
+
+
+@pytest.mark.parametrize("name", slow_but(NAMES, "one_shot", "gather_gemm", "moe_push"))
+def test_a_right_triton_kernel_is_right_and_clean(name: str) -> None:
+    outputs, found = raced(name, 0)
+    assert outputs and not found, "\n".join(map(str, found))
+    for output, wanted in zip(outputs, kernels.expected(name, kernels.inputs(name, len(outputs))), strict=True):
+        assert torch.equal(output, wanted)
+
+
+@pytest.mark.parametrize("twin", slow_but([f"{name}-{broken}" for name in NAMES for broken in (1, 2)], "one_shot-1", "gather_gemm-2"))
+def test_a_broken_twin_is_told_with_both_lines(twin: str) -> None:
+    name, _, broken = twin.partition("-")
+    _, found = raced(name, int(broken))
+    told = [finding for finding in found if finding.kind in ("race", "lost_update")]
+    assert told, [str(finding) for finding in found]
+    file = Path(kernels.__file__).name
+    assert any(str(finding).count(f"{file}:") >= 2 for finding in told), "\n".join(map(str, told))
+
+
+def symmetric(broken: int) -> tuple[list[torch.Tensor], list[Finding]]:
+    """Returns what calls with other numbers each gave on two ranks, and what was found."""
+    world = EmulatedRanks(2, schedules=6)
+    world.load(lambda rank: symmetric_kernels.solution(broken))
+    outputs: list[torch.Tensor] = []
+    for call in range(3):
+        outputs = world.call([(torch.arange(100.0) + rank + call,) for rank in range(2)], lambda rank, output: output.clone())
+    return outputs, findings(world.reports())
+
+
+def test_symmetric_memory_of_torch_is_right_and_clean() -> None:
+    outputs, found = symmetric(0)
+    assert not found, "\n".join(map(str, found))
+    assert all(torch.equal(output, 2 * torch.arange(100.0) + 5) for output in outputs)
+
+
+@pytest.mark.parametrize("broken", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_missing_barrier_of_the_handle_is_told_with_the_copy(broken: int) -> None:
+    _, found = symmetric(broken)
+    told = [str(finding) for finding in found if finding.kind == "race"]
+    assert any("symmetric_kernels.py:" in text and "host code" in text for text in told), [str(finding) for finding in found]
+
+
+def test_a_triton_candidate_of_the_prompts_runs_as_written() -> None:
+    file = Path(peerlane.__file__).parent / "generate/prompts/examples/difference_triton.py"
+    given = [torch.arange(300.0) * (rank + 1) for rank in range(2)]
+    outcome = run(file, [[(x,) for x in given]] * 2, schedules=3)
+    assert outcome.failure is None and not outcome.findings
+    assert all(torch.equal(output, given[rank] - given[rank - 1]) for rank, output in enumerate(outcome.outputs[-1]))
+    assert outcome.kernels and "registers" in str(outcome.kernels[0])
+
+
+def test_ranks_that_launch_different_kernels_are_not_judged() -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.doubled_on_first_rank)
+    with pytest.raises(RankFailure) as raised:
+        world.call([(torch.ones(8),)] * 2, lambda rank, output: output)
+    assert launches_differ(str(raised.value.error), "import triton")
+    assert not launches_differ(str(raised.value.error), "from peerlane.device import Arena")
