@@ -13,11 +13,11 @@ from peerlane.errors import UsageError
 from peerlane.hardware.profiles import B200_SXM, H200_SXM
 from peerlane.problems import Case, Cost, Draw, GroupRef, KnownWrongAnswer, Problem, Tolerance, case, preset
 from peerlane.problems.contract import describe
-from peerlane.problems.contract.count import Step
 from peerlane.report.catalogue import argument_text, find_profile, plain, problem_detail
-from peerlane.report.evidence import Measured, PublicTimes, packaged_evidence, reference_times
-from peerlane.report.movement import MOST_STEPS, flowchart
-from peerlane.report.pages import FAR, beside_public, overview, page, page_world_size
+from peerlane.report.evidence import NOTHING, Measured, PublicTimes, SolutionTime, packaged_evidence, reference_times
+from peerlane.report.pages import overview, page_world_size
+from peerlane.report.problem_page import Illustration, page
+from peerlane.report.problem_speeds import FAR, beside_public
 from sample_results import result
 
 
@@ -56,6 +56,18 @@ SAMPLE = dataclasses.replace(
     mutates=frozenset({"x"}),
     notes=("Worth knowing.",),
     world_sizes=(2, 4, 8),
+)
+
+SOLUTION = SolutionTime(
+    machine="2x H100",
+    preset="pkb",
+    world_size=2,
+    mode="graph",
+    reference_us=30.0,
+    solution_us=20.0,
+    speedup=1.5,
+    certain=True,
+    utilisation=0.25,
 )
 
 
@@ -161,22 +173,36 @@ def test_profiles_are_found_by_their_first_word() -> None:
         find_profile("h20")
 
 
-def step(kind: str, **more: float) -> Step:
-    amounts = {"egress_bytes": 0.0, "ingress_bytes": 0.0, "flops": 0.0, "touched_bytes": 0.0} | more
-    return Step(kind=kind, times=2, ranks=0 if kind == "compute" else 4, **amounts)
+def test_pages_lead_with_the_reference_and_fold_cases() -> None:
+    shown = Illustration("def reference(x): ...\n", "p900.svg", "../../src/p900.py", "900_sample_cuda.py", "kit")
+    text = page(problem_detail(SAMPLE, world_size=4), Measured(solutions=(SOLUTION,)), shown)
+    order = (
+        "def reference",
+        "](p900.svg)",
+        "peerlane new 900\n",
+        "](../../src/p900.py)",
+        "| 2x H100 |",
+        "## Cost",
+        "<summary>The reference's speed",
+    )
+    assert sorted(order, key=text.index) == list(order)
+    assert text.index("<details") > text.index("## Cost") and text.count("<details markdown>") == text.count("</details>") == 4
 
 
-def test_movement_is_drawn_from_what_was_counted() -> None:
-    steps = [step("compute", flops=2.5e9, touched_bytes=3e6), step("all_reduce", egress_bytes=1.5e6, ingress_bytes=1.5e6)]
-    text = page(problem_detail(SAMPLE, world_size=4), Measured(steps=tuple(steps)))
-    assert '["2 operators<br/>2.5 GFLOP<br/>touch 3 MB"]' in text
-    assert '{{"all-reduce x2<br/>1.5 MB out, 1.5 MB in"}}' in text
-    assert "in --> s0 --> s1 --> out" in text
+def test_a_long_reference_is_folded_below_its_signature() -> None:
+    shown = Illustration("line\n" * 200, "p900.svg", "", "900_sample_pytorch.py", "pytorch")
+    text = page(problem_detail(SAMPLE, world_size=4), NOTHING, shown)
+    assert text.index("solution(x:") < text.index("<summary>The reference in PyTorch, 200 lines</summary>")
+    assert "peerlane new 900 --backend pytorch\npeerlane eval 900_sample_pytorch.py --device cpu" in text
+    assert "There is none yet." in text
 
 
-def test_a_long_chain_is_cut_in_the_middle_and_says_so() -> None:
-    chart = flowchart([step("compute" if number % 2 else "send") for number in range(MOST_STEPS + 6)], 4)
-    assert '["6 more steps"]' in chart and chart.count("operators") == chart.count("send") == MOST_STEPS // 2
+def test_uncertain_speedups_and_virtual_nodes_are_marked() -> None:
+    virtual = SOLUTION.model_copy(update={"machine": "1x H200, virtual node", "virtual": True, "certain": False, "utilisation": None})
+    text = page(problem_detail(SAMPLE, world_size=4), Measured(solutions=(virtual,)))
+    assert "| 1x H200, virtual node | 2 | `pkb` | graph | 30.0 | 20.0 | 1.50 (noise) | – |" in text
+    assert "say nothing about links or NCCL" in text and "On nodes the reference" not in text
+    assert "On nodes the reference" in page(problem_detail(SAMPLE, world_size=4), Measured(solutions=(SOLUTION,)))
 
 
 def test_times_compare_with_the_public_reference_and_say_why() -> None:

@@ -1,17 +1,20 @@
-"""The documentation as a site: all links lead somewhere, and flowcharts need no script."""
+"""The documentation as a site: all links lead somewhere, problems are in its navigation, and models find an index."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from peerlane import problems
 from peerlane.errors import UsageError
+from peerlane.report.navigation import BEGIN, END, filled
 from peerlane.report.site import stage
 
 ROOT = Path(__file__).parents[2]
 
 
 def checkout(root: Path, page: str) -> Path:
-    for folder in ("docs", "examples", "results"):
+    for folder in ("docs", "examples", "results", "src/peerlane/solutions"):
         (root / folder).mkdir(parents=True)
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"):
         (root / name).write_text("text\n")
@@ -19,10 +22,27 @@ def checkout(root: Path, page: str) -> Path:
     return root
 
 
-def test_the_site_has_every_page_and_flowcharts_need_no_script(tmp_path: Path) -> None:
-    assert stage(ROOT, tmp_path / "site") > 100
-    page = (tmp_path / "site/docs/problems/p012_allgather_gemm.md").read_text()
-    assert "mermaid" not in page and '<li class="transfer">all-gather<br>' in page
+def test_the_site_has_every_page_and_an_index_for_models(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    assert stage(ROOT, site) > 100
+    lines = (site / "llms.txt").read_text().splitlines()
+    assert lines[0] == "# peerlane" and lines[2].startswith("> ")
+    targets = [match[1] for line in lines if (match := re.match(r"- \[.+\]\((.+/)\): .", line))]
+    pages = [site / f"{target.rstrip('/')}.md" for target in targets]
+    assert len(targets) > 40 and all(page.is_file() or (page.with_suffix("") / "README.md").is_file() or page.stem == "." for page in pages)
+
+
+def test_problems_are_in_the_navigation_by_category() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert filled(text, problems.suite()) == text, "run `make docs`"
+    assert filled(f"nav:\n{BEGIN}old\n{END}rest\n", problems.select("2,54")) == (
+        f"nav:\n{BEGIN}      - Collective:\n"
+        '          - "2 allgather": docs/problems/p002_allgather.md\n'
+        "      - Context parallel:\n"
+        f'          - "54 ring_attention": docs/problems/p054_ring_attention.md\n{END}rest\n'
+    )
+    with pytest.raises(UsageError, match="put both comments back"):
+        filled("nav:\n", problems.suite())
 
 
 def test_every_page_of_the_site_is_in_its_navigation_or_linked(tmp_path: Path) -> None:
@@ -36,7 +56,6 @@ def test_every_page_of_the_site_is_in_its_navigation_or_linked(tmp_path: Path) -
     [
         ("[gone](nowhere.md)", "docs/page.md: nowhere.md"),
         ("[source](../src/peerlane)", "docs/page.md: ../src/peerlane"),
-        ('```mermaid\nflowchart LR\n    a["x"]\n    b["y"]\n```', "one chain"),
     ],
 )
 def test_a_page_that_the_site_cannot_show_is_refused(page: str, problem: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def docs(
         raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
     from peerlane.cli import command_reference
-    from peerlane.report import architecture, evidence, figures, pages, sections
+    from peerlane.report import architecture, evidence, figures, navigation, pages, sections, tutorial_figures
     from peerlane.report.site import stage
 
     if site is not None:
@@ -38,7 +38,12 @@ def docs(
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(None), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
-    pictures = {**figures.figures(problems.suite(), measured, root), **architecture.pictures(root)} if documents else {}
+    own = (
+        (figures.figures(problems.suite(), measured, root), architecture.pictures(root), tutorial_figures.pictures(root))
+        if documents
+        else ()
+    )
+    pictures = {path: picture for group in own for path, picture in group.items()}
     if write:
         changes = pages.write(folder, generated)
         if documents:
@@ -47,10 +52,11 @@ def docs(
                 *sections.write(root),
                 *command_reference.write(root, command),
                 *figures.write(root, pictures),
+                *navigation.write(root, problems.suite()),
             ]
         for change in changes:
             print(f"written: {change}")
-        print(f"{len(generated)} pages in {folder}")
+        print(f"{len(generated)} files in {folder}")
         return
     changes = pages.stale(folder, generated)
     if documents:
@@ -59,10 +65,11 @@ def docs(
             *sections.stale(root),
             *command_reference.stale(root, command),
             *figures.stale(root, pictures),
+            *navigation.stale(root, problems.suite()),
         ]
     for change in changes:
         print(change)
     if changes:
         print("run `peerlane docs --write`")
         raise typer.Exit(ExitCode.CHECK_FAILED)
-    print(f"{len(generated)} pages in {folder} match the code")
+    print(f"{len(generated)} files in {folder} match the code")

@@ -24,7 +24,8 @@ def show(
     from peerlane import problems
     from peerlane.report.catalogue import find_profile, problem_detail
     from peerlane.report.evidence import NOTHING, packaged_evidence
-    from peerlane.report.pages import page, page_world_size
+    from peerlane.report.pages import page_world_size
+    from peerlane.report.problem_page import page
 
     problem = problems.named(problem_name)
     if source:

@@ -125,6 +125,11 @@ def _preset_detail(problem: Problem, preset: Preset, world_size: int, nodes: int
     }
 
 
+def timed_case(preset: Entry) -> Entry | None:
+    """Returns the case of a preset that is timed at this world size, as :func:`problem_detail` describes it."""
+    return next((case for case in preset["cases"] if case["cost"] is not None), None)
+
+
 def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: HardwareProfile) -> Entry:
     entry: Entry = {
         "label": spec.label,

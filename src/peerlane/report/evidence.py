@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from peerlane.problems.contract.count import Step
-from peerlane.results.reader import read_results
+from peerlane.report.tables import shown_speedup
+from peerlane.results.reader import newest, read_results
 from peerlane.results.record import Record
 from peerlane.results.result import Result
 from peerlane.selftest.calibrate import Calibration, read_calibrations
@@ -22,6 +23,11 @@ TWO_GPUS = RESULTS / "h200x2"
 ONE_GPU = RESULTS / "h100x1"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", TWO_GPUS / "calibration.jsonl")
 PRODUCTION_OF_TWO = TWO_GPUS / "production.jsonl"
+SOLUTIONS = (
+    *(RESULTS / "h100x2" / f"{name}.jsonl" for name in ("solutions", "production")),
+    *(RESULTS / "h200x1" / f"{name}.jsonl" for name in ("virtual_solutions", "virtual_bandwidth")),
+)
+"""the newest runs of our solutions on each class of machine"""
 MECHANISMS = NODE / "mechanisms.json"
 COUNTED_WORLD_SIZE = 4
 
@@ -43,6 +49,25 @@ class ReferenceTime(Record):
     utilisation: float
 
 
+class SolutionTime(Record):
+    """The solution that comes with peerlane beside the reference, in one preset, world size and launch mode on one machine."""
+
+    machine: str
+    """GPUs and class: ``2x H100``, ``1x H200, virtual node``"""
+    virtual: bool = False
+    """ranks share a GPU"""
+    preset: str
+    world_size: int
+    mode: str
+    reference_us: float
+    solution_us: float
+    speedup: float
+    certain: bool
+    """the speedup is above measurement noise, or the solution is certainly slower"""
+    utilisation: float | None = None
+    """the time at the datasheet's bound over the solution's time, on a node"""
+
+
 class PublicTimes(Record):
     """Eager calls back to back, on unchanged inputs: microseconds per call, on average and at least."""
 
@@ -58,11 +83,13 @@ class Measured(Record):
         steps: what the reference does in one call of the timed ``pkb`` case on rank 0 of four; see
             :mod:`peerlane.problems.contract.count`.
         public: what the public benchmark's reference of the same number takes on the same class of node.
+        solutions: times of the solution that comes with peerlane, nodes first.
     """
 
     times: tuple[ReferenceTime, ...] = ()
     steps: tuple[Step, ...] = ()
     public: PublicTimes | None = None
+    solutions: tuple[SolutionTime, ...] = ()
 
     def reference_us(self, preset: str) -> dict[str, float]:
         """Returns the newest time of the reference per launch mode."""
@@ -111,13 +138,18 @@ def read_evidence(root: Path) -> Evidence:
         if item.preset == "pkb" and item.world_size == COUNTED_WORLD_SIZE and item.variant == "default" and item.steps:
             steps.setdefault(item.problem, item.steps)
     public = _public_times(root / PUBLIC)
+    solutions: dict[int, list[SolutionTime]] = {}
+    for result in newest(item for name in SOLUTIONS for item in _results(root / name)):
+        if result.correct and (result.candidate.path or "").rpartition("/")[2].startswith(f"p{result.problem.id:03d}_"):
+            solutions.setdefault(result.problem.id, []).extend(_solution_times(result))
     return {
         number: Measured(
             times=tuple(time for result in results.get(number, {}).values() for time in reference_times(result)),
             steps=steps.get(number, ()),
             public=public.get(number),
+            solutions=tuple(solutions.get(number, ())),
         )
-        for number in results.keys() | steps.keys() | public.keys()
+        for number in results.keys() | steps.keys() | public.keys() | solutions.keys()
     }
 
 
@@ -135,6 +167,27 @@ def reference_times(result: Result) -> Iterator[ReferenceTime]:
             bound_us=bound.bound_us,
             bound_by=bound.bound_by,
             utilisation=bound.reference,
+        )
+
+
+def _solution_times(result: Result) -> Iterator[SolutionTime]:
+    node = result.node
+    gpu = (node.gpu or "unknown GPU").removeprefix("NVIDIA ").split()[0]
+    for mode in result.modes:
+        if (speed := result.speed_in(mode)) is None:
+            continue
+        bound = None if node.place.shares_gpus else next((item for item in speed.utilisation if item.ceilings == "datasheet"), None)
+        yield SolutionTime(
+            machine=f"{node.gpus}x {gpu}{', virtual node' if node.place.shares_gpus else ''}",
+            virtual=node.place.shares_gpus,
+            preset=result.preset,
+            world_size=result.world_size,
+            mode=mode,
+            reference_us=speed.reference_us.median,
+            solution_us=speed.candidate_us.median,
+            speedup=shown_speedup(speed),
+            certain=speed.faster or speed.speedup.high < 1,
+            utilisation=None if bound is None else bound.candidate,
         )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import html
+import posixpath
 import re
 import shutil
 from pathlib import Path
 
 from peerlane.errors import UsageError
 
-PARTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "docs", "examples", "results")
+PARTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "docs", "examples", "results", "src/peerlane/solutions")
 """What the site holds of the repository; a link to anything else is broken there."""
 
-FLOWCHART = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
-NODE = re.compile(r'^\s*(\w+)(\(\[|\[|\{\{)"(.*)"(?:\]\)|\]|\}\})$', re.MULTILINE)
-SHAPES = {"([": "end", "[": "work", "{{": "transfer"}
+
+INDEX = "llms.txt"
+ROW = re.compile(r"^\| \[([^\]]+)\]\(([^)#]+)\) \| (.+) \|$")
 LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
 
 
@@ -28,23 +28,34 @@ def stage(root: Path, folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for part in PARTS:
-        copy = shutil.copytree if (root / part).is_dir() else shutil.copy
-        copy(root / part, folder / part)
+        if (root / part).is_dir():
+            shutil.copytree(root / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(root / part, folder / part)
     pages = sorted(folder.rglob("*.md"))
-    for page in pages:
-        page.write_text(FLOWCHART.sub(lambda chart: _chain(chart[1]), page.read_text(encoding="utf-8")), encoding="utf-8")
     if broken := [f"{page.relative_to(folder)}: {link}" for page in pages for link in _broken_links(page)]:
         raise UsageError("links that lead out of the site: " + "; ".join(broken))
+    (folder / INDEX).write_text(index_for_models(folder), encoding="utf-8")
     return len(pages)
 
 
-def _chain(chart: str) -> str:
-    """Renders a linear Mermaid flowchart as a row of HTML boxes, so that no script has to be fetched to see it."""
-    nodes = NODE.findall(chart)
-    if not nodes or chart.count("-->") != len(nodes) - 1:
-        raise UsageError(f"a flowchart of the site must be one chain, got:\n{chart}")
-    items = [f'<li class="{SHAPES[shape]}">{"<br>".join(map(html.escape, label.split("<br/>")))}</li>' for _, shape, label in nodes]
-    return '<ol class="chain">\n' + "\n".join(items) + "\n</ol>"
+def index_for_models(folder: Path) -> str:
+    """Returns the index of the site at ``folder`` for language models (llmstxt.org): the tables of docs/README.md as lists of links."""
+    lines = ["# peerlane", "", "> Test, time and write multi-GPU kernels; compare them with NCCL and with the hardware limit."]
+    for line in (folder / "docs" / "README.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            lines += ["", line, ""]
+        elif row := ROW.match(line):
+            title, target, purpose = row.groups()
+            page = posixpath.normpath(f"docs/{target}")
+            lines.append(f"- [{title}]({_address(page)}): {purpose}")
+    return "\n".join([*lines, ""])
+
+
+def _address(page: str) -> str:
+    """Returns where the site has a page: a folder with the page's name, or for a README the folder that it describes."""
+    path = page.removesuffix(".md").removesuffix("README")
+    return f"{path.rstrip('/')}/" if path.strip("/") else "./"
 
 
 def _broken_links(page: Path) -> list[str]:

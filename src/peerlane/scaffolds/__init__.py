@@ -26,6 +26,14 @@ def scaffold_name(problem: Problem, backend: str) -> str:
     return f"{problem.id}_{problem.slug}_{_ENDING.get(backend, backend)}.py"
 
 
+def scaffold_backend(problem: Problem) -> str:
+    """Returns the first backend that serves a problem: ``kit``, or ``pytorch`` between nodes and where two ranks of the reference talk
+    alone."""
+    from peerlane.problems.reference_source import reference_source
+
+    return "pytorch" if 1 not in problem.nodes or _ONE_SIDED.search(reference_source(problem)) else "kit"
+
+
 def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
     """Returns the source of a candidate with the problem's signature, which is right as it comes.
 
