@@ -36,7 +36,7 @@ def digest(left: bytes) -> str:
 
 
 def digests() -> list[str]:
-    """Returns the committed digests, by number of the kernel: those of the emulator. tests/gpu/check_random_kernels.py asks a GPU for them."""
+    """Returns the committed digests of the emulator, by number of the kernel; tests/gpu/check_random_kernels.py compares a GPU's."""
     return list(json.loads(_DIGESTS.read_text()))
 
 
