@@ -275,8 +275,8 @@ PROBLEM = pc.Problem(
         "The public benchmark compares scales with an absolute tolerance of 0.01. Scales are smaller, so a constant passes there. Here "
         "scales have a relative tolerance of 8 roundoffs of float32.",
         "The public benchmark compares codes with a relative tolerance below their spacing, but its own division is approximate. Half a "
-        "percent of bfloat16 values lie exactly between two codes, and one of them fails a right answer there. Here a tie may go "
-        "either way, and no other code may differ.",
+        "percent of bfloat16 values lie exactly between two codes. A right answer fails there if it rounds one of them the other way. "
+        "Here a tie may go either way, and no other code may differ.",
         "The sign of a zero code is not compared, and NaN elements and denormal scales are left out of the inputs: they are not defined.",
         "A transformer block's share of a rank is not a multiple of 4096; it comes in rows of 1024.",
     ),
