@@ -22,6 +22,7 @@ from peerlane.errors import UsageError
 
 _HEAD = """#include <peerlane_emulator/ptx_code.h>
 #include <peerlane_emulator/ptx_matrix.h>
+#include <peerlane_emulator/ptx_multimem.h>
 using namespace peerlane::emulator;
 using namespace peerlane::emulator::ptx_code;
 """

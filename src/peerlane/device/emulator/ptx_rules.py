@@ -11,6 +11,7 @@ from collections.abc import Callable
 from peerlane.device.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
 from peerlane.device.emulator.ptx_halves import HALF_OPERATIONS, HALVES
 from peerlane.device.emulator.ptx_matrix import MatrixRules
+from peerlane.device.emulator.ptx_multimem import MultimemRules
 from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
 
 _SCOPES = {"cta": "block_scope", "gpu": "gpu_scope", "sys": "system_scope"}
@@ -19,7 +20,7 @@ _HINTS = re.compile(r"nc|ca|cg|cs|lu|cv|wb|wt|L1::\w+|L2::\w+|level::\w+|unified
 _NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg", "createpolicy")
 
 
-class Rules(ArithmeticRules, MatrixRules):
+class Rules(ArithmeticRules, MatrixRules, MultimemRules):
     """The rules for one kernel: memory, threads, control and copies."""
 
     def translated(self, text: str) -> str | None:
