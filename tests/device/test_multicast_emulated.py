@@ -105,9 +105,9 @@ extern "C" __global__ void operations(char* own, char* cast, u32* flag, u32* cas
 """
 
 
-def run(source: Ptx, kernel: str, out: list[int], ranks: int, number: int) -> Report:
+def run(source: Ptx, kernel: str, out: list[int], ranks: int, number: int, nodes: int = 1) -> Report:
     """Runs a kernel on an arena that has multicast addresses."""
-    scenario = Scenario("multicast", source, ranks)
+    scenario = Scenario("multicast", source, ranks, nodes=nodes)
     arena = scenario.arena(4096)
     cast, data, flag = scenario.multicast(arena), arena.take(128), arena.take(128)
     words = torch.tensor(out, dtype=torch.int64).to(torch.int32)
@@ -128,7 +128,7 @@ def test_operations_join_the_words_of_all_ranks() -> None:
     assert report.clean, str(report)
 
 
-WRONG = r"""
+USES = r"""
 typedef unsigned u32;
 #define STORE(at) asm volatile("multimem.st.weak.global.u32 [%0], %1;" ::"l"(at), "r"(1) : "memory")
 extern "C" __global__ void wrong(u32* own, u32* cast, u32* flag, u32* cast_flag, u32 rank, u32 which, u32* out) {
@@ -137,14 +137,25 @@ extern "C" __global__ void wrong(u32* own, u32* cast, u32* flag, u32* cast_flag,
     if (which == 2) STORE(reinterpret_cast<char*>(cast) + 2);
     if (which == 3) STORE(cast + 64);  // behind what was taken
 }
+extern "C" __global__ void of_a_node(u32* own, u32* cast, u32* flag, u32* cast_flag, u32 rank, u32 per_node, u32* out) {
+    asm volatile("multimem.red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(cast), "r"(1u << rank) : "memory");
+    u32 seen;
+    do asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(own) : "memory");
+    while (seen != ((1u << per_node) - 1) << rank / per_node * per_node);
+}
 """
 WORDS = ("writes 4 bytes: source.cu:5", "not a multicast address of this rank", "not aligned", "writes 4 bytes: source.cu:8")
 
 
 @pytest.mark.parametrize("which", range(4))
 def test_another_use_of_the_address_is_an_error(which: int) -> None:
-    report = run(Ptx(compile_cubin(WRONG).ptx()), "wrong", [], 2, which)
+    report = run(Ptx(compile_cubin(USES).ptx()), "wrong", [], 2, which)
     assert {finding.kind for finding in report.findings} == {"illegal_address"} and WORDS[which] in str(report), str(report)
+
+
+def test_a_multicast_address_stands_for_the_ranks_of_a_node() -> None:
+    report = run(Ptx(compile_cubin(USES).ptx()), "of_a_node", [], 4, 2, nodes=2)
+    assert report.clean, str(report)
 
 
 @pytest.mark.parametrize(
