@@ -115,7 +115,7 @@ def test_a_kit_kernel_is_right_and_clean_from_its_ptx(number: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 4, 7, 8, 17, 20, 33, 44, 73])
+@pytest.mark.parametrize("number", [1, 4, 7, 8, 12, 16, 17, 20, 33, 39, 44, 73])
 def test_more_kit_kernels_are_right_and_clean_from_their_ptx(number: int) -> None:
     require_correct(judge_emulated(solutions.files()[number], problems.get(number), cases(problems.get(number), 2)[0], from_ptx=True))
 

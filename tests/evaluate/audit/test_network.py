@@ -7,7 +7,8 @@ import socket
 import pytest
 
 from peerlane.cluster import Cluster
-from peerlane.evaluate.audit.network import bytes_between, tcp_connections
+from peerlane.evaluate.audit.network import bytes_between
+from peerlane.evaluate.ranks.connections import tcp_connections
 from peerlane.evaluate.wire import Connection
 from peerlane.results.result import NetworkBytes
 

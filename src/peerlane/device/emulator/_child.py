@@ -17,7 +17,14 @@ PAGE_BYTES = 4096
 
 
 class _Region(ctypes.Structure):
-    _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("rank", ctypes.c_int64), ("expected", ctypes.c_void_p))
+    _fields_ = (
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("rank", ctypes.c_int64),
+        ("expected", ctypes.c_void_p),
+        ("multicast", ctypes.POINTER(ctypes.c_uint64)),
+        ("multicast_count", ctypes.c_uint64),
+    )
 
 
 class _Content(ctypes.Structure):
@@ -70,7 +77,11 @@ def main() -> str:
         return None if place is None else start + place
 
     program = ctypes.CDLL(job["program"])
-    regions = [_Region(r["begin"], r["end"], r["rank"], address(r["expected"])) for r in job["regions"]]
+    multicasts = [(ctypes.c_uint64 * len(r["multicast"]))(*r["multicast"]) for r in job["regions"]]
+    regions = [
+        _Region(r["begin"], r["end"], r["rank"], address(r["expected"]), ctypes.cast(to, ctypes.POINTER(ctypes.c_uint64)), len(to))
+        for r, to in zip(job["regions"], multicasts, strict=True)
+    ]
     contents = [_Content(c["begin"], c["bytes"], address(c["data"])) for c in job["contents"]]
     pointers = [(ctypes.c_void_p * max(len(item["arguments"]), 1))(*map(address, item["arguments"])) for item in job["launches"]]
     launches = [

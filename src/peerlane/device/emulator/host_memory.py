@@ -54,6 +54,18 @@ class Part:
         return Region(self.name, rank, self.address, self.nbytes, self.symmetric, torch.uint8, contents, expected)
 
 
+class MulticastPart(Part):
+    """A rank's multicast address: it stands for ``parts``, which have the same size on each rank, and holds nothing itself."""
+
+    def __init__(self, rank: int, address: int, parts: Sequence[Part]) -> None:
+        super().__init__(f"multicast address of {parts[0].name}", rank, address, torch.empty(0, dtype=torch.uint8), symmetric=True)
+        self._parts = list(parts)
+
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None) -> Region:
+        """Returns the address as a job has it."""
+        return Region(self.name, rank, self.address, self._parts[0].nbytes, False, multicast=tuple(part.address for part in self._parts))
+
+
 class AddressSpace:
     """Addresses of all emulated ranks. None is given twice, and tensors that have one are kept."""
 

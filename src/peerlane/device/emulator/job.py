@@ -51,6 +51,8 @@ class Region:
     contents: Sequence[tuple[int, bytes]] = ()
     """offset, a multiple of PAGE_BYTES, and what lies there at first; elsewhere there are zeros"""
     expected: bytes | None = None
+    multicast: Sequence[int] = ()
+    """of a multicast address: where the memory lies, on each rank, that it stands for"""
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
             "end": region.address - BASE + region.nbytes,
             "rank": -1 if region.symmetric else region.rank,
             "expected": None if region.expected is None else put(region.expected),
+            "multicast": [address - BASE for address in region.multicast],
         }
         for region in job.regions
     ]

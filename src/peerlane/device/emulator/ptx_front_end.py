@@ -22,9 +22,11 @@ from peerlane.errors import UsageError
 
 _HEAD = """#include <peerlane_emulator/ptx_code.h>
 #include <peerlane_emulator/ptx_matrix.h>
+#include <peerlane_emulator/ptx_multimem.h>
 using namespace peerlane::emulator;
 using namespace peerlane::emulator::ptx_code;
 """
+_TENSOR_COPIES = "#include <peerlane/ptx_tensor.cuh>\n"
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)")
 _STORED = {"pred": "bool", "b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64", "b128": "u128"}
 
@@ -72,7 +74,7 @@ def translate(ptx: Ptx, *, apart: bool = False) -> str:
     shared = {variable.name for entry in module.entries for variable in _variables(entry) if variable.space == "shared"}
     shared |= {variable.name for variable in module.variables if variable.space == "shared"}
     dynamic = {variable.name for variable in module.variables if variable.space == "shared" and variable.length == 0}
-    lines = [_HEAD]
+    lines = [(_TENSOR_COPIES if ".tensor." in ptx.text else "") + _HEAD]
     # Constants of headers come with every module, though nothing reads them.
     kept = [variable for variable in module.variables if used.count(variable.name) > 1 or variable.space == "shared"]
     lines += [_declared(variable) for variable in kept if variable.name not in dynamic]

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from peerlane.device.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
 from peerlane.device.emulator.ptx_halves import HALF_OPERATIONS, HALVES
 from peerlane.device.emulator.ptx_matrix import MatrixRules
+from peerlane.device.emulator.ptx_multimem import MultimemRules
 from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
 
 _SCOPES = {"cta": "block_scope", "gpu": "gpu_scope", "sys": "system_scope"}
 _ORDERS = {"relaxed": "relaxed", "acquire": "acquire", "release": "release", "acq_rel": "acquire_release"}
 _HINTS = re.compile(r"nc|ca|cg|cs|lu|cv|wb|wt|L1::\w+|L2::\w+|level::\w+|unified")
+_COMPLETES = "mbarrier::complete_tx::bytes"
 _NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg", "createpolicy")
 
 
-class Rules(ArithmeticRules, MatrixRules):
+class Rules(ArithmeticRules, MatrixRules, MultimemRules):
     """The rules for one kernel: memory, threads, control and copies."""
 
     def translated(self, text: str) -> str | None:
@@ -254,4 +256,29 @@ class Rules(ArithmeticRules, MatrixRules):
             target, source, nbytes = operands
             segment = f"{{{self.pointer(target, 'global')}, {self.pointer(source, 'shared')}, {self.value(nbytes, 'u32')}}}"
             return f"{{ const Segment whole{segment}; peerlane_async(&whole, 1, Combine::replace, nullptr, bulk_queue); }}"
+        if modifiers[:3] == ["async", "bulk", "tensor"]:
+            return self._tensor_copy(modifiers[3:], operands)
         return self._cp_async(modifiers[1:], operands) if modifiers[0] == "async" else None
+
+    def _tensor_copy(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        """A box of a tensor, by a map that the kit's host code made: the header's function for kernels in C++ does it."""
+        flags = [item for item in modifiers[1:] if item not in ("tile", "L2::cache_hint")]
+        dimensions = re.fullmatch("([1-5])d", modifiers[0]) if modifiers else None
+        operands = operands[: len(operands) - ("L2::cache_hint" in modifiers)]
+        load = flags[:3] in (["shared::cluster", "global", _COMPLETES], ["shared::cta", "global", _COMPLETES])
+        to_blocks = load and flags[3:] == ["multicast::cluster"]
+        store = flags == ["global", "shared::cta", "bulk_group"]
+        if dimensions is None or not (store or to_blocks or (load and not flags[3:])) or len(operands) != 2 + load + to_blocks:
+            return None
+        source, _, coordinates = operands[load].strip("[] ").partition(",")
+        places = [self.value(item, "s32") for item in split_operands(coordinates.strip("{} "))]
+        if len(places) != int(dimensions[1]):
+            return None
+        tensor_map = f"reinterpret_cast<const peerlane::TensorMap*>({self.address(source)})"
+        place = f"{{{len(places)}, {{{', '.join(places)}}}}}"
+        shared = self.pointer(operands[not load], "shared")
+        if store:
+            return f"peerlane::ptx::tensor::store({tensor_map}, {shared}, {place});"
+        blocks = f"{self.value(operands[3], 'u16')}, " if to_blocks else ""
+        call = f"load{'_to' if to_blocks else ''}({blocks}{shared}, {tensor_map}, {self._mbarrier_at(operands[2])}, {place})"
+        return f"peerlane::ptx::tensor::{call};"

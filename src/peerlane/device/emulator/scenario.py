@@ -32,6 +32,8 @@ class Buffer:
     """whether every rank may use every rank's part, or only its own"""
     initial: list[bytes] | None = None
     expected: list[bytes] | None = None
+    multicast: list[list[int]] | None = None
+    """of multicast addresses: for each rank's, the addresses of the memory that it stands for"""
 
 
 GUARDED_TAKES = 256
@@ -132,6 +134,16 @@ class Scenario:
         self.arenas.append(arena)
         return arena
 
+    def multicast(self, arena: EmulatedArena) -> Buffer:
+        """Adds multicast addresses of an arena, one on each rank: they stand for the arena's memory on all ranks of its node.
+
+        Offsets are those of ``arena.take``. Only ``multimem`` instructions may use them, so the source must be PTX.
+        """
+        addresses, size = arena.memory.addresses, arena.node_size
+        made = self._place(f"multicast address of {arena.memory.name}", arena.memory.nbytes, torch.uint8, symmetric=False)
+        made.multicast = [addresses[rank // size * size : (rank // size + 1) * size] for rank in range(self.world_size)]
+        return made
+
     def remote(self, nbytes: int) -> RemoteMemory:
         """Adds memory of the second tier of ``nbytes`` on every rank."""
         return RemoteMemory(self._place("remote memory", nbytes, torch.uint8, symmetric=False))
@@ -226,7 +238,8 @@ def _region(buffer: Buffer, rank: int, name: str, start: int, nbytes: int) -> Re
     initial = None if buffer.initial is None else buffer.initial[rank][start : start + nbytes]
     expected = None if buffer.expected is None else buffer.expected[rank][start : start + nbytes]
     contents = [(0, initial)] if initial else []
-    return Region(name, rank, buffer.addresses[rank] + start, nbytes, buffer.symmetric, buffer.dtype, contents, expected)
+    multicast = () if buffer.multicast is None else buffer.multicast[rank]
+    return Region(name, rank, buffer.addresses[rank] + start, nbytes, buffer.symmetric, buffer.dtype, contents, expected, multicast)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch
-from peerlane.device.emulator.host_memory import Part
+from peerlane.device.emulator.host_memory import MulticastPart, Part
 from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.errors import UsageError
+from peerlane.settings import multicast_allowed
 
 SIGNAL_PAD_BYTES = 2048
 _BARRIER = "symmetric_memory_barrier"
@@ -100,8 +101,6 @@ def _part(group: EmulatedRank, name: str, nbytes: int) -> Part:
 class SymmetricMemory:
     """The memory of one tensor on all ranks of a group, as one of them sees it."""
 
-    multicast_ptr = 0
-
     def __init__(self, group: EmulatedRank, tensor: torch.Tensor) -> None:
         """Is collective."""
         own = group.team.world.space.part_of(tensor)
@@ -121,8 +120,15 @@ class SymmetricMemory:
         self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
         self.buffer_ptrs = [part.address for part in self._parts]
         self.signal_pad_ptrs = [part.address for part in self._pads]
+        self.multicast_ptr = self._multicast() if multicast_allowed() else 0
         self._tables = [torch.tensor(addresses, dtype=torch.int64) for addresses in (self.buffer_ptrs, self.signal_pad_ptrs)]
         self.buffer_ptrs_dev, self.signal_pad_ptrs_dev = (group.address(table) for table in self._tables)
+
+    def _multicast(self) -> int:
+        """Returns this rank's multicast address of the memory."""
+        address = self._group.team.world.space.reserve(self.buffer_size)
+        self._group.team.parts.append(MulticastPart(self._group.member, address, self._parts))
+        return int(address)
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
         """Returns rank ``rank``'s memory as a tensor."""

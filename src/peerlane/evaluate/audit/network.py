@@ -1,4 +1,4 @@
-"""Bytes that ranks of different nodes send each other, read from the counters that the kernel keeps for every TCP connection.
+"""Bytes that ranks of different nodes send each other, from the counters of their TCP connections.
 
 In a virtual cluster NCCL, gloo and whatever else a candidate uses send what they send between nodes through sockets. The counters see all
 of it: data, and what the library adds. They miss connections that are closed within a call.
@@ -6,46 +6,12 @@ of it: data, and what the library adds. They miss connections that are closed wi
 
 from __future__ import annotations
 
-import os
-import resource
-import socket
-import stat
-import struct
 from collections.abc import Sequence
 
 from peerlane.cluster import Cluster
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.results.result import NetworkBytes
-
-# Bound before any candidate code is loaded.
-_fstat, _is_socket, _Socket, _duplicate = os.fstat, stat.S_ISSOCK, socket.socket, os.dup
-_TCP_INFO_BYTES = 144
-_RECEIVED = struct.Struct("=128xQ")  # tcpi_bytes_received of struct tcp_info, linux/tcp.h: 8 bytes, 24 words, then the third long word
-_MOST_DESCRIPTORS = 8192
-
-
-def tcp_connections() -> list[wire.Connection]:
-    """Returns this process's TCP connections, each with the bytes that it has received. Reads nothing under /proc: ranks may not."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = []
-    for descriptor in range(min(limit, _MOST_DESCRIPTORS) if limit > 0 else _MOST_DESCRIPTORS):
-        try:
-            if not _is_socket(_fstat(descriptor).st_mode):
-                continue
-            with _Socket(fileno=_duplicate(descriptor)) as connection:
-                if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-                    continue
-                local, peer = _name(connection.getsockname()), _name(connection.getpeername())
-                (received,) = _RECEIVED.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES))
-        except (OSError, struct.error):  # closed, listening, or another kernel's
-            continue
-        found.append(wire.Connection(local, peer, received))
-    return found
-
-
-def _name(address: tuple[object, ...]) -> str:
-    return f"{str(address[0]).removeprefix('::ffff:')}:{address[1]}"
 
 
 def bytes_between(

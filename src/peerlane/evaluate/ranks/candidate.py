@@ -26,12 +26,12 @@ from peerlane import problems
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.loaded_code import loaded_code, mapped_libraries
-from peerlane.evaluate.audit.network import tcp_connections
 from peerlane.evaluate.audit.recorder import collectives, recording
 from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.memory.arena import POISON, Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates_of
 from peerlane.evaluate.ranks import extensions, out_of_reach
+from peerlane.evaluate.ranks.connections import tcp_connections
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Solution
 from peerlane.evaluate.ranks.triton_bounds import check_bounds

@@ -73,6 +73,7 @@ class Machine {
     void load(const void* address, void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
     void store(void* address, const void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
     void update(void* address, std::uint32_t bytes, unsigned scope, unsigned order, Change change, void* context, std::uint32_t site);
+    std::uint32_t multicast(const void* address, std::uint32_t bytes, void** parts, std::uint32_t site);
     void fence(unsigned scope);
     void proxy_fence(unsigned proxy);
     std::uint64_t time(std::uint32_t site);

@@ -27,6 +27,7 @@ struct Buffer {
     int rank = -1;   // only this rank's threads, or -1
     int block = -1;  // only this block's threads (shared memory), or -1
     const char* expected = nullptr;  // what must lie here after a schedule
+    std::vector<std::uint64_t> multicast{};  // offsets of the memory on each rank that this stands for, if it is a multicast address
 };
 
 class Memory {

@@ -137,6 +137,24 @@ inline void Machine::update(
     }
 }
 
+// The memory on each rank for which a multicast address of the caller's stands. It has no other use.
+inline std::uint32_t Machine::multicast(const void* address, std::uint32_t bytes, void** parts, std::uint32_t site) {
+    const std::uint64_t offset = memory.offset(address);
+    const Buffer& buffer = memory.buffers()[memory.holds(offset) ? memory.number_at(offset) : 0];
+    const bool own = !buffer.multicast.empty() && buffer.rank == static_cast<int>(current->block->launch->rank);
+    if (!own || offset + bytes > buffer.end || offset % bytes) {
+        const char* why = !own ? "multimem at an address that is not a multicast address of this rank" :
+            offset % bytes ? "multimem at an address that is not aligned to its size" : "multimem behind the end of a multicast address";
+        Finding finding{"illegal_address", why, {side(*current, "multimem of " + std::to_string(bytes) + " bytes")}};
+        finding.sides[0].site = site;
+        locate(finding, offset);
+        fatal(std::move(finding));
+    }
+    std::uint32_t count = 0;
+    for (const std::uint64_t part : buffer.multicast) parts[count++] = memory.address(part + offset - buffer.begin);
+    return count;
+}
+
 // ---- fences and time --------------------------------------------------------------------------------------------------------------------
 
 inline void Machine::fence(unsigned scope) {

@@ -104,7 +104,7 @@ inline bool Machine::happened(const Record& record, std::uint16_t part, const Ac
 inline bool Machine::allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const {
     const Buffer& buffer = memory.buffers()[memory.number_at(offset)];
     return offset >= buffer.begin && offset + bytes <= buffer.end &&
-           (buffer.rank < 0 || buffer.rank == static_cast<int>(fiber.block->launch->rank)) &&
+           buffer.multicast.empty() && (buffer.rank < 0 || buffer.rank == static_cast<int>(fiber.block->launch->rank)) &&
            (buffer.block < 0 || (buffer.block >= fiber.block->cluster->key &&
                                  buffer.block < fiber.block->cluster->key + static_cast<int>(fiber.block->launch->cluster)));
 }

@@ -168,6 +168,9 @@ void peerlane_store(void* address, const void* value, unsigned bytes, unsigned s
 void peerlane_update(void* address, unsigned bytes, unsigned scope, unsigned order, Change change, void* context) {
     machine->update(address, bytes, scope, order, change, context, SITE);
 }
+unsigned peerlane_multicast(const void* address, unsigned bytes, void** parts) {
+    return machine->multicast(address, bytes, parts, SITE);
+}
 void peerlane_fence(unsigned scope) { machine->fence(scope); }
 void peerlane_proxy_fence(unsigned proxy) { machine->proxy_fence(proxy); }
 
@@ -213,6 +216,8 @@ struct HostBuffer {
     std::uint64_t begin, end;
     std::int64_t rank;
     const char* expected;
+    const std::uint64_t* multicast;
+    std::uint64_t multicast_count;
 };
 struct HostContent {
     std::uint64_t begin, bytes;
@@ -242,7 +247,8 @@ const char* peerlane_emulator_run(const HostRun* run) {
     std::vector<Buffer> buffers(1);
     for (std::uint32_t i = 0; i < run->buffer_count; ++i) {
         const HostBuffer& from = run->buffers[i];
-        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected});
+        std::vector<std::uint64_t> multicast(from.multicast, from.multicast + from.multicast_count);
+        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected, std::move(multicast)});
     }
     std::vector<Content> contents;
     for (std::uint32_t i = 0; i < run->content_count; ++i) {

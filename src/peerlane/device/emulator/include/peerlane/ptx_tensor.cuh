@@ -24,7 +24,7 @@ namespace tensor {
 
 struct Place {
     u32 rank;
-    int at[4];
+    int at[5];
 };
 
 // Pieces of the box at `place`: use(address in global memory or null, address in shared memory, bytes), in steps of at most 16 bytes. All
@@ -39,11 +39,16 @@ PEERLANE_UNCHECKED void each_piece(const TensorMap& map, const void* shared, con
     char* const window = static_cast<char*>(emulator::peerlane_shared_pointer(start)) - start;
     u32 linear = start;
     const auto within = [&](long long at, int dimension) { return at >= 0 && at < static_cast<long long>(map.extent[dimension]); };
-    for (u32 outer = 0; outer < map.box[3] * map.box[2]; ++outer) {
+    for (u32 outer = 0; outer < map.box[4] * map.box[3] * map.box[2]; ++outer) {
         for (u32 y = 0; y < map.box[1]; ++y) {
-            const long long row = place.at[1] + static_cast<long long>(y), plane = place.at[2] + static_cast<long long>(outer % map.box[2]);
-            const long long volume = place.at[3] + static_cast<long long>(outer / map.box[2]);
-            const bool row_inside = within(row, 1) && within(plane, 2) && within(volume, 3);
+            const u32 steps[] = {y, outer % map.box[2], outer / map.box[2] % map.box[3], outer / map.box[2] / map.box[3]};
+            bool row_inside = true;
+            long long row = 0;  // in bytes
+            for (int i = 1; i < 5; ++i) {
+                const long long at = place.at[i] + static_cast<long long>(steps[i - 1]);
+                row_inside = row_inside && within(at, i);
+                row += at * static_cast<long long>(map.stride[i - 1]);
+            }
             for (u32 x = 0; x < row_bytes; x += 16, linear += 16) {
                 char* const piece = window + (map.swizzle_bytes ? linear ^ (linear >> 7 & 7) << 4 : linear);
                 const long long first = place.at[0] + static_cast<long long>(x / map.element_bytes);
@@ -55,7 +60,7 @@ PEERLANE_UNCHECKED void each_piece(const TensorMap& map, const void* shared, con
                     };
                     u32 end = done + map.element_bytes;
                     while (end < 16 && inside(end) == inside(done)) end += map.element_bytes;
-                    const u64 offset = (first * map.element_bytes + done) + row * map.stride[0] + plane * map.stride[1] + volume * map.stride[2];
+                    const u64 offset = first * map.element_bytes + done + row;
                     use(inside(done) ? reinterpret_cast<char*>(map.address + offset) : nullptr, piece + done, end - done);
                     done = end;
                 }
@@ -93,22 +98,22 @@ PEERLANE_INLINE void store(const TensorMap* map, const void* shared, const Place
 }  // namespace tensor
 
 PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y) {
-    tensor::load(shared, map, barrier, {2, {x, y, 0, 0}});
+    tensor::load(shared, map, barrier, {2, {x, y}});
 }
 PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
-    tensor::load(shared, map, barrier, {3, {x, y, z, 0}});
+    tensor::load(shared, map, barrier, {3, {x, y, z}});
 }
 PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y, int z, int w) {
     tensor::load(shared, map, barrier, {4, {x, y, z, w}});
 }
 PEERLANE_INLINE void tensor_load_to(u16 blocks, void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
-    tensor::load_to(blocks, shared, map, barrier, {3, {x, y, z, 0}});
+    tensor::load_to(blocks, shared, map, barrier, {3, {x, y, z}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y) {
-    tensor::store(map, shared, {2, {x, y, 0, 0}});
+    tensor::store(map, shared, {2, {x, y}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z) {
-    tensor::store(map, shared, {3, {x, y, z, 0}});
+    tensor::store(map, shared, {3, {x, y, z}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z, int w) {
     tensor::store(map, shared, {4, {x, y, z, w}});

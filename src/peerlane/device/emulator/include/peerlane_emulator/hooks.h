@@ -33,6 +33,8 @@ struct Segment {
 enum Queue : unsigned { bulk_queue, matrix_queue, remote_queue, thread_queue };
 constexpr unsigned queues = 4;
 
+constexpr unsigned multicast_ranks = 64;
+
 struct Uint3 {
     unsigned x, y, z;
 };
@@ -55,6 +57,8 @@ void peerlane_pause();               // lets other threads run
 void peerlane_load(const void* address, void* value, unsigned bytes, unsigned scope, unsigned order);
 void peerlane_store(void* address, const void* value, unsigned bytes, unsigned scope, unsigned order);
 void peerlane_update(void* address, unsigned bytes, unsigned scope, unsigned order, Change change, void* context);
+// Where the ranks have what a multicast address stands for; returns how many there are, at most `multicast_ranks`.
+unsigned peerlane_multicast(const void* address, unsigned bytes, void** parts);
 void peerlane_fence(unsigned scope);
 void peerlane_proxy_fence(unsigned proxy);
 
