@@ -272,11 +272,11 @@ PROBLEM = pc.Problem(
     },
     replicated=True,
     notes=(
-        "The public benchmark compares scales with an absolute tolerance of 0.01, which is more than they are: a constant passes. Here "
+        "The public benchmark compares scales with an absolute tolerance of 0.01. Scales are smaller, so a constant passes there. Here "
         "scales have a relative tolerance of 8 roundoffs of float32.",
-        "The public benchmark compares codes with a relative tolerance below their spacing, although its own division is approximate: one "
-        "of the half percent of bfloat16 values that lie exactly between two codes fails a right answer. Here a tie may go either way, "
-        "and no other code may.",
+        "The public benchmark compares codes with a relative tolerance below their spacing, but its own division is approximate. Half a "
+        "percent of bfloat16 values lie exactly between two codes. A right answer fails there if it rounds one of them the other way. "
+        "Here a tie may go either way, and no other code may differ.",
         "The sign of a zero code is not compared, and NaN elements and denormal scales are left out of the inputs: they are not defined.",
         "A transformer block's share of a rank is not a multiple of 4096; it comes in rows of 1024.",
     ),
