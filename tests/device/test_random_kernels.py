@@ -28,7 +28,9 @@ def left_behind(source: str | Ptx, module: int) -> dict[str, bytes]:
     return {name: content for name, content in written.items() if name.startswith("out ")}
 
 
-@pytest.mark.parametrize("module", [pytest.param(i, marks=[pytest.mark.slow] if i else []) for i in range(MODULES)])
+@pytest.mark.parametrize(
+    "module", [0, *(pytest.param(i, marks=pytest.mark.slow if i < 4 else pytest.mark.long) for i in range(1, MODULES))]
+)
 def test_random_kernels_leave_the_same_bits_from_source_and_ptx(module: int) -> None:
     source = kernels.source(module)
     from_source, from_ptx = left_behind(source, module), left_behind(Ptx(compile_cubin(source).ptx()), module)

@@ -71,7 +71,7 @@ def add(scenario: Scenario, arena: object, workspace: Workspace, name: str, case
     scenario.launch(name, BLOCKS, block, arguments, shared_bytes=shared_bytes)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_reductions_round_once_by_packets_and_by_rings(ranks: int) -> None:
     texts, launches = [], []
     for number, case in enumerate(CASES):
