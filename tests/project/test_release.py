@@ -59,7 +59,7 @@ def test_the_wheel_judges_its_kit_example_and_reports(installed: Path, tmp_path:
     assert "1_allreduce_cuda" in run(installed, tmp_path, "-m", "peerlane", "report", "peerlane-results")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_wheel_runs_its_demonstration(installed: Path, tmp_path: Path) -> None:
     shown = json.loads(run(installed, tmp_path, "-m", "peerlane", "demo", "--world-size", "2", "--json"))
     assert shown["as_expected"] and all(shown["as_expected"]) and {item["verdict"]["kind"] for item in shown["good"]} == {"correct"}
