@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,9 +33,9 @@ class EmulatedRank(Group):
     team: Any
     """the state that the ranks of the group share"""
 
+    @abstractmethod
     def launch_ptx(self, launch: PtxLaunch) -> None:
         """Launches on every rank of the group: waits until all have come here."""
-        raise NotImplementedError
 
 
 def emulated_rank(kernel: str) -> EmulatedRank:

@@ -542,7 +542,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _places(output: Any) -> set[int]:
-    """Returns where the tensors of an output lie that are not empty."""
+    """Returns the addresses of an output's tensors that are not empty."""
     return {tensor.data_ptr() for tensor in _tensors(output)} - {0}
 
 
