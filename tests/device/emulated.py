@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from peerlane.device.emulator import Buffer, Scenario, ranks
+from peerlane.device.emulator import Buffer, Scenario, solution_run
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.products import all_gather_gemm, gathering, gemm
@@ -110,7 +110,7 @@ class SumCalls:
         path.write_text(FUSED.format(module=module, name=self.name, tiling=self.tiling, epilogue=gemm.PLAIN))
         drawn = [products(self.m, self.depths, self.n, call) for call in range(self.calls)]
         calls = [list(zip(a, b, strict=True)) for a, b in drawn]
-        outcome = ranks.run(path, calls, schedules=self.schedules, sm_count=self.sm_count)
+        outcome = solution_run.run(path, calls, schedules=self.schedules, sm_count=self.sm_count)
         kinds = {finding.kind for finding in outcome.findings}
         if outcome.failure is not None:
             if not kinds:

@@ -13,7 +13,7 @@ from device.twins import twin
 from peerlane.device.attention import forward as kit
 from peerlane.device.attention.forward import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
-from peerlane.device.emulator import ranks
+from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 from peerlane.errors import UsageError
@@ -50,13 +50,13 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | N
 
 def run(
     folder: Path, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool, tiling: object = None
-) -> ranks.Outcome:
+) -> solution_run.Outcome:
     file = folder / "attends.py"
     file.write_text(CALLER.format(tiling=tiling))
-    return ranks.run(file, [[(*tensors, scale, causal)]], schedules=1)
+    return solution_run.run(file, [[(*tensors, scale, causal)]], schedules=1)
 
 
-def error(outcome: ranks.Outcome, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool) -> float:
+def error(outcome: solution_run.Outcome, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool) -> float:
     """Of the results, relative to their norm, and of logarithms, whichever is larger."""
     if outcome.failure is not None:
         raise outcome.failure[1]

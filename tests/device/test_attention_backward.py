@@ -11,7 +11,7 @@ from device.test_attention import BF16, FP16, expected, operands
 from device.twins import twin
 from peerlane.device.attention import backward as kit
 from peerlane.device.attention.backward import TILINGS, BackwardTiling
-from peerlane.device.emulator import ranks
+from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 
@@ -23,7 +23,7 @@ def solution(dout, q, k, v, out, logarithms, causal, offset):
 """
 
 
-def run(folder: Path, tensors: tuple[torch.Tensor, ...], causal: bool) -> tuple[ranks.Outcome, float]:
+def run(folder: Path, tensors: tuple[torch.Tensor, ...], causal: bool) -> tuple[solution_run.Outcome, float]:
     """What came of it, and the largest error of a gradient, relative to its norm."""
     file = folder / "differentiates.py"
     file.write_text(CALLER)
@@ -32,7 +32,7 @@ def run(folder: Path, tensors: tuple[torch.Tensor, ...], causal: bool) -> tuple[
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
     rounded = out.detach().to(dout.dtype)
     wanted = torch.autograd.grad(out, wide, dout.double())
-    outcome = ranks.run(file, [[(dout, *tensors, rounded, logarithms.detach().float(), causal, None)]], schedules=1)
+    outcome = solution_run.run(file, [[(dout, *tensors, rounded, logarithms.detach().float(), causal, None)]], schedules=1)
     if outcome.failure is not None:
         raise outcome.failure[1]
     pairs = zip(outcome.outputs[0][0], wanted, strict=True)

@@ -13,7 +13,7 @@ import torch
 from device import emulated
 from peerlane import solutions
 from peerlane.device import group_of
-from peerlane.device.emulator import ranks
+from peerlane.device.emulator import solution_run
 from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.products import all_gather_gemm, gathering, gemm
@@ -89,7 +89,7 @@ def drawn(number: int, world_size: int, m: int, call: int) -> tuple[list[tuple[t
 def findings(number: int, world_size: int, sizes: list[int], schedules: int = 2) -> set[str]:
     """Kinds of the emulator's findings in calls of these sizes behind each other, and ``wrong_result`` if a result is not exact."""
     calls = [drawn(number, world_size, m, call) for call, m in enumerate(sizes)]
-    outcome = ranks.run(solutions.files()[number], [arguments for arguments, _ in calls], schedules=schedules)
+    outcome = solution_run.run(solutions.files()[number], [arguments for arguments, _ in calls], schedules=schedules)
     if outcome.failure is not None:
         raise outcome.failure[1]
     right = all(

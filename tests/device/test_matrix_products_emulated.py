@@ -15,7 +15,7 @@ from device import emulated
 from device.emulated import SumCalls
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device.emulator import Scenario, build, check, ranks
+from peerlane.device.emulator import Scenario, build, check, solution_run
 from peerlane.device.host.declare import LocalKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gathering, gemm
@@ -137,7 +137,7 @@ def test_solutions_with_products_are_right(number: int, label: str, world_size: 
 def test_a_rank_may_change_its_k_alone() -> None:
     """Else one rank would make a kernel, which all have to do together, while another uses the one that it has."""
     drawn = [emulated.products(33, depths, 17, call) for call, depths in enumerate([(24, 7), (24, 24)])]
-    outcome = ranks.run(solutions.files()[13], [list(zip(a, b, strict=True)) for a, b in drawn], schedules=1)
+    outcome = solution_run.run(solutions.files()[13], [list(zip(a, b, strict=True)) for a, b in drawn], schedules=1)
     assert outcome.failure is None and not outcome.findings
 
 

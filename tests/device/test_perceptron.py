@@ -10,7 +10,7 @@ import torch
 
 from peerlane import solutions
 from peerlane.device import compile_cubin
-from peerlane.device.emulator import ranks
+from peerlane.device.emulator import solution_run
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gemm, perceptron
@@ -20,7 +20,7 @@ LOCAL_K, INNER, OUT = 40, 72, 24
 """Two columns of tiles in the first product, one in the second. Up to 64 rows are one row of tiles."""
 
 
-def run(world_size: int, sizes: Sequence[int] = (40, 40)) -> tuple[ranks.Outcome, float]:
+def run(world_size: int, sizes: Sequence[int] = (40, 40)) -> tuple[solution_run.Outcome, float]:
     """What came of calls of problem 15's solution, of so many rows each, and the largest error of a result, relative to all of it."""
     generator = torch.Generator().manual_seed(world_size)
 
@@ -31,7 +31,7 @@ def run(world_size: int, sizes: Sequence[int] = (40, 40)) -> tuple[ranks.Outcome
         [(draw(world_size * rows, LOCAL_K) * 8, draw(world_size * LOCAL_K, INNER), draw(INNER, OUT)) for _ in range(world_size)]
         for rows in sizes
     ]
-    outcome = ranks.run(solutions.files()[15], given, schedules=1, sm_count=4)
+    outcome = solution_run.run(solutions.files()[15], given, schedules=1, sm_count=4)
     worst = 0.0
     for rows, arguments, outputs in zip(sizes, given, outcome.outputs, strict=False):
         whole = torch.cat([x for x, _, _ in arguments], 1).float()

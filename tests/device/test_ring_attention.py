@@ -18,7 +18,7 @@ from peerlane.device.attention import forward, ring
 from peerlane.device.attention.forward import TILINGS, AttentionTiling
 from peerlane.device.attention.ring import RingPlan, Shape
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
-from peerlane.device.emulator import ranks
+from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import BlockNeeds
 
@@ -39,7 +39,7 @@ def solution(q, k, v, causal):
 
 def run(
     folder: Path, world_size: int, length: int, *, heads: int = 1, causal: bool, balanced: bool = False, calls: int = 3
-) -> tuple[ranks.Outcome, float]:
+) -> tuple[solution_run.Outcome, float]:
     """What came of it, and the largest error of a result or a logarithm."""
     generator = torch.Generator().manual_seed(length)
     arguments = [
@@ -51,11 +51,11 @@ def run(
 
 def call(
     folder: Path, arguments: Sequence[Sequence[tuple[Any, ...]]], *, causal: bool, balanced: bool = False
-) -> tuple[ranks.Outcome, float]:
+) -> tuple[solution_run.Outcome, float]:
     """The same for these arguments, by call and rank."""
     file = folder / "attends.py"
     file.write_text(CALLER.format(balanced=balanced))
-    outcome = ranks.run(file, arguments, schedules=1)
+    outcome = solution_run.run(file, arguments, schedules=1)
     worst = 0.0
     for given, got in zip(arguments, outcome.outputs if outcome.failure is None else [], strict=False):
         q, k, v = (torch.cat([own[i] for own in given], 1) for i in range(3))

@@ -14,7 +14,7 @@ from peerlane import problems, solutions
 from peerlane.device.attention import short, ulysses
 from peerlane.device.attention.forward import choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
-from peerlane.device.emulator import ranks
+from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 
 CALLER = """
@@ -25,7 +25,7 @@ def solution(q, k, v, causal):
 """
 
 
-def run(folder: Path, length: int, *, causal: bool, calls: int = 3) -> tuple[ranks.Outcome, float]:
+def run(folder: Path, length: int, *, causal: bool, calls: int = 3) -> tuple[solution_run.Outcome, float]:
     """What came of two ranks with two heads, and the largest error of a result."""
     file = folder / "attends.py"
     file.write_text(CALLER)
@@ -33,7 +33,7 @@ def run(folder: Path, length: int, *, causal: bool, calls: int = 3) -> tuple[ran
     arguments = [
         [(*(torch.randn(1, length, 2, 32, generator=generator).to(BF16) for _ in range(3)), causal) for _ in range(2)] for _ in range(calls)
     ]
-    outcome = ranks.run(file, arguments, schedules=1)
+    outcome = solution_run.run(file, arguments, schedules=1)
     worst = 0.0
     for given, got in zip(arguments, outcome.outputs if outcome.failure is None else [], strict=False):
         wanted, _ = expected(*(torch.cat([own[i] for own in given], 1) for i in range(3)), None, causal)

@@ -1,19 +1,12 @@
-"""A solution's own host code on emulated ranks: threads of this process, whose kernels run in the emulator. No GPU is needed.
+"""Emulated ranks: threads of this process with host code of their own, whose kernels run in the emulator. No GPU is needed.
 
-    outcome = run(Path("18_mine_cuda.py"), calls)        calls[i][rank]: the arguments of a rank's call number i
-    outcome.outputs[i][rank]                             what it returned
-    outcome.findings                                     races, deadlocks and what else the emulator saw
-
-Every rank imports the file for itself, so module variables are a rank's own. The host code asks ``peerlane.device.group_of`` for its
-group, or uses what ``distributed.py`` has of torch.distributed. Each launch is run once, for its result, then up to three in a row are run
-under ``schedules`` schedules. Behind each call every rank reads the arena memory that host code has asked for, as a caller does.
+Host code asks ``peerlane.device.group_of`` for its group, or uses what ``distributed.py`` has of torch.distributed. Each launch is run
+once, for its result, then up to three in a row are run under ``schedules`` schedules. Behind each call every rank reads the arena memory
+that host code has asked for, as a caller does. ``solution_run.py`` runs the solution of a file so.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +21,12 @@ from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.check import Report
 from peerlane.device.emulator.cuda_core import candidate_code
 from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch
-from peerlane.device.emulator.findings import Finding
 from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
-from peerlane.device.emulator.host_libraries import emulated_libraries, prepare
+from peerlane.device.emulator.host_libraries import emulated_libraries
 from peerlane.device.emulator.host_memory import AddressSpace, Part
 from peerlane.device.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
-from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step, findings
+from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step
 from peerlane.device.emulator.triton_launches import compiled_not_interpreted
 from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import Group, Small, entered, one_host
@@ -48,32 +40,9 @@ from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_i
 from peerlane.errors import UsageError
 
 Arguments = tuple[Any, ...]
-_DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")
 SM_COUNT, MAX_THREADS = 2, 128
 FITTING_THREADS = 31 << 10
 """Threads of all ranks, if host code asks how many it may launch. More are possible, and slow."""
-
-
-@dataclass
-class Outcome:
-    """The outcome of a run."""
-
-    outputs: list[list[Any]]
-    """by call, then by rank; of the calls that all ranks returned from"""
-    reports: list[Report]
-    """of every sequence of launches, and of launches that went wrong by themselves"""
-    failure: tuple[int, BaseException] | None
-    """the first rank that failed, and its error"""
-    aliased: bool = False
-    """whether an output of some call lies where one of the call before lay, which it has overwritten"""
-    kernels: list[KernelNeeds] | None = None
-    """what the launched kernels need of a GPU; None: there is no compiler for it, hence nothing is known to compile"""
-    codes: list[Code] = field(default_factory=list)
-    """the sources of the launched kernels"""
-
-    @property
-    def findings(self) -> list[Finding]:
-        return findings(self.reports)
 
 
 @dataclass
@@ -403,7 +372,7 @@ class EmulatedRanks:
         def act(rank: int) -> Any:
             with candidate_code():
                 output = self._solutions[rank](*arguments[rank])
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 if (part := self._world.space.part_of(tensor)) is not None:
                     part.read_by_caller = True
             kept = keep(rank, output)
@@ -470,87 +439,9 @@ class EmulatedRanks:
         return results
 
 
-def run(
-    solution: Path,
-    calls: Sequence[Sequence[Arguments]],
-    *,
-    layouts: Mapping[str, Sequence[Sequence[int]]] | None = None,
-    resolve: Callable[[Arguments, Mapping[str, Group]], Arguments] = lambda arguments, groups: arguments,
-    schedules: int = 4,
-    seed: int = 0,
-    sm_count: int | None = None,
-    gpu: EmulatedGpu | None = None,
-    from_ptx: bool = False,
-    nodes: int = 1,
-) -> Outcome:
-    """Calls the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
-
-    ``nodes``: as in :class:`EmulatedRanks`. ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name,
-    into its arguments. Outputs are copies.
-    """
-    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count, gpu=gpu, from_ptx=from_ptx, nodes=nodes)
-    groups, outputs, failure = ranks.groups(layouts or {}), [], None
-    latest: dict[int, Any] = {}
-    reused: list[int] = []
-
-    def keep(rank: int, output: Any) -> Any:
-        if _places(latest.get(rank)) & _places(output):
-            reused.append(rank)
-        latest[rank] = output  # kept until the next call is over: the same place again is the solution's own reuse
-        return _copied(output)
-
-    prepare(solution.read_text(encoding="utf-8", errors="replace"))
-    try:
-        ranks.load(lambda rank: load(solution, rank))
-        for call in calls:
-            arguments = [resolve(own, named) for own, named in zip(call, groups, strict=True)]
-            outputs.append(ranks.call(arguments, keep))
-    except RankFailure as failed:
-        failure = (failed.rank, failed.error)
-    return Outcome(outputs, ranks.reports(), failure, bool(reused), ranks.kernels, ranks.codes)
-
-
-def wants_distributed(message: str) -> bool:
-    """Tells whether an error says that the solution used a part of torch.distributed that emulated ranks do not have."""
-    return _DISTRIBUTED.search(message) is not None
-
-
-def load(file: Path, rank: int) -> Callable[..., Any]:
-    """Imports the ``solution`` of a file for one rank alone."""
-    name = f"peerlane_emulated_rank_{rank}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{file} is not a Python file; expected one with a function solution")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[name]
-    solution = getattr(module, "solution", None)
-    if not callable(solution):
-        raise UsageError(f"{file} has no function solution; define one with the problem's parameters")
-    return solution  # type: ignore[no-any-return]
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
+def tensors_of(output: Any) -> list[torch.Tensor]:
     """Returns the tensors of an output."""
     if isinstance(output, torch.Tensor):
         return [output]
     items = output.values() if isinstance(output, dict) else output if isinstance(output, list | tuple) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
-
-
-def _places(output: Any) -> set[int]:
-    """Returns the addresses of an output's tensors that are not empty."""
-    return {tensor.data_ptr() for tensor in _tensors(output)} - {0}
-
-
-def _copied(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output.detach().clone()
-    if isinstance(output, list | tuple):
-        return type(output)(map(_copied, output))
-    if isinstance(output, dict):
-        return {key: _copied(value) for key, value in output.items()}
-    return output
+    return [tensor for item in items for tensor in tensors_of(item)]

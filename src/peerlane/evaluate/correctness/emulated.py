@@ -15,7 +15,7 @@ from peerlane.device.emulator.gpu_code import EmulatedGpu
 from peerlane.device.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
 from peerlane.device.emulator.job import TooManyThreads
 from peerlane.device.emulator.ptx_front_end import UnknownPtx
-from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
+from peerlane.device.emulator.solution_run import Outcome, run, wants_distributed
 from peerlane.device.emulator.turns import RankMismatch
 from peerlane.device.host.group import Group
 from peerlane.errors import CompileError, MissingDependency
