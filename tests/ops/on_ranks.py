@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ops.whole import CASES, Case
 from peerlane import ops
+from peerlane.device.products import fp8
 from peerlane.errors import UsageError
 from peerlane.hardware.virtual_node import share_gpus
 from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
@@ -344,6 +345,37 @@ def dispatch_in_fp8(group: dist.ProcessGroup) -> None:
     largest = wanted[:end].float().view(end, 2, 128).abs().amax(2)
     torch.testing.assert_close(scales[:end], largest / 448)
     torch.testing.assert_close(got.view(end, 256), wanted[:end].float(), rtol=2**-4, atol=float(largest.max()) / 448 * 2**-9)
+
+
+@check(1, 2)
+def products_in_fp8(group: dist.ProcessGroup) -> None:
+    rank, world, name, of_torch = group.rank(), group.size(), group.group_name, torch.ops.peerlane
+
+    def drawn(*shape: int, seed: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+    for left, right in (("tensor", "row"), ("block", "square")):
+        x, w = ([ops.quantize_fp8(drawn(rows, 144, seed=seed + q), by) for q in range(world)] for rows, by, seed in ((2 * world, left, 0), (24, right, 9)))
+        decoded = [[fp8.Quantised(*pair).float() for pair in pairs] for pairs in (x, w)]
+        (a, a_scales), (b, b_scales) = x[rank], w[rank]
+        whole, total = torch.cat(decoded[0]), sum(one @ other.t() for one, other in zip(*decoded, strict=True))
+        given, bias = (b.t(), b_scales.t()), torch.ones(24, device=DEVICE, dtype=torch.bfloat16)
+        outs = ops.row_gather_gemm_fp8(a, a_scales, [given[0]] * 2, [given[1]] * 2, [bias, -bias], scale=0.5, group=group)
+        found = [(outs[1], 0.5 * whole @ decoded[1][rank].t() - 1)]
+        found += [(ops.gemm_reduce_scatter_fp8(a, a_scales, *given, group, activation="relu"), total.chunk(world)[rank].relu())]
+        found += [(ops.gemm_all_reduce_fp8(a, a_scales, *given, group, dtype=torch.float16, promoted=True), total)]
+        for got, wanted in found:
+            torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=2**-7 * float(wanted.abs().max()))
+        call = (a, a_scales, *given, None, None, "none", 1.0, False, torch.bfloat16, name)
+        for operator, arguments in (
+            (of_torch.gemm_reduce_scatter_fp8, call),
+            (of_torch.gemm_all_reduce_fp8, call),
+            (of_torch.row_gather_gemm_fp8, (*call[:2], [given[0]], [given[1]], [], *call[6:])),
+            (of_torch.quantize_fp8, (drawn(3, 4, 16, seed=0), left)),
+        ):  # its other checks compare tensors, which torch cannot in e4m3
+            torch.library.opcheck(operator.default, arguments, test_utils="test_faketensor")
+        with pytest.raises(UsageError, match=r"with scales .* expected \(m, k\) and \(k, n\) in torch.float8_e4m3fn"):
+            ops.gemm_all_reduce_fp8(a, a_scales[:1, :0], *given, group)
 
 
 @check(2, thorough=(1, 3))

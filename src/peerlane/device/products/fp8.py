@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Unpack, cast
+from typing import Literal, Unpack, cast, get_args
 
 import torch
 
@@ -60,14 +60,32 @@ class Quantised:
         return self.values.float() * scales
 
 
+def _parts(rows: int, k: int, by: By) -> tuple[int, int]:
+    """Returns the rows and the numbers of each that share a scale."""
+    return {"tensor": (rows, k), "row": (1, k), "block": (1, BLOCK), "square": (BLOCK, BLOCK)}[by]
+
+
+def scale_counts(shape: Sequence[int], by: By) -> tuple[int, ...]:
+    """Returns the shape of the scales of rows (..., rows, k)."""
+    *lead, rows, k = shape
+    return (*lead, *(-(-size // part) for size, part in zip((rows, k), _parts(rows, k, by), strict=True)))
+
+
+def require_rows(x: torch.Tensor, by: str) -> None:
+    """Raises UsageError unless ``quantise`` takes x."""
+    if x.dim() < 2 or x.shape[-1] % ALIGNMENT or 0 in x.shape or not x.is_floating_point() or by not in get_args(By):
+        raise UsageError(
+            f"e4m3 of {tuple(x.shape)} in {x.dtype} by {by!r}: expected floating-point rows (..., rows, k), k a multiple of {ALIGNMENT}, no size "
+            f"of 0, and by one of {get_args(By)}; pad rows with zeros"
+        )
+
+
 def quantise(x: torch.Tensor, by: By) -> Quantised:
     """Returns rows (..., rows, k) in e4m3, each part by the scale that makes its largest number 448. Rows of two axes lie with their scales
     in front of them, so that ``row_gather`` sends both at once."""
+    require_rows(x, by)
     *lead, rows, k = x.shape
-    if k % ALIGNMENT or not x.numel():
-        raise UsageError(f"e4m3 of {tuple(x.shape)}: expected rows of a multiple of {ALIGNMENT} numbers, and no size of 0; pad them with zeros")
-    parts = {"tensor": (rows, k), "row": (1, k), "block": (1, BLOCK), "square": (BLOCK, BLOCK)}[by]
-    counts = [-(-size // part) for size, part in zip((rows, k), parts, strict=True)]
+    counts, parts = scale_counts(x.shape, by)[-2:], _parts(rows, k, by)
     padded = torch.nn.functional.pad(x.float(), (0, counts[1] * parts[1] - k, 0, counts[0] * parts[0] - rows))
     cut = padded.view(*lead, counts[0], parts[0], counts[1], parts[1])
     scales = (cut.abs().amax((-3, -1)) / LARGEST).clamp(min=SMALLEST_SCALE)
