@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,7 +84,7 @@ def check_products(ranks: LocalRanks) -> Iterator[Row]:
             row: Row = {"check": "product", "by": by, "promoted": promoted, "mnk": (m, n, k), "error": error, "limit": limit}
             try:
                 row["torch_error"] = error_of(torch_product(a, b, not promoted)(), a, b)
-            except Exception as refusal:  # noqa: BLE001 - torch takes some sizes and kinds only
+            except Exception as refusal:
                 row["torch_error"] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:80]}"
             yield row | {"wrong": int(not error <= limit)}
 
@@ -166,7 +165,7 @@ def microseconds(calls: dict[str, Callable[[int], object]], sets: int, target_us
         try:
             call(0)
             graphs[name] = graph_of(lambda call=call: [call(i) for i in range(sets)])  # type: ignore[misc]
-        except Exception as refusal:  # noqa: BLE001
+        except Exception as refusal:
             refused[name] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:160]}"
     times: dict[str, list[float]] = {name: [] for name in graphs}
     count = {name: max(2, int(target_us / stretch(graph, 2))) for name, graph in graphs.items()}
@@ -234,8 +233,14 @@ def grouped(ranks: LocalRanks) -> Iterator[Row]:
                     torch._scaled_mm(part, b.values[g].t(), scales[g], b.scales[g].t().contiguous(), out_dtype=BF16, use_fast_accum=True)  # noqa: B023
 
         def theirs(fast: bool) -> Callable[[int], object]:
-            return lambda i: torch._scaled_grouped_mm(  # noqa: B023
-                values, b.values.mT, of_rows, of_columns, offs=ends, out_dtype=BF16, use_fast_accum=fast  # noqa: B023
+            return lambda i: torch._scaled_grouped_mm(
+                values,
+                b.values.mT,
+                of_rows,
+                of_columns,
+                offs=ends,
+                out_dtype=BF16,
+                use_fast_accum=fast,  # noqa: B023
             )
 
         calls: dict[str, Callable[[int], object]] = {
@@ -287,7 +292,7 @@ def main() -> None:
                     if time.time() - begin > LIMIT_S:
                         print(f"FAIL out of time, {LIMIT_S:.0f} s, in {step.__name__}", flush=True)
                         os._exit(1)
-        except Exception as failure:  # noqa: BLE001 - the other steps still say something
+        except Exception as failure:
             print(f"FAIL {step.__name__}: {type(failure).__name__}: {str(failure)[:1500]}", flush=True)
             wrong += 1
     print(f"{'FAIL' if wrong else 'ok'}: {wrong} wrong, {time.time() - begin:.0f} s", flush=True)

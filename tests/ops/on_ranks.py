@@ -355,7 +355,10 @@ def products_in_fp8(group: dist.ProcessGroup) -> None:
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
     for left, right in (("tensor", "row"), ("block", "square")):
-        x, w = ([ops.quantize_fp8(drawn(rows, 144, seed=seed + q), by) for q in range(world)] for rows, by, seed in ((2 * world, left, 0), (24, right, 9)))
+        x, w = (
+            [ops.quantize_fp8(drawn(rows, 144, seed=seed + q), by) for q in range(world)]
+            for rows, by, seed in ((2 * world, left, 0), (24, right, 9))
+        )
         decoded = [[fp8.Quantised(*pair).float() for pair in pairs] for pairs in (x, w)]
         (a, a_scales), (b, b_scales) = x[rank], w[rank]
         whole, total = torch.cat(decoded[0]), sum(one @ other.t() for one, other in zip(*decoded, strict=True))

@@ -67,7 +67,14 @@ def _row_gather(
     left, rights, kit = Quantised(a, a_scales), [Quantised(*pair) for pair in zip(bs, b_scales, strict=True)], _kit(a, group)
     if kit is not None:
         outs, _ = fp8.row_gather_products(
-            kit, left, rights, biases=biases, activation=activation, scale=scale, promoted=promoted, dtype=dtype  # type: ignore[arg-type]
+            kit,
+            left,
+            rights,
+            biases=biases,
+            activation=activation,
+            scale=scale,
+            promoted=promoted,
+            dtype=dtype,  # type: ignore[arg-type]
         )
         return [out.contiguous() for out in outs]
     codes = gathered(a.view(torch.uint8), group).view(fp8.E4M3)
@@ -159,11 +166,15 @@ def quantize_fp8(x: torch.Tensor, by: By = "row") -> tuple[torch.Tensor, torch.T
     return values, scales
 
 
-def _require(name: str, a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, parts: int = 1) -> None:
+def _require(
+    name: str, a: torch.Tensor, b: torch.Tensor, scales: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype, parts: int = 1
+) -> None:
     """Raises UsageError unless there is a product of these operands in e4m3, with these scales, in ``dtype``."""
     require_product(name, a, b, parts=parts)
     if a.dim() != 2 or dtype not in ELEMENT_TYPES:
-        raise UsageError(f"{name} got a {tuple(a.shape)} and dtype={dtype}: expected two axes, and bfloat16 or float16; flatten a and its scales")
+        raise UsageError(
+            f"{name} got a {tuple(a.shape)} and dtype={dtype}: expected two axes, and bfloat16 or float16; flatten a and its scales"
+        )
     fp8.scaling_of(Quantised(a, scales[0]), Quantised(b, scales[1]), False)
 
 

@@ -239,7 +239,9 @@ def row_gather_products(
     return outs, whole
 
 
-def grouped(group: Group, a: Quantised, b: Quantised, ends: torch.Tensor, *, promoted: bool = False, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def grouped(
+    group: Group, a: Quantised, b: Quantised, ends: torch.Tensor, *, promoted: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     """Returns rows [ends[g - 1], ends[g]) of a (rows, k) times b[g] (groups, k, n); see :class:`GroupedProduct`."""
     scaling, (groups, k, n) = scaling_of(a, b, promoted), b.values.shape
     multiply = grouped_product(group, a.values.shape[0], groups, n, k // PAIR, dtype, scaling)

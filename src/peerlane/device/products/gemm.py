@@ -100,7 +100,9 @@ class Epilogue:
         b_scales: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """The kernel's fields for a call whose result has this shape; raises UsageError unless it gives what there is, and nothing else."""
-        scales = {name: scales_at(maps.group, given) for name, given in (("a_scales", a_scales), ("b_scales", b_scales)) if given is not None}
+        scales = {
+            name: scales_at(maps.group, given) for name, given in (("a_scales", a_scales), ("b_scales", b_scales)) if given is not None
+        }
         if len(scales) != (0 if self.scaling == "none" else 2):
             raise UsageError(f"a product with the epilogue {self}: got {sorted(scales)}; expected scales of both operands of e4m3, or none")
         if bias is None and residual is None and scale == 1 and not (self.bias or self.residual or self.scale):

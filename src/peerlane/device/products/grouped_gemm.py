@@ -93,7 +93,9 @@ class GroupedProduct:
             )
         given = [scales for scales in (a_scales, b_scales) if scales is not None]
         if len(given) != (0 if self.scaling == "none" else 2):
-            raise UsageError(f"products of groups scaled as {self.scaling!r}: got scales of {len(given)} operands; expected both of e4m3, or none")
+            raise UsageError(
+                f"products of groups scaled as {self.scaling!r}: got scales of {len(given)} operands; expected both of e4m3, or none"
+            )
         scales = dict(zip(("a_scales", "b_scales"), (scales_at(self.maps.group, one) for one in given), strict=False))
         a, out, maps, tiling = a if gemm.fits_map(a) else gemm.aligned(a), a.new_empty((a.shape[0], n)), self.maps, self.tiling
         major: Major = "mn" if b.transpose(1, 2).is_contiguous() and not b.is_contiguous() else "k"
@@ -104,8 +106,6 @@ class GroupedProduct:
 
 
 @per_group
-def grouped_product(
-    group: Group, rows: int, groups: int, n: int, k: int, dtype: torch.dtype, scaling: Scaling = "none"
-) -> GroupedProduct:
+def grouped_product(group: Group, rows: int, groups: int, n: int, k: int, dtype: torch.dtype, scaling: Scaling = "none") -> GroupedProduct:
     """The group's one :class:`GroupedProduct` of this size."""
     return GroupedProduct(group, rows, (groups, n, k), dtype, scaling=scaling)

@@ -150,7 +150,9 @@ class RowGatherGemm:
         rows, a = a, a[:, space.header_bytes // ELEMENT_BYTES :]
         self._check(a, bs, biases, residual)
         if len(b_scales) != (len(bs) if self.epilogue.scaling != "none" else 0):
-            raise UsageError(f"{len(bs)} products with the epilogue {self.epilogue}: got scales of {len(b_scales)}; expected one for each of e4m3")
+            raise UsageError(
+                f"{len(bs)} products with the epilogue {self.epilogue}: got scales of {len(b_scales)}; expected one for each of e4m3"
+            )
         stored = [gemm.stored(b) for b in bs]
         if len({major for _, major in stored}) > 1:
             stored = [(gemm.aligned(b), "mn") for b in bs]
