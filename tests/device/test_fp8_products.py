@@ -1,5 +1,5 @@
-"""Products of operands in e4m3 with scales, on the CPU: exact where sums are, within an error model where they are not, nothing unordered; and
-twins with one thing wrong are refused."""
+"""Products of operands in e4m3 with scales, on the CPU: exact where sums are, within an error model where they are not, nothing unordered;
+and twins with one thing wrong are refused."""
 
 from __future__ import annotations
 
@@ -196,7 +196,8 @@ def test_the_operators_run_the_kernels_and_leave_scales_of_rows_in_place() -> No
         for _ in range(2)
     ]
     bias = torch.randn(n, generator=draw).bfloat16()
-    outputs = ranks.call([(x, *own, bias.clone()) for x, own in zip(xs, layers, strict=True)], lambda rank, out: [value.clone() for value in out])
+    given = [(x, *own, bias.clone()) for x, own in zip(xs, layers, strict=True)]
+    outputs = ranks.call(given, lambda rank, out: [value.clone() for value in out])
     whole, total = torch.cat([fp8.quantise(x, "block").float() for x in xs]), torch.zeros(2 * m, 40)
     for (hidden, _), (up, down) in zip(outputs, layers, strict=True):
         torch.testing.assert_close(hidden.float(), (whole @ up.float().T + bias.float()).relu(), rtol=2**-7, atol=2**-6)
@@ -220,7 +221,7 @@ def test_each_group_of_rows_meets_its_own_matrix_and_scales(by: str) -> None:
 
 
 TWINS = {
-    "scales of the block before": ("scales.cuh", "const u32 at = step * ", "const u32 at = (step > 0 ? step - 1 : 0) * ", lambda: local("blocks")),
+    "scales of another block of k": ("scales.cuh", "const u32 at = step * ", "const u32 at = step / 2 * ", lambda: local("blocks")),
     "columns' scales of another block of k": ("scales.cuh", "[step * scales.b.block_stride]", "[0]", lambda: local("blocks")),
     "one scale for both of a thread's rows": ("scales.cuh", "+ 8 * half", "", lambda: local("row")),
     "a part that is not begun anew": (

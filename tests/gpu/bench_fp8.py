@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python tests/gpu/bench_fp8.py [check] [tilings] [product] [grouped] [--ranks 2] [--out FILE]
 
-``check``: every kind of scales, alone, grouped and fused over ranks of this process (on GPUs of their own, or sharing one). ``product``: beside
+``check``: every kind of scales, alone, grouped and fused over ranks of this process, which may share a GPU. ``product``: beside
 torch._scaled_mm with and without its fast accumulation. ``grouped``: beside torch._scaled_grouped_mm. ``tilings``: every tiling, so that a
-better choice shows. Without a name, all but ``tilings``. Times are medians of replayed graphs that take turns, each with several sets of random
-operands. Prints a line for each case; ``--out`` gets them as JSON lines. Exits with 1 where a result is wrong.
+better choice shows. Without a name, all but ``tilings``. Times are medians of replayed graphs that take turns, each with several sets of
+random operands. Prints a line for each case; ``--out`` gets them as JSON lines. Exits with 1 where a result is wrong.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ import torch
 from bench_grouped import SHAPES, STRETCHES, graph_of, stretch
 from check_kernels import faults_told
 
+from peerlane.device.host.group import Group
 from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import fp8, gemm
 from peerlane.device.products.fp8 import Quantised
+from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
+from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
+from peerlane.device.products.row_gather_gemm import row_gather_gemm
 from peerlane.hardware.environment import record
 
 BF16 = torch.bfloat16
@@ -69,8 +73,8 @@ def error_of(y: torch.Tensor, a: Quantised, b: Quantised) -> float:
 
 
 def limit_of(promoted: bool, k: int) -> float:
-    """Of ``error_of``: the matrix units cut a sum off at 2^-13 with each 32 of k, and a random sum is about a root of the sum of its absolute
-    terms, a few times that at worst; promoted, after four of these."""
+    """Of ``error_of``: the matrix units cut a sum off at 2^-13 with each 32 of k, and a random sum is about a root of its terms'
+    absolute sum, a few times that at worst; promoted, after four of these."""
     length = min(k, 128) if promoted else k
     return 2**-11 * (1 + length / 32) / max(1.0, (0.4 * length) ** 0.5)
 
@@ -98,40 +102,54 @@ def integers(by: str, rows: int, k: int, seed: int, device: torch.device) -> Qua
     return Quantised(values.to(fp8.E4M3).to(device), scales.to(device))
 
 
+def fused_calls(group: Group, a: Quantised, b: Quantised, promoted: bool) -> dict[str, Callable[[], Any]]:
+    """Calls that only launch: a kernel that is loaded while another rank's waits on the same GPU would wait for it."""
+    left, right, epilogue, terms = fp8.prepared(a, b.t(), {"promoted": promoted})
+    (m, k), n, rows = left.shape, right.shape[1], fp8.packed(a, epilogue.scaling, BF16)
+    scatter, reduce = gemm_reduce_scatter(group, m, n, BF16, epilogue), gemm_all_reduce(group, m, n, BF16, epilogue)
+    gather = row_gather_gemm(group, m, k, BF16, epilogue, True)
+    gather._bound((n,), "k")
+    return {
+        "gemm_reduce_scatter": lambda: scatter(left, right, **terms),
+        "gemm_all_reduce": lambda: reduce(left, right, **terms),
+        "row_gather_gemm": lambda: gather(rows, [right], b_scales=[terms["b_scales"]]),
+    }
+
+
 def check_fused(ranks: LocalRanks) -> Iterator[Row]:
     """Exact answers, call after call, with late ranks."""
     world, device = len(ranks.groups), ranks.groups[0].device
     for (by, promoted), (m, n, k) in itertools.product(CASES, ((40 * world, 72, 272), (1024, 1280, 2048))):
         left, right = KINDS[by]
-        wrong = {"product_reduce_scatter": 0, "product_all_reduce": 0, "row_gather_products": 0}
+        wrong = dict.fromkeys(("gemm_reduce_scatter", "gemm_all_reduce", "row_gather_gemm"), 0)
         for call in range(4):
             operands = [
                 (integers(left, m, k, 100 * call + rank, group.device), integers(right, n, k, 100 * call + 50 + rank, group.device))
                 for rank, group in enumerate(ranks.groups)
             ]
             exact = [(a.float().to(device), b.float().to(device)) for a, b in operands]
-            total = sum(a @ b.t() for a, b in exact)
+            total, whole = torch.stack([a @ b.t() for a, b in exact]).sum(0), torch.cat([a for a, _ in exact])
+            wanted = {
+                "gemm_reduce_scatter": total.chunk(world),
+                "gemm_all_reduce": [total] * world,
+                "row_gather_gemm": [whole @ b.t() for _, b in exact],
+            }
+            calls = [fused_calls(group, *operands[group.rank], promoted) for group in ranks.each()]
             for name in wrong:
-                got: list[Any] = [None] * world
+                for gpu in range(ranks.gpus):
+                    torch.cuda.synchronize(gpu)
+                got: list[Any] = []
                 for group in ranks.each():
                     if call % 2:
                         torch.cuda._sleep(200_000 * ((group.rank + call) % world))  # type: ignore[no-untyped-call, unused-ignore]
-                    a, b = operands[group.rank]
-                    if name == "row_gather_products":
-                        (out,), kept = fp8.row_gather_products(group, a, [b.t()], keeps=True, promoted=promoted)
-                        got[group.rank] = out, kept
-                    else:
-                        got[group.rank] = getattr(fp8, name)(group, a, b.t(), promoted=promoted)
+                    got.append(calls[group.rank][name]())
                 ranks.synchronize()
-                for rank in range(world):
-                    if name == "row_gather_products":
-                        whole, (out, kept) = torch.cat([a for a, _ in exact]), got[rank]
-                        wrong[name] += int((out.float().to(device) != (whole @ exact[rank][1].t()).bfloat16().float()).sum())
+                for out, want in zip(got, wanted[name], strict=True):
+                    result = out[0] if name == "row_gather_gemm" else out
+                    wrong[name] += int((result.float().to(device) != want.bfloat16().float()).sum())
+                    if name == "row_gather_gemm":
+                        kept = fp8.opened(out[1], "fp8_blocks" if by == "blocks" else "fp8", -(-k // 128) if by == "blocks" else 1)
                         wrong[name] += int((kept.float().to(device) != whole).sum())
-                    else:
-                        want = total.chunk(world)[rank] if name == "product_reduce_scatter" else total  # type: ignore[union-attr]
-                        wrong[name] += int((got[rank].float().to(device) != want.bfloat16().float()).sum())
-                ranks.synchronize()
         for name, count in wrong.items():
             yield {"check": name, "by": by, "promoted": promoted, "mnk": (m, n, k), "ranks": world, "gpus": ranks.gpus, "wrong": count}
 
@@ -158,7 +176,7 @@ def check_grouped(ranks: LocalRanks) -> Iterator[Row]:
 
 
 def microseconds(calls: dict[str, Callable[[int], object]], sets: int, target_us: float) -> tuple[dict[str, float], dict[str, str]]:
-    """The median time of one call of each kind, and why others cannot be called. Graphs have a call for each set of operands, and take turns."""
+    """The median time of one call of each kind, and why others cannot be called. Graphs have a call for each set of operands."""
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     refused: dict[str, str] = {}
     for name, call in calls.items():
@@ -205,7 +223,7 @@ def tilings(ranks: LocalRanks) -> Iterator[Row]:
     group = ranks.groups[0]
     for size, (by, promoted) in itertools.product((2048, 4096, 8192), (("row", False), ("row", True), ("blocks", True))):
         operands = [drawn(by, size, size, size) for _ in range(3)]
-        prepared = [fp8._prepared(a, b.t(), {"promoted": promoted}) for a, b in operands]
+        prepared = [fp8.prepared(a, b.t(), {"promoted": promoted}) for a, b in operands]
         calls: dict[str, Callable[[int], object]] = {}
         for tiling in gemm.TILINGS[:4]:
             one = gemm.Product(group, (size, size, size // 2), BF16, prepared[0][2], tiling)
@@ -215,50 +233,51 @@ def tilings(ranks: LocalRanks) -> Iterator[Row]:
 
 
 def grouped(ranks: LocalRanks) -> Iterator[Row]:
-    group = ranks.groups[0]
-    for name, groups, rows, n, k in SHAPES:
-        counts = torch.bincount(torch.randint(groups, (rows,)), minlength=groups)
-        ends = counts.cumsum(0).to(torch.int32).cuda()
-        x, w = torch.randn(rows, k, device="cuda"), torch.randn(groups, n, k, device="cuda", dtype=BF16)
-        a, b = fp8.quantise(x, "row"), fp8.quantise(w, "row")
-        blocks = fp8.quantise(x, "block"), fp8.quantise(w, "square")
-        del x, w
-        values, of_rows, of_columns = a.values.contiguous(), a.scales.flatten().contiguous(), b.scales.flatten(1).contiguous()
-        parts = [values[first:end] for first, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
-        scales = [a.scales[first:end].contiguous() for first, end in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
+    for shape in SHAPES:
+        yield of_groups(ranks.groups[0], *shape)
 
-        def loop(i: int) -> None:
-            for g, part in enumerate(parts):  # noqa: B023
-                if len(part):
-                    torch._scaled_mm(part, b.values[g].t(), scales[g], b.scales[g].t().contiguous(), out_dtype=BF16, use_fast_accum=True)  # noqa: B023
 
-        def theirs(fast: bool) -> Callable[[int], object]:
-            return lambda i: torch._scaled_grouped_mm(
-                values,
-                b.values.mT,
-                of_rows,
-                of_columns,
-                offs=ends,
-                out_dtype=BF16,
-                use_fast_accum=fast,  # noqa: B023
-            )
+def of_groups(group: Group, name: str, groups: int, rows: int, n: int, k: int) -> Row:
+    counts = torch.bincount(torch.randint(groups, (rows,)), minlength=groups).tolist()
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32).cuda()
+    x, w = torch.randn(rows, k, device="cuda"), torch.randn(groups, n, k, device="cuda", dtype=BF16)
+    a, b = fp8.quantise(x, "row"), by_matrix(w, "row")
+    blocks = fp8.quantise(x, "block"), by_matrix(w, "square")
+    del x, w
+    values, of_rows, of_columns = a.values.contiguous(), a.scales.flatten().contiguous(), b.scales.flatten(1).contiguous()
+    columns = [scales.t().contiguous() for scales in b.scales]
+    parts = list(zip(values.split(counts), a.scales.contiguous().split(counts), b.values, columns, strict=True))
 
-        calls: dict[str, Callable[[int], object]] = {
-            "kit fast": lambda i: fp8.grouped(group, a, b.t(), ends),  # noqa: B023
-            "torch fast": theirs(True),
-            "torch loop": loop,
-            "kit promoted": lambda i: fp8.grouped(group, a, b.t(), ends, promoted=True),  # noqa: B023
-            "torch promoted": theirs(False),
-            "kit blocks": lambda i: fp8.grouped(group, blocks[0], blocks[1].t(), ends),  # noqa: B023
-        }
-        us, refused = microseconds(calls, 1, 1e4)
-        best = [us[who] for who in ("torch fast", "torch loop") if who in us]
-        yield {
-            "bench": "grouped", "name": name, "groups": groups, "rows": rows, "n": n, "k": k, "us": us, "refused": refused,
-            "of_torch_fast": round(min(best) / us["kit fast"], 3) if best and "kit fast" in us else None,
-            "of_torch_promoted": round(us["torch promoted"] / us["kit promoted"], 3) if {"torch promoted", "kit promoted"} <= us.keys() else None,
-        }  # fmt: skip
-        del a, b, blocks, values
+    def loop(i: int) -> None:
+        for part, scales, matrix, of_matrix in parts:
+            if len(part):
+                torch._scaled_mm(part, matrix.t(), scales, of_matrix, out_dtype=BF16, use_fast_accum=True)
+
+    def theirs(fast: bool) -> Callable[[int], object]:
+        return lambda i: torch._scaled_grouped_mm(values, b.values.mT, of_rows, of_columns, offs=ends, out_dtype=BF16, use_fast_accum=fast)
+
+    calls: dict[str, Callable[[int], object]] = {
+        "kit fast": lambda i: fp8.grouped(group, a, b.t(), ends),
+        "torch fast": theirs(True),
+        "torch loop": loop,
+        "kit promoted": lambda i: fp8.grouped(group, a, b.t(), ends, promoted=True),
+        "torch promoted": theirs(False),
+        "kit blocks": lambda i: fp8.grouped(group, blocks[0], blocks[1].t(), ends),
+    }
+    us, refused = microseconds(calls, 1, 1e4)
+    best = [us[who] for who in ("torch fast", "torch loop") if who in us]
+    row: Row = {"bench": "grouped", "name": name, "groups": groups, "rows": rows, "n": n, "k": k, "us": us, "refused": refused}
+    if best and "kit fast" in us:
+        row["of_torch_fast"] = round(min(best) / us["kit fast"], 3)
+    if {"torch promoted", "kit promoted"} <= us.keys():
+        row["of_torch_promoted"] = round(us["torch promoted"] / us["kit promoted"], 3)
+    return row
+
+
+def by_matrix(w: torch.Tensor, by: str) -> Quantised:
+    """As ``quantise``, one matrix at a time, for it works in float32."""
+    made = [fp8.quantise(matrix, by) for matrix in w]  # type: ignore[arg-type]
+    return Quantised(torch.stack([one.values for one in made]), torch.stack([one.scales for one in made]))
 
 
 def main() -> None:

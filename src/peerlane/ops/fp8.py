@@ -63,19 +63,11 @@ def _row_gather(
     dtype: torch.dtype,
     group: str,
 ) -> Tensors:
+    behind: Any = {"activation": activation, "scale": scale, "promoted": promoted, "dtype": dtype}
     same_call("row_gather_gemm_fp8", group, a, a_scales, *bs, *biases)
     left, rights, kit = Quantised(a, a_scales), [Quantised(*pair) for pair in zip(bs, b_scales, strict=True)], _kit(a, group)
     if kit is not None:
-        outs, _ = fp8.row_gather_products(
-            kit,
-            left,
-            rights,
-            biases=biases,
-            activation=activation,
-            scale=scale,
-            promoted=promoted,
-            dtype=dtype,  # type: ignore[arg-type]
-        )
+        outs, _ = fp8.row_gather_products(kit, left, rights, biases=biases, **behind)
         return [out.contiguous() for out in outs]
     codes = gathered(a.view(torch.uint8), group).view(fp8.E4M3)
     whole = Quantised(codes, gathered(a_scales.expand(a.shape[0], -1), group))
@@ -198,8 +190,8 @@ def row_gather_gemm_fp8(
     There is no gradient. Raises UsageError for other shapes."""
     if not 1 <= len(bs) <= MAX_PRODUCTS or len(b_scales) != len(bs) or len(biases) not in (0, len(bs)):
         raise UsageError(
-            f"row_gather_gemm_fp8 got {len(bs)} right operands, {len(b_scales)} scales and {len(biases)} biases: expected 1 to {MAX_PRODUCTS} "
-            "operands with scales, and no bias or one for each; join matrices side by side"
+            f"row_gather_gemm_fp8 got {len(bs)} right operands, {len(b_scales)} scales and {len(biases)} biases: expected 1 to "
+            f"{MAX_PRODUCTS} operands with scales, and no bias or one for each; join matrices side by side"
         )
     for number, b in enumerate(bs):
         _require("row_gather_gemm_fp8", a, b, (a_scales, b_scales[number]), dtype)

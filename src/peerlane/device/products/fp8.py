@@ -75,8 +75,8 @@ def require_rows(x: torch.Tensor, by: str) -> None:
     """Raises UsageError unless ``quantise`` takes x."""
     if x.dim() < 2 or x.shape[-1] % ALIGNMENT or 0 in x.shape or not x.is_floating_point() or by not in get_args(By):
         raise UsageError(
-            f"e4m3 of {tuple(x.shape)} in {x.dtype} by {by!r}: expected floating-point rows (..., rows, k), k a multiple of {ALIGNMENT}, no size "
-            f"of 0, and by one of {get_args(By)}; pad rows with zeros"
+            f"e4m3 of {tuple(x.shape)} in {x.dtype} by {by!r}: expected floating-point rows (..., rows, k), k a multiple of {ALIGNMENT}, "
+            f"no size of 0, and by one of {get_args(By)}; pad rows with zeros"
         )
 
 
@@ -93,7 +93,7 @@ def quantise(x: torch.Tensor, by: By) -> Quantised:
     if lead or by in ("tensor", "square"):
         return Quantised(values.contiguous(), scales)
     scaling: Scaling = "fp8_blocks" if by == "block" else "fp8"
-    return _opened(packed(Quantised(values, scales), scaling, torch.bfloat16), scaling, counts[1])
+    return opened(packed(Quantised(values, scales), scaling, torch.bfloat16), scaling, counts[1])
 
 
 def packed(a: Quantised, scaling: Scaling, dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +118,7 @@ def packed(a: Quantised, scaling: Scaling, dtype: torch.dtype) -> torch.Tensor:
     return rows.view(dtype)
 
 
-def _opened(rows: torch.Tensor, scaling: Scaling, count: int) -> Quantised:
+def opened(rows: torch.Tensor, scaling: Scaling, count: int) -> Quantised:
     """Returns what packed rows hold; ``count`` scales in front of each."""
     header = header_bytes(scaling, 0) if scaling != "fp8_blocks" else -(-4 * count // 128) * 128
     whole = rows.view(torch.uint8)
@@ -177,7 +177,7 @@ class Behind(gemm.Terms, total=False):
     dtype: torch.dtype
 
 
-def _prepared(a: Quantised, b: Quantised, behind: Behind) -> tuple[torch.Tensor, torch.Tensor, Epilogue, gemm.Terms]:
+def prepared(a: Quantised, b: Quantised, behind: Behind) -> tuple[torch.Tensor, torch.Tensor, Epilogue, gemm.Terms]:
     """Returns both operands as pairs, the epilogue, and what a call gives it."""
     scaling, dtype = scaling_of(a, b, behind.get("promoted", False)), behind.get("dtype", torch.bfloat16)
     bias, residual, scale = behind.get("bias"), behind.get("residual"), behind.get("scale", 1.0)
@@ -190,19 +190,19 @@ def _prepared(a: Quantised, b: Quantised, behind: Behind) -> tuple[torch.Tensor,
 
 def product(group: Group, a: Quantised, b: Quantised, **behind: Unpack[Behind]) -> torch.Tensor:
     """Returns ``a @ b`` of one rank, (m, n), in bfloat16 or float16 (``dtype``)."""
-    left, right, epilogue, terms = _prepared(a, b, behind)
+    left, right, epilogue, terms = prepared(a, b, behind)
     return gemm.product(group, left.shape[0], right.shape[1], left.shape[1], left.dtype, epilogue)(left, right, **terms)
 
 
 def product_reduce_scatter(group: Group, a: Quantised, b: Quantised, **behind: Unpack[Behind]) -> torch.Tensor:
     """Returns this rank's rows of the sum over ranks of ``a @ b``; see :class:`GemmReduceScatter`. Partial sums travel in ``dtype``."""
-    left, right, epilogue, terms = _prepared(a, b, behind)
+    left, right, epilogue, terms = prepared(a, b, behind)
     return gemm_reduce_scatter(group, left.shape[0], right.shape[1], left.dtype, epilogue)(left, right, **terms)
 
 
 def product_all_reduce(group: Group, a: Quantised, b: Quantised, **behind: Unpack[Behind]) -> torch.Tensor:
     """Returns the sum over ranks of ``a @ b``, in the arena; see :class:`GemmAllReduce`. Partial sums travel in ``dtype``."""
-    left, right, epilogue, terms = _prepared(a, b, behind)
+    left, right, epilogue, terms = prepared(a, b, behind)
     return gemm_all_reduce(group, left.shape[0], right.shape[1], left.dtype, epilogue)(left, right, **terms)
 
 
@@ -215,8 +215,8 @@ def row_gather_products(
     keeps: bool = False,
     **behind: Unpack[Behind],
 ) -> tuple[list[torch.Tensor], Quantised | None]:
-    """Returns ``cat(all ranks' a) @ b`` for each b, and all ranks' rows if it ``keeps`` them; see :class:`RowGatherGemm`. Rows travel in e4m3,
-    with their scales. All b's are scaled in one way."""
+    """Returns ``cat(all ranks' a) @ b`` for each b, and all ranks' rows if it ``keeps`` them; see :class:`RowGatherGemm`. Rows travel in
+    e4m3, with their scales. All b's are scaled in one way."""
     promoted, dtype = behind.get("promoted", False), behind.get("dtype", torch.bfloat16)
     kinds = {scaling_of(a, b, promoted) for b in bs}
     if len(kinds) != 1:
@@ -235,7 +235,7 @@ def row_gather_products(
         scale=scale,
         b_scales=[b.scales.mT.unsqueeze(0) for b in bs],
     )
-    whole = _opened(outs.pop(), scaling, -(-k // BLOCK) if scaling == "fp8_blocks" else 1) if keeps else None
+    whole = opened(outs.pop(), scaling, -(-k // BLOCK) if scaling == "fp8_blocks" else 1) if keeps else None
     return outs, whole
 
 

@@ -42,8 +42,8 @@ class GroupedProduct:
     ``ends``: int32, one for each group, never falling, on the device; the host does not read them. Rows behind the last end are not
     written. ``rows`` is how many rows are expected in all, by which tiles are chosen; any number will do. k and n are multiples of 8.
 
-    With ``scaling`` operands hold e4m3: k counts pairs, matrices are contiguous along k, and a call gives scales (1, rows, blocks of k) of a
-    and (groups, columns, blocks of k) of b."""
+    With ``scaling`` operands hold e4m3: k counts pairs, matrices are contiguous along k, and a call gives scales (1, rows, blocks of k)
+    of a and (groups, columns, blocks of k) of b."""
 
     def __init__(
         self,

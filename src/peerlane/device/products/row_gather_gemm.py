@@ -108,8 +108,8 @@ class RowGatherGemm:
     on all ranks; results (W m, n), laid out as ``gemm.aligned`` does. bfloat16 or float16; m, k and the dtype are the same on all ranks,
     n is as it comes. With ``keeps`` there is one more result behind the others: all ranks' rows (W m, k). Of the epilogue each b has a bias
     (n) of its own, a residual (W m, n) there is for one b only. With scales, k counts pairs of e4m3, and a is whole rows with the header of
-    ``header_bytes`` in front of them, in which the row's scales are; so are the rows that are kept. Creating one is collective, unless its ``memory`` is given. Calls in one
-    stream need no barrier between them and can be captured in a graph."""
+    ``header_bytes`` in front of them, in which the row's scales are; so are the rows that are kept. Creating one is collective, unless
+    its ``memory`` is given. Calls in one stream need no barrier between them and can be captured in a graph."""
 
     def __init__(
         self,
