@@ -19,9 +19,9 @@ from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.device.emulator.sequence import findings
 from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.products import fp8, gemm, grouped_gemm, row_gather_gemm
-from peerlane.device.products.fp8 import Quantised
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
+from peerlane.device.products.quantised import E4M3, Quantised, packed, quantise, quantise_rows, quantise_squares
 from peerlane.device.products.scales import Scaling
 from peerlane.errors import UsageError
 
@@ -36,7 +36,7 @@ def exact(rows: int, k: int, by: str, seed: int) -> Quantised:
         -(-size // part)
         for size, part in zip((rows, k), {"tensor": (rows, k), "row": (1, k), "block": (1, 128), "square": (128, 128)}[by], strict=True)
     ]
-    values = torch.randint(-1, 2, (rows, k), generator=draw).to(fp8.E4M3)
+    values = torch.randint(-1, 2, (rows, k), generator=draw).to(E4M3)
     return Quantised(values, 2.0 ** torch.randint(0, 2, counts, generator=draw))
 
 
@@ -161,7 +161,7 @@ def test_errors_are_those_of_rounding_to_e4m3_once_and_to_bfloat16_once(by: str)
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(72, 272, generator=draw), torch.randn(136, 272, generator=draw)
     x[5] *= 1000  # with a scale for all, other rows lose what is theirs
-    x8, w8 = fp8.quantise(x, LEFT[by]), fp8.quantise(weight, RIGHT[by])  # type: ignore[arg-type]
+    x8, w8 = quantise(x, LEFT[by]), quantise(weight, RIGHT[by])  # type: ignore[arg-type]
     ranks = EmulatedRanks(1, schedules=1)
     ranks.load(lambda rank: lambda a, b: fp8.product(group_of(), a, b.t()))
     ((y,),) = ([out.double()] for out in ranks.call([(x8, w8)], lambda rank, output: output.clone()))
@@ -181,8 +181,8 @@ def test_the_operators_run_the_kernels_and_leave_scales_of_rows_in_place() -> No
     m, k, n = 16, 144, 24
 
     def layer(x: torch.Tensor, up: Quantised, down: Quantised, bias: torch.Tensor) -> list[torch.Tensor]:
-        x8 = fp8.quantise(x, "block")
-        assert fp8.packed(x8, "fp8_blocks", torch.bfloat16).data_ptr() == x8.scales.data_ptr()
+        x8 = quantise(x, "block")
+        assert packed(x8, "fp8_blocks", torch.bfloat16).data_ptr() == x8.scales.data_ptr()
         (hidden,) = ops.row_gather_gemm_fp8(x8.values, x8.scales, [up.t().values], [up.t().scales], [bias], activation="relu")
         y8, y_scales = ops.quantize_fp8(torch.nn.functional.pad(hidden, (0, 8)), "tensor")
         return [hidden, ops.gemm_reduce_scatter_fp8(y8, y_scales, down.t().values, down.t().scales, promoted=True)]
@@ -192,16 +192,15 @@ def test_the_operators_run_the_kernels_and_leave_scales_of_rows_in_place() -> No
     draw = torch.Generator().manual_seed(0)
     xs = [torch.randn(m, k, generator=draw).bfloat16() for _ in range(2)]
     layers = [
-        (fp8.quantise(torch.randn(n, k, generator=draw), "square"), fp8.quantise(torch.randn(40, n + 8, generator=draw), "row"))
-        for _ in range(2)
+        (quantise(torch.randn(n, k, generator=draw), "square"), quantise(torch.randn(40, n + 8, generator=draw), "row")) for _ in range(2)
     ]
     bias = torch.randn(n, generator=draw).bfloat16()
     given = [(x, *own, bias.clone()) for x, own in zip(xs, layers, strict=True)]
     outputs = ranks.call(given, lambda rank, out: [value.clone() for value in out])
-    whole, total = torch.cat([fp8.quantise(x, "block").float() for x in xs]), torch.zeros(2 * m, 40)
+    whole, total = torch.cat([quantise(x, "block").float() for x in xs]), torch.zeros(2 * m, 40)
     for (hidden, _), (up, down) in zip(outputs, layers, strict=True):
         torch.testing.assert_close(hidden.float(), (whole @ up.float().T + bias.float()).relu(), rtol=2**-7, atol=2**-6)
-        total += fp8.quantise(torch.nn.functional.pad(hidden, (0, 8)), "tensor").float() @ down.float().T
+        total += quantise(torch.nn.functional.pad(hidden, (0, 8)), "tensor").float() @ down.float().T
     torch.testing.assert_close(torch.cat([part for _, part in outputs]).float(), total, rtol=2**-6, atol=2**-7 * float(total.abs().max()))
     assert not findings(ranks.reports())
 
@@ -298,6 +297,34 @@ def test_two_sums_of_a_promoted_product_fit_the_registers(name: str, scaling: Sc
     ids=["k", "scales of a", "depth", "scales of b"],
 )
 def test_operands_that_do_not_fit_are_refused(a: Any, b: Any) -> None:
-    left, right = (Quantised(torch.zeros(of[0], dtype=fp8.E4M3), torch.ones(of[1])) for of in (a, b))
+    left, right = (Quantised(torch.zeros(of[0], dtype=E4M3), torch.ones(of[1])) for of in (a, b))
     with pytest.raises(UsageError, match=r"expected \(m, k\) and \(k, n\) in torch.float8_e4m3fn, k a multiple of 16, and float32 scales"):
         fp8.scaling_of(left, right, promoted=False)
+
+
+@pytest.mark.parametrize("by", ["row", "block"])
+def test_a_kernel_quantises_rows_as_torch_does(by: Any) -> None:
+    """Rows longer than a warp takes at a time; a row of zeros; one whose largest number is at its end."""
+    x = torch.randn(9, 528, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[3], x[4, -1] = 0, 100
+    half = torch.nn.functional.silu(x[:, :256].float()) * x[:, 256:512].float()
+    ranks = EmulatedRanks(1, schedules=1)
+    ranks.load(lambda rank: lambda given, gated: quantise_rows(group_of(), given, by, gated=gated))
+    (found,), (product,) = (
+        ranks.call([(given, gated)], lambda rank, out: out) for given, gated in ((x, False), (x[:, :512].contiguous(), True))
+    )
+    wanted = quantise(x, by)
+    assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8)) and torch.equal(found.scales, wanted.scales)
+    torch.testing.assert_close(product.float(), half, rtol=2**-4, atol=2**-9 * float(product.scales.max()))
+    assert not findings(ranks.reports())
+
+
+def test_a_kernel_quantises_squares_and_transposes_them() -> None:
+    x = torch.randn(2, 144, 272, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ranks = EmulatedRanks(1, schedules=1)
+    ranks.load(lambda rank: lambda given: quantise_squares(group_of(), given, transposes=True))
+    ((found, turned),) = ranks.call([(x,)], lambda rank, out: out)
+    wanted = quantise(x, "square")
+    assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8)) and torch.equal(found.scales, wanted.scales)
+    assert turned.values.is_contiguous() and torch.equal(turned.float(), wanted.float().mT)
+    assert not findings(ranks.reports())

@@ -29,9 +29,9 @@ from check_kernels import faults_told
 from peerlane.device.host.group import Group
 from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import fp8, gemm
-from peerlane.device.products.fp8 import Quantised
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
+from peerlane.device.products.quantised import E4M3, Quantised, opened, packed, quantise
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
 from peerlane.hardware.environment import record
 
@@ -46,7 +46,7 @@ begin = time.time()
 
 def drawn(by: str, m: int, n: int, k: int) -> tuple[Quantised, Quantised]:
     left, right = KINDS[by]
-    return fp8.quantise(torch.randn(m, k, device="cuda"), left), fp8.quantise(torch.randn(n, k, device="cuda"), right)  # type: ignore[arg-type]
+    return quantise(torch.randn(m, k, device="cuda"), left), quantise(torch.randn(n, k, device="cuda"), right)  # type: ignore[arg-type]
 
 
 def torch_product(a: Quantised, b: Quantised, fast: bool) -> Callable[[], torch.Tensor]:
@@ -99,13 +99,13 @@ def integers(by: str, rows: int, k: int, seed: int, device: torch.device) -> Qua
     parts = {"tensor": (rows, k), "row": (1, k), "block": (1, 128), "square": (128, 128)}[by]
     values = (torch.rand(rows, k, generator=draw) < 0.1).float() * torch.randint(-1, 2, (rows, k), generator=draw)
     scales = 2.0 ** torch.randint(0, 2, [-(-size // part) for size, part in zip((rows, k), parts, strict=True)], generator=draw)
-    return Quantised(values.to(fp8.E4M3).to(device), scales.to(device))
+    return Quantised(values.to(E4M3).to(device), scales.to(device))
 
 
 def fused_calls(group: Group, a: Quantised, b: Quantised, promoted: bool) -> dict[str, Callable[[], Any]]:
     """Calls that only launch: a kernel that is loaded while another rank's waits on the same GPU would wait for it."""
     left, right, epilogue, terms = fp8.prepared(a, b.t(), {"promoted": promoted})
-    (m, k), n, rows = left.shape, right.shape[1], fp8.packed(a, epilogue.scaling, BF16)
+    (m, k), n, rows = left.shape, right.shape[1], packed(a, epilogue.scaling, BF16)
     scatter, reduce = gemm_reduce_scatter(group, m, n, BF16, epilogue), gemm_all_reduce(group, m, n, BF16, epilogue)
     gather = row_gather_gemm(group, m, k, BF16, epilogue, True)
     gather._bound((n,), "k")
@@ -148,7 +148,7 @@ def check_fused(ranks: LocalRanks) -> Iterator[Row]:
                     result = out[0] if name == "row_gather_gemm" else out
                     wrong[name] += int((result.float().to(device) != want.bfloat16().float()).sum())
                     if name == "row_gather_gemm":
-                        kept = fp8.opened(out[1], "fp8_blocks" if by == "blocks" else "fp8", -(-k // 128) if by == "blocks" else 1)
+                        kept = opened(out[1], "fp8_blocks" if by == "blocks" else "fp8", -(-k // 128) if by == "blocks" else 1)
                         wrong[name] += int((kept.float().to(device) != whole).sum())
         for name, count in wrong.items():
             yield {"check": name, "by": by, "promoted": promoted, "mnk": (m, n, k), "ranks": world, "gpus": ranks.gpus, "wrong": count}
@@ -159,8 +159,8 @@ def check_grouped(ranks: LocalRanks) -> Iterator[Row]:
     for by, promoted in CASES:
         counts = (67, 0, 9, 300)
         left, right = KINDS[by]
-        a = fp8.quantise(torch.randn(sum(counts) + 5, k, device="cuda"), left)  # type: ignore[arg-type]
-        b = fp8.quantise(torch.randn(len(counts), n, k, device="cuda"), right)  # type: ignore[arg-type]
+        a = quantise(torch.randn(sum(counts) + 5, k, device="cuda"), left)  # type: ignore[arg-type]
+        b = quantise(torch.randn(len(counts), n, k, device="cuda"), right)  # type: ignore[arg-type]
         y = fp8.grouped(group, a, b.t(), torch.tensor(counts).cumsum(0).int().cuda(), promoted=promoted)
         error, first = 0.0, 0
         for g, count in enumerate(counts):
@@ -241,8 +241,8 @@ def of_groups(group: Group, name: str, groups: int, rows: int, n: int, k: int) -
     counts = torch.bincount(torch.randint(groups, (rows,)), minlength=groups).tolist()
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).cuda()
     x, w = torch.randn(rows, k, device="cuda"), torch.randn(groups, n, k, device="cuda", dtype=BF16)
-    a, b = fp8.quantise(x, "row"), by_matrix(w, "row")
-    blocks = fp8.quantise(x, "block"), by_matrix(w, "square")
+    a, b = quantise(x, "row"), by_matrix(w, "row")
+    blocks = quantise(x, "block"), by_matrix(w, "square")
     del x, w
     values, of_rows, of_columns = a.values.contiguous(), a.scales.flatten().contiguous(), b.scales.flatten(1).contiguous()
     columns = [scales.t().contiguous() for scales in b.scales]
@@ -276,7 +276,7 @@ def of_groups(group: Group, name: str, groups: int, rows: int, n: int, k: int) -
 
 def by_matrix(w: torch.Tensor, by: str) -> Quantised:
     """As ``quantise``, one matrix at a time, for it works in float32."""
-    made = [fp8.quantise(matrix, by) for matrix in w]  # type: ignore[arg-type]
+    made = [quantise(matrix, by) for matrix in w]  # type: ignore[arg-type]
     return Quantised(torch.stack([one.values for one in made]), torch.stack([one.scales for one in made]))
 
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ops.whole import CASES, Case
 from peerlane import ops
-from peerlane.device.products import fp8
+from peerlane.device.products.quantised import Quantised
 from peerlane.errors import UsageError
 from peerlane.hardware.virtual_node import share_gpus
 from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
@@ -359,7 +359,7 @@ def products_in_fp8(group: dist.ProcessGroup) -> None:
             [ops.quantize_fp8(drawn(rows, 144, seed=seed + q), by) for q in range(world)]
             for rows, by, seed in ((2 * world, left, 0), (24, right, 9))
         )
-        decoded = [[fp8.Quantised(*pair).float() for pair in pairs] for pairs in (x, w)]
+        decoded = [[Quantised(*pair).float() for pair in pairs] for pairs in (x, w)]
         (a, a_scales), (b, b_scales) = x[rank], w[rank]
         whole, total = torch.cat(decoded[0]), sum(one @ other.t() for one, other in zip(*decoded, strict=True))
         given, bias = (b.t(), b_scales.t()), torch.ones(24, device=DEVICE, dtype=torch.bfloat16)
@@ -374,7 +374,9 @@ def products_in_fp8(group: dist.ProcessGroup) -> None:
             (of_torch.gemm_reduce_scatter_fp8, call),
             (of_torch.gemm_all_reduce_fp8, call),
             (of_torch.row_gather_gemm_fp8, (*call[:2], [given[0]], [given[1]], [], *call[6:])),
-            (of_torch.quantize_fp8, (drawn(3, 4, 16, seed=0), left)),
+            (of_torch.quantize_fp8, (drawn(3, 4, 16, seed=0), left, True, name)),
+            (of_torch.quantize_rows_fp8, (drawn(4, 32, seed=0), "row", True, name)),
+            (of_torch.grouped_gemm_fp8, (*call[:2], given[0][None], given[1][None], torch.tensor([2], dtype=torch.int32), *call[8:])),
         ):  # its other checks compare tensors, which torch cannot in e4m3
             torch.library.opcheck(operator.default, arguments, test_utils="test_faketensor")
         with pytest.raises(UsageError, match=r"with scales .* expected \(m, k\) and \(k, n\) in torch.float8_e4m3fn"):

@@ -36,7 +36,14 @@ from peerlane.ops.collectives import (
 from peerlane.ops.collectives import replicates as _replicates
 from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch, dispatch_fp8
 from peerlane.ops.experts import gated_experts
-from peerlane.ops.fp8 import gemm_all_reduce_fp8, gemm_reduce_scatter_fp8, quantize_fp8, row_gather_gemm_fp8
+from peerlane.ops.fp8 import (
+    gemm_all_reduce_fp8,
+    gemm_reduce_scatter_fp8,
+    grouped_gemm_fp8,
+    quantize_fp8,
+    quantize_transposed_fp8,
+    row_gather_gemm_fp8,
+)
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
@@ -68,9 +75,11 @@ __all__ = [
     "gemm_all_reduce_fp8",
     "gemm_reduce_scatter",
     "gemm_reduce_scatter_fp8",
+    "grouped_gemm_fp8",
     "memory_report",
     "prepare",
     "quantize_fp8",
+    "quantize_transposed_fp8",
     "reduce_scatter",
     "replicate",
     "ring_attention",

@@ -10,7 +10,7 @@ Both operands lie along k, a multiple of 16. Scales have the axes of their opera
     | "tensor" | (1, 1)       | (1, 1)             | applied to sums; sums grow in the matrix units, of about 14 bits, or, if |
     | "row"    | (m, 1)       | (1, n)             | ``promoted``, in fp32 from one 128 of k to the next                      |
     | "block"  | (m, k / 128) |                    | always promoted                                                          |
-    | "square" |              | (k / 128, n / 128) |                                                                          |
+    | "square" | (m, k) / 128 | (k / 128, n / 128) | always promoted; a left one's scales are copied for each row             |
 
 ``t()`` of a quantised matrix is its transpose, without a copy: so a layer's weight (n, k) is a right operand as it lies.
 """
@@ -18,8 +18,7 @@ Both operands lie along k, a multiple of 16. Scales have the axes of their opera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Unpack, cast, get_args
+from typing import Unpack, cast
 
 import torch
 
@@ -29,100 +28,10 @@ from peerlane.device.products.gemm import Activation, Epilogue
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.grouped_gemm import grouped_product
+from peerlane.device.products.quantised import ALIGNMENT, E4M3, Quantised, by_rows, opened, packed
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
-from peerlane.device.products.scales import BLOCK, PAIR, Scaling, header_bytes
+from peerlane.device.products.scales import BLOCK, PAIR, Scaling
 from peerlane.errors import UsageError
-
-E4M3 = torch.float8_e4m3fn
-LARGEST, SMALLEST_SCALE = 448.0, 1e-12
-ALIGNMENT = 16
-By = Literal["tensor", "row", "block", "square"]
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """A matrix, or matrices of one shape, in e4m3 and its scales in float32: ``values * scales`` of the module's table."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-
-    def t(self) -> Quantised:
-        """Returns the transpose, without a copy."""
-        return Quantised(self.values.mT, self.scales.mT)
-
-    def float(self) -> torch.Tensor:
-        """Returns the numbers in float32."""
-        scales = self.scales
-        for axis in (-2, -1):
-            size, count = self.values.shape[axis], self.scales.shape[axis]
-            if count not in (1, size):
-                scales = scales.repeat_interleave(BLOCK, axis).narrow(axis, 0, size)
-        return self.values.float() * scales
-
-
-def _parts(rows: int, k: int, by: By) -> tuple[int, int]:
-    """Returns the rows and the numbers of each that share a scale."""
-    return {"tensor": (rows, k), "row": (1, k), "block": (1, BLOCK), "square": (BLOCK, BLOCK)}[by]
-
-
-def scale_counts(shape: Sequence[int], by: By) -> tuple[int, ...]:
-    """Returns the shape of the scales of rows (..., rows, k)."""
-    *lead, rows, k = shape
-    return (*lead, *(-(-size // part) for size, part in zip((rows, k), _parts(rows, k, by), strict=True)))
-
-
-def require_rows(x: torch.Tensor, by: str) -> None:
-    """Raises UsageError unless ``quantise`` takes x."""
-    if x.dim() < 2 or x.shape[-1] % ALIGNMENT or 0 in x.shape or not x.is_floating_point() or by not in get_args(By):
-        raise UsageError(
-            f"e4m3 of {tuple(x.shape)} in {x.dtype} by {by!r}: expected floating-point rows (..., rows, k), k a multiple of {ALIGNMENT}, "
-            f"no size of 0, and by one of {get_args(By)}; pad rows with zeros"
-        )
-
-
-def quantise(x: torch.Tensor, by: By) -> Quantised:
-    """Returns rows (..., rows, k) in e4m3, each part by the scale that makes its largest number 448. Rows of two axes lie with their scales
-    in front of them, so that ``row_gather`` sends both at once."""
-    require_rows(x, by)
-    *lead, rows, k = x.shape
-    counts, parts = scale_counts(x.shape, by)[-2:], _parts(rows, k, by)
-    padded = torch.nn.functional.pad(x.float(), (0, counts[1] * parts[1] - k, 0, counts[0] * parts[0] - rows))
-    cut = padded.view(*lead, counts[0], parts[0], counts[1], parts[1])
-    scales = (cut.abs().amax((-3, -1)) / LARGEST).clamp(min=SMALLEST_SCALE)
-    values = (cut / scales[..., :, None, :, None]).clamp(-LARGEST, LARGEST).view(padded.shape)[..., :rows, :k].to(E4M3)
-    if lead or by in ("tensor", "square"):
-        return Quantised(values.contiguous(), scales)
-    scaling: Scaling = "fp8_blocks" if by == "block" else "fp8"
-    return opened(packed(Quantised(values, scales), scaling, torch.bfloat16), scaling, counts[1])
-
-
-def packed(a: Quantised, scaling: Scaling, dtype: torch.dtype) -> torch.Tensor:
-    """Returns rows with their scales in front of them, as pairs: the operand's memory if it lies so, else a copy."""
-    (m, k), header = a.values.shape, header_bytes(scaling, a.values.shape[1] // PAIR)
-    count = -(-k // BLOCK) if scaling == "fp8_blocks" else 1
-    values, scales, stride = a.values, a.scales, header + k
-    lies_so = (
-        tuple(scales.shape) == (m, count)
-        and values.untyped_storage().data_ptr() == scales.untyped_storage().data_ptr()
-        and values.data_ptr() - scales.data_ptr() == header
-        and (values.stride(), scales.stride(0)) == ((stride, 1), stride // 4)
-        and (count == 1 or scales.stride(1) == 1)
-        and scales.data_ptr() % ALIGNMENT == 0
-    )
-    if lies_so:
-        bytes_of = values.view(torch.uint8)
-        return bytes_of.as_strided((m, stride), (stride, 1), bytes_of.storage_offset() - header).view(dtype)
-    rows = torch.empty((m, stride), dtype=torch.uint8, device=values.device)
-    rows[:, header:].copy_(values.view(torch.uint8))
-    rows[:, : 4 * count].view(torch.float32).copy_(scales.expand(m, count))
-    return rows.view(dtype)
-
-
-def opened(rows: torch.Tensor, scaling: Scaling, count: int) -> Quantised:
-    """Returns what packed rows hold; ``count`` scales in front of each."""
-    header = header_bytes(scaling, 0) if scaling != "fp8_blocks" else -(-4 * count // 128) * 128
-    whole = rows.view(torch.uint8)
-    return Quantised(whole[:, header:].view(E4M3), whole[:, : 4 * count].view(torch.float32))
 
 
 def scaling_of(a: Quantised, b: Quantised, promoted: bool) -> Scaling:
@@ -145,10 +54,12 @@ def scaling_of(a: Quantised, b: Quantised, promoted: bool) -> Scaling:
         return "fp8_blocks"  # first, so that a rank whose k is a single block takes the kernel of the others
     if fits and left in ((1, 1), (m, 1)) and right[-2:] in ((1, 1), (1, n)):
         return "fp8_promoted" if promoted else "fp8"
+    if fits and left == (-(-m // BLOCK), blocks) and right[-2:] == (blocks, columns):
+        return "fp8_blocks"
     raise UsageError(
         f"a product of {tuple(a.values.shape)} in {a.values.dtype} with scales {left} in {a.scales.dtype} and {tuple(b.values.shape)} in "
         f"{b.values.dtype} with scales {right} in {b.scales.dtype}: expected (m, k) and (k, n) in {E4M3}, k a multiple of {ALIGNMENT}, and "
-        f"float32 scales (1, 1) or (m, 1) with (1, 1) or (1, n), or (m, k / {BLOCK}) with (k / {BLOCK}, n / {BLOCK}); see quantise"
+        f"float32 scales (1, 1) or (m, 1) with (1, 1) or (1, n), or (m, k / {BLOCK}) or (m, k) / {BLOCK} with (k, n) / {BLOCK}; see quantise"
     )
 
 
@@ -180,7 +91,7 @@ class Behind(gemm.Terms, total=False):
 def prepared(a: Quantised, b: Quantised, behind: Behind) -> tuple[torch.Tensor, torch.Tensor, Epilogue, gemm.Terms]:
     """Returns both operands as pairs, the epilogue, and what a call gives it."""
     scaling, dtype = scaling_of(a, b, behind.get("promoted", False)), behind.get("dtype", torch.bfloat16)
-    bias, residual, scale = behind.get("bias"), behind.get("residual"), behind.get("scale", 1.0)
+    a, bias, residual, scale = by_rows(a), behind.get("bias"), behind.get("residual"), behind.get("scale", 1.0)
     epilogue = Epilogue(
         behind.get("activation", "none"), bias=bias is not None, residual=residual is not None, scale=scale != 1, scaling=scaling
     )
@@ -222,7 +133,7 @@ def row_gather_products(
     if len(kinds) != 1:
         raise UsageError(f"products of gathered rows with {len(bs)} right operands, scaled as {sorted(kinds)}: expected one kind of scales")
     (scaling,), residual, scale = kinds, behind.get("residual"), behind.get("scale", 1.0)
-    (m, k), rows = a.values.shape, packed(a, scaling, dtype)
+    (m, k), rows = a.values.shape, packed(by_rows(a), scaling, dtype)
     epilogue = Epilogue(
         behind.get("activation", "none"), bias=bool(biases), residual=residual is not None, scale=scale != 1, scaling=scaling
     )
@@ -246,4 +157,4 @@ def grouped(
     scaling, (groups, k, n) = scaling_of(a, b, promoted), b.values.shape
     multiply = grouped_product(group, a.values.shape[0], groups, n, k // PAIR, dtype, scaling)
     left, right = left_pairs(a.values, dtype), left_pairs(b.values.mT, dtype)
-    return multiply(left, right, ends, a.scales.unsqueeze(0), b.scales.mT)
+    return multiply(left, right, ends, by_rows(a).scales.unsqueeze(0), b.scales.mT)
