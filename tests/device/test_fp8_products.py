@@ -328,3 +328,30 @@ def test_a_kernel_quantises_squares_and_transposes_them() -> None:
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8)) and torch.equal(found.scales, wanted.scales)
     assert turned.values.is_contiguous() and torch.equal(turned.float(), wanted.float().mT)
     assert not findings(ranks.reports())
+
+
+@pytest.mark.long
+def test_experts_in_e4m3_are_four_operators() -> None:
+    """Dispatch, two grouped products with a gated activation between them, and combine."""
+    own, hidden, inner, topk_idx = 2, 128, 64, torch.tensor([[0, 1], [1, -1], [3, 0]])
+    draw = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(2 * own, *shape, generator=draw) / 16 for shape in ((2 * inner, hidden), (hidden, inner)))
+    xs = [torch.randn(3, hidden, generator=draw).bfloat16() for _ in range(2)]
+
+    def layer(x: torch.Tensor, topk_idx: torch.Tensor, up: Quantised, down: Quantised) -> torch.Tensor:
+        rows, scales, weights, handle = ops.dispatch_fp8(x, topk_idx, torch.full((3, 2), 0.5), ops.DispatchConfig(2 * own, 3))
+        both = ops.grouped_gemm_fp8(rows, scales, up.t().values, up.t().scales, handle.ends)
+        middle = ops.quantize_fp8(both, "block", gated=True)
+        return ops.combine(ops.grouped_gemm_fp8(*middle, down.t().values, down.t().scales, handle.ends), handle, weights)
+
+    ranks = EmulatedRanks(2, schedules=1)
+    ranks.load(lambda rank: layer)
+    own_of = [[quantise(w[own * rank : own * rank + own], "square") for w in (up, down)] for rank in range(2)]
+    given = [(x, topk_idx.clone(), *layers) for x, layers in zip(xs, own_of, strict=True)]
+    for x, y in zip(xs, ranks.call(given, lambda rank, out: out.clone()), strict=True):
+        wanted = torch.zeros(3, hidden)
+        for token, slot in topk_idx.ge(0).nonzero().tolist():
+            gate, linear = (up[topk_idx[token, slot]] @ x[token].float()).chunk(2)
+            wanted[token] += 0.5 * (down[topk_idx[token, slot]] @ (torch.nn.functional.silu(gate) * linear))
+        assert float((y.float() - wanted).norm()) <= 0.1 * float(wanted.norm())  # three roundings to e4m3
+    assert not findings(ranks.reports())

@@ -1,9 +1,9 @@
 """Products of e4m3 on GPUs: right beside float64, then timed beside torch's scaled products.
 
-    PYTHONPATH=src python tests/gpu/bench_fp8.py [check] [tilings] [product] [grouped] [--ranks 2] [--out FILE]
+    PYTHONPATH=src python tests/gpu/bench_fp8.py [check] [tilings] [product] [grouped] [quantise] [--ranks 2] [--out FILE]
 
 ``check``: every kind of scales, alone, grouped and fused over ranks of this process, which may share a GPU. ``product``: beside
-torch._scaled_mm with and without its fast accumulation. ``grouped``: beside torch._scaled_grouped_mm. ``tilings``: every tiling, so that a
+torch._scaled_mm with and without its fast accumulation. ``grouped``: beside torch._scaled_grouped_mm. ``quantise``: beside a copy. ``tilings``: every tiling, so that a
 better choice shows. Without a name, all but ``tilings``. Times are medians of replayed graphs that take turns, each with several sets of
 random operands. Prints a line for each case; ``--out`` gets them as JSON lines. Exits with 1 where a result is wrong.
 """
@@ -172,6 +172,21 @@ def check_grouped(ranks: LocalRanks) -> Iterator[Row]:
         yield {"check": "grouped", "by": by, "promoted": promoted, "error": error, "wrong": int(not error <= limit_of(promoted, k))}
 
 
+def check_quantised(ranks: LocalRanks) -> Iterator[Row]:
+    """The kernels beside torch: the same bits."""
+    group = ranks.groups[0]
+    for rows, k in ((9, 528), (1, 16), (1000, 7168), (304, 4112)):
+        x = torch.randn(rows, k, device="cuda", dtype=BF16)
+        for by in ("row", "block"):
+            found, wanted = quantise_rows(group, x, by), quantise(x, by)  # type: ignore[arg-type]
+            wrong = int((found.values.view(torch.uint8) != wanted.values.view(torch.uint8)).sum() + (found.scales != wanted.scales).sum())
+            yield {"check": "quantise", "by": by, "shape": (rows, k), "wrong": wrong}
+        (found, turned), wanted = quantise_squares(group, x, transposes=rows % 16 == 0), quantise(x, "square")
+        wrong = int((found.values.view(torch.uint8) != wanted.values.view(torch.uint8)).sum() + (found.scales != wanted.scales).sum())
+        wrong += 0 if turned is None else int((turned.float() != wanted.float().mT).sum())
+        yield {"check": "quantise", "by": "square", "shape": (rows, k), "transposed": turned is not None, "wrong": wrong}
+
+
 # --- times ---
 
 
@@ -217,6 +232,26 @@ def product(ranks: LocalRanks) -> Iterator[Row]:
             if f"kit {name}" in us and theirs_us:
                 row[f"of_torch_{name}"], row[f"target_{name}"] = round(theirs_us / us[f"kit {name}"], 3), target
         yield row
+
+
+def quantised(ranks: LocalRanks) -> Iterator[Row]:
+    """Bytes read and written in a second, beside a copy of as many bytes."""
+    group = ranks.groups[0]
+    for rows, k in ((4096, 7168), (16384, 8192)):
+        x = [torch.randn(rows, k, device="cuda", dtype=BF16) for _ in range(3)]
+        calls: dict[str, Callable[[int], object]] = {
+            "rows": lambda i: quantise_rows(group, x[i], "row"),  # noqa: B023
+            "blocks": lambda i: quantise_rows(group, x[i], "block"),  # noqa: B023
+            "gated blocks": lambda i: quantise_rows(group, x[i], "block", gated=True),  # noqa: B023
+            "squares": lambda i: quantise_squares(group, x[i]),  # noqa: B023
+            "squares, transposed": lambda i: quantise_squares(group, x[i], transposes=True),  # noqa: B023
+            "copy of bf16": lambda i: x[i].clone(),  # noqa: B023
+            "torch": lambda i: quantise(x[i], "block"),  # noqa: B023
+        }
+        us, refused = microseconds(calls, 3, 5e3)
+        moved = {"rows": 3, "blocks": 3, "gated blocks": 2.5, "squares": 3, "squares, transposed": 4, "copy of bf16": 4, "torch": 3}
+        rate = {name: round(moved[name] * rows * k / known / 1e3) for name, known in us.items()}
+        yield {"bench": "quantise", "shape": (rows, k), "us": us, "gb_per_s": rate, "refused": refused}
 
 
 def tilings(ranks: LocalRanks) -> Iterator[Row]:
@@ -282,17 +317,18 @@ def by_matrix(w: torch.Tensor, by: str) -> Quantised:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="check, tilings, product or grouped")
+    parser.add_argument("what", nargs="*", help="check, tilings, product, grouped or quantise")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    what, wrong = options.what or ["check", "product", "grouped"], 0
-    if unknown := set(what) - {"check", "tilings", "product", "grouped"}:
-        parser.error(f"there is no {unknown}: expected check, tilings, product or grouped")
+    what, wrong = options.what or ["check", "product", "grouped", "quantise"], 0
+    if unknown := set(what) - {"check", "tilings", "product", "grouped", "quantise"}:
+        parser.error(f"there is no {unknown}: expected check, tilings, product, grouped or quantise")
     torch.manual_seed(0)
     alone, several = LocalRanks(1), LocalRanks(options.ranks)
     steps: list[tuple[str, Callable[[LocalRanks], Iterator[Row]], LocalRanks]] = [
-        ("check", check_products, alone), ("check", check_grouped, alone), ("check", check_fused, several),
+        ("check", check_products, alone), ("check", check_grouped, alone), ("check", check_quantised, alone),
+        ("check", check_fused, several), ("quantise", quantised, alone),
         ("product", product, alone), ("tilings", tilings, alone), ("grouped", grouped, alone),
     ]  # fmt: skip
     revision = (record().get("git") or {}).get("revision")

@@ -383,6 +383,29 @@ def products_in_fp8(group: dist.ProcessGroup) -> None:
             ops.gemm_all_reduce_fp8(a, a_scales[:1, :0], *given, group)
 
 
+@check(1, 2)
+def experts_in_fp8(group: dist.ProcessGroup) -> None:
+    """A layer of experts as docs/ops.md has it, beside the same layer in float32."""
+    hidden, inner, own, topk_idx = 256, 128, 2, torch.tensor([[0, 1], [1, -1], [2 * group.size() - 1, 0]], device=DEVICE)
+    weights, config = torch.full((3, 2), 0.5, device=DEVICE), ops.DispatchConfig(2 * group.size(), 3)
+    generator = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(own * group.size(), *shape, generator=generator) / 16 for shape in ((2 * inner, hidden), (hidden, inner)))
+    x = torch.randn(3, hidden, generator=generator).bfloat16().to(DEVICE)
+    up, down, first = up.to(DEVICE), down.to(DEVICE), own * group.rank()
+    (up8, up_scales), (down8, down_scales) = (ops.quantize_fp8(w[first : first + own], "square", group=group) for w in (up, down))
+
+    rows, scales, of_rows, handle = ops.dispatch_fp8(x, topk_idx, weights, config, group=group)
+    both = ops.grouped_gemm_fp8(rows, scales, up8.mT, up_scales.mT, handle.ends, group=group)
+    middle, middle_scales = ops.quantize_fp8(both, "block", gated=True, group=group)
+    y = ops.combine(ops.grouped_gemm_fp8(middle, middle_scales, down8.mT, down_scales.mT, handle.ends, group=group), handle, of_rows)
+
+    wanted = torch.zeros(3, hidden, device=DEVICE)
+    for token, expert in topk_idx.ge(0).nonzero().tolist():
+        gate, linear = (up[topk_idx[token, expert]] @ x[token].float()).chunk(2)
+        wanted[token] += 0.5 * (down[topk_idx[token, expert]] @ (torch.nn.functional.silu(gate) * linear))
+    assert float((y.float() - wanted).norm()) <= 0.08 * float(wanted.norm())  # three roundings to e4m3, 2^-5 of a number on average
+
+
 @check(2, thorough=(1, 3))
 def dispatch_and_combine_obey_torch(group: dist.ProcessGroup) -> None:
     sizes, x, weights = (2, 3, 16, 4, 0), torch.randn(3, 8, requires_grad=True), torch.rand(3, 2, requires_grad=True)

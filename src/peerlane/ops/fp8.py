@@ -13,23 +13,10 @@ from typing import Any
 
 import torch
 
-from peerlane.device import Group
 from peerlane.device.products import fp8
 from peerlane.device.products.gemm import ELEMENT_TYPES, Activation
-from peerlane.device.products.quantised import (
-    E4M3,
-    By,
-    Quantised,
-    opened,
-    packed,
-    quantise,
-    quantise_rows,
-    quantise_squares,
-    require_rows,
-    scale_counts,
-)
+from peerlane.device.products.quantised import E4M3, Quantised
 from peerlane.device.products.row_gather_gemm import MAX_PRODUCTS
-from peerlane.device.products.scales import PAIR, Scaling, header_bytes
 from peerlane.errors import UsageError
 from peerlane.ops.check import same_call
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
@@ -38,53 +25,6 @@ from peerlane.ops.shapes import require_product, require_terms, rows
 
 Tensors = list[torch.Tensor]
 Maybe = torch.Tensor | None
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of rows that kernels make e4m3 of
-
-
-@torch.library.custom_op("peerlane::quantize_fp8", mutates_args=())
-def _quantize(x: torch.Tensor, by: str, transposes: bool, group: str) -> Tensors:
-    """Returns values and scales, and the values' transpose if it ``transposes``, else nothing."""
-    kit = _kit(x, group) if by == "square" and x.dtype in KERNEL_DTYPES else None
-    if kit is None:
-        found = quantise(x, by)  # type: ignore[arg-type]
-        turned = found.values.mT.contiguous() if transposes else x.new_empty(0, dtype=E4M3)
-    else:
-        found, copy = quantise_squares(kit, x, transposes=transposes)
-        turned = x.new_empty(0, dtype=E4M3) if copy is None else copy.values
-    return [found.values.contiguous(), found.scales.contiguous(), turned]
-
-
-@_quantize.register_fake
-def _(x: torch.Tensor, by: str, transposes: bool, group: str) -> Tensors:
-    turned = (*x.shape[:-2], x.shape[-1], x.shape[-2]) if transposes else (0,)
-    shape = scale_counts(x.shape, by)  # type: ignore[arg-type]
-    return [x.new_empty(x.shape, dtype=E4M3), x.new_empty(shape, dtype=torch.float32), x.new_empty(turned, dtype=E4M3)]
-
-
-@torch.library.custom_op("peerlane::quantize_rows_fp8", mutates_args=())
-def _quantize_rows(x: torch.Tensor, by: str, gated: bool, group: str) -> torch.Tensor:
-    """Returns rows with their scales in front of them, bytes."""
-    kit, scaling = _kit(x, group) if x.dtype in KERNEL_DTYPES else None, _scaling(by)
-    if kit is not None:
-        found = quantise_rows(kit, x, by, gated=gated)  # type: ignore[arg-type]
-    else:
-        gate, up = x.chunk(2, -1) if gated else (x, None)
-        found = quantise(gate if up is None else torch.nn.functional.silu(gate.float()) * up.float(), by)  # type: ignore[arg-type]
-    return packed(found, scaling, torch.uint8)
-
-
-@_quantize_rows.register_fake
-def _(x: torch.Tensor, by: str, gated: bool, group: str) -> torch.Tensor:
-    k = x.shape[1] // (2 if gated else 1)
-    return x.new_empty((x.shape[0], header_bytes(_scaling(by), k // PAIR) + k), dtype=torch.uint8)
-
-
-def _scaling(by: str) -> Scaling:
-    return "fp8_blocks" if by == "block" else "fp8"
-
-
-def _kit(a: torch.Tensor, group: str) -> Group | None:
-    return kit_group(a, group) if world_size(group) > 1 else None
 
 
 def _torch_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
@@ -109,7 +49,7 @@ def _row_gather(
 ) -> Tensors:
     behind: Any = {"activation": activation, "scale": scale, "promoted": promoted, "dtype": dtype}
     same_call("row_gather_gemm_fp8", group, a, a_scales, *bs, *biases)
-    left, rights, kit = Quantised(a, a_scales), [Quantised(*pair) for pair in zip(bs, b_scales, strict=True)], _kit(a, group)
+    left, rights, kit = Quantised(a, a_scales), [Quantised(*pair) for pair in zip(bs, b_scales, strict=True)], kit_group(a, group)
     if kit is not None:
         outs, _ = fp8.row_gather_products(kit, left, rights, biases=biases, **behind)
         return [out.contiguous() for out in outs]
@@ -134,7 +74,7 @@ def _(a: torch.Tensor, a_scales: torch.Tensor, bs: Sequence[torch.Tensor], *othe
 def _sum(name: str, a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, *others: Any) -> torch.Tensor:
     bias, residual, activation, scale, promoted, dtype, group = others
     same_call(f"{name}_fp8", group, a, a_scales, b, b_scales, *(term for term in (bias, residual) if term is not None))
-    left, right, kit = Quantised(a, a_scales), Quantised(b, b_scales), _kit(a, group)
+    left, right, kit = Quantised(a, a_scales), Quantised(b, b_scales), kit_group(a, group)
     scatters = name == "gemm_reduce_scatter"
     if kit is None:
         product = _torch_product(left, right, dtype)
@@ -202,7 +142,7 @@ def _grouped(
     dtype: torch.dtype,
     group: str,
 ) -> torch.Tensor:
-    left, right, kit = Quantised(a, a_scales), Quantised(b, b_scales), _kit(a, group)
+    left, right, kit = Quantised(a, a_scales), Quantised(b, b_scales), kit_group(a, group)
     if kit is not None:
         return fp8.grouped(kit, left, right, ends, promoted=promoted, dtype=dtype)
     out, rows, first = a.new_zeros((a.shape[0], b.shape[2]), dtype=dtype), left.float(), 0
@@ -218,34 +158,6 @@ def _(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, *others: Any) ->
 
 
 # --- what users call ---
-
-
-def quantize_fp8(x: torch.Tensor, by: By = "row", *, gated: bool = False, group: GroupLike = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns x (..., rows, k) in float8_e4m3fn and float32 scales, by which x is about the first result times the second.
-
-    A scale makes its part's largest number 448. ``by``: "tensor", one scale of shape (..., 1, 1); "row", (..., rows, 1); "block", one for
-    each 128 of k, (..., rows, k / 128); "square", one for 128 rows and 128 of k. Rows (rows, k) by "row" or "block" lie with their scales
-    in front of them, as ``row_gather_gemm_fp8`` sends them. ``gated``: of such rows (rows, 2 k), silu of the first half times the second.
-    k is a multiple of 16, which products want. One kernel but by "tensor", where the kit serves the group. Raises UsageError otherwise."""
-    require_rows(x[..., : x.shape[-1] // 2] if gated and x.dim() else x, by)
-    in_rows = x.dim() == 2 and by in ("row", "block")
-    if gated and not in_rows:
-        raise UsageError(f"gated rows {tuple(x.shape)} by {by!r}: expected two axes, by 'row' or 'block'; apply silu before")
-    if in_rows:
-        k = x.shape[1] // (2 if gated else 1)
-        found = opened(_quantize_rows(x, by, gated, group_name(group)), _scaling(by), scale_counts((1, k), by)[1])
-        return found.values, found.scales
-    values, scales, _ = _quantize(x, by, False, group_name(group))
-    return values, scales
-
-
-def quantize_transposed_fp8(x: torch.Tensor, group: GroupLike = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns ``quantize_fp8(x, "square")`` and the same values transposed, (..., k, rows) and contiguous along rows: what the products of a
-    gradient contract over. Its scales are the others, transposed. Rows are a multiple of 16."""
-    require_rows(x, "square")
-    require_rows(x.mT, "square")
-    values, scales, turned = _quantize(x, "square", True, group_name(group))
-    return values, scales, turned
 
 
 def _require(
@@ -348,15 +260,15 @@ def grouped_gemm_fp8(
     dtype: torch.dtype = torch.bfloat16,
     group: GroupLike = None,
 ) -> torch.Tensor:
-    """Returns rows [ends[g - 1], ends[g]) of a times b[g]: (rows, k) and (groups, k, n) give (rows, n); rows behind the last end are undefined.
+    """Returns rows [ends[g - 1], ends[g]) of a times b[g]: (rows, k) and (groups, k, n) give (rows, n).
 
-    ``ends``: (groups), int32, as ``handle.ends`` of :func:`dispatch_fp8`, whose rows and scales are an a. n is a multiple of 8. Operands,
-    scales and ``promoted`` as in :func:`row_gather_gemm_fp8`. No rank waits for another. There is no gradient. Raises UsageError for other
+    Rows behind the last end are undefined. ``ends``: (groups), int32, as ``handle.ends`` of :func:`dispatch_fp8`, whose rows and scales are
+    an a. n is a multiple of 8. Operands, scales and ``promoted`` as in :func:`row_gather_gemm_fp8`. No rank waits for another. There is no gradient. Raises UsageError for other
     shapes."""
     if a.dim() != 2 or b.dim() != 3 or tuple(ends.shape) != b.shape[:1] or ends.dtype != torch.int32 or b.shape[2] % 8:
         raise UsageError(
-            f"grouped_gemm_fp8 got a {tuple(a.shape)}, b {tuple(b.shape)} and ends {tuple(ends.shape)} in {ends.dtype}: expected (rows, k), "
-            "(groups, k, n), n a multiple of 8, and (groups,) in int32"
+            f"grouped_gemm_fp8 got a {tuple(a.shape)}, b {tuple(b.shape)} and ends {tuple(ends.shape)} in {ends.dtype}: expected "
+            "(rows, k), (groups, k, n), n a multiple of 8, and (groups,) in int32"
         )
     if dtype not in ELEMENT_TYPES:
         raise UsageError(f"grouped_gemm_fp8 got dtype={dtype}: expected bfloat16 or float16")

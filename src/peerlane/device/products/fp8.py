@@ -59,7 +59,8 @@ def scaling_of(a: Quantised, b: Quantised, promoted: bool) -> Scaling:
     raise UsageError(
         f"a product of {tuple(a.values.shape)} in {a.values.dtype} with scales {left} in {a.scales.dtype} and {tuple(b.values.shape)} in "
         f"{b.values.dtype} with scales {right} in {b.scales.dtype}: expected (m, k) and (k, n) in {E4M3}, k a multiple of {ALIGNMENT}, and "
-        f"float32 scales (1, 1) or (m, 1) with (1, 1) or (1, n), or (m, k / {BLOCK}) or (m, k) / {BLOCK} with (k, n) / {BLOCK}; see quantise"
+        f"float32 scales (1, 1) or (m, 1) with (1, 1) or (1, n), or (m, k / {BLOCK}) or (m, k) / {BLOCK} with (k, n) / {BLOCK}; "
+        "see quantise"
     )
 
 

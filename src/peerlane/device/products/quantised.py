@@ -150,7 +150,7 @@ QUANTISE_SQUARES = LocalKernel(
     scales=Pointer("float*"),
     **dict.fromkeys(("matrices", "rows", "columns"), U32),
 )
-_BLOCKS_OF_SM, _THREADS = 6, 256
+_BLOCKS_OF_SM, _THREADS = 8, 256
 
 
 @per_group
