@@ -234,8 +234,8 @@ TWINS = {
     ),
     "scales read before they come": (
         "gemm.cuh",
-        "        const auto& operands = in.wait().operands;\n        if (step == 0) next.load(scales, 0);",
-        "        if (step == 0) next.load(scales, 0);\n        const auto& operands = in.wait().operands;",
+        "        const auto& operands = in.wait().operands;\n#pragma unroll\n        for (int p",
+        "        step_scales.load(scales, step);\n        const auto& operands = in.wait().operands;\n#pragma unroll\n        for (int p",
         lambda: gathered("blocks", 2),
     ),
     "sums that are scaled by their owner": (

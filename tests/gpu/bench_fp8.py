@@ -3,9 +3,10 @@
     PYTHONPATH=src python tests/gpu/bench_fp8.py [check] [tilings] [product] [grouped] [quantise] [--ranks 2] [--out FILE]
 
 ``check``: every kind of scales, alone, grouped and fused over ranks of this process, which may share a GPU. ``product``: beside
-torch._scaled_mm with and without its fast accumulation. ``grouped``: beside torch._scaled_grouped_mm. ``quantise``: beside a copy. ``tilings``: every tiling, so that a
-better choice shows. Without a name, all but ``tilings``. Times are medians of replayed graphs that take turns, each with several sets of
-random operands. Prints a line for each case; ``--out`` gets them as JSON lines. Exits with 1 where a result is wrong.
+torch._scaled_mm with and without its fast accumulation. ``grouped``: beside torch._scaled_grouped_mm. ``quantise``: beside a copy.
+``tilings``: every tiling, so that a better choice shows. Without a name, all but ``tilings``. Times are medians of replayed graphs that
+take turns, each with several sets of random operands. Prints a line for each case; ``--out`` gets them as JSON lines. Exits with 1 where a
+result is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import fp8, gemm
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
-from peerlane.device.products.quantised import E4M3, Quantised, opened, packed, quantise
+from peerlane.device.products.quantised import E4M3, Quantised, opened, packed, quantise, quantise_rows, quantise_squares
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
 from peerlane.hardware.environment import record
 

@@ -263,8 +263,8 @@ def grouped_gemm_fp8(
     """Returns rows [ends[g - 1], ends[g]) of a times b[g]: (rows, k) and (groups, k, n) give (rows, n).
 
     Rows behind the last end are undefined. ``ends``: (groups), int32, as ``handle.ends`` of :func:`dispatch_fp8`, whose rows and scales are
-    an a. n is a multiple of 8. Operands, scales and ``promoted`` as in :func:`row_gather_gemm_fp8`. No rank waits for another. There is no gradient. Raises UsageError for other
-    shapes."""
+    an a. n is a multiple of 8. Operands, scales and ``promoted`` as in :func:`row_gather_gemm_fp8`. No rank waits for another. There is no
+    gradient. Raises UsageError for other shapes."""
     if a.dim() != 2 or b.dim() != 3 or tuple(ends.shape) != b.shape[:1] or ends.dtype != torch.int32 or b.shape[2] % 8:
         raise UsageError(
             f"grouped_gemm_fp8 got a {tuple(a.shape)}, b {tuple(b.shape)} and ends {tuple(ends.shape)} in {ends.dtype}: expected "

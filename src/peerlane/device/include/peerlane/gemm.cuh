@@ -124,22 +124,20 @@ __device__ inline void multiply_promoted(typename Shape::Sum& sum, u32 group, u3
     SumTile<columns> part;
 #pragma unroll
     for (float& value : sum.value) value = 0;
-    StepScales<Shape::scaling, parts> now, next;
+    StepScales<Shape::scaling, parts> step_scales;
     for (u32 step = 0; step < steps; ++step) {
         const auto& operands = in.wait().operands;
-        if (step == 0) next.load(scales, 0);  // not before: they may come with the operands
-        now = next;
-        if (step + 1 < steps) next.load(scales, step + 1);
 #pragma unroll
         for (int p = 0; p < parts; ++p) {
             ptx::wgmma_hold(part.value);
             ptx::wgmma_fence();
             part.template multiply<Shape::type>(operands.a, 64 * group, operands.b, p * columns, true);
             ptx::wgmma_commit();
+            if (p == 0) step_scales.load(scales, step);  // not before: they may come with the operands; the matrix units work meanwhile
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(part.value);
             if (p + 1 == parts) in.release();
-            now.add(part.value, sum.value + p * columns / 2, p);
+            step_scales.add(part.value, sum.value + p * columns / 2, p);
         }
     }
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <peerlane/mma.cuh>
+#include <peerlane/words.cuh>
 
 namespace peerlane {
 
@@ -64,6 +65,10 @@ struct StepScales {
     }
 };
 
+struct alignas(8) ScalePair {
+    float left, right;
+};
+
 // A sum of 64 x `columns` times the scales of its rows and columns.
 template <int columns>
 __device__ inline void apply_scales(float (&sum)[columns / 2], const TileScales& scales) {
@@ -74,14 +79,21 @@ __device__ inline void apply_scales(float (&sum)[columns / 2], const TileScales&
         of_row[0] *= one, of_row[1] *= one;
 #pragma unroll
         for (int i = 0; i < columns / 2; ++i) sum[i] *= of_row[i / 2 % 2];
-    } else {
+        return;
+    }
+    const auto apply = [&](const auto& pair_of) {
 #pragma unroll
         for (int j = 0; j < columns / 8; ++j) {
-            const u32 column = scales.column + 8 * j + threadIdx.x % 4 * 2;
-            const float left = *scales.b.of(column), right = *scales.b.of(column + 1);
-            sum[4 * j] *= of_row[0] * left, sum[4 * j + 1] *= of_row[0] * right;
-            sum[4 * j + 2] *= of_row[1] * left, sum[4 * j + 3] *= of_row[1] * right;
+            const ScalePair pair = pair_of(static_cast<u32>(scales.column + 8 * j + threadIdx.x % 4 * 2));
+            sum[4 * j] *= of_row[0] * pair.left, sum[4 * j + 1] *= of_row[0] * pair.right;
+            sum[4 * j + 2] *= of_row[1] * pair.left, sum[4 * j + 3] *= of_row[1] * pair.right;
         }
+    };
+    // Neighbours at once, where they lie so.
+    if (scales.b.outer_stride == 1 && scales.b.last % 2 == 1 && aligned_for<ScalePair>(scales.b.at)) {
+        apply([&](u32 column) { return *reinterpret_cast<const ScalePair*>(scales.b.at + (column < scales.b.last ? column : scales.b.last - 1)); });
+    } else {
+        apply([&](u32 column) { return ScalePair{*scales.b.of(column), *scales.b.of(column + 1)}; });
     }
 }
 
