@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, element_type, group_of, per_group
+from peerlane.solutions.families.gated_convolution import MOST_TAPS, Shape, aligned, gated_convolution
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>
@@ -91,6 +92,13 @@ def solution(
     with_zigzag_splitting: bool = True,
 ) -> torch.Tensor:
     ranks, shape, pieces = group_of(group), tuple(v_seq.shape), 2 if with_zigzag_splitting else 1
+    if h.shape[-1] <= MOST_TAPS and h.dtype == v_seq.dtype:
+        batch, channels, local = shape
+        part = Shape(batch, channels, local // pieces, pieces, num_groups, h.shape[-1], v_seq.dtype)
+        if (convolve := gated_convolution(ranks, part)) is not None:
+            out = v_seq.new_empty((batch, local, channels))
+            convolve(x1=aligned(x1_seq), x2=aligned(x2_seq), v=aligned(v_seq), h=h.contiguous(), bias=conv_bias.contiguous(), out=out)
+            return out
     there, gated = hyena_exchange(ranks, shape, pieces, v_seq.dtype, False)
     there(x=v_seq.contiguous(), gate=x2_seq.contiguous())
 
