@@ -144,6 +144,7 @@ __device__ void load_tile(const Arena& arena, const GatedConvolution& args, cons
     const u32 stop = history_end(args, arena.rank, item.piece);
     constexpr u32 row_octets = window * segment / row_lanes;
     constexpr int at_once = on_matrix_units ? 4 : 1;
+#pragma unroll 1
     for (u32 i = team.thread(); i < row_octets * CHANNELS; i += at_once * team.size()) {
         Octet gate[at_once], value[at_once];
 #pragma unroll
@@ -319,20 +320,22 @@ extern "C" __global__ void __launch_bounds__(32 * TEAMS * WARPS, 1)
     const u32 stretches = (args.length + stretch - 1) / stretch, edges = min(stretches, (args.reach + stretch - 1) / stretch);
     const u32 inner = units * PIECES * (stretches - edges), items = units * PIECES * stretches;
     const auto unit_of = [&](u32 unit) { return Item{unit / bundles, unit % bundles * CHANNELS, unit, 0, 0}; };
-    bool pushed = false;
-    const auto push = [&] {
-        peers.wait_all(0, epoch);
-        for (u32 unit = first; unit < units; unit += teams) {
-            push_history(arena, args, team, unit_of(unit));
-            peers.signal_all(1 + unit, epoch);
-            peers.signal(arena.rank, 1 + unit, epoch);
-        }
-        pushed = true;
-    };
     u32 held = ~0u;
-    for (u32 i = first; i < items; i += teams) {  // what needs no history first
+    bool pushed = false;
+#pragma unroll 1
+    for (u32 i = first; i < items || !pushed; i += teams) {  // what needs no history first
         const bool edge = i >= inner;
-        if (!pushed && (edge || i != first)) push();
+        if (!pushed && (edge || i != first)) {
+            pushed = true;
+            peers.wait_all(0, epoch);
+#pragma unroll 1
+            for (u32 unit = first; unit < units; unit += teams) {
+                push_history(arena, args, team, unit_of(unit));
+                peers.signal_all(1 + unit, epoch);
+                peers.signal(arena.rank, 1 + unit, epoch);
+            }
+        }
+        if (i >= items) break;
         const u32 at = edge ? i - inner : i, turn = at / units;
         Item item = unit_of(at % units);
         item.piece = turn % PIECES, item.start = (turn / PIECES + (edge ? 0 : edges)) * stretch;
@@ -340,13 +343,13 @@ extern "C" __global__ void __launch_bounds__(32 * TEAMS * WARPS, 1)
         team.sync();  // the item before has been written
         load_tile(arena, args, team, item, shared, held);
         team.sync();
+#pragma unroll 1
         for (u32 w = threadIdx.x / 32 % WARPS; w < CHANNELS * SUBTILES; w += WARPS) {
             finish_tile(args, team, item, shared, w % CHANNELS, w / CHANNELS, chunk_of(arena.rank, item.piece));
         }
         team.sync();
         write_tile(args, team, item, shared);
     }
-    if (!pushed) push();
 }
 """
 GATED_CONVOLUTION = DeclaredKernel(
