@@ -360,7 +360,6 @@ GATED_CONVOLUTION = DeclaredKernel(
 
 MATRIX_TYPES = {torch.bfloat16: "MmaType::bf16", torch.float16: "MmaType::f16"}
 WARPS = 8
-MOST_TAPS = 8192
 
 
 @dataclass(frozen=True)
