@@ -15,14 +15,13 @@ channels, and the transforms' workspace of some tens of megabytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, element_type, per_group
 from peerlane.device.host.declare import Reserved
+from peerlane.solutions.families.side_stream import side_stream
 
 EXCHANGE = r"""
 #include <peerlane/rows.cuh>
@@ -205,40 +204,13 @@ def transform_length(least: int) -> int:
     return min(factor << max(1, (-(-least // factor) - 1).bit_length()) for factor in (1, 3, 5, 9, 15))
 
 
-class Side:
-    """A stream beside the caller's; on a CPU there is one order alone."""
-
-    def __init__(self, cuda: bool) -> None:
-        self.stream = torch.cuda.Stream(priority=-1) if cuda else None
-
-    def behind(self) -> Callable[[], None]:
-        """What the stream has so far: the result makes the caller's current stream wait for it."""
-        if self.stream is None:
-            return lambda: None
-        event = self.stream.record_event()
-        return lambda: event.wait()
-
-    def follow(self) -> None:
-        """The stream waits for what the caller's current one has so far."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-
-    def __call__(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-
-@per_group
-def _side(group: Group, cuda: bool) -> Side:
-    return Side(cuda)
-
-
 def convolve_by_transforms(group: Group, inputs: Inputs, zigzag: bool) -> torch.Tensor:
     """Returns the rank's positions of the convolution, (batch, positions, channels)."""
     x1, x2, v, h, bias = inputs
     batch, channels, local = v.shape
     filters = h.shape[0] // group.world_size
     parts = next(count for count in (8, 4, 2, 1) if filters % count == 0)
-    exchange, side = _exchange(group, (batch, channels, local), 2 if zigzag else 1, parts, v.dtype), _side(group, v.is_cuda)
+    exchange, side = _exchange(group, (batch, channels, local), 2 if zigzag else 1, parts, v.dtype), side_stream(group, v.is_cuda)
     count, out = exchange.own // parts, v.new_empty((batch, local, channels))
     side.follow()
     arrived = []
