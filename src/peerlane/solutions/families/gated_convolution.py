@@ -441,8 +441,8 @@ def tiling_of(shape: Shape, teams: int, warps: int) -> Tiling | None:
 @per_group
 def gated_convolution(group: Group, shape: Shape, tiling: Tiling | None = None) -> BoundKernel | None:
     """Makes the launch for parts of this shape; None where the filters are too long for shared memory."""
-    warps = min(WARPS, group.max_threads // 32)
-    teams = 2 if group.max_threads >= 64 * warps else 1
+    warps = max(1, min(WARPS, group.max_threads // 64))
+    teams = min(2, group.max_threads // (32 * warps))
     tiling = tiling or tiling_of(shape, teams, warps)
     if tiling is None:
         return None
