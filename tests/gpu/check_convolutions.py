@@ -2,10 +2,10 @@
 
     PYTHONPATH=src python tests/gpu/check_convolutions.py [--ranks 2] [--old DIR] [--only WORD] [--seconds 200] [--out FILE]
 
-A rank is a process, on a GPU of its own or on its part of one. Results are sampled and compared with float64, eagerly and under replay. Then
-graphs of all solutions take turns on several sets of inputs; the slowest rank counts. ``--old`` is a folder of solutions, of another checkout
-say. Other tilings of the direct convolution are timed too. What would begin after ``--seconds`` is left out, and said so; a minute later
-everything is ended. Exits with 1 if a result was wrong, or a case failed.
+A rank is a process, on a GPU of its own or on its part of one. Results are sampled and compared with float64, eagerly and under replay.
+Then graphs of all solutions take turns on several sets of inputs; the slowest rank counts. ``--old`` is a folder of solutions, of another
+checkout say. Other tilings of the direct convolution are timed too. What would begin after ``--seconds`` is left out, and said so; a
+minute later everything is ended. Exits with 1 if a result was wrong, or a case failed.
 """
 
 from __future__ import annotations
@@ -312,8 +312,8 @@ def run(rank: int, options: argparse.Namespace, environments: list[dict[str, str
         failed |= bool(wrong)
         if rank == 0:
             times = ", ".join(f"{name} {us}" for name, us in row["us"].items())
-            said = f"{'FAIL' if wrong else 'ok  '} {case.name}: us {times}; errors {list(row['error'].values())}; GiB {list(row['peak_gib'].values())}"
-            print(said, flush=True)
+            errors, peaks = list(row["error"].values()), list(row["peak_gib"].values())
+            print(f"{'FAIL' if wrong else 'ok  '} {case.name}: us {times}; errors {errors}; GiB {peaks}", flush=True)
             if options.out is not None:
                 with options.out.open("a") as file:
                     file.write(json.dumps({**row, "ranks": options.ranks, "environment": record()}) + "\n")

@@ -1,4 +1,4 @@
-"""Problem 62, a convolution on the sphere over a grid of ranks: longitudes that filters reach, one kernel of taps, and one sum over latitudes.
+"""Problem 62, a convolution on the sphere over a grid of ranks: what filters reach is sent, a kernel applies them, one sums latitudes.
 
 Each rank makes its own longitudes of the output alone. So channels are mixed before latitudes are summed: ranks exchange outputs, not the
 filters' responses, which are K C / C_out times as many. ``families/sphere_exchange.py`` fetches the longitudes that filters reach, some
@@ -96,7 +96,9 @@ def solution(
     azimuth, polar, outputs, latitudes = group_of(azimuth_group), group_of(polar_group), weight.shape[0], psi.shape[1]
     indices = psi.indices()
     rows = torch.arange(psi.shape[0] * latitudes + 1, device=x.device)
-    taps = Taps(indices[2].contiguous(), psi.values(), torch.searchsorted(indices[0] * latitudes + indices[1], rows), psi.shape[0], latitudes)
+    taps = Taps(
+        indices[2].contiguous(), psi.values(), torch.searchsorted(indices[0] * latitudes + indices[1], rows), psi.shape[0], latitudes
+    )
     exchange: ArcExchange = arc_exchange(azimuth, tuple(x.shape), nlon_in, nlon_out)
     alone = polar.world_size == 1
     mixed = convolve(group_of(), exchange, x.contiguous(), taps, Mixing(weight.contiguous(), groups, bias if alone else None))

@@ -1,8 +1,7 @@
 """Problem 72, a gated convolution over a sharded sequence: direct with a halo where filters are short, by transforms where they are long.
 
 ``families/gated_convolution.py`` convolves filters of up to 8192 taps in one kernel, which fetches only what filters reach;
-``families/long_convolution.py`` exchanges positions for channels beside Fourier transforms. A filter is as long as it reaches: the mean
-number of its taps that meet a position of the sequence decides."""
+``families/long_convolution.py`` exchanges positions for channels beside Fourier transforms."""
 
 from __future__ import annotations
 
@@ -10,11 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.solutions.families.gated_convolution import Shape, aligned, gated_convolution
+from peerlane.solutions.families.gated_convolution import MOST_TAPS, Shape, aligned, gated_convolution
 from peerlane.solutions.families.long_convolution import Inputs, convolve_by_transforms
-
-MOST_TAPS = 8192
-"""Of a filter that is convolved directly, which takes 2 taps operations an element; transforms take some 130 bytes of HBM."""
 
 
 def solution(

@@ -109,7 +109,8 @@ __device__ void push_history(const Arena& arena, const GatedConvolution& args, c
                 if (item.channel + c >= args.channels) break;
                 const u64 row = item.row(args, c);
                 const u32 column = u32(first - (own - reader) * length) + at;
-                const Octet z = product(load_octet(args.x2, row * PIECES + piece, column, length), load_octet(args.v, row * PIECES + piece, column, length));
+                const Octet gate = load_octet(args.x2, row * PIECES + piece, column, length);
+                const Octet z = product(gate, load_octet(args.v, row * PIECES + piece, column, length));
                 char* target = arena.peer(rank, args.history + row * args.history_stride * bytes);
                 store_words(target, u64(stop + first + at) * bytes, u64(stop + end) * bytes, z.word);
             }
@@ -171,7 +172,8 @@ __device__ void load_tile(const Arena& arena, const GatedConvolution& args, cons
             if (position >= 0) z = product(gate[k], value[k]);
             Cell* target = shared.values[c] + cell_of(place);
             *reinterpret_cast<Octet*>(target) = z;
-            for (int e = 0; position + e < -history && position < 0 && e < row_lanes; ++e) target[e] = 0;  // before the sequence, or of no tap
+            // Before the sequence, or of no tap.
+            for (int e = 0; position + e < -history && position < 0 && e < row_lanes; ++e) target[e] = 0;
         }
     }
 }
@@ -244,7 +246,8 @@ __device__ void convolve(const Cell* values, const u32* filter, u32 taps, float 
 
 // A warp's tile: convolved, with bias, gated; it stays where its values were.
 template <class Team>
-__device__ void finish_tile(const GatedConvolution& args, const Team& team, const Item& item, Shared& shared, u32 c, u32 subtile, int chunk) {
+__device__ void finish_tile(
+    const GatedConvolution& args, const Team& team, const Item& item, Shared& shared, u32 c, u32 subtile, int chunk) {
     const u32 lane = Warp{}.thread(), start = item.start + subtile * tile, channel = min(item.channel + c, args.channels - 1);
     const u64 row = item.row(args, channel - item.channel) * PIECES + item.piece;
     Cell* const values = shared.values[c] + (HISTORY_SEGMENTS + 8 * subtile) * pitch;
@@ -360,6 +363,8 @@ GATED_CONVOLUTION = DeclaredKernel(
 
 MATRIX_TYPES = {torch.bfloat16: "MmaType::bf16", torch.float16: "MmaType::f16"}
 WARPS = 8
+MOST_TAPS = 8192
+"""Of a filter that is worth convolving directly: 2 taps operations an element, against some 130 bytes of HBM for transforms."""
 
 
 @dataclass(frozen=True)

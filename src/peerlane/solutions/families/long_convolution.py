@@ -2,14 +2,15 @@
 
     out = convolve_by_transforms(group, Inputs(x1, x2, v, h, bias), zigzag)
 
-Gated values are pushed to the owners of channels, at their final place, zigzag included. Owners transform some filters' rows at a time, which
-fit into the L2 cache, and leave results where the values were. Each rank fetches its positions from there, gated and transposed.
+Gated values are pushed to the owners of channels, at their final place, zigzag included. Owners transform some filters' rows at a
+time, which fit into the L2 cache, and leave results where the values were. Each rank fetches its positions from there, gated and
+transposed.
 
-Two rows that share a filter are the real and imaginary parts of one transform, in place of two real transforms with their passes before and
-behind. The factor of the inverse transform is in the filter. Transforms are as long as sequence and filter together.
+Two rows that share a filter are the real and imaginary parts of one transform. That saves the passes before and behind real ones. The
+factor of the inverse transform is in the filter. Transforms are as long as sequence and filter together.
 
-Channels go in up to eight parts. Exchanges run on a stream of their own beside the transforms of the part before. Bound by HBM and L2, which
-transforms go through several times; the links carry values and results once each. Memory: one buffer of all positions of the rank's
+Channels go in up to eight parts. Exchanges run on a stream of their own beside the transforms of the part before. Bound by HBM and L2,
+which transforms go through several times; the links carry values and results once each. Memory: one buffer of all positions of the rank's
 channels, and the transforms' workspace of some tens of megabytes.
 """
 
@@ -49,7 +50,8 @@ __device__ void send(const Arena& arena, const HyenaExchange& args) {
         each_row(args.count * args.batch * PIECES, [&](u32 item) {
             const u32 piece = item % PIECES, b = item / PIECES % args.batch, channel = item / PIECES / args.batch;
             const u64 from = Place{args}.of_rank(q, channel, b, piece);
-            const RowOf<ELEMENT> target(arena.peer(q, args.rows), Place{args}.of_owner(channel, b, place_of(arena.rank, piece)), args.length);
+            const u64 to = Place{args}.of_owner(channel, b, place_of(arena.rank, piece));
+            const RowOf<ELEMENT> target(arena.peer(q, args.rows), to, args.length);
             each_column(args.length, [&](u32 column) {
                 float value[row_lanes], gate[row_lanes];
                 RowOf<ELEMENT>(args.x, from, args.length).load(column, value);
@@ -71,8 +73,8 @@ __device__ void fetch(const Arena& arena, const HyenaExchange& args) {
         const u32 piece = item / WORLD_SIZE / bundles / spans % PIECES, b = item / WORLD_SIZE / bundles / spans / PIECES;
         __syncthreads();
         for (u32 i = threadIdx.x; i < tile_channels * tile_positions / row_lanes; i += blockDim.x) {
-            const u32 at = i % (tile_positions / row_lanes) * row_lanes, c = i / (tile_positions / row_lanes), channel = bundle * tile_channels + c;
-            const u32 column = span * tile_positions + at;
+            const u32 at = i % (tile_positions / row_lanes) * row_lanes, column = span * tile_positions + at;
+            const u32 c = i / (tile_positions / row_lanes), channel = bundle * tile_channels + c;
             if (channel >= args.count || column >= args.length) continue;
             float value[row_lanes], gate[row_lanes];
             const u64 row = Place{args}.of_owner(channel, b, place_of(arena.rank, piece));
@@ -83,7 +85,8 @@ __device__ void fetch(const Arena& arena, const HyenaExchange& args) {
         __syncthreads();
         const u32 width = min(tile_channels, args.count - bundle * tile_channels);
         for (u32 i = threadIdx.x; i < tile_channels / row_lanes * tile_positions; i += blockDim.x) {
-            const u32 c = i % (tile_channels / row_lanes) * row_lanes, at = i / (tile_channels / row_lanes), position = span * tile_positions + at;
+            const u32 c = i % (tile_channels / row_lanes) * row_lanes;
+            const u32 at = i / (tile_channels / row_lanes), position = span * tile_positions + at;
             if (c >= width || position >= args.length) continue;
             const u64 row = (u64(b) * PIECES + piece) * args.length + position;
             const u32 channels = WORLD_SIZE * args.own, first = q * args.own + args.first + bundle * tile_channels;
@@ -99,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(512)
     hyena_exchange(const __grid_constant__ Arena arena, const __grid_constant__ HyenaExchange args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
-    if (FETCHES) {
+    if (args.fetches) {
         if (blockIdx.x == 0) peers.signal_all(0, epoch);  // results of this part lie here
         peers.wait_all(0, epoch);
         fetch(arena, args);
@@ -115,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(512)
 """
 HYENA_EXCHANGE = DeclaredKernel(
     "hyena_exchange", EXCHANGE, epochs=Epochs(), flags=Flags(), rows=Buffer(), x=Pointer("const char*"), gate=Pointer("const char*"),
-    out=Pointer(), batch=U32, own=U32, length=U32, first=U32, count=U32,
+    out=Pointer(), batch=U32, own=U32, length=U32, first=U32, count=U32, fetches=U32,
 )  # fmt: skip
 
 AROUND = r"""
@@ -130,7 +133,9 @@ extern "C" __global__ void __launch_bounds__(512) hyena_rows(const __grid_consta
         char* rows = args.rows + set * PARTS * args.length * (4 / ELEMENT::lanes);
         float* numbers = args.numbers + set * args.size * PARTS;
         float bias[PARTS];
-        for (u32 p = 0; p < PARTS; ++p) bias[p] = BACK ? element_of<ELEMENT>(args.bias, args.first + (set * PARTS + p) / args.batch) : 0.0f;
+        for (u32 p = 0; p < PARTS; ++p) {
+            bias[p] = BACK ? element_of<ELEMENT>(args.bias, args.first + (set * PARTS + p) / args.batch) : 0.0f;
+        }
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
             const u32 at = u32(item % spans) * step + i * blockDim.x + threadIdx.x;
@@ -147,8 +152,8 @@ extern "C" __global__ void __launch_bounds__(512) hyena_rows(const __grid_consta
 }
 """
 HYENA_ROWS = LocalKernel(
-    "hyena_rows", AROUND, rows=Pointer(), numbers=Pointer("float*"), bias=Pointer("const char*"), count=U32, length=U32, size=U32, first=U32,
-    batch=U32,
+    "hyena_rows", AROUND, rows=Pointer(), numbers=Pointer("float*"), bias=Pointer("const char*"), count=U32, length=U32, size=U32,
+    first=U32, batch=U32,
 )  # fmt: skip
 
 WORKSPACE_BYTES = 24 * 2**20
@@ -180,7 +185,7 @@ class Exchange:
         def bind(fetches: bool) -> BoundKernel:
             return reserved.bind(
                 grid=grid, block=min(512, group.max_threads), batch=batch, own=self.own, length=local // pieces, count=self.own // parts,
-                defines={"ELEMENT": element_type(dtype), "PIECES": pieces, "FETCHES": int(fetches)},
+                defines={"ELEMENT": element_type(dtype), "PIECES": pieces}, fetches=int(fetches),
             )  # fmt: skip
 
         self.send, self.fetch = bind(False), bind(True)
@@ -188,14 +193,16 @@ class Exchange:
 
 
 @per_group
-def _exchange(group: Group, shape: tuple[int, int, int], pieces: int, parts: int, dtype: torch.dtype) -> Exchange:
+def exchange_of(group: Group, shape: tuple[int, int, int], pieces: int, parts: int, dtype: torch.dtype) -> Exchange:
+    """Returns the exchange for parts of one shape."""
     return Exchange(group, shape, pieces, parts, dtype)
 
 
 @per_group
 def _around(group: Group, parts: int, back: bool, dtype: torch.dtype) -> BoundKernel:
     return HYENA_ROWS.bind(
-        group, grid=8 * group.sm_count, block=min(256, group.max_threads), defines={"PARTS": parts, "BACK": int(back), "ELEMENT": element_type(dtype)}
+        group, grid=8 * group.sm_count, block=min(256, group.max_threads),
+        defines={"PARTS": parts, "BACK": int(back), "ELEMENT": element_type(dtype)},
     )  # fmt: skip
 
 
@@ -206,11 +213,11 @@ def transform_length(least: int) -> int:
 
 def convolve_by_transforms(group: Group, inputs: Inputs, zigzag: bool) -> torch.Tensor:
     """Returns the rank's positions of the convolution, (batch, positions, channels)."""
-    x1, x2, v, h, bias = inputs
+    x1, x2, v, h, _ = inputs
     batch, channels, local = v.shape
     filters = h.shape[0] // group.world_size
     parts = next(count for count in (8, 4, 2, 1) if filters % count == 0)
-    exchange, side = _exchange(group, (batch, channels, local), 2 if zigzag else 1, parts, v.dtype), side_stream(group, v.is_cuda)
+    exchange, side = exchange_of(group, (batch, channels, local), 2 if zigzag else 1, parts, v.dtype), side_stream(group, v.is_cuda)
     count, out = exchange.own // parts, v.new_empty((batch, local, channels))
     side.follow()
     arrived = []

@@ -14,7 +14,7 @@ class Side:
     """A stream of high priority; on a CPU there is one order alone."""
 
     def __init__(self, cuda: bool) -> None:
-        self.stream = torch.cuda.Stream(priority=-1) if cuda else None
+        self.stream = torch.cuda.Stream(priority=-1) if cuda else None  # type: ignore[no-untyped-call, unused-ignore]
 
     def __call__(self) -> AbstractContextManager[object]:
         """Makes it the current stream for a while."""

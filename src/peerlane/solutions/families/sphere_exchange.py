@@ -5,8 +5,8 @@
 
 All ranks of an azimuth group have the same filters, so that an owner knows what the others need: in an input row, what lies in the union of
 its taps' offsets, turned to all longitudes of their outputs. A disk reaches a few columns over the border of an arc, and all near a pole.
-Eight columns go together, 32 bytes. Bound by the links, or by two small launches. One buffer holds others' arcs whole, for the host does not
-know what is needed; a launch pushes when all ranks have ended the call before.
+Eight columns go together, 32 bytes. Bound by the links, or by two small launches. One buffer holds others' arcs whole, for the host does
+not know what is needed; a launch pushes when all ranks have ended the call before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, array, per_group
+from peerlane.device import U32, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, array, per_group
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.solutions.families.side_stream import side_stream
 
@@ -38,8 +38,9 @@ using namespace peerlane;
 
 constexpr u32 together = 8;
 
-// Which columns of this rank's arc, eight together, the outputs of each rank need of an input row. A block takes a row. Longitudes that differ by
-// whole steps lie side by side on a ring; marks are counted along all rings, so that a stretch has some if the counts at its ends differ.
+// Which columns of this rank's arc, eight together, the outputs of each rank need of an input row. A block takes a row. Longitudes that
+// differ by whole steps lie side by side on a ring; marks are counted along all rings, so that a stretch has some if the counts at its
+// ends differ.
 extern "C" __global__ void __launch_bounds__(128) sphere_choose(const __grid_constant__ SphereChoose args) {
     __shared__ u32 sums[128], count;
     u32* const before = reinterpret_cast<u32*>(ptx::dynamic_shared());
@@ -161,11 +162,11 @@ class ArcExchange:
             ranks=group.world_size, circle=nlon_in, step=self.step, most=self.most, width=width, outputs=outputs,
         )  # fmt: skip
         others = nlon_in - min(self.widths)
-        self._send = SPHERE_SEND.bind(
+        self.send = SPHERE_SEND.bind(
             group, grid=group.sm_count, block=min(512, group.max_threads), images=self.images, rows=self.rows, most=self.most, width=width,
             sizes={"flags": 1 + group.sm_count, "arcs": 4 * self.images * self.rows * others},
         )  # fmt: skip
-        self.arcs = self._send.tensor("arcs", (self.images * self.rows * others,), torch.float32)
+        self.arcs = self.send.tensor("arcs", (self.images * self.rows * others,), torch.float32)
 
     def __call__(self, x: torch.Tensor, places: torch.Tensor) -> Iterator[range]:
         """Yields parts of the images of contiguous x; the caller's stream then has others' longitudes of these in ``arcs``.
@@ -187,7 +188,7 @@ class ArcExchange:
         ready = []
         with side():
             for part in parts:
-                self._send(x=x, chosen=chosen, first=part.start * channels, end=part.stop * channels)
+                self.send(x=x, chosen=chosen, first=part.start * channels, end=part.stop * channels)
                 ready.append(side.behind())
         for part, wait in zip(parts, ready, strict=True):
             wait()

@@ -2,13 +2,13 @@
 
     y = convolve(group, exchange, x, taps, Mixing(weight, groups, bias))        (images, outputs, latitudes, this rank's longitudes)
 
-A block takes an output row and some channels, a thread one longitude. It finds out whether all filters have their taps at the same places, as
-bases on a disk have; if so a tap's place is worked out once, x loaded once a channel, and multiplied with all filters' values. If not, filters
-take turns. What becomes of the responses depends on the shape:
+A block takes an output row and some channels, a thread one longitude. It finds out whether all filters have their taps at the same
+places, as bases on a disk have; if so a tap's place is worked out once, x loaded once a channel, and multiplied with all filters' values.
+If not, filters take turns. What becomes of the responses depends on the shape:
 
     folded      one channel a group: weights are multiplied into the filters, so that one sum is left in place of K
     mixed       few channels and filters: a thread has all responses of a group and mixes them itself
-    responses   else: they go to memory, and cuBLAS mixes them in float32
+    responses   else: those of some latitudes go to memory, and cuBLAS mixes them in float32
 
 Bound: the mixing product, else one load from L1 for K multiplications (folded: one for one, which is what limits it). x is read where it
 lies: the own arc in x, others' where the exchange left them.
@@ -50,7 +50,8 @@ __device__ inline Column column_at(const SphereTaps& args, u32 row, u32 longitud
 
 // Adds the staged taps to the sums of filters [first, first + FILTERS) or, for one filter, of that alone.
 template <u32 first, u32 count>
-__device__ inline void add_taps(const SphereTaps& args, const Shared& shared, u32 taps, u32 image, u32 channels, u32 turn, float (&sum)[sums][CHANNELS]) {
+__device__ inline void add_taps(
+    const SphereTaps& args, const Shared& shared, u32 taps, u32 image, u32 channels, u32 turn, float (&sum)[sums][CHANNELS]) {
 #pragma unroll 2
     for (u32 tap = 0; tap < taps; ++tap) {
         u32 longitude = shared.longitude[tap] + turn;
@@ -83,10 +84,12 @@ __device__ void stage(const Lists& lists, Shared& shared, u64 from, u32 count, u
     const SphereTaps& args = lists.args;
     __syncthreads();
     for (u32 tap = threadIdx.x; tap < count; tap += blockDim.x) {
-        const u64 at = args.places[lists.begin(k) + from + tap];
-        shared.row[tap] = u32(at / args.circle), shared.longitude[tap] = u32(at % args.circle);
+        const u32 at = u32(args.places[lists.begin(k) + from + tap]);
+        shared.row[tap] = at / args.circle, shared.longitude[tap] = at % args.circle;
         if constexpr (MODE != folded) {
-            for (u32 f = 0; f < FILTERS - k; ++f) shared.value[tap][k + f] = f < filters ? args.values[lists.begin(k + f) + from + tap] : 0.0f;
+            for (u32 f = 0; f < FILTERS - k; ++f) {
+                shared.value[tap][k + f] = f < filters ? args.values[lists.begin(k + f) + from + tap] : 0.0f;
+            }
         }
     }
     for (u32 i = threadIdx.x; MODE == folded && i < count * CHANNELS; i += blockDim.x) {
@@ -101,7 +104,8 @@ __device__ void stage(const Lists& lists, Shared& shared, u64 from, u32 count, u
 }
 
 template <u32 k>
-__device__ inline void each_filter(const Lists& lists, Shared& shared, u32 filters, u32 image, u32 channels, u32 turn, u32 output, float (&sum)[sums][CHANNELS]) {
+__device__ inline void each_filter(
+    const Lists& lists, Shared& shared, u32 filters, u32 image, u32 channels, u32 turn, u32 output, float (&sum)[sums][CHANNELS]) {
     if constexpr (k < FILTERS) {
         if (k < filters) {
             const u64 all = lists.end(k) - lists.begin(k);
@@ -115,16 +119,17 @@ __device__ inline void each_filter(const Lists& lists, Shared& shared, u32 filte
     }
 }
 
-// Images [first_image, end_image) are images times channels. A block takes CHANNELS of them, or of one group's outputs (folded).
+// Images [first_image, end_image) are images times channels; `some` latitudes. A block takes CHANNELS of them, or outputs (folded).
 extern "C" __global__ void __launch_bounds__(128) sphere_taps(const __grid_constant__ SphereTaps args) {
     __shared__ Shared shared;
     const u32 spans = (args.columns + blockDim.x - 1) / blockDim.x, wanted = MODE == folded ? args.outputs : args.channels;
     const u32 bundles = (wanted + CHANNELS - 1) / CHANNELS, images = (args.end_image - args.first_image) / args.channels;
     const u32 passes = MODE == folded ? 1 : (args.filters + FILTERS - 1) / FILTERS;
-    for (u64 item = blockIdx.x; item < u64(args.latitudes) * images * bundles * passes * spans; item += gridDim.x) {
+    for (u64 item = blockIdx.x; item < u64(args.some) * images * bundles * passes * spans; item += gridDim.x) {
         const u32 q = u32(item % spans) * blockDim.x + threadIdx.x, bundle = u32(item / spans % bundles);
-        const u32 pass = u32(item / spans / bundles % passes), batch = args.first_image / args.channels + u32(item / spans / bundles / passes % images);
-        const u32 latitude = u32(item / spans / bundles / passes / images), first = bundle * CHANNELS, channels = min(u32(CHANNELS), wanted - first);
+        const u32 pass = u32(item / spans / bundles % passes), turns = u32(item / spans / bundles / passes);
+        const u32 batch = args.first_image / args.channels + turns % images, latitude = args.first_latitude + turns / images;
+        const u32 first = bundle * CHANNELS, channels = min(u32(CHANNELS), wanted - first);
         const u32 image = batch * args.channels + first, turn = min(q, args.columns - 1) * args.step + args.first_turn;
         const u32 filters = MODE == folded ? args.filters : min(u32(FILTERS), args.filters - pass * FILTERS);
         const Lists lists{args, latitude, pass * FILTERS};
@@ -137,7 +142,9 @@ extern "C" __global__ void __launch_bounds__(128) sphere_taps(const __grid_const
         bool equal = true;
         for (u32 k = 1; k < filters && equal; ++k) {
             equal = lists.end(k) - lists.begin(k) == all;
-            for (u64 i = threadIdx.x; equal && i < all; i += blockDim.x) equal = args.places[lists.begin(k) + i] == args.places[lists.begin(0) + i];
+            for (u64 i = threadIdx.x; equal && i < all; i += blockDim.x) {
+                equal = args.places[lists.begin(k) + i] == args.places[lists.begin(0) + i];
+            }
         }
         if (!equal) atomicAnd(&shared.equal, 0u);
         __syncthreads();
@@ -165,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(128) sphere_taps(const __grid_const
             for (u32 c = 0; c < CHANNELS; ++c) {
 #pragma unroll
                 for (u32 k = 0; k < FILTERS; ++k) {
-                    const u64 row = (u64(image - args.first_image + c) * args.filters + pass * FILTERS + k) * args.latitudes + latitude;
+                    const u64 filter = u64(image - args.first_image + c) * args.filters + pass * FILTERS + k;
+                    const u64 row = filter * args.some + latitude - args.first_latitude;
                     if (c < channels && k < filters) args.y[row * args.columns + q] = sum[k][c];
                 }
             }
@@ -195,10 +203,13 @@ extern "C" __global__ void __launch_bounds__(128) sphere_taps(const __grid_const
 SPHERE_TAPS = LocalKernel(
     "sphere_taps", SOURCE, x=Pointer("const float*"), arcs=Pointer("const float*"), values=Pointer("const float*"),
     places=Pointer("const u64*"), starts=Pointer("const u64*"), weight=Pointer("const float*"), bias=Pointer("const float*"),
-    y=Pointer("float*"), first_image=U32, end_image=U32, images=U32, channels=U32, outputs=U32, filters=U32, latitudes=U32, rows=U32,
-    columns=U32, first_turn=U32, step=U32, circle=U32, parts=U32, part_columns=U32, own=U32, inverse_columns=F32,
+    y=Pointer("float*"), first_image=U32, end_image=U32, images=U32, channels=U32, outputs=U32, filters=U32, latitudes=U32,
+    first_latitude=U32, some=U32, rows=U32, columns=U32, first_turn=U32, step=U32, circle=U32, parts=U32, part_columns=U32,
+    own=U32, inverse_columns=F32,
 )  # fmt: skip
 
+RESPONSE_BYTES = 64 * 2**20
+"""Of responses that lie in memory at a time."""
 MOST_SUMS, MOST_FILTERS, MOST_MIXED = 72, 9, 32
 """Sums that a thread has in registers, filters among them, and responses that it mixes itself."""
 
@@ -259,21 +270,30 @@ def convolve(group: Group, exchange: ArcExchange, x: torch.Tensor, taps: Taps, m
     y = x.new_empty((batch, outputs, taps.latitudes, columns))
     launch = _taps(group, form, max(exchange.outputs))
     part_columns = exchange.widths[0]  # the last arc has all longitudes if this is zero
+    own = form.mode != "responses"
     for images in exchange(x, taps.places):
-        own = form.mode != "responses"
-        result = y if own else x.new_empty((len(images), channels, taps.filters * taps.latitudes, columns))
-        launch(
-            x=x, arcs=exchange.arcs, values=taps.values, places=taps.places, starts=taps.starts, weight=weight, bias=bias,
-            y=result, first_image=images.start * channels, end_image=images.stop * channels, images=exchange.images, channels=channels,
-            outputs=outputs, filters=taps.filters, latitudes=taps.latitudes, rows=rows, columns=columns,
-            first_turn=exchange.outputs[0] * azimuth.rank * exchange.step, step=exchange.step, circle=exchange.circle,
-            parts=len(exchange.widths), part_columns=part_columns, own=azimuth.rank, inverse_columns=1.0 / part_columns if part_columns else 1e6,
-        )  # fmt: skip
-        if not own:
-            responses = result.view(len(images), groups, -1, taps.latitudes * columns)
-            torch.matmul(
-                weight.reshape(groups, outputs // groups, -1), responses, out=y[images.start : images.stop].view(*responses.shape[:2], -1, responses.shape[3])
+        row_bytes = 4 * len(images) * channels * taps.filters * max(exchange.outputs)  # the same on all ranks
+        for latitudes in _spans(taps.latitudes, taps.latitudes if own else max(1, RESPONSE_BYTES // row_bytes)):
+            some, part = len(latitudes), slice(images.start, images.stop)
+            result = y if own else x.new_empty((len(images), groups, channels // groups * taps.filters, some * columns))
+            launch(
+                x=x, arcs=exchange.arcs, values=taps.values, places=taps.places, starts=taps.starts, weight=weight, bias=bias, y=result,
+                first_image=images.start * channels, end_image=images.stop * channels, images=exchange.images, channels=channels,
+                outputs=outputs, filters=taps.filters, latitudes=taps.latitudes, first_latitude=latitudes.start, some=some, rows=rows,
+                columns=columns, first_turn=exchange.outputs[0] * azimuth.rank * exchange.step, step=exchange.step,
+                circle=exchange.circle, parts=len(exchange.widths), part_columns=part_columns, own=azimuth.rank,
+                inverse_columns=1.0 / part_columns if part_columns else 1e6,
             )  # fmt: skip
-            if bias is not None:
-                y[images.start : images.stop] += bias.view(-1, 1, 1)
+            if not own:
+                mixed = y[part, :, latitudes.start : latitudes.stop].flatten(2).view(len(images), groups, -1, some * columns)
+                for g, weights in enumerate(weight.view(groups, outputs // groups, -1)):
+                    torch.bmm(weights.expand(len(images), -1, -1), result[:, g], out=mixed[:, g])
+        if not own and bias is not None:
+            y[part] += bias.view(-1, 1, 1)
     return y
+
+
+def _spans(size: int, most: int) -> list[range]:
+    """Returns ranges of at most ``most``, as equal as possible."""
+    each = -(-size // -(-size // most))
+    return [range(first, min(first + each, size)) for first in range(0, size, each)]
