@@ -155,7 +155,7 @@ def test_rows_travel_with_their_scales(by: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("by", ["row", pytest.param("blocks", marks=pytest.mark.slow), pytest.param("tensor", marks=pytest.mark.long)])
-def test_errors_are_those_of_rounding_to_e4m3_once_and_to_bfloat16_once(by: str) -> None:
+def test_errors_are_those_of_rounding_once_each_way(by: str) -> None:
     """Beside float64. A number loses at most 2^-4 of itself, or half of the smallest number of e4m3; the sum of k terms k 2^-24 of their
     absolute values in fp32; the result 2^-8."""
     draw = torch.Generator().manual_seed(0)
@@ -176,7 +176,7 @@ def test_errors_are_those_of_rounding_to_e4m3_once_and_to_bfloat16_once(by: str)
 
 
 @pytest.mark.slow
-def test_the_operators_run_the_kernels_and_leave_scales_of_rows_in_place() -> None:
+def test_operators_run_the_kernels_and_copy_no_scaled_rows() -> None:
     """A layer's two products, with a bias and an activation; rows that ``quantise`` made travel from where they are."""
     m, k, n = 16, 144, 24
 
