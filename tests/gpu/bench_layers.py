@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|decode|dispatch|all_reduce|gather|everything [--ranks 4]
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|fp8|decode|dispatch|all_reduce|gather|everything [--ranks 4]
 
 With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs
 where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
@@ -30,8 +30,9 @@ from peerlane import ops
 from peerlane.device import Communicator, communicator, group_of
 from peerlane.device.collectives import plans
 from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
-from peerlane.device.products import gemm
+from peerlane.device.products import fp8, gemm
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
+from peerlane.device.products.quantised import quantise_rows, quantise_squares
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
 from peerlane.device.tools.trace import forget_observed, observed_spans
 from peerlane.hardware.virtual_node import share_gpus
@@ -370,6 +371,68 @@ def gather(rank: int, world: int) -> Iterator[Row]:
         yield row | {"spans": summary(observed_spans(1 << 20))}
 
 
+def in_fp8(rank: int, world: int) -> Iterator[Row]:
+    """Megatron's two products in e4m3, scaled by rows, beside those in bfloat16, torch's fused scaled products and unfused ones. To quantise
+    the rows is timed alone."""
+    group, kit, name, hidden = group_of(), communicator(), dist.group.WORLD.group_name, 8192
+    for tokens, inner in few((4096, 4 * hidden), (1024, 4 * hidden), (8192, 8192)):
+        m, own, draw = tokens // world, inner // world, torch.Generator(device="cuda").manual_seed(rank)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", generator=draw).to(BF16)  # noqa: B023
+
+        (x, w1), (z, w2) = (drawn(m, hidden), drawn(own, hidden)), (drawn(tokens, own), drawn(hidden, own))
+        x8, z8 = (quantise_rows(group, value, "row") for value in (x, z))
+        w1_8, w2_8 = (quantise_rows(group, value, "row").t() for value in (w1, w2))
+        blocks = quantise_rows(group, x, "block"), quantise_squares(group, w1)[0].t()
+        codes, of_rows, left, of_left = (value.contiguous() for value in (x8.values, x8.scales, z8.values, z8.scales))
+        right_1, right_2 = w1_8.values.t().contiguous().t(), w2_8.values.t().contiguous().t()
+        of_right_1, of_right_2 = w1_8.scales.contiguous(), w2_8.scales.contiguous()
+        gather, scatter = row_gather_gemm(group, m, hidden, BF16), gemm_reduce_scatter(group, tokens, hidden, BF16)
+        whole, scales = codes.new_empty(tokens, hidden), of_rows.new_empty(tokens, 1)
+
+        def unfused_gather() -> torch.Tensor:
+            kit.all_gather_into_tensor(whole.view(torch.uint8), codes.view(torch.uint8))  # noqa: B023
+            kit.all_gather_into_tensor(scales, of_rows)  # noqa: B023
+            return torch._scaled_mm(whole, right_1, scales, of_right_1, out_dtype=BF16, use_fast_accum=True)  # noqa: B023
+
+        def unfused_scatter() -> torch.Tensor:
+            product = torch._scaled_mm(left, right_2, of_left, of_right_2, out_dtype=BF16, use_fast_accum=True)  # noqa: B023
+            part = product.new_empty(m, hidden)  # noqa: B023
+            kit.reduce_scatter_tensor(part, product)
+            return part
+
+        def torch_gather() -> object:
+            fused = torch.ops.symm_mem.fused_all_gather_scaled_matmul
+            return fused(codes, [right_1], of_rows, [of_right_1], 0, name, [None], [None], [BF16], [True])  # noqa: B023
+
+        def torch_scatter() -> object:
+            fused = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter
+            shape = [tokens, hidden]  # noqa: B023
+            return fused(left, right_2, of_left, of_right_2, "sum", 0, 0, name, shape, None, None, BF16, True)  # noqa: B023
+
+        row: Row = {"bench": "fp8", "tokens": tokens, "hidden": hidden, "inner": inner, "ranks": world}
+        found = fp8.row_gather_products(group, x8, [w1_8])[0][0], fp8.product_reduce_scatter(group, z8, w2_8)
+        for step, got, wanted in zip(("gather", "scatter"), found, (unfused_gather(), unfused_scatter()), strict=True):
+            error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
+            yield {"check": f"fp8 {step}", "tokens": tokens, "error": error, "wrong": int(not error < 0.01)}
+        calls: dict[str, Call] = {
+            "gather_us": lambda: fp8.row_gather_products(group, x8, [w1_8]),  # noqa: B023
+            "gather_blocks_us": lambda: fp8.row_gather_products(group, blocks[0], [blocks[1]]),  # noqa: B023
+            "gather_bf16_us": lambda: gather(x, [w1.t()]),  # noqa: B023
+            "gather_unfused_us": unfused_gather,
+            "gather_torch_us": torch_gather,
+            "scatter_us": lambda: fp8.product_reduce_scatter(group, z8, w2_8),  # noqa: B023
+            "scatter_promoted_us": lambda: fp8.product_reduce_scatter(group, z8, w2_8, promoted=True),  # noqa: B023
+            "scatter_bf16_us": lambda: scatter(z, w2.t()),  # noqa: B023
+            "scatter_unfused_us": unfused_scatter,
+            "scatter_torch_us": torch_scatter,
+            "quantise_x_us": lambda: quantise_rows(group, x, "row"),  # noqa: B023
+        }
+        yield row | microseconds(calls, 8)
+        torch.cuda.empty_cache()
+
+
 def summary(spans: list[list[Any]]) -> dict[str, list[float]]:
     """Of each role and kind: how many, the median and the longest time, when the first began and the last ended."""
     start = min((span[3] for span in spans), default=0)
@@ -499,6 +562,7 @@ BENCHES = {
     "gather": gather,
     "check": check,
     "product": product,
+    "fp8": in_fp8,
     "mlp": mlp,
     "decode": decode,
     "dispatch": dispatch,
