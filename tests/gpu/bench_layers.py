@@ -372,8 +372,8 @@ def gather(rank: int, world: int) -> Iterator[Row]:
 
 
 def in_fp8(rank: int, world: int) -> Iterator[Row]:
-    """Megatron's two products in e4m3, scaled by rows, beside those in bfloat16, torch's fused scaled products and unfused ones. To quantise
-    the rows is timed alone."""
+    """Megatron's two products in e4m3, scaled by rows, beside those in bfloat16, torch's fused scaled products and unfused ones.
+    Quantising rows is timed alone."""
     group, kit, name, hidden = group_of(), communicator(), dist.group.WORLD.group_name, 8192
     for tokens, inner in few((4096, 4 * hidden), (1024, 4 * hidden), (8192, 8192)):
         m, own, draw = tokens // world, inner // world, torch.Generator(device="cuda").manual_seed(rank)
