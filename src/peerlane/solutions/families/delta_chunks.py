@@ -36,7 +36,8 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
     const auto each_line = [&](const auto& use) {
         for (u32 line = blockIdx.x / args.slices; line < lines; line += at_once) use(DeltaLine{line, slice, chunks, base});
     };
-    if (warp < 4 || warp >= 4 + 4 * GROUPS) {
+    // In this order: with all other warps in one branch, the compiler does not give the consumers their registers.
+    if (warp < 4) {
         if constexpr (moves_registers) ptx::registers_decrease<40>();
         if (warp == 0) {
             FrontProducer<Shape> front(memory.front, memory.front_ring);
@@ -46,12 +47,19 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
             FrontConsumer<Shape> front(memory.front, memory.front_ring);
             BackConsumer<Shape> back(memory.back, memory.back_ring);
             each_line([&](const DeltaLine& at) { free_line<Shape>(arena, args, at, front, back); });
+        } else if (warp < 2 + GROUPS) {
+            each_line([&](const DeltaLine& at) { store_line<Shape>(args, at, warp - 2, memory.output[warp - 2]); });
+            if (ptx::elect_one()) ptx::bulk_wait<0>();
         }
+        return;
+    }
+    if (warp >= 4 + 4 * GROUPS) {
+        if constexpr (moves_registers) ptx::registers_decrease<40>();
         return;
     }
     if constexpr (moves_registers) ptx::registers_increase<216>();
     const u32 group = warp / 4 - 1, items = lines * args.slices * GROUPS;
-    const Warps team{4 + 4 * group, 4, 1 + group};
+    const Warps team{4 + 4 * group, 4, first_free_barrier + group};
     const Peers<WORLD_SIZE, Warps> peers(arena, args.flags, team);
     FrontConsumer<Shape> front(memory.front, memory.front_ring);
     BackConsumer<Shape> back(memory.back, memory.back_ring);
@@ -60,34 +68,29 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
         const u32 item = (at.line * args.slices + slice) * GROUPS + group;
         const auto place = [&](u32 i) { return args.state + ((u64(item) * (DEPTH / 8) + i) * 128 + team.thread()) * sizeof(Vec4); };
 #pragma unroll
-        for (float& x : scanning.state) x = 0.0f;
+        for (int i = 0; i < DEPTH / 2; ++i) scanning.number(i) = 0.0f;
         if (rank > 0) {
             peers.wait(rank - 1, item, epoch);
 #pragma unroll
             for (int i = 0; i < DEPTH / 8; ++i) {
                 const Vec4 part = *reinterpret_cast<const Vec4*>(arena.local(place(i)));
-                for (int e = 0; e < 4; ++e) scanning.state[4 * i + e] = part.x[e];
+                for (int e = 0; e < 4; ++e) scanning.number(4 * i + e) = part.x[e];
             }
             peers.acknowledge(rank - 1, items + item, epoch);
         }
         for (u32 chunk = 0; chunk < chunks; ++chunk) {
-            scanning.step(group, front, back, [&](const SumTile<64>& out) {
-                const int value = (slice * GROUPS + group) * 64, head = at.line % args.heads, batch = at.line / args.heads;
-                const Place4 to{value, head, static_cast<int>(chunk * chunk_tokens), batch};
-                scanning.store(out, memory.output[group], group, &args.out, to);
-            });
+            scanning.step(group, front, back, [&](const SumTile<64>& out) { scanning.hand_out(out, memory.output[group], group); });
         }
         if (rank + 1 < WORLD_SIZE) {
             if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);  // it has read the state of the launch before
 #pragma unroll
             for (int i = 0; i < DEPTH / 8; ++i) {
-                const float* x = scanning.state + 4 * i;
+                const float* x = &scanning.number(4 * i);
                 *reinterpret_cast<Vec4*>(arena.peer(rank + 1, place(i))) = Vec4{{x[0], x[1], x[2], x[3]}};
             }
             peers.signal(rank + 1, item, epoch);
         }
     });
-    if (team.thread() == 0) ptx::bulk_wait<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

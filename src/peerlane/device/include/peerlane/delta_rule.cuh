@@ -15,6 +15,7 @@
 
 #include <peerlane/pipeline.cuh>
 #include <peerlane/peers.cuh>
+#include <peerlane/roles.cuh>
 #include <peerlane/rows.cuh>
 #include <peerlane/tile.cuh>
 
@@ -189,6 +190,18 @@ struct Preparing {
         }
     }
 
+    // Adds up over the lanes, which share the sums: lane l gets sum l, first.
+    template <int half>
+    __device__ static void halve(float (&sum)[2 * block_tokens], u32 lane) {
+        const bool upper = lane & half;
+#pragma unroll
+        for (int i = 0; i < half; ++i) {
+            const float sent = upper ? sum[i] : sum[i + half], kept = upper ? sum[i + half] : sum[i];
+            sum[i] = kept + __shfl_xor_sync(0xffffffffu, sent, half);
+        }
+        if constexpr (half > 1) halve<half / 2>(sum, lane);
+    }
+
     // Sums of squares, logarithms of decays, beta; and zeros above the diagonals.
     __device__ void reduce(const char* params, u32 line, u32 chunk) {
         const u32 thread = team.thread(), lane = thread % 32;
@@ -202,16 +215,7 @@ struct Preparing {
             BFloat16::widen(words[i / block_tokens][i % block_tokens], x);
             square[i] = x[0] * x[0] + x[1] * x[1];
         }
-        // Lanes halve what they add up, until lane l has sum l.
-#pragma unroll
-        for (int half = block_tokens; half > 0; half /= 2) {
-            const bool upper = lane & half;
-#pragma unroll
-            for (int i = 0; i < half; ++i) {
-                const float sent = upper ? square[i] : square[i + half], kept = upper ? square[i + half] : square[i];
-                square[i] = kept + __shfl_xor_sync(0xffffffffu, sent, half);
-            }
-        }
+        halve<block_tokens>(square, lane);
         memory.squares[lane / block_tokens][block() * block_tokens + lane % block_tokens][thread / 32 % (depth / 64)] = square[0];
         if constexpr (by_channel) {
 #pragma unroll
@@ -560,15 +564,36 @@ __device__ inline void free_line(const Arena& arena, const Args& args, const Del
     }
 }
 
+// Named barriers of the first group's outputs; the next two are the second group's.
+constexpr u32 output_free = 1, output_full = 2, first_free_barrier = 5;
+
+// By the group's storer, a warp: its outputs of the line to the tensor.
+template <class Shape, class Args>
+__device__ inline void store_line(const Args& args, const DeltaLine& at, u32 group, const typename Shape::Square& tile) {
+    const int head = at.line % args.heads, batch = at.line / args.heads, value = (at.slice * Shape::groups + group) * 64;
+    for (u32 chunk = 0; chunk < at.chunks; ++chunk) {
+        ptx::barrier_arrive(output_free + 2 * group, group_threads + 32);
+        ptx::barrier_sync(output_full + 2 * group, group_threads + 32);
+        if (ptx::elect_one()) {
+            tile.store(&args.out, Place4{value, head, static_cast<int>(chunk * chunk_tokens), batch});
+            ptx::bulk_commit();
+            ptx::bulk_wait_read<0>();
+        }
+        __syncwarp();
+    }
+}
+
 // A warpgroup's 64 values of the state, transposed, and what it does with a chunk.
 template <class Shape>
 struct Scanning {
-    static constexpr int depth = Shape::depth, steps = depth / mma_depth, at_once = Shape::rounds_once ? steps : 8;
+    static constexpr int depth = Shape::depth, steps = depth / mma_depth, width = depth < 128 ? depth : 128, at_once = width / mma_depth;
     using E = typename Shape::E;
     using Tokens = typename Shape::Tokens;
     using Square = typename Shape::Square;
 
-    float state[depth / 2];
+    float state[depth / width][width / 2];  // channels in parts of which one product takes the registers
+
+    __device__ float& number(int i) { return state[2 * i / width][i % (width / 2)]; }
 
     // The warp's row of matrix lane / 8, of four whose words are 16 tokens of 16 values.
     __device__ static u32 square_at(int tokens) {
@@ -585,10 +610,10 @@ struct Scanning {
         }
     }
 
-    // Starts sum = (or +=) the operand times a tile's rows.
+    // Starts sum = (or +=) the operand times N of a tile's rows, from row `row` and column 16 `first` on.
     template <int count, int N, class Tile>
-    __device__ static void start(float (&sum)[N / 2], const u32 (&left)[count][4], const Tile& tile, int first, bool adds) {
-        const auto right = tile.along_columns(0);
+    __device__ static void start(float (&sum)[N / 2], const u32 (&left)[count][4], const Tile& tile, int first, bool adds, int row = 0) {
+        const auto right = tile.along_columns(row);
 #pragma unroll
         for (int step = 0; step < count; ++step) {
             ptx::wgmma<MmaType::bf16, N, Major::k>(sum, left[step], right[first + step], adds || step > 0);
@@ -601,7 +626,7 @@ struct Scanning {
 #pragma unroll
         for (int first = 0; first < steps; first += at_once) {
             u32 left[at_once][4];
-            round(left, state + 8 * first);
+            round(left, state[first / at_once]);
             ptx::wgmma_hold(sum.value);
             ptx::wgmma_fence();
             start<at_once, 64>(sum.value, left, tile, first, adds || first > 0);
@@ -614,7 +639,8 @@ struct Scanning {
 #pragma unroll
         for (int i = 0; i < depth / 2; i += 4) {
             const FloatPair factor = *reinterpret_cast<const FloatPair*>(factors + 2 * i + 2 * (threadIdx.x % 4));
-            state[i] *= factor.x, state[i + 1] *= factor.y, state[i + 2] *= factor.x, state[i + 3] *= factor.y;
+            float* x = state[2 * i / width] + i % (width / 2);
+            x[0] *= factor.x, x[1] *= factor.y, x[2] *= factor.x, x[3] *= factor.y;
         }
     }
 
@@ -624,6 +650,7 @@ struct Scanning {
         SumTile<64> rest, written, out;
         u32 operand[4][4];
         const auto& front = fronts.wait();
+        const auto& back = backs.wait();  // nothing diverges while products have operands in registers: the compiler would wait for them
 #pragma unroll
         for (int tokens = 0; tokens < chunk_tokens; tokens += 16) {
             u32 word[4];
@@ -631,17 +658,15 @@ struct Scanning {
 #pragma unroll
             for (int w = 0; w < 4; ++w) E::widen(word[w], rest.value + tokens / 2 + 2 * w);
         }
-        const typename Shape::Back* back;
         if constexpr (Shape::rounds_once) {
             u32 left[steps][4];
-            round(left, state);
+            round(left, state[0]);
+            decay(back.decay);
             ptx::wgmma_hold(rest.value);
             ptx::wgmma_hold(out.value);
             ptx::wgmma_fence();
             start<steps, 64>(rest.value, left, front.keys, 0, true);
             start<steps, 64>(out.value, left, front.queries, 0, false);
-            back = &backs.wait();
-            decay(back->decay);
             ptx::wgmma_wait<1>();
             ptx::wgmma_hold(rest.value);
         } else {
@@ -658,28 +683,28 @@ struct Scanning {
         round(writes, written.value);
         if constexpr (!Shape::rounds_once) {
             read(out, front.queries, false);
-            back = &backs.wait();
-            decay(back->decay);
+            decay(back.decay);
         }
         fronts.release();
         ptx::wgmma_hold(out.value);
-        ptx::wgmma_hold(state);
+#pragma unroll
+        for (auto& part : state) ptx::wgmma_hold(part);
         ptx::wgmma_fence();
-        start<4, 64>(out.value, writes, back->weights, 0, true);
-        start<4, depth>(state, writes, back->carriers, 0, true);
-        ptx::wgmma_wait<1>();
+        start<4, 64>(out.value, writes, back.weights, 0, true);
+#pragma unroll
+        for (int part = 0; part < depth / width; ++part) start<4, width>(state[part], writes, back.carriers, 0, true, width * part);
+        ptx::wgmma_wait<depth / width>();
         ptx::wgmma_hold(out.value);
         emit(out);
         ptx::wgmma_wait<0>();
-        ptx::wgmma_hold(state);
+#pragma unroll
+        for (auto& part : state) ptx::wgmma_hold(part);
         backs.release();
     }
 
-    // Rounded, to 64 tokens of the tensor.
-    __device__ static void store(const SumTile<64>& out, Square& tile, u32 group, const TensorMap* map, const Place4& at) {
-        const Warps team{4 + 4 * group, 4, 1 + group};
-        if (team.thread() == 0) ptx::bulk_wait_read<0>();
-        team.sync();
+    // Rounds results for the group's storer.
+    __device__ static void hand_out(const SumTile<64>& out, Square& tile, u32 group) {
+        ptx::barrier_sync(output_free + 2 * group, group_threads + 32);
 #pragma unroll
         for (int tokens = 0; tokens < chunk_tokens; tokens += 16) {
             u32 word[4];
@@ -688,11 +713,7 @@ struct Scanning {
             ptx::store_matrices_transposed(tile.data + square_at(tokens), word);
         }
         ptx::fence_proxy_async_shared();
-        team.sync();
-        if (team.thread() == 0) {
-            tile.store(map, at);
-            ptx::bulk_commit();
-        }
+        ptx::barrier_arrive(output_full + 2 * group, group_threads + 32);
     }
 };
 
