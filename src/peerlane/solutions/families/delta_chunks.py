@@ -26,7 +26,7 @@ struct alignas(16) Vec4 { float x[4]; };
 
 __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epoch, Shape::Scan& memory) {
     const u32 warp = threadIdx.x / 32, at_once = args.scan_blocks / args.slices, lines = args.batch * args.heads, rank = arena.rank;
-    const u32 chunks = (args.tokens + chunk_tokens - 1) / chunk_tokens, base = (epoch - first_epoch) * chunks, slice = blockIdx.x % args.slices;
+    const u32 chunks = (args.tokens + chunk_tokens - 1) / chunk_tokens, launch = epoch - first_epoch, slice = blockIdx.x % args.slices;
     if (threadIdx.x == 0) {
         memory.front_ring.init(1, 4 * GROUPS + 1);
         memory.back_ring.init(1, 4 * GROUPS + 1);
@@ -34,7 +34,7 @@ __device__ inline void scan(const Arena& arena, const DeltaChunks& args, u32 epo
     }
     __syncthreads();
     const auto each_line = [&](const auto& use) {
-        for (u32 line = blockIdx.x / args.slices; line < lines; line += at_once) use(DeltaLine{line, slice, chunks, base});
+        for (u32 line = blockIdx.x / args.slices; line < lines; line += at_once) use(DeltaLine{line, slice, chunks, launch});
     };
     // In this order: with all other warps in one branch, the compiler does not give the consumers their registers.
     if (warp < 4) {

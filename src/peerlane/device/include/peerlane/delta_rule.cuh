@@ -101,14 +101,19 @@ __device__ inline u32 wait_local(const Arena& arena, u32 slot, u32 least, const 
     }
 }
 
-// All that the team has written and read comes before what follows a wait for this number.
+// Counts one more. All that the team has written and read comes before what follows a wait for that count. Who counts may change, so it adds.
 template <class Team>
-__device__ inline void tell_local(const Team& team, u32* flag, u32 number) {
+__device__ inline void count_local(const Team& team, u32* counter) {
     team.sync();
     if (team.thread() != 0) return;
     ptx::fence_proxy_async();
     ptx::fence_gpu();
-    ptx::store_relaxed_gpu(flag, number);
+    ptx::add_relaxed_gpu(counter, 1);
+}
+
+// How often the chunk's slot in a ring has been filled when it holds this chunk of launch `launch`; at most `chunks` slots.
+__device__ inline u32 filled(u32 launch, u32 chunks, u32 ring, u32 chunk) {
+    return launch * ((chunks - 1 - chunk % ring) / ring + 1) + chunk / ring + 1;
 }
 
 // A pair of numbers as two bfloat16 each, which add up to them but for 2^-17.
@@ -477,13 +482,13 @@ __device__ inline void prepare_chunks(const Arena& arena, const Args& args, cons
     for (u32 index = (blockIdx.x - args.scan_blocks) * teams + number; index < lines * chunks; index += (gridDim.x - args.scan_blocks) * teams) {
         const u32 first = index / (at_once * chunks) * at_once, width = min(at_once, lines - first), within = index - first * chunks;
         const u32 chunk = within / width, line = first + within % width, slot = line * args.ring + chunk % args.ring;
-        const u32 event = (epoch - first_epoch) * chunks + chunk + 1;
+        const u32 before = (epoch - first_epoch) * chunks + chunk;  // of the line, all parts that come earlier
         char* const part = arena.local(args.parts + u64(slot) * Shape::part_bytes);
         Preparing<Shape, Args> work{args, team, memory};
         work.load(params, line, chunk);
         if (team.thread() < 32) {
             wait_local(arena, slot, args.slices, [&](u32 lane) {
-                return lane >= args.slices || reached(ptx::load_relaxed_gpu(taken + line * args.slices + lane), event - args.ring);
+                return lane >= args.slices || reached(ptx::load_relaxed_gpu(taken + line * args.slices + lane), before + 1 - args.ring);
             });
         }
         team.sync();
@@ -500,7 +505,7 @@ __device__ inline void prepare_chunks(const Arena& arena, const Args& args, cons
         work.solve();
         team.sync();
         work.copy_squares(part);
-        tell_local(team, ready + slot, event);
+        count_local(team, ready + slot);
     }
 }
 
@@ -517,7 +522,7 @@ using BackConsumer = Consumer<typename Shape::Back, Shape::slots>;
 
 // What a scanning block does with a line: its first value of those that the block has.
 struct DeltaLine {
-    u32 line, slice, chunks, base;  // base: events of earlier launches
+    u32 line, slice, chunks, launch;
 };
 
 // By one warp: the line's parts and values to shared memory.
@@ -528,9 +533,9 @@ __device__ inline void load_line(const Arena& arena, const Args& args, const Del
     u32 known = 0;
     for (u32 chunk = 0; chunk < at.chunks; ++chunk) {
         if (chunk == known) {
+            const u32 later = chunk + Warp{}.thread(), number = filled(at.launch, at.chunks, args.ring, min(later, at.chunks - 1));
             known += wait_local(arena, at.line * args.ring + chunk % args.ring, 1, [&](u32 lane) {
-                const u32 later = chunk + lane;
-                return lane < args.ring && later < at.chunks && reached(ptx::load_relaxed_gpu(ready + later % args.ring), at.base + later + 1);
+                return lane < args.ring && later < at.chunks && reached(ptx::load_relaxed_gpu(ready + later % args.ring), number);
             });
         }
         const char* part = arena.local(args.parts + u64(at.line * args.ring + chunk % args.ring) * Shape::part_bytes);
@@ -560,7 +565,7 @@ __device__ inline void free_line(const Arena& arena, const Args& args, const Del
         front.release();
         back.wait();
         back.release();
-        tell_local(Warp{}, taken, at.base + chunk + 1);
+        count_local(Warp{}, taken);
     }
 }
 
