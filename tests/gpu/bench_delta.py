@@ -2,10 +2,10 @@
 
     PYTHONPATH=src:tests/gpu python tests/gpu/bench_delta.py [--out FILE] [--check] [--sweep]
 
-Checks: the chunked kernel token by token in float64, with ragged ends, on one rank and on two that share the GPU; fifty launches give the same
-bits. Times, each a replayed graph, in turns, the median of five stretches, on inputs larger than L2: the chunked kernel, the token-serial one, and
-torch's matrix products in chunks (no graph). ``--check`` only checks. ``--sweep`` also tries other shares of scanning blocks and other rings.
-Ends by itself after four minutes. Exits with 1 if a result was wrong.
+Checks: the chunked kernel token by token in float64, with ragged ends, on one rank and on two that share the GPU. Repeated
+launches give the same bits. Times, each a replayed graph, in turns, the median of five stretches, on inputs larger than L2: the
+chunked kernel, the token-serial one, and torch's matrix products in chunks (no graph). ``--check`` only checks. ``--sweep`` also
+tries other shares of scanning blocks and other rings. Ends by itself after four minutes. Exits with 1 if a result was wrong.
 """
 
 from __future__ import annotations

@@ -183,6 +183,18 @@ class ChunkShape:
         prepare = self.threads // (2 * self.padded) * -(-(3 * tokens + 2 * square + small) // 1024) * 1024
         return max(scan, prepare)
 
+    def defines(self) -> dict[str, str | int]:
+        return {
+            "DEPTH": self.padded,
+            "GROUPS": self.groups,
+            "SLOTS": self.slots,
+            "BY_CHANNEL": int(self.by_channel),
+            "THREADS": self.threads,
+            "SHARED_BYTES": self.shared_bytes,
+            "PART_BYTES": self.part_bytes,
+            "PARAMETER_RANKS": self.parameter_ranks,
+        }
+
     def scan_blocks(self, blocks: int) -> int:
         """Of ``blocks`` those that scan, so that both roles end at about the same time."""
         lines = self.batch * self.heads
@@ -203,16 +215,7 @@ def _bound(group: Group, shape: ChunkShape) -> BoundKernel:
         grid=blocks,
         block=shape.threads,
         resident=True,
-        defines={
-            "DEPTH": shape.padded,
-            "GROUPS": shape.groups,
-            "SLOTS": shape.slots,
-            "BY_CHANNEL": int(shape.by_channel),
-            "THREADS": shape.threads,
-            "SHARED_BYTES": shape.shared_bytes,
-            "PART_BYTES": shape.part_bytes,
-            "PARAMETER_RANKS": shape.parameter_ranks,
-        },
+        defines=shape.defines(),
         sizes={
             "flags": 2 * items * shape.groups + 1,
             "state": 4 * items * shape.groups * VALUES * shape.padded,

@@ -249,8 +249,9 @@ def gated_delta_rule(group: Group, inputs: DeltaInputs, *, by_channel: bool, flo
     q, v = tensors["q"], tensors["v"]
     if v.numel() == 0:
         return torch.empty_like(v)
-    parameters = tensors["own_params"]
-    shape = ChunkShape(*v.shape, *q.shape[2:], by_channel, group.world_size if sharded else 1, parameters.nbytes)
+    (batch, length, heads, values), (key_heads, depth) = v.shape, q.shape[2:]
+    ranks, nbytes = group.world_size if sharded else 1, tensors["own_params"].nbytes
+    shape = ChunkShape(batch, length, heads, values, key_heads, depth, by_channel, ranks, nbytes)
     if in_chunks(group, shape, {tensor.dtype for tensor in tensors.values()}):
         return chunked_delta_rule(group, shape, tensors, floor)
     output = torch.empty_like(v)

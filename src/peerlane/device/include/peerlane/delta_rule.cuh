@@ -163,18 +163,20 @@ struct Preparing {
         const u32 count = min(args.tokens - first, u32(chunk_tokens)), begin = block() * block_tokens;
         const u64 row = u64(batch) * args.tokens + first + begin;
         const bool inside = channel() < args.depth;
-        const u64 at = (row * args.key_heads + key_head) * args.depth + channel(), stride = u64(args.key_heads) * args.depth;
+        const u64 at = (row * args.key_heads + key_head) * args.depth + channel();
+        const u32 stride = args.key_heads * args.depth;
         const char* of_owner = params + u64(head / own) * args.parameter_bytes;
         const u32* k = reinterpret_cast<const u32*>(args.k + 2 * at);
         const u32* q = reinterpret_cast<const u32*>(args.q + 2 * at);
 #pragma unroll
         for (int i = 0; i < block_tokens; ++i) {
             const bool valid = inside && begin + i < count;
-            words[0][i] = valid ? k[i * stride / 2] : 0;
-            words[1][i] = valid ? q[i * stride / 2] : 0;
+            words[0][i] = valid ? *k : 0;
+            words[1][i] = valid ? *q : 0;
+            k += stride / 2, q += stride / 2;
         }
         if constexpr (by_channel) {
-            const u64 decay_stride = u64(args.heads) * args.depth;
+            const u32 decay_stride = args.heads * args.depth;
             const u32* g = reinterpret_cast<const u32*>(args.decay + 2 * ((row * args.heads + head) * args.depth + channel()));
             const float rate = expf(element_of<BFloat16>(of_owner, head % own));
             float bias[2] = {}, total[2] = {};
@@ -185,7 +187,8 @@ struct Preparing {
             for (int i = 0; i < block_tokens; ++i) {
                 const bool valid = inside && begin + i < count;
                 float x[2];
-                BFloat16::widen(valid ? g[i * decay_stride / 2] : 0, x);
+                BFloat16::widen(valid ? *g : 0, x);
+                g += decay_stride / 2;
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     total[e] += valid ? least_log_decay * log2_of_e * sigmoid(rate * (x[e] + bias[e])) : 0.0f;
@@ -652,7 +655,8 @@ struct Scanning {
     // `emit(out)` gets the chunk's outputs, values x tokens.
     template <class Emit>
     __device__ void step(u32 group, FrontConsumer<Shape>& fronts, BackConsumer<Shape>& backs, const Emit& emit) {
-        SumTile<64> rest, written, out;
+        SumTile<64> sums[Shape::rounds_once ? 3 : 1];  // of what lives at a time
+        SumTile<64>&rest = sums[0], &written = sums[Shape::rounds_once ? 1 : 0], &out = sums[Shape::rounds_once ? 2 : 0];
         u32 operand[4][4];
         const auto& front = fronts.wait();
         const auto& back = backs.wait();  // nothing diverges while products have operands in registers: the compiler would wait for them
@@ -683,7 +687,7 @@ struct Scanning {
         start<4, 64>(written.value, operand, front.solution, 0, false);
         ptx::wgmma_wait<0>();
         ptx::wgmma_hold(written.value);
-        ptx::wgmma_hold(out.value);
+        if constexpr (Shape::rounds_once) ptx::wgmma_hold(out.value);
         u32 writes[4][4];
         round(writes, written.value);
         if constexpr (!Shape::rounds_once) {
