@@ -73,8 +73,8 @@ def test_parts_and_scans_give_what_the_recurrence_gives(log_decay: float | None)
 
 
 def case_of(number: int, label: str, world_size: int, **params: Any) -> Case:
-    case = problems.get(number).case("small", label, world_size)
-    return dataclasses.replace(case, params={**case.params, "batch": 1, **params})
+    case = problems.get(number).case("small", label, 2)
+    return dataclasses.replace(case, world_size=world_size, params={**case.params, "batch": 1, **params})
 
 
 SMALL_RINGS = ((74, "carried_bf16", 2, {"heads": 1, "local": 70}), (75, "carried_bf16", 3, {"local": 70}))
@@ -100,25 +100,27 @@ def test_a_state_moves_on_to_the_next_rank() -> None:
 
 
 TWINS = [
-    ("if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
-    ("peers.acknowledge(rank - 1, items + item, epoch);", "peers.acknowledge(rank - 1, items + item, epoch + 1);"),
-    ("+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
-    ("reached(ptx::load_relaxed_gpu(ready + later % args.ring), number)", "true"),
-    ("before + 1 - args.ring", "before + 1 - 2 * args.ring"),
+    (74, 11, "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
+    (74, 11, "peers.acknowledge(rank - 1, items + item, epoch);", ""),
+    (75, 11, "+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
+    (75, 70, "reached(ptx::load_relaxed_gpu(ready + later % args.ring), number)", "true"),
+    (75, 70, "before + 1 - args.ring", "before + 1 - 2 * args.ring"),
     (
+        75,
+        70,
         "        front.release();\n        back.wait();",
         "        front.release();\n        count_local(Warp{}, taken);\n        back.wait();",
     ),
 ]
-"""Of the kernel and its header: what stands there, and what a careless author would write."""
+"""Of a problem, its tokens, and the kernel and its header: what stands there, and what a careless author would write."""
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("small_ring")
-@pytest.mark.parametrize(("old", "new"), TWINS)
-def test_a_broken_kernel_is_refused(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "local", "old", "new"), TWINS)
+def test_a_broken_kernel_is_refused(number: int, local: int, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_chunks, "DELTA_CHUNKS", twin(DELTA_CHUNKS, old, new, "delta_rule.cuh"))
-    assert not judge(solutions.files()[75], 75, case_of(75, "carried_bf16", 2, heads=2, local=70), schedules=3).correct
+    assert not judge(solutions.files()[number], number, case_of(number, "carried_bf16", 2, heads=2, local=local), schedules=3).correct
 
 
 SHAPES = {

@@ -1,8 +1,8 @@
 """The gated delta rule of bfloat16 tokens in chunks on tensor cores, over a sharded sequence: one kernel with two roles.
 
-Some blocks prepare chunks, which needs no state, and run ahead; the others run heads' states through the chunks and hand them on to the next
-rank. ``delta_rule.cuh`` has the algebra. Preparing is bound by the special units and by latency; a scan waits for four products a chunk,
-one after the other. From rank to rank only scans are a chain."""
+Some blocks prepare chunks, which needs no state, and run ahead. The others run heads' states through the chunks and hand them on to
+the next rank. ``delta_rule.cuh`` has the algebra. Only scans are a chain from rank to rank: four products a chunk, one after the other.
+Preparing is limited by exponentials and barriers, and by spills: a thread of 512 has 128 registers for both channels of 16 tokens."""
 
 from __future__ import annotations
 
@@ -100,7 +100,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         scan(arena, args, epoch, *reinterpret_cast<Shape::Scan*>(ptx::dynamic_shared()));
         return;
     }
-    if constexpr (moves_registers) ptx::registers_decrease<128>();  // what it has: so the compiler knows
     const char* params = args.own_params;
     if (PARAMETER_RANKS > 1) {  // in one of two buffers by the launch's parity: who ends a launch knows that all have begun it
         const Peers<WORLD_SIZE> peers(arena, args.flags);
@@ -239,7 +238,7 @@ def _bound(group: Group, shape: ChunkShape) -> BoundKernel:
 
 
 def in_chunks(group: Group, shape: ChunkShape, dtypes: set[torch.dtype]) -> bool:
-    """Whether :func:`chunked_delta_rule` takes tokens of this shape and these dtypes: the same on all ranks."""
+    """Returns True if :func:`chunked_delta_rule` takes tokens of this shape and these dtypes: the same on all ranks."""
     fits = shape.depth <= MAX_DEPTH and shape.depth % 8 == 0 and shape.values % 8 == 0
     return dtypes == {torch.bfloat16} and fits and shape.slices < min(group.sm_count, MAX_SLICES)
 

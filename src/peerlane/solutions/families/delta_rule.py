@@ -2,10 +2,10 @@
 
     output = gated_delta_rule(group, DeltaInputs(q, k, v, decay, beta, a_log, dt_bias), by_channel=True)
 
-A block takes 32 value channels of a head, for these columns of the state are independent. Half of its warps hold the state in registers
-and run through the tokens, the other half prepare the next ones in shared memory. Heads pass from rank to rank in one order, so that ranks
-work on different heads at a time where there are many.
-"""
+bfloat16 tokens go in chunks, ``delta_chunks.py``. This kernel takes the others, token by token: those in float32, whose tolerance
+allows no rounded operands. A block takes 32 value channels of a head, for these columns of the state are independent. Half of its warps
+hold the state in registers and run through the tokens, the other half prepare the next ones in shared memory. Heads pass from rank to
+rank in one order, so that ranks work on different heads at a time where there are many."""
 
 from __future__ import annotations
 
