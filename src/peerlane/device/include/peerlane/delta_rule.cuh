@@ -222,6 +222,9 @@ struct Preparing {
             float x[2];
             BFloat16::widen(words[i / block_tokens][i % block_tokens], x);
             square[i] = x[0] * x[0] + x[1] * x[1];
+            // Until this thread puts products' operands there: registers are short.
+            char* tile = i < block_tokens ? memory.keys.data : memory.queries.data;
+            *reinterpret_cast<u32*>(tile + Tokens::offset(block() * block_tokens + i % block_tokens, channel())) = words[i / block_tokens][i % block_tokens];
         }
         halve<block_tokens>(square, lane);
         memory.squares[lane / block_tokens][block() * block_tokens + lane % block_tokens][thread / 32 % (depth / 64)] = square[0];
@@ -310,8 +313,9 @@ struct Preparing {
         for (int i = 0; i < block_tokens; ++i) {
             const u32 t = block() * block_tokens + i;
             float k[2], q[2], right[2], key[2], query[2];
-            BFloat16::widen(words[0][i], k);
-            BFloat16::widen(words[1][i], q);
+            const u32 at = Tokens::offset(t, c);
+            BFloat16::widen(*reinterpret_cast<const u32*>(memory.keys.data + at), k);
+            BFloat16::widen(*reinterpret_cast<const u32*>(memory.queries.data + at), q);
             const float k_scale = memory.scale[0][t], q_scale = memory.scale[1][t];
             if constexpr (!by_channel) from[0] = from[1] = memory.head[t], to[0] = to[1] = memory.tail[t];
 #pragma unroll
@@ -324,7 +328,6 @@ struct Preparing {
                 key[e] = -from[e] * k[e], query[e] = from[e] * q[e], carried[e][i % 2] = to[e] * right[e];
                 if (i % 2) carriers[e][i / 2] = ptx::pack_bf16x2(carried[e][0], carried[e][1]);
             }
-            const u32 at = Tokens::offset(t, c);
             *reinterpret_cast<u32*>(memory.keys.data + at) = ptx::pack_bf16x2(k[0], k[1]);
             *reinterpret_cast<u32*>(memory.queries.data + at) = ptx::pack_bf16x2(q[0], q[1]);
             if constexpr (by_channel) *reinterpret_cast<u32*>(memory.right.data + at) = ptx::pack_bf16x2(right[0], right[1]);
