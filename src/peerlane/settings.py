@@ -49,6 +49,8 @@ def checks_calls() -> bool:
 
 
 WAIT_LIMIT = "PEERLANE_WAIT_LIMIT_S"
+CANDIDATE_WAIT_S = 10
+"""after which waits of candidates' kernels trap; the supervisor has timeouts for the rest"""
 
 
 def wait_limit_s() -> float | None:
@@ -256,6 +258,9 @@ class Deadlines:
     first_call: float = 90.0
     calls: float = 30.0
     """for one request that calls the candidate at rest, under stress or to be timed; more where the reference is slow or the node busy"""
+    quiet: float = 5.0
+    """for one call at rest, if its ranks make no progress: no page fault, no read or write, no wait that ends. Only evaluations with a time
+    limit have it, and at least a twelfth of that limit: such a call could not be repeated often enough"""
     exit: float = 5.0
     trusted: float = 120.0
     """for one request to the trusted ranks, which run our code only: input generation, the reference, the oracle"""

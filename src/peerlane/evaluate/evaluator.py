@@ -379,7 +379,8 @@ class Evaluator:
         lane.kept = None
         try:
             result = pipeline.run()
-            if (result.verdict.kind == "hang" or pipeline.missed_deadline) and "time_limit" not in result.flags and overloaded():
+            late = result.verdict.kind == "hang" or pipeline.missed_deadline
+            if late and not pipeline.stuck and "time_limit" not in result.flags and overloaded():
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
                 pipeline.group.end()
