@@ -307,7 +307,7 @@ class PoolSettings:
     builds: int | None = None
     """candidates that are compiled at a time before it is their turn, each in a process of its own; None: as many as cores allow"""
     judged_at_a_time: int | None = None
-    """candidates that are judged side by side where nothing is timed; None: as many as cores allow, those that hang apart"""
+    """candidates that are judged side by side where nothing is timed; None: one on GPUs, elsewhere as many as cores allow, hangs apart"""
     start_attempts: int = 3
     """to get a rank group up, before an evaluation ends as harness_error"""
     back_off_s: float = 1.0

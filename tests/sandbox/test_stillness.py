@@ -64,7 +64,13 @@ def test_a_process_that_is_gone_tells_nothing() -> None:
     assert Stillness().look([process.pid, os.getpid()]) is None
 
 
-RIGHT = "import time\nimport torch.distributed as dist\n\n\ndef solution(tensor):\n{wait}    dist.all_reduce(tensor := tensor.clone())\n    return tensor\n"
+RIGHT = """import time
+import torch.distributed as dist
+
+def solution(tensor):
+{wait}    dist.all_reduce(tensor := tensor.clone())
+    return tensor
+"""
 WAITS = "    global waited\n    if 'waited' not in globals():\n        waited = [time.sleep(0.05) for _ in range(40)]\n"
 SPINS = "    while True:\n        pass\n"
 

@@ -332,7 +332,7 @@ class Evaluator:
                     yield from self._not_run(left, self._missing)
                     return
                 job = None if self._missing is not None else self._next(left, lanes)
-                if job is not None and (lane := lanes.take()) is not None:
+                if job is not None and (lane := lanes.take(alone=bool(job.modes) and not self._node.place.untimed)) is not None:
                     left.remove(job)
                     if not left:
                         all_begun()
