@@ -24,6 +24,7 @@ from typing import Literal, Self
 
 from peerlane.errors import HarnessError, UsageError
 from peerlane.hardware import mps_watcher
+from peerlane.hardware.topology import discover
 from peerlane.settings import RANKS_PER_GPU, shared_gpu_environment
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -115,6 +116,13 @@ class VirtualNode:
             yield daemon
 
 
+def visible_gpus(numbers: str) -> str:
+    """Returns the names (UUIDs) of these GPUs, joined as CUDA_VISIBLE_DEVICES has them; empty if they are no numbers, or nobody knows them."""
+    if not numbers or not all(item.strip().isdecimal() for item in numbers.split(",")):
+        return ""
+    return ",".join(gpu.uuid for gpu in discover().gpus)
+
+
 class MpsDaemon:
     """An MPS daemon in a folder of its own. It and the folder go when the context ends, or within 10 s after this process was killed.
 
@@ -124,11 +132,16 @@ class MpsDaemon:
     def __init__(self) -> None:
         self.folder = Path()
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that its clients need."""
-        return {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
+        """The variables that it and its clients need.
+
+        A server numbers the GPUs that it sees anew, and clients would choose by their own numbers among these. So visible GPUs are named.
+        """
+        folders = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
+        return folders | ({"CUDA_VISIBLE_DEVICES": self._visible} if self._visible else {})
 
     def __enter__(self) -> Self:
         control = shutil.which(CONTROL)
