@@ -157,6 +157,7 @@ def by_service(asked: argparse.Namespace, work: list[MadeCandidate], busy: GpuBu
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "peerlane", "serve", "--port", str(port), "--out", folder, "--no-check"]
         command += ["--world-size", str(asked.world_size), "--device", asked.device]
+        command += [] if asked.judged_at_a_time is None else ["--judges", str(asked.judged_at_a_time)]
         service = subprocess.Popen(command, env={**os.environ, "PEERLANE_TOKEN": token})
         try:
             options: dict[str, Any] = {"presets": (asked.preset,), "modes": asked.modes, "cases": asked.cases, "track": "open"}
@@ -230,7 +231,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=60.0)
     parser.add_argument("--cut-off", type=int, default=0, help="seconds after which the slice ends, with what is judged")
     for name in ("judged-at-a-time", "warm-groups", "builds"):
-        parser.add_argument(f"--{name}", type=int, help="see PoolSettings (evaluator only)")
+        parser.add_argument(f"--{name}", type=int, help="see PoolSettings (evaluator, and the first one service)")
     parser.add_argument("--out", type=Path, help="file that gets a line of JSON more")
     asked = parser.parse_args()
     asked.modes = tuple(filter(None, asked.modes.split(",")))

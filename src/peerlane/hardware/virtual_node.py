@@ -117,7 +117,7 @@ class VirtualNode:
 
 
 def visible_gpus(numbers: str) -> str:
-    """Returns the names (UUIDs) of these GPUs, joined as CUDA_VISIBLE_DEVICES has them; empty if they are no numbers, or nobody knows them."""
+    """Returns the names (UUIDs) of these GPUs, joined as CUDA_VISIBLE_DEVICES has them; empty if they are no numbers or not known."""
     if not numbers or not all(item.strip().isdecimal() for item in numbers.split(",")):
         return ""
     return ",".join(gpu.uuid for gpu in discover().gpus)
