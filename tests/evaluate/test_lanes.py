@@ -32,12 +32,15 @@ class Opened:
 
     def __init__(self) -> None:
         self.fork_server = SimpleNamespace(sharers=1)
-        self.left = False
+        self.left = self.waited = False
 
     def __exit__(self, *_: object) -> None:
         self.left = True
 
     def let_others_go_first(self) -> None: ...
+
+    def wait_for_starts(self) -> None:
+        self.waited = True
 
 
 def lanes_of(usual: int, most: int) -> tuple[Lanes, list[Opened]]:
@@ -98,12 +101,15 @@ def test_patience_grows_with_what_evaluations_take(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_timed_is_judged_alone() -> None:
-    made, _ = lanes_of(2, 2)
-    first = made.take()
-    assert first is not None and made.take(alone=True) is None
+    made, opened = lanes_of(2, 2)
+    first, second = made.take(), made.take()
+    assert first is not None and second is not None and made.take(alone=True) is None
     made.give(first)
+    assert made.take(alone=True) is None
+    made.give(second)
     timed = made.take(alone=True)
-    assert timed is not None and made.take() is None
+    assert timed is second and made.take() is None
+    assert [item.waited for item in opened] == [True, False], "ranks that start beside it are waited for"
     made.give(timed)
     assert made.take() is not None and made.take() is not None
 

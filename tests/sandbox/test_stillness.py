@@ -81,5 +81,4 @@ def test_a_call_hangs_that_makes_no_progress_and_slow_ones_do_not() -> None:
         slow = evaluator.evaluate(1, RIGHT.format(wait=WAITS), timeout=12)
         assert slow.correct and slow.stage_seconds["first_call"] > 2.0
         spins = evaluator.evaluate(1, RIGHT.format(wait=SPINS), timeout=12)
-        assert spins.verdict.kind == "hang" and spins.verdict.deadline_s == 1.0 and spins.stage_seconds["first_call"] < 8.0
-        assert "time_limit" not in spins.flags
+        assert spins.verdict.kind == "hang" and spins.verdict.deadline_s < 12 and not spins.flags

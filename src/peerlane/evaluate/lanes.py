@@ -116,6 +116,10 @@ class Lanes:
                 self._sessions.append(self._open_beside())
                 self._idle.append(Lane(self._sessions[-1]))
             lane = self._idle.pop()
+            if alone:
+                for session in self._sessions:
+                    if session is not lane.session:
+                        session.wait_for_starts()  # they take GPUs and cores from what is timed
             lane.begun, lane.slow, lane.alone = time.monotonic(), False, alone
             self._busy.append(lane)
             return lane
