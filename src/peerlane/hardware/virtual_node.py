@@ -23,8 +23,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.hardware import mps_watcher
-from peerlane.hardware.topology import discover
+from peerlane.hardware import mps_watcher, topology
 from peerlane.settings import RANKS_PER_GPU, shared_gpu_environment
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -116,11 +115,10 @@ class VirtualNode:
             yield daemon
 
 
-def visible_gpus(numbers: str) -> str:
-    """Returns the names (UUIDs) of these GPUs, joined as CUDA_VISIBLE_DEVICES has them; empty if they are no numbers or not known."""
-    if not numbers or not all(item.strip().isdecimal() for item in numbers.split(",")):
-        return ""
-    return ",".join(gpu.uuid for gpu in discover().gpus)
+def _visible_gpus() -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES by UUIDs, if it is set. A daemon renumbers what it sees: an index means another GPU to its clients."""
+    uuids = [gpu.uuid for gpu in topology.discover().gpus] if "CUDA_VISIBLE_DEVICES" in os.environ else []
+    return {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if uuids else {}
 
 
 class MpsDaemon:
@@ -132,16 +130,13 @@ class MpsDaemon:
     def __init__(self) -> None:
         self.folder = Path()
         self._watcher: subprocess.Popen[bytes] | None = None
-        self._visible = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        self._visible = _visible_gpus()
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that it and its clients need.
-
-        A server numbers the GPUs that it sees anew, and clients would choose by their own numbers among these. So visible GPUs are named.
-        """
+        """The variables that its clients need."""
         folders = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
-        return folders | ({"CUDA_VISIBLE_DEVICES": self._visible} if self._visible else {})
+        return folders | self._visible
 
     def __enter__(self) -> Self:
         control = shutil.which(CONTROL)

@@ -12,7 +12,6 @@ import pytest
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
-from peerlane.hardware import virtual_node
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 from peerlane.settings import Deadlines, PoolSettings
 
@@ -129,12 +128,3 @@ def test_a_session_beside_another_has_an_mps_daemon_of_its_own(monkeypatch: pyte
     with Session("cuda", 8, Deadlines(), node=MPS, beside=first) as second:
         assert second._daemon is made[0] and second.shares_faults and not first.shares_faults
     assert not made
-
-
-def test_an_mps_daemon_and_its_clients_name_the_gpus_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server numbers what it sees anew, so that `1` would hide all GPUs from its clients."""
-    seen = SimpleNamespace(gpus=(SimpleNamespace(uuid="GPU-b"),))
-    monkeypatch.setattr(virtual_node, "discover", lambda: seen)
-    for given, told in (("1", "GPU-b"), ("GPU-a", None), ("", None)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        assert MpsDaemon().environment.get("CUDA_VISIBLE_DEVICES") == told
