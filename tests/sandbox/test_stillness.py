@@ -76,7 +76,7 @@ SPINS = "    while True:\n        pass\n"
 
 
 @pytest.mark.slow
-def test_a_call_hangs_that_makes_no_progress_and_slow_ones_do_not() -> None:
+def test_only_a_call_without_progress_hangs_early() -> None:
     with pl.Evaluator(2, "cpu", presets=("small",), modes=(), cases="timed", deadlines=Deadlines(quiet=1.0)) as evaluator:
         slow = evaluator.evaluate(1, RIGHT.format(wait=WAITS), timeout=12)
         assert slow.correct and slow.stage_seconds["first_call"] > 2.0

@@ -1,4 +1,4 @@
-"""How long processes have made no progress. In a deadlock they only wait; in an endless loop they only use a core."""
+"""Watches for processes without progress. In a deadlock they only wait; in an endless loop they only use a core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EVENTS, _EVENTS_PER_S = 8, 4
 
 
 class _Work(NamedTuple):
-    """What the kernel has counted of a process."""
+    """Counts that the kernel keeps of a process."""
 
     runs: bool
     events: int
