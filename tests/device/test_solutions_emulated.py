@@ -19,7 +19,7 @@ from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.problems import Case
-from peerlane.solutions.families import clipping, delta_rule, fp8_history, nucleus, training_step
+from peerlane.solutions.families import clipping, delta_rule, fp8_history, gated_convolution, nucleus, training_step
 
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
@@ -96,6 +96,7 @@ SHARED = {
     47: training_step,
     52: fp8_history,
     53: fp8_history,
+    72: gated_convolution,
     82: nucleus,
     74: delta_rule,
     75: delta_rule,
