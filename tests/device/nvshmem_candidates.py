@@ -29,6 +29,7 @@ class Twin(NamedTuple):
 _PUT = """nvshmemx_putmem_signal_nbi_block(
             box + me * slot, outbox + i * stride + first, count, signals + me * parts + part, round, NVSHMEM_SIGNAL_SET, peer);"""
 _SIGNAL_FIRST = """if (threadIdx.x == 0) nvshmemx_signal_op(signals + me * parts + part, round, NVSHMEM_SIGNAL_SET, peer);
+        __nanosleep(50000);  // or the data may win the race
         nvshmemx_putmem_nbi_block(box + me * slot, outbox + i * stride + first, count, peer);"""
 
 TWINS = (

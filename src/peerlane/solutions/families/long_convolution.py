@@ -247,7 +247,8 @@ class Transforms:
         self.first, self.per_filter = group.rank * filters, exchange.rows_shape[0] // filters
         self.parts = 2 - self.per_filter % 2  # rows of one filter in a transform
         self.size = transform_length(self.length + inputs.h.shape[1] - 1)
-        self.step = max(1, min(most, WORKSPACE_BYTES // (4 * self.size * self.per_filter)))  # filters at a time
+        fit = max(1, WORKSPACE_BYTES // (4 * self.size * self.per_filter))
+        self.step = next(count for count in range(min(most, fit), 0, -1) if most % count == 0)  # filters at a time
         self.bias = inputs.bias[group.rank * exchange.own : (group.rank + 1) * exchange.own]
         self.numbers = inputs.v.new_empty((self.step, self.per_filter // self.parts, self.size, self.parts), dtype=torch.float32)
         self.before, self.behind = (_around(group, self.parts, back, inputs.v.dtype) for back in (False, True))
@@ -255,9 +256,9 @@ class Transforms:
     def convolve(self, first: int, count: int) -> None:
         """Convolves the rows of ``count`` of this rank's filters, from ``first`` on, in place."""
         fft, ifft = (torch.fft.fft, torch.fft.ifft) if self.parts == 2 else (torch.fft.rfft, torch.fft.irfft)
-        for begin in range(first, first + count, self.step):
-            step = min(self.step, first + count - begin)
-            rows, numbers = self.rows[begin * self.per_filter : (begin + step) * self.per_filter], self.numbers[:step]
+        step, numbers = self.step, self.numbers
+        for begin in range(first, first + count, step):
+            rows = self.rows[begin * self.per_filter : (begin + step) * self.per_filter]
             sizes = {"rows": rows, "count": rows.shape[0], "length": self.length, "size": self.size, "batch": self.batch}
             self.before(numbers=numbers, bias=None, first=0, **sizes)
             taps = self.h[self.first + begin : self.first + begin + step].to(torch.float32) * (1 / self.size)

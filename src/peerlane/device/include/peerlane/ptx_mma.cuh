@@ -217,5 +217,20 @@ __device__ inline void store_matrices(void* row, const u32 (&word)[4]) {
                  : "memory");
 }
 
+// The same, but word i of lane l is rows 2 (l % 4) + {0, 1}, column l / 4 of matrix i.
+
+__device__ inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ inline void store_matrices_transposed(void* row, const u32 (&word)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(word[0]),
+                 "r"(word[1]), "r"(word[2]), "r"(word[3])
+                 : "memory");
+}
+
 }  // namespace ptx
 }  // namespace peerlane

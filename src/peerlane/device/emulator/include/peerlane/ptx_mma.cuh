@@ -102,6 +102,14 @@ inline void rows_of(const void* own, char* (&row)[4]) {
     for (int i = 0; i < 4; ++i) row[i] = reinterpret_cast<char*>(seen[8 * i + lane() / 4]);
 }
 
+// The same for elements (2 (l % 4) + {0, 1}, l / 4).
+inline void row_pairs_of(const void* own, char* (&row)[4][2]) {
+    const unsigned long long* seen = emulator::peerlane_warp_exchange(0xffffffffu, reinterpret_cast<unsigned long long>(own));
+    for (int i = 0; i < 4; ++i) {
+        for (int r = 0; r < 2; ++r) row[i][r] = reinterpret_cast<char*>(seen[8 * i + 2 * (lane() % 4) + r]);
+    }
+}
+
 }  // namespace matrix
 
 template <int count>
@@ -173,6 +181,24 @@ inline void store_matrices(void* row, const u32 (&word)[4]) {
     char* rows[4];
     matrix::rows_of(row, rows);
     for (int i = 0; i < 4; ++i) reinterpret_cast<u32*>(rows[i])[matrix::lane() % 4] = word[i];
+}
+
+inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
+    char* rows[4][2];
+    matrix::row_pairs_of(row, rows);
+    for (int i = 0; i < 4; ++i) {
+        const u32 low = reinterpret_cast<const u16*>(rows[i][0])[matrix::lane() / 4];
+        word[i] = low | static_cast<u32>(reinterpret_cast<const u16*>(rows[i][1])[matrix::lane() / 4]) << 16;
+    }
+}
+
+inline void store_matrices_transposed(void* row, const u32 (&word)[4]) {
+    char* rows[4][2];
+    matrix::row_pairs_of(row, rows);
+    for (int i = 0; i < 4; ++i) {
+        reinterpret_cast<u16*>(rows[i][0])[matrix::lane() / 4] = static_cast<u16>(word[i]);
+        reinterpret_cast<u16*>(rows[i][1])[matrix::lane() / 4] = static_cast<u16>(word[i] >> 16);
+    }
 }
 
 }  // namespace ptx
