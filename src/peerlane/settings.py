@@ -325,8 +325,6 @@ class TimingRules:
     """of the interval of the ratio, by launch mode, at which a race ends"""
     budget_s: float = 5.0
     """of a race"""
-    case_s: float = 40.0
-    """of an evaluation, compiling apart: a race that begins late has less time, and fewer rounds. No less than a quarter is for timing"""
     slowdown_limit: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.15, "graph": 0.05})
     """by which the reference may be slower beside the candidate, by launch mode: noise seldom exceeds it"""
     offset_half_width: float = 0.01

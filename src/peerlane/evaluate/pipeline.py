@@ -50,7 +50,8 @@ from peerlane.words import counted
 CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
-_TIMED_SHARE = 1 / 4  # of the time of an evaluation, that is left for timing at least
+_WHOLE_S = 40.0  # for an evaluation of one case: races that begin late have less time
+_TIMED_SHARE = 1 / 4  # of that time, that is left for timing at least
 _AUDITED_SHARE = 1 / 10  # that the audit needs
 _RAISED = ("runtime_error", "import_error", "cuda_error")
 
@@ -317,8 +318,7 @@ class EvaluationPipeline:
     def _time(self, checked: CaseRunner, begin: float) -> Benchmark:
         """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there. ``begin``: of
         the evaluation."""
-        whole_s = self.rules.case_s
-        end = max(time.monotonic() + _TIMED_SHARE * whole_s, begin + (1 - _AUDITED_SHARE) * whole_s)
+        end = max(time.monotonic() + _TIMED_SHARE * _WHOLE_S, begin + (1 - _AUDITED_SHARE) * _WHOLE_S)
         if self.limit is not None and math.isfinite(self.limit.seconds):
             end = min(end, self.limit.end - _AUDITED_SHARE * self.limit.seconds)
         speed = self._baseline(checked, {}, end)

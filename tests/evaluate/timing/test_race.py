@@ -44,6 +44,7 @@ class World:
     now_s: float = 0.0
     slots: int = 128
     judge_s: float = 0.0
+    slot_bytes: float = 1.0
     collected: list[int] = field(default_factory=list)
     deadlines: list[tuple[int, float]] = field(default_factory=list)
     """of the blocks of the candidate's ranks: their calls, and how long they may take"""
@@ -209,6 +210,11 @@ def test_a_race_that_begins_late_has_few_rounds_and_says_so(clock: list[World]) 
     assert late.rounds == race_module._LEAST_ROUNDS["candidate"] and late.flags == ("few_rounds",)
     assert late.speedup.n == late.rounds and clock[-1].now_s < 11, "probe, two rounds of the baseline, and three"
     assert measure(clock, end_s=1e9, **slow).flags == ()
+
+
+def test_of_large_slots_one_a_round_waits_to_be_judged(clock: list[World]) -> None:
+    speed = measure(clock, slot_bytes=3e9)
+    assert len(clock[-1].collected) <= speed.rounds < len(measure(clock) and clock[-1].collected)
 
 
 def test_slow_references_get_few_slots() -> None:
