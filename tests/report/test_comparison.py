@@ -44,7 +44,7 @@ def test_the_summary_says_what_its_mean_is_of() -> None:
     assert lines[-1].startswith("* largest speedup: 8.00, of 2 allgather in eager mode; nearest to its bound: 2 allgather, at ")
 
 
-def test_the_fastest_library_on_the_same_question_stands_beside_the_kernel() -> None:
+def test_the_fastest_library_stands_beside_the_kernel() -> None:
     def library(name: str, kernel_us: float, **fields: Any) -> Result:
         known = CandidateInfo(name=name, path=f"{name}.py", sha256="2" * 64, backend="pytorch")
         speeds = {"speed": (measured("eager", 40.0, 40.0), measured("graph", 40.0, kernel_us))}

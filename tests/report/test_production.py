@@ -33,7 +33,7 @@ def test_slow_kernels_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slower_lines([result()]) == []
 
 
-def test_a_run_that_was_not_made_says_so_and_others_count_their_verdicts(tmp_path: Path) -> None:
+def test_missing_runs_say_so_and_others_count_verdicts(tmp_path: Path) -> None:
     assert production_section(tmp_path / "none.jsonl") == NO_RUN
     store = ResultsStore(tmp_path)
     for item in (result(), result(problem=SECOND, verdict=UNTIMED, speed=())):

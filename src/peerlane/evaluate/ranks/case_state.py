@@ -72,7 +72,7 @@ class OpenCase:
 
     @functools.cached_property
     def private_outputs(self) -> OutputRegions:
-        """Where the reference's answers are copied in timed blocks, all slots' to one place: nobody reads them."""
+        """The place that timed blocks of the reference copy their answers to, one for all slots: nobody reads them."""
         layout, size = place_in_one(self.output_layout)
         own = torch.empty(size, dtype=torch.uint8, device=self.inputs.device)
         return OutputRegions(own, layout, self.inputs.device, updates_of(self.problem))

@@ -207,8 +207,8 @@ class Race(Rounds):
             runner.recheck_output(self.calls - 1, "timing", ended)
 
     def _choose_compared(self) -> Sequence[int]:
-        """The copied slots, or as many of them at random as can be judged in time and do not wait in too much memory. The r-th round has one with a chance of 2/r at least, or
-        1/r where judging takes seconds, however long it takes: that is up to the candidate, too."""
+        """The copied slots, or as many of them at random as can be judged in time, and wait in little memory. The r-th round has one with a
+        chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too."""
         copied, rounds = self._plan.copied, len(self.others) + 1
         affordable = _JUDGING_S / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
         fewest = _FEWEST_COMPARED if self.runner.judge_s < _SLOW_JUDGING_S else _FEWEST_SLOW_COMPARED
