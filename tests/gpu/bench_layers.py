@@ -439,6 +439,7 @@ def dispatch(rank: int, world: int) -> Iterator[Row]:
             calls["dispatch" + name] = lambda config=config: ops.dispatch(x, topk_idx, weights, config)  # noqa: B023
             calls["combine" + name] = lambda r=rows, h=handle, w=of_rows: ops.combine(r, h, w)
         config = ops.DispatchConfig(experts, tokens, capacity)
+        handle = ops.dispatch(x, topk_idx, weights, config)[2]
         calls["dispatch_fp8_us"] = lambda: ops.dispatch_fp8(x, topk_idx, weights, config)  # noqa: B023
         calls["dispatch_again_us"] = lambda: ops.dispatch(x, handle=handle)  # noqa: B023
 
