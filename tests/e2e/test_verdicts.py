@@ -18,7 +18,7 @@ from peerlane.hardware.toolkit import find_nvcc
 RUN = f"verdicts-{os.getpid()}"  # marks this run's processes
 
 BROKEN = [path for path in sorted((EXAMPLES / "broken").glob("*.py")) if can_run(read_expectation(path), "cpu")]
-GOOD = sorted([*(EXAMPLES / "pytorch").glob("*.py"), *(EXAMPLES / "triton").glob("*.py")])
+GOOD = sorted(path for folder in ("pytorch", "triton", "libraries") for path in (EXAMPLES / folder).glob("*.py"))
 WAITS_S = {"1_endless_loop_pytorch": DEADLINES.first_call, "1_collective_skipped_pytorch": DEADLINES.first_call}
 WAITS_S |= {"1_endless_loop_at_exit_pytorch": DEADLINES.exit}
 PHASES = {
@@ -62,7 +62,7 @@ def test_output_of_a_failure_is_kept(results: dict[str, tuple[Result, Result]]) 
     assert '"verdict": "correct"' in results["1_exits_with_status_0_pytorch"][0].log_tail
 
 
-@pytest.fixture(scope="module", params=["pytorch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["pytorch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "libraries"))])
 def good_results(request: pytest.FixtureRequest) -> dict[Path, Result]:
     files = [path for path in GOOD if path.parent.name == request.param]
     return dict(zip(files, judge(*files, deadlines=PATIENT), strict=True))

@@ -95,7 +95,7 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
 
     class ScriptedRunner:
         aliased = False
-        judge_s = 0.001
+        judge_s, quickest_s = 0.001, 0.0001
 
         def __init__(
             self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int, *, evidence: Evidence
@@ -295,3 +295,11 @@ def test_a_case_that_does_not_fit_is_nobody_s_fault(run: Run, stage: Stage) -> N
     stage.wrong["group1 correctness"] = CaseTooLarge("1/huge needs more memory")
     pipeline = run()
     assert pipeline.result.verdict == NotRun(missing="1/huge needs more memory") and not pipeline.group.healthy
+
+
+def test_a_right_candidate_that_cannot_be_timed_for_want_of_memory_is_right(run: Run, stage: Stage) -> None:
+    stage.wrong["group2 graph"] = CaseTooLarge("1/huge needs more memory")
+    result = run().result
+    speeds = {speed.mode: speed for speed in result.speed}
+    assert result.correct and [speeds[mode].status for mode in ("eager", "graph")] == ["measured", "not_measured"], "eager came first"
+    assert "more memory" in speeds["graph"].why

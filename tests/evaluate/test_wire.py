@@ -44,7 +44,7 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (wire.ReadyBlock(3), wire.Done()),
     (wire.RunBlock(), wire.BlockRun(12.5, 4)),
     (wire.TakeSecret("abc"), wire.SecretTaken("")),
-    (wire.OpenCase("case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1)),
+    (wire.OpenCase("case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1, 0.05)),
     (wire.CloseCase("case"), wire.Done()),
     (wire.GenerateInputs("case", 1, ["random"]), wire.Done()),
     (wire.PublishInputs("case", 1), wire.Done()),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from peerlane.report.comparison import NONE, comparison_report, comparison_table, summary
-from peerlane.results.result import CandidateInfo, ProblemInfo
+from peerlane.results.result import CandidateInfo, ProblemInfo, Result
 from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import NotRun
 from sample_results import measured, result
@@ -40,3 +42,22 @@ def test_the_summary_says_what_its_mean_is_of() -> None:
     assert lines[0] == "* 2 problems correct."
     assert "* eager: 2 problems timed, 2 faster; geometric mean of those timed 4.00." in lines
     assert lines[-1].startswith("* largest speedup: 8.00, of 2 allgather in eager mode; nearest to its bound: 2 allgather, at ")
+
+
+def test_the_fastest_library_stands_beside_the_kernel() -> None:
+    def library(name: str, kernel_us: float, **fields: Any) -> Result:
+        known = CandidateInfo(name=name, path=f"{name}.py", sha256="2" * 64, backend="pytorch")
+        speeds = {"speed": (measured("eager", 40.0, 40.0), measured("graph", 40.0, kernel_us))}
+        return result(candidate=known, **speeds | fields)
+
+    rivals = [
+        library("1_allreduce_one_shot_pytorch", 32.0),
+        library("1_allreduce_two_shot_pytorch", 25.0),
+        library("1_allreduce_wrong_pytorch", 1.0, verdict=NotRun(missing="no GPU"), speed=()),
+        library("1_allreduce_large_pytorch", 2.0, preset="sweep_1024"),
+        library("2_allgather_other_pytorch", 3.0, problem=SECOND),
+    ]
+    table = comparison_table([result()], rivals)
+    assert table.columns[-1] == "best library" and table.rows[0][-1] == "two_shot 1.60"
+    assert comparison_table([result()], []).rows[0][-1] == NONE
+    assert "best library" not in comparison_table([result()]).columns

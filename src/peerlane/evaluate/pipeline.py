@@ -35,7 +35,7 @@ from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
-from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
+from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
@@ -50,6 +50,9 @@ from peerlane.words import counted
 CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
+_WHOLE_S = 40.0  # for an evaluation of one case: races that begin late have less time
+_TIMED_SHARE = 1 / 4  # of that time, that is left for timing at least
+_AUDITED_SHARE = 1 / 10  # that the audit needs
 _FEWEST_CALLS = 12  # of a candidate that is right; half of what correctness and stress take, for the first may be slower
 _TELLING_S = 2.0  # a kernel whose wait has timed out is heard of within that
 _RAISED = ("runtime_error", "import_error", "cuda_error")
@@ -140,8 +143,7 @@ class EvaluationPipeline:
             self.group.healthy = False
             self.flags.add("time_limit")
             if self.shown_right and self.job.track != "custom":  # whose audit is a part of being right
-                known = {item.mode: item for item in self.speeds}
-                self.speeds = [known.get(mode, NotMeasured(mode=mode, why=f"time limit: {out}")) for mode in self.job.modes]
+                self._leave_untimed(f"time limit: {out}")
                 return Correct()
             if out.ranks and not (self.shown_right or self.job.candidate.is_reference):
                 return verdict_of(GroupFailure("hang", out.phase, str(out), ranks=out.ranks, deadline_s=out.seconds), self.case)
@@ -151,6 +153,9 @@ class EvaluationPipeline:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
             self.group.healthy, self.short_of_memory = False, True
+            if self.shown_right and self.job.track != "custom":  # only timing takes more than what there is
+                self._leave_untimed(str(error))
+                return Correct()
             return NotRun(missing=str(error))
         except HarnessError as error:
             self.group.healthy, self.group.no_ranks = False, isinstance(error, NoRanks)
@@ -199,6 +204,7 @@ class EvaluationPipeline:
             self.stage_seconds["build"] = round(built.seconds, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
                 return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=runs_emulated(self.source or "")))
+        begin = time.monotonic()
         self._spawn()
         self._load()
         checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]
@@ -216,7 +222,7 @@ class EvaluationPipeline:
                 self._write_call(job.timelines, runner)
         speed: Benchmark | None = None
         if timed:
-            speed = self._time(runner)
+            speed = self._time(runner, begin)
             runner = speed.runner
         else:
             self.speeds = self._no_speeds()
@@ -232,6 +238,11 @@ class EvaluationPipeline:
                 for runner in reversed([runner for runner in self.runners if runner.group is self.group.ranks]):
                     runner.close()
         return Correct()
+
+    def _leave_untimed(self, why: str) -> None:
+        """Notes why the modes that have no speed yet get none."""
+        known = {item.mode: item for item in self.speeds}
+        self.speeds = [known.get(mode, NotMeasured(mode=mode, why=why)) for mode in self.job.modes]
 
     def _no_speeds(self) -> list[Speed]:
         return [NotMeasured(mode=mode, why=self.node.place.untimed) for mode in self.job.modes]
@@ -322,23 +333,28 @@ class EvaluationPipeline:
             self.case = runner.case
             Stress(runner, self.stress).run(end)
 
-    def _time(self, checked: CaseRunner) -> Benchmark:
-        """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
-        speed = self._baseline(checked, {})
+    def _time(self, checked: CaseRunner, begin: float) -> Benchmark:
+        """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there. ``begin``: of
+        the evaluation."""
+        end = max(time.monotonic() + _TIMED_SHARE * _WHOLE_S, begin + (1 - _AUDITED_SHARE) * _WHOLE_S)
+        if self.limit is not None and math.isfinite(self.limit.seconds):
+            end = min(end, self.limit.end - _AUDITED_SHARE * self.limit.seconds)
+        speed = self._baseline(checked, {}, end)
         if speed.broken:  # a group in which a capture failed is in a state that nobody knows: another one, without that mode
             self.group.reusable = False
-            speed = self._baseline(checked, speed.unmeasurable)
+            speed = self._baseline(checked, speed.unmeasurable, end)
         speed.runner.judge_s = checked.judge_s
         self._load()
         with self._in("timing"):
             speed.first_calls()
             modes = sorted(self.job.modes)  # eager first: a failed capture must not reach it
-            missing = {mode: why for mode in modes if (why := self._measure(speed, mode)) is not None}
-            self.speeds = [missing.get(mode) or self._record(speed, mode) for mode in self.job.modes]
+            for mode in modes:
+                found = self._measure(speed, mode) or self._record(speed, mode)
+                self.speeds = sorted([*self.speeds, found], key=lambda item: self.job.modes.index(item.mode))
         return speed
 
-    def _baseline(self, checked: CaseRunner, unmeasurable: dict[str, str]) -> Benchmark:
-        """The reference's own times in a group that holds no candidate code."""
+    def _baseline(self, checked: CaseRunner, unmeasurable: dict[str, str], end: float) -> Benchmark:
+        """The reference's own times in a group that holds no candidate code. ``end``: when all timing has to end."""
         job, node = self.job, self.node
         if not (job.candidate.is_reference and self.group.reusable):
             self._leave()
@@ -349,8 +365,8 @@ class EvaluationPipeline:
         with self._in("timing"):
             if self.session.pool_settings.timed_alone:
                 self.session.wait_for_starts()
-            runner = self._open(checked.case, "timed", CHECKED_SLOTS)
-            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes)
+            runner = self._open(checked.case, "timed", slots_to_time(checked.quickest_s, self.rules))
+            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, end)
             speed.unmeasurable |= unmeasurable
             speed.baseline()
         return speed

@@ -99,10 +99,11 @@ class SecretTaken(Answer):
 
 @dataclass(frozen=True)
 class OpenedCase(Answer):
-    """The layout of a case. ``reference_s``: the longest that one call of the reference took."""
+    """The layout of a case. ``reference_s``, ``quickest_s``: the longest and the shortest that one call of the reference took."""
 
     layout: CaseLayout
     reference_s: float
+    quickest_s: float
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from typing import Any
 from peerlane.report.plots import COLOURS, preset_order
 from peerlane.report.sweep import MODES
 from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, percent, shown_speedup
+from peerlane.results.reader import newest
 from peerlane.results.result import Result
 from peerlane.results.speed_record import ModeSpeed
 from peerlane.words import counted
 
+LIBRARY = "best library"
 NONE = "–"
 """in a cell without a figure"""
 
@@ -40,7 +42,7 @@ def _best(results: Sequence[Result]) -> list[str]:
     return [f"* largest speedup: {speedup:.2f}, of {names[0]} in {mode} mode; nearest to its bound: {names[1]}, at {percent(share)} of it."]
 
 
-def comparison_report(results: Iterable[Result]) -> str:
+def comparison_report(results: Iterable[Result], libraries: Sequence[Result] | None = None) -> str:
     """Returns :func:`comparison_table` for every class of machine, as Markdown, with the machine and the reasons of empty cells."""
     groups = by_node(results)
     parts = []
@@ -48,14 +50,14 @@ def comparison_report(results: Iterable[Result]) -> str:
         head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
         notes = "\n".join(f"* {line}" for line in _gaps(mine))
         where = "\n\n".join(environment_lines(mine))
-        parts.append(f"{head}{comparison_table(mine).markdown()}\n{where}\n\n{notes}".rstrip())
+        parts.append(f"{head}{comparison_table(mine, libraries).markdown()}\n{where}\n\n{notes}".rstrip())
     return "\n\n".join(parts)
 
 
-def comparison_table(results: Sequence[Result]) -> TextTable:
+def comparison_table(results: Sequence[Result], libraries: Sequence[Result] | None = None) -> TextTable:
     """Returns one row for each problem and preset: the bound, and for each launch mode the medians of reference and kernel in microseconds,
     and the speedup; last the share of the bound that the kernel reaches in its faster mode. Columns that are the same in every row are left
-    out."""
+    out. ``libraries``: results of candidates that call a library, the fastest of which gets a column; with None there is none."""
     presets = len({result.preset for result in results}) > 1
     per_problem = len({(result.problem.id, result.preset) for result in results}) == len(results)
     modes = [mode for mode in MODES if any(result.speed_in(mode) is not None for result in results)]
@@ -67,8 +69,9 @@ def comparison_table(results: Sequence[Result]) -> TextTable:
         *(["bound"] if bounded else []),
         *(f"{mode}: {what}" for mode in modes for what in ("reference", "kernel", "speedup")),
         *(["of bound"] if bounded else []),
+        *([] if libraries is None else [LIBRARY]),
     ]
-    table = TextTable(columns, right=set(columns) - {"problem", "kernel", "preset"})
+    table = TextTable(columns, right=set(columns) - {"problem", "kernel", "preset", LIBRARY})
     for result in sorted(results, key=lambda item: (item.problem.id, preset_order(item.preset), item.candidate.name)):
         bound_us = _bound_us(result)
         table.add(
@@ -78,8 +81,29 @@ def comparison_table(results: Sequence[Result]) -> TextTable:
             *([NONE if bound_us is None else f"{bound_us:.3g}" if bound_us < 100 else f"{bound_us:.0f}"] if bounded else []),
             *(cell for mode in modes for cell in _cells(result.speed_in(mode))),
             *([_of_bound(result)] if bounded else []),
+            *([] if libraries is None else [best_library(result, libraries)]),
         )
     return table
+
+
+def best_library(result: Result, libraries: Iterable[Result]) -> str:
+    """Returns the fastest library on the same question and class of machine, and its speedup over the reference: in graph mode where that
+    was measured, else in eager mode."""
+    question = result.problem.id, result.problem.variant, result.preset, result.world_size, result.node
+    rivals = [item for item in newest(libraries) if item.correct]
+    rivals = [item for item in rivals if (item.problem.id, item.problem.variant, item.preset, item.world_size, item.node) == question]
+    for mode in ("graph", "eager"):
+        speeds = [(speed.speedup.median, item) for item in rivals if (speed := item.speed_in(mode)) is not None]
+        if speeds and result.speed_in(mode) is not None:
+            speedup, item = max(speeds, key=lambda pair: pair[0])
+            return f"{_library_name(item)} {speedup:.2f}{'' if mode == 'graph' else ' (eager)'}"
+    return NONE
+
+
+def _library_name(result: Result) -> str:
+    """Returns a candidate's name without its problem's number and its backend: ``fused`` of ``16_gemm_reducescatter_fused_pytorch``."""
+    name = result.candidate.name.removesuffix(f"_{result.candidate.backend}").removeprefix(f"{result.problem.id}_")
+    return name.removeprefix(f"{result.problem.slug}_")
 
 
 def speedups(figure: Any, results: Sequence[Result]) -> None:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from peerlane.problems.contract.count import Step
 from peerlane.report.tables import shown_speedup
-from peerlane.results.reader import newest, read_results
+from peerlane.results.reader import last_right, read_results
 from peerlane.results.record import Record
 from peerlane.results.result import Result
 from peerlane.selftest.calibrate import Calibration, read_calibrations
@@ -24,7 +24,8 @@ ONE_GPU = RESULTS / "h100x1"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", TWO_GPUS / "calibration.jsonl")
 PRODUCTION_OF_TWO = TWO_GPUS / "production.jsonl"
 SOLUTIONS = (
-    *(RESULTS / "h100x2" / f"{name}.jsonl" for name in ("solutions", "production")),
+    *(RESULTS / "h100x2" / f"{name}.jsonl" for name in ("solutions", "production", "bandwidth")),
+    *(RESULTS / "h100x1" / f"{name}.jsonl" for name in ("virtual_production", "virtual_bandwidth")),
     *(RESULTS / "h200x1" / f"{name}.jsonl" for name in ("virtual_solutions", "virtual_bandwidth")),
 )
 """the newest runs of our solutions on each class of machine"""
@@ -139,7 +140,7 @@ def read_evidence(root: Path) -> Evidence:
             steps.setdefault(item.problem, item.steps)
     public = _public_times(root / PUBLIC)
     solutions: dict[int, list[SolutionTime]] = {}
-    for result in newest(item for name in SOLUTIONS for item in _results(root / name)):
+    for result in last_right(item for name in SOLUTIONS for item in _results(root / name)):
         if result.correct and (result.candidate.path or "").rpartition("/")[2].startswith(f"p{result.problem.id:03d}_"):
             solutions.setdefault(result.problem.id, []).extend(_solution_times(result))
     return {

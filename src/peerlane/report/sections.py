@@ -17,6 +17,7 @@ from peerlane.report.kernels import LAYERS, backend_report, collectives_report, 
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_table, accuracy
 from peerlane.report.operators import operators_table
+from peerlane.report.production import production_section
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines
@@ -34,7 +35,8 @@ def _speeds(path: Path) -> str:
 def _solutions(path: Path) -> str:
     """Returns the table of speeds below a line for each launch mode that sums it up."""
     results = read_results(path)
-    return "\n".join([*summary(results), "", comparison_report(results)])
+    libraries = path.with_name("libraries.jsonl")
+    return "\n".join([*summary(results), "", comparison_report(results, read_results(libraries) if libraries.is_file() else [])])
 
 
 def _accuracy(path: Path) -> str:
@@ -100,7 +102,11 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _solutions),
     "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
-    "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", _speeds),
+    "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", production_section),
+    "bandwidth_of_two_h100": (RESULTS / "h100x2" / "bandwidth.jsonl", production_section),
+    "production_virtual": (ONE_GPU / "virtual_production.jsonl", production_section),
+    "bandwidth_virtual": (ONE_GPU / "virtual_bandwidth.jsonl", production_section),
+    "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
     "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
     **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", partial(layers_report, part=part)) for part in LAYERS},
@@ -126,7 +132,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
 
 DOCUMENTS = (
     Path("docs/measurements.md"),
-    *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "layers", "virtual-node")),
+    *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "layers", "production", "virtual-node")),
     Path("docs/science.md"),
     Path("docs/calibration.md"),
     Path("docs/ops-support.md"),

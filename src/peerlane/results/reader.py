@@ -106,6 +106,16 @@ def newest(results: Iterable[Result]) -> list[Result]:
     return list(found.values())
 
 
+def last_right(results: Iterable[Result]) -> list[Result]:
+    """Returns the last correct result of every problem and preset, or the last one if none is correct: runs come in slices, and repeat."""
+    found: dict[tuple[object, ...], Result] = {}
+    for result in results:
+        key = result.problem.id, result.preset, result.world_size, result.node, result.candidate.name
+        if key not in found or result.correct or not found[key].correct:
+            found[key] = result
+    return list(found.values())
+
+
 def as_document(results: Sequence[Result]) -> dict[str, Any]:
     """Results as one JSON object: ``environments`` by hash, and ``results`` as the lines of a file have them."""
     return {

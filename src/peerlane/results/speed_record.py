@@ -69,7 +69,9 @@ class ModeSpeed(Record):
     reference_clock_us: tuple[float, ...] = Field(default=(), description="the same blocks by the supervisor's clock")
     candidate_clock_us: tuple[float, ...] = ()
     utilisation: tuple[Utilisation, ...]
-    flags: tuple[str, ...] = Field(default=(), description="slower_reference: the reference's time before loading counts instead")
+    flags: tuple[str, ...] = Field(
+        default=(), description="slower_reference: the reference's time before loading counts instead; few_rounds: fewer than five rounds"
+    )
 
     @property
     def faster(self) -> bool:

@@ -103,9 +103,9 @@ def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
     assert int(block.latest()[0][0]) == 139
 
 
-def test_swaps_and_copies_alone_call_the_copied_slots_once_and_swap_as_often_as_it_says() -> None:
+def test_swaps_and_copies_alone_call_one_of_alike_slots_and_swap_as_often_as_said() -> None:
     inputs, outputs = slots_of(6)
     assert timed_block.copies_us("eager", solution, inputs, outputs, CPU, PLAN) == 250.0
-    assert [item for item in LOG if isinstance(item, int)] == [1, 2, 3, 4]
+    assert [item for item in LOG if isinstance(item, int)] == [1]
     held = [int(args[0][0]) for args in inputs.args]
     assert held == ([0, 1, 2, 3, 4, 5] if (timed_block.COPIES_RUNS + 1) % 2 == 0 else [0, 3, 4, 1, 2, 5])

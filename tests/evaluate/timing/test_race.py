@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import types
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.timing import race as race_module
-from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
+from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.evaluate.timing.race import draw_plan
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds, choose_calls
 from peerlane.settings import Deadlines, TimingRules
@@ -41,8 +42,9 @@ class World:
     """raised where the candidate's graph runs"""
     loaded: bool = False
     now_s: float = 0.0
-    slots: int = 4
+    slots: int = 128
     judge_s: float = 0.0
+    slot_bytes: float = 1.0
     collected: list[int] = field(default_factory=list)
     deadlines: list[tuple[int, float]] = field(default_factory=list)
     """of the blocks of the candidate's ranks: their calls, and how long they may take"""
@@ -139,10 +141,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     return worlds
 
 
-def measure(worlds: list[World], mode: str = "graph", rules: TimingRules | None = None, **script: Any) -> Any:
+def measure(worlds: list[World], mode: str = "graph", rules: TimingRules | None = None, *, end_s: float = math.inf, **script: Any) -> Any:
     world = World(**script)
     worlds.append(world)
-    benchmark = Benchmark(world, (mode,), rules or TimingRules(), None, (), 80e9)  # type: ignore[arg-type]
+    benchmark = Benchmark(world, (mode,), rules or TimingRules(), None, (), 80e9, end_s)  # type: ignore[arg-type]
     benchmark.baseline()
     world.loaded = True
     benchmark.measure(mode)  # type: ignore[arg-type]
@@ -200,6 +202,25 @@ def test_calls_that_take_long_are_few_and_their_race_keeps_to_its_budget(clock: 
     assert speed.calls_per_block == 2 and speed.rounds == race_module._FEWEST_ROUNDS
     assert speed.speedup.median == pytest.approx(2.0, rel=0.04)
     assert clock[-1].now_s < 30, "probe, baseline and race"
+
+
+def test_a_race_that_begins_late_has_few_rounds_and_says_so(clock: list[World]) -> None:
+    slow = {"reference_us": 500_000.0, "candidate_us": 250_000.0}
+    late = measure(clock, end_s=0.0, **slow)
+    assert late.rounds == race_module._LEAST_ROUNDS["candidate"] and late.flags == ("few_rounds",)
+    assert late.speedup.n == late.rounds and clock[-1].now_s < 11, "probe, two rounds of the baseline, and three"
+    assert measure(clock, end_s=1e9, **slow).flags == ()
+
+
+def test_of_large_slots_one_a_round_waits_to_be_judged(clock: list[World]) -> None:
+    speed = measure(clock, slot_bytes=3e9)
+    assert len(clock[-1].collected) <= speed.rounds < len(measure(clock) and clock[-1].collected)
+
+
+def test_slow_references_get_few_slots() -> None:
+    assert slots_to_time(30e-6, TimingRules()) == 128
+    assert slots_to_time(1e-3, TimingRules()) == 20
+    assert slots_to_time(0.5, TimingRules()) == 8
 
 
 @pytest.mark.parametrize("failure", [GroupFailure("hang", "timing", "no answer", ranks=[1], deadline_s=30.0), Rejected(WRONG)])

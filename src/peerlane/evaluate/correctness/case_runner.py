@@ -120,6 +120,10 @@ class CaseRunner:
     """what comparing one slot took, last time"""
     reference_s: float = 0.0
     """the longest that one call of the reference took on a rank, at this time and on this machine"""
+    quickest_s: float = 0.0
+    """the shortest, on the rank where it took longest"""
+    block_s: float = 0.0
+    """what as many calls as a block has took the candidate, one behind the other"""
     call_s: float = 0.0
     """what one call took at rest, messages included, last time"""
     _waiting: list[str] = field(default_factory=list)
@@ -135,6 +139,7 @@ class CaseRunner:
         self.layouts = [answer.layout for answer in opened]
         self.slots, self.alike = len(self.layouts[0].arguments), kinds_of_slots(self.layouts)
         self.reference_s = max(answer.reference_s for answer in opened)
+        self.quickest_s = max(answer.quickest_s for answer in opened)
         self.candidate.attach_case(self.case, self.layouts)
 
     @property
@@ -147,8 +152,9 @@ class CaseRunner:
         self.trusted.close_case()
 
     def deadline(self, seconds: float, calls: int = 1) -> float:
-        """Returns the timeout of so many calls of the candidate: ``seconds``, or more where the reference is slow here."""
-        return max(seconds, _PATIENCE * calls * self.reference_s)
+        """Returns the timeout of so many calls of the candidate: ``seconds``, or more where the reference is slow here, or where it is
+        known that the candidate is slow and does return."""
+        return max(seconds, _PATIENCE * calls * self.reference_s, 2 * self.block_s if calls > 1 else 0.0)
 
     def generate_inputs(self, *, mixed: bool = False, slots: int | None = None) -> None:
         """New contents in every slot, or in the first ``slots``. ``mixed``: integer draws in one or more of them, at random, where the

@@ -24,13 +24,16 @@ MOST_OF_FEWEST_BYTES = 2 << 30
 @dataclass(frozen=True)
 class Layouts:
     """Of the slots of a case: the arguments of every rank, and this rank's outputs; the bytes that each takes on this rank.
-    ``reference_s``: the longest that one call of the reference took, warm-up and waiting for peers included."""
+    ``slot_bytes``: of the inputs or the outputs of a slot, on the rank that needs most. ``reference_s``: the longest that one call of the
+    reference took, warm-up and waiting for peers included. ``quickest_s``: the shortest."""
 
     arguments: list[list[Description]]
     outputs: list[Description]
     input_bytes: int
     output_bytes: int
+    slot_bytes: int
     reference_s: float
+    quickest_s: float
 
 
 def find_layouts(inputs: Inputs, slots: int, most_bytes: float, groups: Mapping[str, Any]) -> Layouts:
@@ -57,7 +60,8 @@ def find_layouts(inputs: Inputs, slots: int, most_bytes: float, groups: Mapping[
     mine, output = describe(first), answer(first)
     del drawn, first
     everyone = _gather((mine, fixed, max(place_slots([item])[1] for item in (mine, output))))
-    slots = slots_that_fit(slots, max(size for _, _, size in everyone), most_bytes)
+    slot_bytes = max(size for _, _, size in everyone)
+    slots = slots_that_fit(slots, slot_bytes, most_bytes)
     answers: dict[str | int, Description] = {}
 
     def described(slot: int) -> Description:
@@ -77,7 +81,7 @@ def find_layouts(inputs: Inputs, slots: int, most_bytes: float, groups: Mapping[
             answers[key] = answer(tree(slot))
     placed = [place_slots(items) for items in arguments]
     outputs, output_bytes = place_slots(answers[key] for key in alike)
-    return Layouts([layout for layout, _ in placed], outputs, placed[inputs.rank][1], output_bytes, max(times))
+    return Layouts([layout for layout, _ in placed], outputs, placed[inputs.rank][1], output_bytes, slot_bytes, max(times), min(times))
 
 
 def slots_that_fit(slots: int, slot_bytes: int, most_bytes: float) -> int:

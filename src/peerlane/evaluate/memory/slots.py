@@ -47,6 +47,12 @@ def place_slots(descriptions: Iterable[Description]) -> tuple[list[Description],
     return layout, offset
 
 
+def place_in_one(layout: Iterable[Description]) -> tuple[list[Description], int]:
+    """Placed descriptions of slots that all lie in the same place, and the offset behind the longest: for what nobody reads."""
+    placed = [place_all(description, FRONT_BYTES) for description in layout]
+    return [description for description, _ in placed], max((end for _, end in placed), default=FRONT_BYTES)
+
+
 def slot_range(layout: Description) -> slice:
     """The bytes of an arena in which a placed slot lies: its tensors follow each other."""
     placed = list(tensor_descriptions(layout))
@@ -182,6 +188,10 @@ class OutputRegions:
         if not self._updates:
             return args
         return tuple(map_leaves(item, _same) if place in self._updates.values() else item for place, item in enumerate(args))
+
+    def shapes(self, slot: int) -> list[tuple[torch.Size, torch.dtype]]:
+        """Returns the shapes and dtypes of a slot's outputs."""
+        return [(region.shape, region.dtype) for region in self.views[slot]]
 
     def take(self, slot: int, output: Tree, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """Describes what a call with ``args`` returned, and copies every tensor that has the expected shape and dtype into its region.

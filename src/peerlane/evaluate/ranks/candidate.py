@@ -191,6 +191,7 @@ class CandidateRank(Rank):
     def load_candidate(self, request: wire.LoadCandidate) -> wire.Done:
         """Imports the candidate's ``source``, which was at ``path``."""
         self._drop_block()
+        self.give_back()  # what the reference has left
         self._loaded, self._reference = True, None
         self._own_libraries = mapped_libraries()
         extensions.use_cache(request.cache)

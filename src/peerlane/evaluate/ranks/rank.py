@@ -5,13 +5,12 @@ Imports the standard library, torch and peerlane's problems; the candidate's sid
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import datetime
 import gc
 import importlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from peerlane.problems.contract.spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Any], wire.Answer | list[wire.Answer]]
 
+_MEETING = datetime.timedelta(minutes=10)  # the supervisor has timeouts of its own
 _KEPT_BYTES = 1 << 30  # of memory, that a rank may keep for later
 
 _CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
@@ -81,8 +81,11 @@ class Rank:
         self.cluster = Cluster(config.get("nodes", 1), config.get("emulated_ranks", self.world_size))
         self.place = Place.of(config["device"])
         self.device = torch.device("cuda", gpus[rank]) if self.place.has_gpus else torch.device("cpu")
+        self.shares_gpu = len({*gpus}) < self.world_size
         Arena.begin_at(rank * config.get("memory_range", 0))
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._store: Any = None
+        self._meetings = 0
         self.handlers: dict[type[wire.Request[Any]], Handler] = {
             wire.Initialize: self.initialize,
             wire.ExportArena: self.export_arena,
@@ -105,7 +108,7 @@ class Rank:
         """Joins the process group and runs one collective, so that connections exist."""
         if self.cluster.nodes > 1:
             keep_symmetric_memory_within_nodes(self.cluster)
-        store = dist.FileStore(  # type: ignore[attr-defined]
+        store = self._store = dist.FileStore(  # type: ignore[attr-defined]
             str(Path(self.config["folder"]) / "store"), self.world_size
         )
         if self.place.has_gpus:
@@ -161,6 +164,8 @@ class Rank:
     ) -> wire.PreparedBlock:
         """Builds a timed block in the request's launch mode; for graphs this captures, and a failed capture is an answer, not an error."""
         self.block = None
+        if request.mode == "graph":  # which has memory of its own, beside what calls have left for later ones
+            self.give_back()
         try:
             self.block = make_block(request.mode, solution, arguments, outputs, self.device, request.plan)
         except Exception as error:
@@ -209,15 +214,13 @@ class Rank:
         if self.place.has_gpus:
             torch.cuda.synchronize()
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Lets one rank of a GPU at a time do what is done in here."""
-        if not self.place.has_gpus or self.world_size == 1:
-            yield
-            return
-        with open(Path(self.config["folder"]) / f"turn{self.device.index}", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def meet(self) -> None:
+        """Waits until all ranks are here, on the host: kernels of collectives wait for a few seconds only."""
+        self._meetings += 1
+        here, all_here = f"meeting {self._meetings}", f"meeting {self._meetings} is complete"
+        if self._store.add(here, 1) == self.world_size:
+            self._store.set(all_here, "")
+        self._store.wait([all_here], _MEETING)
 
     def give_back(self) -> None:
         """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it, if it is much: small cases

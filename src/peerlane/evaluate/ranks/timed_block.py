@@ -188,7 +188,13 @@ def make_block(
 def copies_us(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> float:
     """Returns the microseconds of a block's swaps and output copies without its calls: the shortest of a few runs. The plan's swaps are
     carried out ``COPIES_RUNS + 1`` times."""
-    answers = {slot: solution(*outputs.fresh(inputs.args[slot])) for slot in sorted(plan.copied)}
+    alike: dict[str, Tree] = {}  # one answer stands for all of its layout: several may take more memory than there is
+    answers = {}
+    for slot in sorted(plan.copied):
+        layout = repr(outputs.shapes(slot))
+        if layout not in alike:
+            alike[layout] = solution(*outputs.fresh(inputs.args[slot]))
+        answers[slot] = alike[layout]
     slots = itertools.cycle(range(plan.calls))
     kind = EagerBlock if mode == "eager" else _CopiesGraph
     block = kind(lambda *_: answers.get(next(slots)), inputs, outputs, device, plan)

@@ -11,7 +11,6 @@ process's private memory, and an arena is cleared before it is handed out.
 from __future__ import annotations
 
 import base64
-import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -104,7 +103,7 @@ class TrustedRank(Rank):
             output_bytes=current.output_bytes,
             groups={name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
         )
-        return wire.OpenedCase(layout, self._layouts[key].reference_s)
+        return wire.OpenedCase(layout, self._layouts[key].reference_s, self._layouts[key].quickest_s)
 
     def close_case(self, request: wire.CloseCase) -> wire.Done:
         """Frees a case's memory."""
@@ -173,8 +172,7 @@ class TrustedRank(Rank):
         """
         current = self.opened(request.space)
         for slot, source, described in zip(request.slots, request.contents, request.outputs, strict=True):
-            inputs = current.staging[current.spans(source)[self.rank]].clone()
-            current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.taken(slot), inputs))
+            current.collect(slot, source, described)
             if slot in request.intact:
                 current.changes += _changes(current, source, slot)
         self.synchronize()
@@ -216,18 +214,44 @@ class TrustedRank(Rank):
         )
 
     def _judge_all(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[wire.SlotScore]:
-        """Judges one snapshot after the other, large ones in turns with the other ranks on this GPU: an answer takes many times its size in
-        float64, and ranks that compute at once gain nothing."""
-        waiting = iter(snapshots)
-        for inputs in self._all_inputs(current, snapshots):
-            snapshot = next(waiting)
-            large = snapshot.nbytes > _GATHERED_BYTES
-            with self.turn() if large else contextlib.nullcontext():
+        """Judges one snapshot after the other. Where ranks share a GPU, they take turns with large ones: an answer takes many times its
+        size in float64, and ranks that compute at once gain nothing."""
+        large = current.slot_bytes > _GATHERED_BYTES
+        widths = [aligned(max(1, *(span.stop - span.start for span in current.spans(snapshot.source)))) for snapshot in snapshots]
+        begin = 0
+        while begin < len(snapshots):
+            if large and self.shares_gpu:
+                yield self._judge_in_turn(current, snapshots[begin], widths[begin])
+                begin += 1
+                continue
+            end, offsets = begin, [0]
+            while end < len(snapshots) and (end == begin or offsets[-1] + widths[end] <= _GATHERED_BYTES):
+                offsets.append(offsets[-1] + widths[end])
+                end += 1
+            waiting = iter(snapshots[begin:end])
+            for inputs in self._all_inputs(current, snapshots[begin:end], offsets):
+                snapshot = next(waiting)
                 yield self._judge(current, snapshot, inputs)
                 snapshot.tensors.clear()
                 del inputs  # before those of the next slot are gathered
                 if large:
                     self.give_back()
+            begin = end
+
+    def _judge_in_turn(self, current: OpenCase, snapshot: Snapshot, width: int) -> wire.SlotScore:
+        """Judges a snapshot while the other ranks wait: one of them at a time holds the inputs of all."""
+        own, score = _padded(snapshot.inputs, width), None
+        for reader in range(self.world_size):
+            everyone = own.new_empty((self.world_size, width)) if reader == self.rank else None
+            dist.gather(own, None if everyone is None else [*everyone], dst=reader)
+            if everyone is not None:
+                score = self._judge(current, snapshot, self._arguments_of_all(current, snapshot, [*everyone]))
+                snapshot.tensors.clear()
+                del everyone
+                self.give_back()
+            self.meet()  # an oracle may take longer than a collective waits
+        assert score is not None, "every rank has its turn"
+        return score
 
     def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> wire.SlotScore:
         problem, case, slot = current.problem, current.case, snapshot.slot
@@ -250,29 +274,25 @@ class TrustedRank(Rank):
             digests=judged.digests if problem.replicated else (),
         )
 
-    def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[list[tuple[Any, ...]]]:
-        """For one snapshot after the other the call's arguments on every rank, for the oracle; process groups stay references by name."""
-        widths = [aligned(max(1, *(span.stop - span.start for span in current.spans(snapshot.source)))) for snapshot in snapshots]
-        begin = 0
-        while begin < len(snapshots):
-            end, offsets = begin, [0]
-            while end < len(snapshots) and (end == begin or offsets[-1] + widths[end] <= _GATHERED_BYTES):
-                offsets.append(offsets[-1] + widths[end])
-                end += 1
+    def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot], offsets: list[int]) -> Iterator[list[tuple[Any, ...]]]:
+        """For one snapshot after the other the call's arguments on every rank, for the oracle; process groups stay references by name.
+        ``offsets``: where each snapshot's inputs lie in what is gathered from a rank, and behind them its size."""
+        if len(snapshots) == 1:
+            own = _padded(snapshots[0].inputs, offsets[-1])
+        else:
             own = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
-            for snapshot, offset in zip(snapshots[begin:end], offsets, strict=False):
+            for snapshot, offset in zip(snapshots, offsets, strict=False):
                 own[offset : offset + snapshot.inputs.numel()] = snapshot.inputs
-            everyone = own.new_empty(self.world_size * own.numel())
-            dist.all_gather_into_tensor(everyone, own)
-            for snapshot, offset in zip(snapshots[begin:end], offsets, strict=False):
-                yield [
-                    self._arguments(layout[snapshot.source], data[offset:], span.start)
-                    for layout, data, span in zip(
-                        current.layouts, everyone.chunk(self.world_size), current.spans(snapshot.source), strict=True
-                    )
-                ]
-            del own, everyone
-            begin = end
+        everyone = own.new_empty(self.world_size * own.numel())
+        dist.all_gather_into_tensor(everyone, own)
+        del own
+        for snapshot, offset in zip(snapshots, offsets, strict=False):
+            yield self._arguments_of_all(current, snapshot, [data[offset:] for data in everyone.chunk(self.world_size)])
+
+    def _arguments_of_all(self, current: OpenCase, snapshot: Snapshot, gathered: list[torch.Tensor]) -> list[tuple[Any, ...]]:
+        """The arguments of a snapshot's call on every rank, whose bytes are ``gathered``."""
+        layouts = zip(current.layouts, gathered, current.spans(snapshot.source), strict=True)
+        return [self._arguments(layout[snapshot.source], data, span.start) for layout, data, span in layouts]
 
     @staticmethod
     def _arguments(layout: Description, data: torch.Tensor, start: int) -> tuple[Any, ...]:
@@ -295,6 +315,15 @@ class TrustedRank(Rank):
         if self.place.has_gpus:
             torch.cuda.empty_cache()
         return wire.MeasuredMargins(asdict(found))
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    """The bytes, and so many more that ``size`` of them can be sent; not copied if there are enough."""
+    if data.numel() == size:
+        return data
+    longer = data.new_empty(size)
+    longer[: data.numel()] = data
+    return longer
 
 
 def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch.Tensor]]:

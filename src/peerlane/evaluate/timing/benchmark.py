@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +23,15 @@ from peerlane.settings import TimingRules
 _PROBE_CALLS = 8
 _FEWEST_CALLS, _MOST_CALLS = 4, 128  # per block: fewer leave no room for swaps, more take long to capture
 _FEWEST_LONG_CALLS, _LONG_CALL_US = 2, 25_000.0  # so few are enough of calls that take so long: nothing is gained by working ahead
+_MORE_CALLS = 4  # in graphs, than of an eager call's time fill a block: launches may take most of it
+_BASELINE_SHARE = 0.4  # of the time there is
 _ARENA_SHARE = 0.04  # of the GPU's memory, for a block's inputs, and as much for its outputs: candidates need the rest
+
+
+def slots_to_time(quickest_s: float, rules: TimingRules) -> int:
+    """Returns how many slots blocks may need, of a reference whose quickest call took so long: each has to be drawn, and costs memory."""
+    enough = _MORE_CALLS * max(rules.min_block_us.values()) / max(1.0, 1e6 * quickest_s)
+    return max(_PROBE_CALLS, min(_MOST_CALLS, math.ceil(enough)))
 
 
 class Unmeasurable(Exception):
@@ -38,7 +48,8 @@ class Benchmark:
     """Times one case in several modes: :meth:`baseline` before ``load``, then :meth:`first_calls`, :meth:`measure` for each mode, and
     :meth:`record` when all are measured.
 
-    ``memory_bytes``: of the GPU of one rank. ``unmeasurable``: the modes that are not tried, and why.
+    ``runner`` has as many slots as :func:`slots_to_time` says. ``memory_bytes``: of the GPU of one rank. ``end``: when it has to be done,
+    on the clock ``time.monotonic``: races have fewer rounds then. ``unmeasurable``: the modes that are not tried, and why.
     ``broken``: a capture of the reference failed, so that the ranks are in a state that nobody knows; the mode is unmeasurable, and others
     are to be timed with fresh ranks. ``calls``: per block, by mode.
 
@@ -51,18 +62,22 @@ class Benchmark:
     profile: HardwareProfile | None
     peaks: tuple[Peaks, ...]
     memory_bytes: float
+    end: float = math.inf
     baselines: dict[str, Race] = field(default_factory=dict)
     races: dict[str, Race] = field(default_factory=dict)
     unmeasurable: dict[str, str] = field(default_factory=dict)
     broken: bool = False
     calls: dict[str, int] = field(default_factory=dict)
+    long_calls: bool = False
+    """A few calls fill a block, and leave nothing to be warmed up."""
 
     def baseline(self) -> None:
         """Lays the case out, chooses the blocks' sizes, and times reference against reference in every mode, unless it breaks."""
         problem, rules, runner = self.runner.problem, self.rules, self.runner
         for mode in set(self.modes) - set(problem.modes):
             self.unmeasurable[mode] = f"the reference cannot be captured: {problem.graph_reason}"
-        runner.slots, runner.most_bytes = _MOST_CALLS, _ARENA_SHARE * self.memory_bytes
+        runner.most_bytes, begin = _ARENA_SHARE * self.memory_bytes, time.monotonic()
+        end = begin + _BASELINE_SHARE * (self.end - begin)
         runner.open()
         modes = sorted(set(self.modes) - set(self.unmeasurable))  # eager first
         probed = min(_PROBE_CALLS if runner.reference_s < _LONG_CALL_US / 1e6 else _FEWEST_LONG_CALLS, runner.slots)
@@ -70,14 +85,15 @@ class Benchmark:
         try:
             call_us = 0.0
             for mode in modes:
-                if call_us < _LONG_CALL_US:  # else the calls of the eager mode, which came first, will do
+                if not self.long_calls:  # else the calls of the eager mode, which came first, will do
                     call_us = self._new_race(mode, "reference", calls=probed).probe_us()
-                fewest = min(_FEWEST_CALLS if call_us < _LONG_CALL_US else _FEWEST_LONG_CALLS, runner.slots)
+                self.long_calls = call_us >= _LONG_CALL_US
+                fewest = min(_FEWEST_LONG_CALLS if self.long_calls else _FEWEST_CALLS, runner.slots)
                 self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, fewest)
             self._call_every_slot("reference")
             for mode in modes:
                 race = self._new_race(mode, "reference", calls=self.calls[mode])
-                race.run(rules.baseline_s)
+                race.run(rules.baseline_s, end, warm=not self.long_calls)
                 self.baselines[mode] = race
         except CaptureFailed as failure:
             self.unmeasurable[mode] = f"the reference could not be captured here: {failure}"
@@ -91,7 +107,9 @@ class Benchmark:
         if self.calls:
             runner, calls = self.runner, max(self.calls.values())
             runner.refresh_inputs(calls)
+            begin = time.monotonic()
             runner.candidate.call(range(calls), "timing", runner.deadline(runner.session.deadlines.first_call, calls), side=side)
+            runner.block_s = time.monotonic() - begin
 
     def measure(self, mode: Mode) -> None:
         """Races the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
@@ -132,12 +150,17 @@ class Benchmark:
         return race.reference_us() / self.baselines[mode].reference_us()
 
     def _race(self, mode: Mode) -> None:
-        """A race, and a second one if the reference was slower beside the candidate than before; the less disturbed one counts."""
+        """A race, and a second one, if there is time, if the reference was slower beside the candidate than before; the less disturbed one
+        counts."""
         races: list[Race] = []
+        begin = time.monotonic()
+        end = begin + (self.end - begin) / max(1, len(set(self.baselines) - set(self.races)))
         while len(races) < 2 and not (races and self.slowdown(mode, races[-1]) <= 1 + self.rules.slowdown_limit[mode]):
+            if races and 2 * time.monotonic() - begin > end:
+                break
             race = self._new_race(mode, "candidate", calls=self.calls[mode])
             try:
-                race.run(self.rules.budget_s)
+                race.run(self.rules.budget_s, end, warm=not self.long_calls)
             except CaptureFailed as failure:
                 what = "the reference could not be captured again" if failure.trusted else "cannot be captured"
                 raise Unmeasurable(f"{what}: {failure}") from None
@@ -175,7 +198,7 @@ class Benchmark:
             reference_clock_us=tuple(round(block.clock_us, 3) for block in race.references),
             candidate_clock_us=tuple(round(block.clock_us, 3) for block in race.others),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
-            flags=("slower_reference",) if slower else (),
+            flags=(*(("few_rounds",) if race.cut_short else ()), *(("slower_reference",) if slower else ())),
         )
 
     def _costs(self) -> list[Any]:

@@ -20,6 +20,8 @@ _ROUNDS_PER_CAPTURE = 5  # graphs are captured anew: how fast a graph is depends
 _WARM_ROUNDS = 3  # clocks, caches and connections become steady
 _WARM_S = 0.5  # is enough for that in fewer, longer rounds
 _FEWEST_ROUNDS = 5  # where they use up the budget: a round is long then, and its noise small
+_LEAST_ROUNDS = {"reference": 2, "candidate": 3}  # by side, where they use up a multiple of it, or the evaluation has no more time
+_PATIENCE = 3.0
 _PROBES, _PROBE_S = 3, 0.2  # blocks of a probe, and the time behind which one is enough
 _COMPARED_OTHERS = 1  # outputs per block besides those of swapped calls and the last: any call may be compared
 _JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer than the calls
@@ -57,24 +59,26 @@ class Race(Rounds):
     mode: wire.LaunchMode
     side: wire.Side
     rules: TimingRules
+    cut_short: bool = False
+    """There was too little time for the usual number of rounds."""
     _plan: wire.BlockPlan = field(init=False)
     _rounds_since: int = 0
     """rounds since the plan was drawn"""
 
-    def run(self, budget_s: float) -> None:
-        """Warm-up, then rounds until the interval is narrow or the budget is spent. Raises :class:`CaptureFailed`, :class:`Rejected` and
-        GroupFailure."""
+    def run(self, budget_s: float, end: float = math.inf, *, warm: bool = True) -> None:
+        """Warm-up, then rounds until the interval is narrow, the budget is spent, or it is ``end`` on the clock ``time.monotonic``. Raises
+        :class:`CaptureFailed`, :class:`Rejected` and GroupFailure."""
         runner = self.runner
         runner.discard()
         runner.refresh_inputs(self.calls)
         self.prepare()
         begin = time.monotonic()
-        for number in range(_WARM_ROUNDS):
+        for number in range(_WARM_ROUNDS if warm else 0):
             if number and time.monotonic() - begin > _WARM_S:
                 break
             self._round(compared=False)
         begin = time.monotonic()
-        while not self._knows_enough(time.monotonic() - begin, budget_s):
+        while not self._knows_enough(time.monotonic() - begin, budget_s, late=time.monotonic() >= end):
             if self._rounds_since >= (_ROUNDS_PER_CAPTURE if self.mode == "graph" else 1):
                 self.prepare()
             reference, other = self._round(compared=self.side == "candidate")
@@ -86,10 +90,13 @@ class Race(Rounds):
                 raise Rejected(IntegrityFailure(phase="timing", what=what))
             runner.judge("timing")
 
-    def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
-        count = len(self.others)
-        if passed_s >= budget_s:
-            return count >= min(_FEWEST_ROUNDS, self.rules.min_rounds)
+    def _knows_enough(self, passed_s: float, budget_s: float, *, late: bool = False) -> bool:
+        count, fewest = len(self.others), min(_FEWEST_ROUNDS, self.rules.min_rounds)
+        if late or passed_s >= budget_s:
+            hurried = late or passed_s >= _PATIENCE * budget_s
+            enough = count >= (min(_LEAST_ROUNDS[self.side], fewest) if hurried else fewest)
+            self.cut_short = enough and count < fewest
+            return enough
         if count < self.rules.min_rounds or count % _ROUNDS_PER_LOOK:
             return False
         target = self.rules.offset_half_width if self.side == "reference" else self.rules.target_half_width[self.mode]
@@ -200,12 +207,13 @@ class Race(Rounds):
             runner.recheck_output(self.calls - 1, "timing", ended)
 
     def _choose_compared(self) -> Sequence[int]:
-        """The copied slots, or as many of them at random as can be judged in time. The r-th round has one with a chance of 2/r at least, or
-        1/r where judging takes seconds, however long it takes: that is up to the candidate, too."""
+        """The copied slots, or as many of them at random as can be judged in time, and wait in little memory. The r-th round has one with a
+        chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too."""
         copied, rounds = self._plan.copied, len(self.others) + 1
         affordable = _JUDGING_S / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
         fewest = _FEWEST_COMPARED if self.runner.judge_s < _SLOW_JUDGING_S else _FEWEST_SLOW_COMPARED
         affordable = max(affordable, min(1.0, fewest / rounds))
+        affordable = min(affordable, max(1.0, _MOST_WAITING_BYTES // max(1.0, self.runner.slot_bytes)))
         if affordable >= len(copied):
             return copied
         count = math.floor(affordable) + (_dice.random() < affordable % 1)

@@ -1,0 +1,50 @@
+"""Production sizes: verdict, speed, bound and best library of every problem, and why some kernels are slower than the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from peerlane.report.comparison import comparison_report, summary
+from peerlane.report.sweep import MODES
+from peerlane.results.reader import last_right, read_results
+from peerlane.results.result import Result
+from peerlane.words import counted
+
+SLOWER = 0.95
+"""A speedup below this is explained."""
+
+REASONS: Mapping[int, str] = {}
+"""By problem, why its kernel is slower than the reference at a production size. Written by hand, here and nowhere else."""
+
+NO_RUN = "No run is recorded here."
+
+
+def production_section(path: Path) -> str:
+    """Returns the table of a file of results below lines that sum it up, and what is slower than the reference, with the reason.
+
+    ``libraries.jsonl`` beside it has the results of libraries. A file that does not exist is a run that has not been made.
+    """
+    if not path.is_file():
+        return NO_RUN
+    results, libraries = last_right(read_results(path)), path.with_name("libraries.jsonl")
+    rivals = read_results(libraries) if libraries.is_file() else []
+    return "\n".join([*summary(results), *_wrong(results), "", comparison_report(results, rivals), "", *slower_lines(results)]).rstrip()
+
+
+def slower_lines(results: Sequence[Result]) -> list[str]:
+    """Returns a line for every kernel that is clearly slower than the reference in a launch mode, with the reason if it is known."""
+    lines = []
+    for result in sorted(results, key=lambda item: item.problem.id):
+        speeds = [(mode, speed.speedup.median) for mode in MODES if (speed := result.speed_in(mode)) is not None]
+        if slow := [f"{speedup:.2f} in {mode} mode" for mode, speedup in speeds if speedup < SLOWER]:
+            why = REASONS.get(result.problem.id, "not known yet")
+            lines.append(f"* {result.problem.id} {result.problem.slug}: {', '.join(slow)}. Reason: {why.rstrip('.')}.")
+    return [f"Slower than {SLOWER:g} times the reference:", "", *lines] if lines else []
+
+
+def _wrong(results: Sequence[Result]) -> list[str]:
+    """Returns a line that counts the verdicts other than correct; none without any."""
+    kinds = [result.verdict.kind for result in results if not result.correct]
+    each = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+    return [f"* {counted(len(kinds), 'problem')} without a speed: {each}."] if kinds else []
