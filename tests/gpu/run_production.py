@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from peerlane import problems
 from peerlane.results.reader import FILE, last_right, read_results
 from peerlane.results.result import Result
 
@@ -57,7 +56,8 @@ def covered(candidates: Sequence[str]) -> set[int]:
     from peerlane.evaluate import discover
 
     numbers = {candidate.problem for candidate in discover(list(candidates))}
-    return {number for number in numbers if number is not None} or {problem.id for problem in problems.all_problems(1)}
+    known = {number for group in GROUPS for number in group}
+    return known & {number for number in numbers if number is not None} or known
 
 
 def line(result: Result) -> str:
