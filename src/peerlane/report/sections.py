@@ -103,13 +103,16 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _solutions),
     "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
     "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", production_section),
-    "bandwidth_of_two_h100": (RESULTS / "h100x2" / "bandwidth.jsonl", production_section),
-    "production_virtual": (ONE_GPU / "virtual_production.jsonl", production_section),
-    "bandwidth_virtual": (ONE_GPU / "virtual_bandwidth.jsonl", production_section),
+    "production_of_two_h200": (TWO_GPUS / "production_solutions.jsonl", production_section),
     "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
     "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
-    **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", partial(layers_report, part=part)) for part in LAYERS},
+    **{
+        f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", partial(layers_report, part=part))
+        for part in LAYERS
+        if part != "dispatch"
+    },
+    "layers_dispatch_of_two_h200": (TWO_GPUS / "layers.jsonl", partial(layers_report, part="dispatch")),
     "backend_virtual": (ONE_GPU / "backend.json", backend_report),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),

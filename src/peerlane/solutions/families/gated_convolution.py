@@ -391,7 +391,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tiling:
-    """What a team has in shared memory: ``channels``, ``subtiles`` stretches of eight segments of 16 ``steps`` positions, and history."""
+    """A team's part in shared memory: ``channels``, ``subtiles`` stretches of eight segments of 16 ``steps`` positions, and history."""
 
     channels: int
     subtiles: int

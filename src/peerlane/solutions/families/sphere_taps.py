@@ -233,7 +233,7 @@ class Mixing(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What becomes of responses, and how many channels and filters a thread has at a time."""
+    """The use of responses, and how many channels and filters a thread has at a time."""
 
     mode: str
     channels: int
