@@ -45,6 +45,7 @@ from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
 from peerlane.ops.preparation import ExpertLayers, prepare
 from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.shapes import product as _product
+from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
@@ -68,6 +69,8 @@ __all__ = [
     "memory_report",
     "prepare",
     "reduce_scatter",
+    "reduce_scatter_rms_norm",
+    "reduce_scatter_rms_norm_fp8",
     "replicate",
     "ring_attention",
     "row_gather_gemm",
