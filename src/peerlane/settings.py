@@ -49,6 +49,8 @@ def checks_calls() -> bool:
 
 
 WAIT_LIMIT = "PEERLANE_WAIT_LIMIT_S"
+CANDIDATE_WAIT_S = 10
+"""after which waits of candidates' kernels trap; the supervisor has timeouts for the rest"""
 
 
 def wait_limit_s() -> float | None:
@@ -256,6 +258,9 @@ class Deadlines:
     first_call: float = 90.0
     calls: float = 30.0
     """for one request that calls the candidate at rest, under stress or to be timed; more where the reference is slow or the node busy"""
+    quiet: float = 5.0
+    """for one call at rest, if its ranks make no progress: no page fault, no read or write, no wait that ends. Only evaluations with a time
+    limit have it, and at least a twelfth of that limit: such a call could not be repeated often enough"""
     exit: float = 5.0
     trusted: float = 120.0
     """for one request to the trusted ranks, which run our code only: input generation, the reference, the oracle"""
@@ -302,7 +307,7 @@ class PoolSettings:
     builds: int | None = None
     """candidates that are compiled at a time before it is their turn, each in a process of its own; None: as many as cores allow"""
     judged_at_a_time: int | None = None
-    """candidates that are judged side by side where nothing is timed; None: as many as cores allow, those that hang apart"""
+    """candidates that are judged side by side where nothing is timed; None: one on GPUs, elsewhere as many as cores allow, hangs apart"""
     start_attempts: int = 3
     """to get a rank group up, before an evaluation ends as harness_error"""
     back_off_s: float = 1.0

@@ -52,7 +52,7 @@ COMMAND_LINE = {
     "demo": "--examples --preset --world-size --device --json",
     "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --out --json",
     "serve": "--host --port --out --problems --world-size --device --ranks-per-gpu --isolation --token-file --queue-limit --share "
-    "--drain --check",
+    "--drain --judges --check",
     "prompt": "problem_name --problems --disguise --backend --track --hardware --world-size --preset --variant --shots --json",
     "docs": "--write --check --site --folder",
     "generate": "problem --model --problems --disguise --samples --out --backend --track --hardware --world-size --preset --variant "

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from peerlane.device import compile_cubin
-from peerlane.device.host import cuda_bindings
+from peerlane.device.host import cuda_bindings, jit
 from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.evaluate.correctness.jitter import SM_HOLDER
 
@@ -158,3 +158,14 @@ def test_after_the_timeout_a_process_compiles_itself(cache: Path, monkeypatch: p
     with cubin.path.with_suffix(".lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert compile_cubin(KERNEL, defines={"FACTOR": 2}).compiled_here
+
+
+def test_headers_come_from_the_toolkit_where_there_is_no_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    for folder in (nvcc.parent, tmp_path / "cuda" / "include" / "cccl"):
+        folder.mkdir(parents=True)
+    nvcc.touch(0o755)
+    monkeypatch.setenv("PATH", str(nvcc.parent))
+    assert all("site-packages" in str(folder) for folder in jit.toolkit_dirs.__wrapped__())
+    monkeypatch.setattr(jit.importlib.util, "find_spec", lambda name: None)
+    assert jit.toolkit_dirs.__wrapped__() == (tmp_path / "cuda" / "include", tmp_path / "cuda" / "include" / "cccl")

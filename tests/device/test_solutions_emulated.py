@@ -19,7 +19,7 @@ from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.problems import Case
-from peerlane.solutions.families import clipping, delta_rule, fp8_history, nucleus, training_step
+from peerlane.solutions.families import clipping, delta_rule, fp8_history, gated_convolution, nucleus, training_step
 
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
@@ -81,7 +81,7 @@ TWINS = [
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
     (85, "uneven_fp32", "for rank in range(parts)", "for rank in reversed(range(parts))"),
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
-    (75, "two_value_heads_bf16", "+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
+    (75, "four_value_heads_fp32", "+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
     (86, "quintic_bf16", "kit.all_reduce(gram)", "step or kit.all_reduce(gram)"),
     (77, "padded_own_bf16", "keys[:, :, first:end]", "keys[:, :, : end - first]"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
@@ -96,6 +96,7 @@ SHARED = {
     47: training_step,
     52: fp8_history,
     53: fp8_history,
+    72: gated_convolution,
     82: nucleus,
     74: delta_rule,
     75: delta_rule,

@@ -17,7 +17,7 @@ from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.lanes import Lanes
 from peerlane.evaluate.plan import make_jobs
 from peerlane.evaluate.processes.session import Session
-from peerlane.place import CPU, EMULATED
+from peerlane.place import CPU, EMULATED, GPUS
 from peerlane.settings import PoolSettings
 
 RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    dist.all_reduce(tensor := tensor.clone())\n    return tensor\n"
@@ -32,12 +32,15 @@ class Opened:
 
     def __init__(self) -> None:
         self.fork_server = SimpleNamespace(sharers=1)
-        self.left = False
+        self.left = self.waited = False
 
     def __exit__(self, *_: object) -> None:
         self.left = True
 
     def let_others_go_first(self) -> None: ...
+
+    def wait_for_starts(self) -> None:
+        self.waited = True
 
 
 def lanes_of(usual: int, most: int) -> tuple[Lanes, list[Opened]]:
@@ -95,6 +98,28 @@ def test_patience_grows_with_what_evaluations_take(monkeypatch: pytest.MonkeyPat
     assert made.take() is None, "the others took 10 s"
     slow.begun -= 20.0
     assert made.take() is not None
+
+
+def test_what_is_timed_is_judged_alone() -> None:
+    made, opened = lanes_of(2, 2)
+    first, second = made.take(), made.take()
+    assert first is not None and second is not None and made.take(alone=True) is None
+    made.give(first)
+    assert made.take(alone=True) is None
+    made.give(second)
+    timed = made.take(alone=True)
+    assert timed is second and made.take() is None
+    assert [item.waited for item in opened] == [True, False], "ranks that start beside it are waited for"
+    made.give(timed)
+    assert made.take() is not None and made.take() is not None
+
+
+@pytest.mark.parametrize(("setting", "lanes_on_gpus"), [(None, 1), (3, 3)])
+def test_gpus_have_one_lane_unless_a_setting_says_more(setting: int | None, lanes_on_gpus: int) -> None:
+    settings = PoolSettings(builds=0, judged_at_a_time=setting)
+    first = SimpleNamespace(place=GPUS, world_size=4, pool_settings=settings, fork_server=SimpleNamespace(sharers=1))
+    made = Lanes.of(cast(Session, first), lambda: cast(Session, Opened()))
+    assert (made.usual, made.most) == (lanes_on_gpus, lanes_on_gpus)
 
 
 def test_where_something_is_timed_there_is_one_lane() -> None:

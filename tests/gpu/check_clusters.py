@@ -30,6 +30,7 @@ ATTEMPTS = {
 def line(name: str, result: Result, right: bool) -> bool:
     ratio = None if result.network is None else result.network.over_least
     told = "" if ratio is None else f"{ratio:.2f} x the bound between nodes"
+    told = told if right else f"{told} {result.verdict.reason}"
     print("ok  " if right else "FAIL", name, result.problem.id, result.verdict.kind, told, *result.flags, sep="  ", flush=True)
     return right
 

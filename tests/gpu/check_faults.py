@@ -198,6 +198,7 @@ def play(scene: str, options: argparse.Namespace) -> dict[str, Any]:
         for process in processes:
             process.kill()
             process.join()
+        errors = [Path(path).read_bytes() for path in context.error_files if Path(path).exists()]
     time.sleep(1.0)
     found: dict[str, Any] = {
         "scene": scene, "sharing": sharing, "seconds": time.monotonic() - begin, "stuck": stuck,
@@ -209,6 +210,7 @@ def play(scene: str, options: argparse.Namespace) -> dict[str, Any]:
         found[what] = {rank: line for rank in ranks if (line := said(options, scene, rank, what)) is not None}
     if killed is not None:
         found["raised_after_s"] = {rank: line["at"] - killed for rank, line in found["raised"].items()}
+    found["errors"] = [error.decode(errors="replace")[-1000:] for error in errors if killed is None]
     found["good"] = good(scene, found, ranks, options) and not stuck and not found["failed"] and not found["on_gpu"]
     return found
 
@@ -235,7 +237,7 @@ def summary(found: dict[str, Any]) -> str:
         for rank, line in found[what].items():
             seconds = f"{line['seconds']:.1f} s" if "seconds" in line else ""
             lines.append(f"  rank {rank} {what} {seconds} {line.get('error', '')[:400]}".rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  {error}" for error in found["errors"])])
 
 
 def main() -> int:

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.hardware import virtual_node
+from peerlane.hardware import topology, virtual_node
 from peerlane.hardware.mps_watcher import PID_FILE, is_alive, processes
+from peerlane.hardware.topology import Gpu
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing, share_gpus
 
 DAEMON = f"""#!/bin/sh
@@ -132,6 +134,16 @@ def test_ranks_get_their_device_and_a_name_of_their_own() -> None:
     }
     assert node.describe() == {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "mps", "baseline": "peerlane"}
     assert VirtualNode(4, 4, "time_slices").describe()["node_kind"] == "node"
+
+
+def test_a_daemon_and_its_clients_name_gpus_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = tuple(Gpu(index, "a GPU", f"GPU-{index}{index}", 1) for index in range(3))
+    known = replace(topology.discover(), gpus=gpus)
+    monkeypatch.setattr(topology, "discover", lambda: replace(known, gpus=topology.visible(gpus, os.environ["CUDA_VISIBLE_DEVICES"])))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "CUDA_VISIBLE_DEVICES" not in MpsDaemon().environment
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    assert MpsDaemon().environment["CUDA_VISIBLE_DEVICES"] == "GPU-22,GPU-11"
 
 
 def test_without_mps_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

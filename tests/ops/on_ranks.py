@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ops.whole import CASES, Case
 from peerlane import ops
+from peerlane.device.products.quantised import Quantised
 from peerlane.errors import UsageError
 from peerlane.hardware.virtual_node import share_gpus
 from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
@@ -344,6 +345,65 @@ def dispatch_in_fp8(group: dist.ProcessGroup) -> None:
     largest = wanted[:end].float().view(end, 2, 128).abs().amax(2)
     torch.testing.assert_close(scales[:end], largest / 448)
     torch.testing.assert_close(got.view(end, 256), wanted[:end].float(), rtol=2**-4, atol=float(largest.max()) / 448 * 2**-9)
+
+
+@check(1, 2)
+def products_in_fp8(group: dist.ProcessGroup) -> None:
+    rank, world, name, of_torch = group.rank(), group.size(), group.group_name, torch.ops.peerlane
+
+    def drawn(*shape: int, seed: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+    for left, right in (("tensor", "row"), ("block", "square")):
+        x, w = (
+            [ops.quantize_fp8(drawn(rows, 144, seed=seed + q), by) for q in range(world)]
+            for rows, by, seed in ((2 * world, left, 0), (24, right, 9))
+        )
+        decoded = [[Quantised(*pair).float() for pair in pairs] for pairs in (x, w)]
+        (a, a_scales), (b, b_scales) = x[rank], w[rank]
+        whole, total = torch.cat(decoded[0]), sum(one @ other.t() for one, other in zip(*decoded, strict=True))
+        given, bias = (b.t(), b_scales.t()), torch.ones(24, device=DEVICE, dtype=torch.bfloat16)
+        outs = ops.row_gather_gemm_fp8(a, a_scales, [given[0]] * 2, [given[1]] * 2, [bias, -bias], scale=0.5, group=group)
+        found = [(outs[1], 0.5 * whole @ decoded[1][rank].t() - 1)]
+        found += [(ops.gemm_reduce_scatter_fp8(a, a_scales, *given, group, activation="relu"), total.chunk(world)[rank].relu())]
+        found += [(ops.gemm_all_reduce_fp8(a, a_scales, *given, group, dtype=torch.float16, promoted=True), total)]
+        for got, wanted in found:
+            torch.testing.assert_close(got.float(), wanted, rtol=2**-7, atol=2**-7 * float(wanted.abs().max()))
+        call = (a, a_scales, *given, None, None, "none", 1.0, False, torch.bfloat16, name)
+        for operator, arguments in (
+            (of_torch.gemm_reduce_scatter_fp8, call),
+            (of_torch.gemm_all_reduce_fp8, call),
+            (of_torch.row_gather_gemm_fp8, (*call[:2], [given[0]], [given[1]], [], *call[6:])),
+            (of_torch.quantize_fp8, (drawn(3, 4, 16, seed=0), left, True, name)),
+            (of_torch.quantize_rows_fp8, (drawn(4, 32, seed=0), "row", True, name)),
+            (of_torch.grouped_gemm_fp8, (*call[:2], given[0][None], given[1][None], torch.tensor([2], dtype=torch.int32), *call[8:])),
+        ):  # its other checks compare tensors, which torch cannot in e4m3
+            torch.library.opcheck(operator.default, arguments, test_utils="test_faketensor")
+        with pytest.raises(UsageError, match=r"with scales .* expected \(m, k\) and \(k, n\) in torch.float8_e4m3fn"):
+            ops.gemm_all_reduce_fp8(a, a_scales[:1, :0], *given, group)
+
+
+@check(1, 2)
+def experts_in_fp8(group: dist.ProcessGroup) -> None:
+    """A layer of experts as docs/ops.md has it, beside the same layer in float32."""
+    hidden, inner, own, topk_idx = 256, 128, 2, torch.tensor([[0, 1], [1, -1], [2 * group.size() - 1, 0]], device=DEVICE)
+    weights, config = torch.full((3, 2), 0.5, device=DEVICE), ops.DispatchConfig(2 * group.size(), 3)
+    generator = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(own * group.size(), *shape, generator=generator) / 16 for shape in ((2 * inner, hidden), (hidden, inner)))
+    x = torch.randn(3, hidden, generator=generator).bfloat16().to(DEVICE)
+    up, down, first = up.to(DEVICE), down.to(DEVICE), own * group.rank()
+    (up8, up_scales), (down8, down_scales) = (ops.quantize_fp8(w[first : first + own], "square", group=group) for w in (up, down))
+
+    rows, scales, of_rows, handle = ops.dispatch_fp8(x, topk_idx, weights, config, group=group)
+    both = ops.grouped_gemm_fp8(rows, scales, up8.mT, up_scales.mT, handle.ends, group=group)
+    middle, middle_scales = ops.quantize_fp8(both, "block", gated=True, group=group)
+    y = ops.combine(ops.grouped_gemm_fp8(middle, middle_scales, down8.mT, down_scales.mT, handle.ends, group=group), handle, of_rows)
+
+    wanted = torch.zeros(3, hidden, device=DEVICE)
+    for token, expert in topk_idx.ge(0).nonzero().tolist():
+        gate, linear = (up[topk_idx[token, expert]] @ x[token].float()).chunk(2)
+        wanted[token] += 0.5 * (down[topk_idx[token, expert]] @ (torch.nn.functional.silu(gate) * linear))
+    assert float((y.float() - wanted).norm()) <= 0.08 * float(wanted.norm())  # three roundings to e4m3, 2^-5 of a number on average
 
 
 @check(2, thorough=(1, 3))

@@ -24,6 +24,8 @@ CHECKS = (
     "dispatch_and_combine",
     "dispatch_in_fp8",
     "dispatch_and_combine_obey_torch",
+    "products_in_fp8",
+    "experts_in_fp8",
     "wrong_shapes_are_told_alike",
     "different_calls_are_told",
 )

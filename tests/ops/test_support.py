@@ -13,7 +13,16 @@ from peerlane.ops.support import SUPPORT
 from peerlane.report.operators import operators_table
 
 NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "ExpertLayers", "close", "memory_report", "prepare", "replicate"}
-TESTED_BY_THEMSELVES = {"all_reduce_rms_norm_fp8", "reduce_scatter_rms_norm_fp8", "dispatch", "dispatch_fp8", "combine"}
+OF_PRODUCTS_IN_FP8 = {
+    "quantize_fp8",
+    "quantize_transposed_fp8",
+    "grouped_gemm_fp8",
+    "row_gather_gemm_fp8",
+    "gemm_reduce_scatter_fp8",
+    "gemm_all_reduce_fp8",
+}
+OF_NORMS_IN_FP8 = {"all_reduce_rms_norm_fp8", "reduce_scatter_rms_norm_fp8"}
+TESTED_BY_THEMSELVES = {"dispatch", "dispatch_fp8", "combine"} | OF_NORMS_IN_FP8 | OF_PRODUCTS_IN_FP8
 
 
 def test_every_operator_is_declared_and_checked() -> None:

@@ -150,6 +150,7 @@ def test_a_service_may_judge_on_emulated_ranks(tmp_path: Path, monkeypatch: pyte
         found.append(settings)
 
     monkeypatch.setattr("peerlane.service.server.serve", end_at_once)
-    done = CliRunner().invoke(cli.app, ["serve", "--device", "emulated", "--port", "0", "--out", str(tmp_path)])
+    done = CliRunner().invoke(cli.app, ["serve", "--device", "emulated", "--judges", "3", "--port", "0", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (found[0].device, found[0].world_size) == ("emulated", 4)
+    assert found[0].evaluator_options()["pool_settings"].judged_at_a_time == 3

@@ -27,9 +27,13 @@ def serve(
     queue_limit: Annotated[int, typer.Option(help="Jobs that may wait; more are refused for now.")] = 256,
     share: Annotated[float, typer.Option(help="Part of the queue that one of several tokens may fill.")] = 0.5,
     drain: Annotated[float, typer.Option(metavar="SECONDS", help="For the running evaluation after SIGTERM; then it is put back.")] = 120.0,
+    judges: Annotated[
+        int | None,
+        typer.Option(help="Candidates judged side by side where nothing is timed; by default 1 on GPUs, elsewhere as many as cores allow."),
+    ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Check the node before it takes work.")] = True,
 ) -> None:
-    """Judge candidates that arrive over HTTP, one after the other. Accepted jobs survive the end of the service.
+    """Judge candidates that arrive over HTTP. Accepted jobs survive the end of the service.
 
     Exit codes: 0 after SIGTERM or an interrupt; 2 the request cannot be carried out.
     """
@@ -55,5 +59,5 @@ def serve(
         gpus = [gpu.uuid for gpu in discover().gpus]
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     ranks = world_size or max(default_world_sizes(judged_on))
-    settings = ServiceSettings(out, ranks, judged_on, tier, parse_ranks_per_gpu(ranks_per_gpu), queue_limit, share, drain, check)
+    settings = ServiceSettings(out, ranks, judged_on, tier, parse_ranks_per_gpu(ranks_per_gpu), queue_limit, share, drain, check, judges)
     run(settings, tokens, listen(host, port, tokens), gpus)

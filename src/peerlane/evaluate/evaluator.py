@@ -332,7 +332,7 @@ class Evaluator:
                     yield from self._not_run(left, self._missing)
                     return
                 job = None if self._missing is not None else self._next(left, lanes)
-                if job is not None and (lane := lanes.take()) is not None:
+                if job is not None and (lane := lanes.take(alone=bool(job.modes) and not self._node.place.untimed)) is not None:
                     left.remove(job)
                     if not left:
                         all_begun()
@@ -379,7 +379,8 @@ class Evaluator:
         lane.kept = None
         try:
             result = pipeline.run()
-            if (result.verdict.kind == "hang" or pipeline.missed_deadline) and "time_limit" not in result.flags and overloaded():
+            late = result.verdict.kind == "hang" or pipeline.missed_deadline
+            if late and not pipeline.stuck and "time_limit" not in result.flags and overloaded():
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
                 pipeline.group.end()

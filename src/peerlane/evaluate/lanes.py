@@ -1,4 +1,5 @@
-"""The lanes in which candidates are judged: on GPUs one at a time, elsewhere as many at once as cores allow, each in its own session.
+"""The lanes in which candidates are judged: on GPUs one, or as many as a setting says, elsewhere as many as cores allow, each in its own
+session.
 
 An evaluation that takes long gives its place to another one, so that a hang holds up nobody. It goes on beside the others.
 """
@@ -46,6 +47,8 @@ class Lane:
     """when the evaluation at work began"""
     slow: bool = False
     """it takes longer than most"""
+    alone: bool = False
+    """nothing else may be judged meanwhile"""
 
 
 class Lanes:
@@ -66,7 +69,9 @@ class Lanes:
     @classmethod
     def of(cls, first: Session, open_beside: Callable[[], Session]) -> Lanes:
         """The lanes that a machine has room for."""
-        most = 1 if first.place.has_gpus else first.pool_settings.judged_at_a_time
+        most = first.pool_settings.judged_at_a_time
+        if first.place.has_gpus:
+            most = most or 1
         if most is not None:
             return cls(first, open_beside, most, most)
         cores, room = len(os.sched_getaffinity(0)), max(1, min(_MOST, available_memory() // _LANE_BYTES))
@@ -100,16 +105,22 @@ class Lanes:
         """Nothing is judged."""
         return not self._busy
 
-    def take(self) -> Lane | None:
-        """An idle lane, if another evaluation may begin now."""
+    def take(self, *, alone: bool = False) -> Lane | None:
+        """An idle lane, if another evaluation may begin now. ``alone``: it is timed, so nothing else is judged meanwhile."""
         with self.changed:
+            if self._busy and (alone or any(lane.alone for lane in self._busy)):
+                return None
             if self._at_work() >= self.usual or len(self._busy) >= self.most:
                 return None
             if not self._idle:
                 self._sessions.append(self._open_beside())
                 self._idle.append(Lane(self._sessions[-1]))
             lane = self._idle.pop()
-            lane.begun, lane.slow = time.monotonic(), False
+            if alone:
+                for session in self._sessions:
+                    if session is not lane.session:
+                        session.wait_for_starts()  # they take GPUs and cores from what is timed
+            lane.begun, lane.slow, lane.alone = time.monotonic(), False, alone
             self._busy.append(lane)
             return lane
 

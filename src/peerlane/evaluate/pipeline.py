@@ -7,6 +7,7 @@ right. Only then a second fresh group times it, because there the reference has 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import secrets
 import time
@@ -43,12 +44,14 @@ from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
-from peerlane.settings import StressRules, TimingRules
+from peerlane.settings import CANDIDATE_WAIT_S, StressRules, TimingRules
 from peerlane.words import counted
 
 CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
+_FEWEST_CALLS = 12  # of a candidate that is right; half of what correctness and stress take, for the first may be slower
+_TELLING_S = 2.0  # a kernel whose wait has timed out is heard of within that
 _RAISED = ("runtime_error", "import_error", "cuda_error")
 
 
@@ -94,6 +97,8 @@ class EvaluationPipeline:
     """of the cases that were opened, in their order"""
     missed_deadline: bool = False
     """ranks did not answer in time, whoever is to blame"""
+    stuck: bool = False
+    """ranks made no progress, however busy the machine was"""
     speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
     network: NetworkBytes | None = None
@@ -129,6 +134,7 @@ class EvaluationPipeline:
             return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
             self.group.healthy, self.missed_deadline = False, failure.kind in ("hang", "no_answer")
+            self.stuck = failure.stuck
             return self._blame(failure)
         except OutOfTime as out:
             self.group.healthy = False
@@ -271,8 +277,21 @@ class EvaluationPipeline:
     def _open(self, case: Case, space: str, slots: int) -> CaseRunner:
         """A runner of a case; a case that is opened in both groups has one evidence."""
         evidence = self.evidence.setdefault(case.key, Evidence())
-        self.runners.append(CaseRunner(self.session, self.group.present, self.job.problem, case, space, slots, evidence=evidence))
+        opened = CaseRunner(self.session, self.group.present, self.job.problem, case, space, slots, evidence=evidence)
+        opened.quiet_s = self._quiet_s()
+        self.runners.append(opened)
         return self.runners[-1]
+
+    def _quiet_s(self) -> float:
+        """Returns after how many seconds a call hangs whose ranks make no progress.
+
+        The candidate is called some two dozen times at least, so one with slower calls would not end before the limit. Emulated ranks say
+        themselves that they hang, and so do kernels of the kit, with more words.
+        """
+        if self.limit is None or math.isinf(self.limit.seconds) or self.job.candidate.is_reference or self.node.place.emulated:
+            return math.inf
+        least = CANDIDATE_WAIT_S + _TELLING_S if "peerlane" in (self.source or "") else 0.0
+        return max(self.session.deadlines.quiet, self.limit.seconds / _FEWEST_CALLS, least)
 
     def _check(self, case: Case, *, first: bool) -> CaseRunner:
         """Judges the candidate on a case, at rest, with room for the stress to come; the runner knows what that cost."""

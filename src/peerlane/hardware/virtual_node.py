@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.hardware import mps_watcher
+from peerlane.hardware import mps_watcher, topology
 from peerlane.settings import RANKS_PER_GPU, shared_gpu_environment
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -115,6 +115,12 @@ class VirtualNode:
             yield daemon
 
 
+def _visible_gpus() -> dict[str, str]:
+    """Returns CUDA_VISIBLE_DEVICES by UUIDs, if it is set. A daemon renumbers what it sees: an index means another GPU to its clients."""
+    uuids = [gpu.uuid for gpu in topology.discover().gpus] if "CUDA_VISIBLE_DEVICES" in os.environ else []
+    return {"CUDA_VISIBLE_DEVICES": ",".join(uuids)} if uuids else {}
+
+
 class MpsDaemon:
     """An MPS daemon in a folder of its own. It and the folder go when the context ends, or within 10 s after this process was killed.
 
@@ -124,11 +130,13 @@ class MpsDaemon:
     def __init__(self) -> None:
         self.folder = Path()
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._visible = _visible_gpus()
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that its clients need."""
-        return {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
+        folders = {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
+        return folders | self._visible
 
     def __enter__(self) -> Self:
         control = shutil.which(CONTROL)

@@ -36,6 +36,7 @@ from peerlane.ops.collectives import (
 from peerlane.ops.collectives import replicates as _replicates
 from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch, dispatch_fp8
 from peerlane.ops.experts import gated_experts
+from peerlane.ops.fp8 import gemm_all_reduce_fp8, gemm_reduce_scatter_fp8, grouped_gemm_fp8, row_gather_gemm_fp8
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
@@ -44,6 +45,7 @@ from peerlane.ops.memory import close, memory_report
 from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
 from peerlane.ops.preparation import ExpertLayers, prepare
 from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
+from peerlane.ops.quantise import quantize_fp8, quantize_transposed_fp8
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
@@ -65,15 +67,21 @@ __all__ = [
     "gated_experts",
     "gemm_all_gather",
     "gemm_all_reduce",
+    "gemm_all_reduce_fp8",
     "gemm_reduce_scatter",
+    "gemm_reduce_scatter_fp8",
+    "grouped_gemm_fp8",
     "memory_report",
     "prepare",
+    "quantize_fp8",
+    "quantize_transposed_fp8",
     "reduce_scatter",
     "reduce_scatter_rms_norm",
     "reduce_scatter_rms_norm_fp8",
     "replicate",
     "ring_attention",
     "row_gather_gemm",
+    "row_gather_gemm_fp8",
     "ulysses_attention",
 ]
 

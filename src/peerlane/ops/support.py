@@ -55,6 +55,13 @@ SUPPORT: Mapping[str, Support] = {
     "gemm_reduce_scatter": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_reduce": _product("with rows and columns; `prepare` sizes it"),
     "gemm_all_gather": _product("with rows and columns; `prepare` sizes it"),
+    **{
+        name: Support((torch.float8_e4m3fn,), "none: they are refused", False, f"with rows and {depth}", "no")
+        for name, depth in (("row_gather_gemm_fp8", "depth"), ("gemm_reduce_scatter_fp8", "columns"), ("gemm_all_reduce_fp8", "columns"))
+    },
+    "grouped_gemm_fp8": Support((torch.float8_e4m3fn,), "none: they are refused", False, "none", "no"),
+    "quantize_fp8": Support('bfloat16, float16, float32, but by "tensor"', "torch", False, "none", "no"),
+    "quantize_transposed_fp8": Support("bfloat16, float16, float32", "torch", False, "none", "no"),
     "all_reduce_rms_norm": Support(_PRODUCTS, "an all-reduce and a norm; so have more than 512 tokens", False, "with hidden size"),
     "all_reduce_rms_norm_fp8": Support(
         _PRODUCTS, "an all-reduce, a norm and a cast; so have more than 512 tokens", False, "with hidden size", "no"

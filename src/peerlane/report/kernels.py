@@ -1,4 +1,5 @@
-"""Tables of what ``bench_kernels.py`` and ``check_backend.py`` in tests/gpu measured: the kit's kernels beside NCCL, cuBLAS and torch."""
+"""Tables of what ``bench_kernels.py``, ``bench_layers.py`` and ``check_backend.py`` in tests/gpu measured: the kit's kernels beside NCCL,
+cuBLAS and torch."""
 
 from __future__ import annotations
 
@@ -67,6 +68,78 @@ def product_report(path: Path) -> str:
     for row in document["rows"]:
         table.add(str(row["N"]), _us(row["ours_us"]), _us(row["cublas_us"]), str(row["tflops"]), f"{row['of_cublas']:.0%}")
     return f"{table.markdown()}\n{_where(document)}\n"
+
+
+_KINDS = {"kit": "ours", "torch": "torch", "unfused": "unfused"}
+LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "mlp": {
+        "tokens": ("tokens",),
+        **{f"{step}: {name}": (f"{step}_{key}_us",) for step in ("forward", "backward") for name, key in _KINDS.items()},
+    },
+    "gather": {
+        "rows of a rank": ("m",),
+        "K": ("k",),
+        "N": ("n",),
+        "product": ("product_us",),
+        **{name: (f"{key}_us",) for name, key in _KINDS.items()},
+    },
+    "decode": {
+        "tokens": ("tokens",),
+        "kit": ("ours_us",),
+        "kit, fp8": ("ours_fp8_us",),
+        "kit's all-reduce, then a norm": ("kit_then_norm_us",),
+        "torch": ("torch_one_shot_us", "torch_two_shot_us"),
+    },
+    "norm_prefill": {
+        "tokens": ("tokens",),
+        "kit": ("ours_us",),
+        "kit, fp8": ("ours_fp8_us",),
+        "unfused": ("unfused_us",),
+        "no all-gather: kit": ("scatter_us",),
+        "no all-gather: unfused": ("unfused_scatter_us",),
+    },
+    "dispatch": {
+        "tokens": ("tokens",),
+        "dispatch: kit": ("dispatch_us",),
+        "kit, fp8": ("dispatch_fp8_us",),
+        "unfused": ("unfused_dispatch_us",),
+        "combine: kit": ("combine_us",),
+        "unfused combine": ("unfused_combine_us",),
+    },
+    "all_reduce": {
+        "size": ("bytes",),
+        "packets": ("packets_us",),
+        "stores": ("staged_us",),
+        "rings": ("rings_us",),
+        "torch's two shots": ("torch_two_shot_us",),
+    },
+}
+"""Of each part of ``bench_layers.py``: its columns, and the figures of which each shows the smallest."""
+
+
+def layers_report(path: Path, part: str) -> str:
+    """Returns a table of microseconds of one part of ``tests/gpu/bench_layers.py``: each row is the newest of its size."""
+    columns, rows = LAYERS[part], {}
+    sizes = [key for keys in columns.values() for key in keys if not key.endswith("_us")]
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row.get("bench") == part:
+            rows[tuple(row[key] for key in sizes)] = row
+    if not rows:
+        raise UsageError(f"{path} has no row of {part!r}: expected what `bench_layers.py {part} --out FILE` of tests/gpu writes")
+    table = TextTable(tuple(columns), right=tuple(columns))
+    for size in sorted(rows):
+        table.add(*(_least(rows[size], keys) for keys in columns.values()))
+    last = rows[size]
+    return f"{table.markdown()}\nNode: {last['gpus']}x {last['gpu']}; {counted(last['ranks'], 'rank')}.\n"
+
+
+def _least(row: dict[str, Any], keys: tuple[str, ...]) -> str:
+    """Returns a cell: a size, or the smallest of the times that the row has."""
+    if keys == ("bytes",):
+        return size_text(row["bytes"])
+    known = [row[key] for key in keys if key in row]
+    return "-" if not known else _us(min(known)) if keys[0].endswith("_us") else str(known[0])
 
 
 def _us(value: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from peerlane.errors import UsageError
@@ -12,7 +13,7 @@ from peerlane.report.comparison import comparison_report, summary
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.findings import launch_modes_table, rungs_table
-from peerlane.report.kernels import backend_report, collectives_report, fused_report, product_report
+from peerlane.report.kernels import LAYERS, backend_report, collectives_report, fused_report, layers_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_table, accuracy
 from peerlane.report.operators import operators_table
@@ -102,6 +103,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", _speeds),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
     "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
+    **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", partial(layers_report, part=part)) for part in LAYERS},
     "backend_virtual": (ONE_GPU / "backend.json", backend_report),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
@@ -124,7 +126,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
 
 DOCUMENTS = (
     Path("docs/measurements.md"),
-    *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "virtual-node")),
+    *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "layers", "virtual-node")),
     Path("docs/science.md"),
     Path("docs/calibration.md"),
     Path("docs/ops-support.md"),

@@ -11,6 +11,7 @@ from typing import Any
 from peerlane.errors import UsageError
 from peerlane.place import Device
 from peerlane.sandbox.isolation import Tier
+from peerlane.settings import PoolSettings
 
 ANYONE = "anyone"
 """the owner of all jobs of a service without tokens"""
@@ -29,6 +30,7 @@ class ServiceSettings:
         share: part of the queue that one token may fill, where there are several.
         drain_s: seconds that a running evaluation may take after SIGTERM; then it is put back.
         check: whether the node is checked before it takes work.
+        judges: candidates that are judged side by side where nothing is timed; see :class:`PoolSettings`.
     """
 
     folder: Path
@@ -40,12 +42,16 @@ class ServiceSettings:
     share: float = 0.5
     drain_s: float = 120.0
     check: bool = True
+    judges: int | None = None
 
     def evaluator_options(self) -> dict[str, Any]:
         """Keyword arguments of :class:`.Evaluator`."""
-        return {name: getattr(self, name) for name in ("world_size", "device", "isolation", "ranks_per_gpu")}
+        options = {name: getattr(self, name) for name in ("world_size", "device", "isolation", "ranks_per_gpu")}
+        return options | {"pool_settings": PoolSettings(judged_at_a_time=self.judges)}
 
     def __post_init__(self) -> None:
+        if self.judges is not None and self.judges < 1:
+            raise UsageError(f"--judges got {self.judges}: expected at least 1")
         if self.queue_limit < 1:
             raise UsageError(f"--queue-limit got {self.queue_limit}: expected at least 1")
         if not 0 < self.share <= 1:

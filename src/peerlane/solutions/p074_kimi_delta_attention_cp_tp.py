@@ -1,8 +1,8 @@
 """Problem 74, Kimi Delta Attention over a sharded sequence: one kernel that hands states on, and a sum over tensor-parallel ranks.
 
-The reference gathers whole sequences on every rank; here a state of K V numbers a head moves from each rank to the next. Bound by the
-chain of tokens, each of which waits for the one before: as long as the sequence, whatever the number of ranks.
-The kernel is ``families/delta_rule.py``."""
+The reference gathers whole sequences on every rank; here a state of K V numbers a head moves from each rank to the next. In
+bfloat16 chunks of 64 tokens go through tensor cores, ``families/delta_chunks.py``: bound by the tokens' bytes, and between ranks by the
+chain of chunks. In float32 each token waits for the one before, ``families/delta_rule.py``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Problem 75, Gated DeltaNet over a sharded sequence: one kernel that hands every head's state on from rank to rank.
 
-The reference exchanges tokens for heads, twice; here a state of K V numbers a head moves from each rank to the next. Bound by the chain of
-tokens, each of which waits for the one before: as long as the sequence, whatever the number of ranks.
-The kernel is ``families/delta_rule.py``."""
+The reference exchanges tokens for heads, twice; here a state of K V numbers a head moves from each rank to the next. In
+bfloat16 chunks of 64 tokens go through tensor cores, ``families/delta_chunks.py``: bound by the tokens' bytes, and between ranks by the
+chain of chunks. In float32 each token waits for the one before, ``families/delta_rule.py``."""
 
 from __future__ import annotations
 

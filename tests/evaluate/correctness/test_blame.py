@@ -37,7 +37,7 @@ class Ranks:
             raise self._failure
         return [wire.Done()]
 
-    def ask(self, request: Any, *_: Any, calls: bool = True) -> list[wire.Answer]:
+    def ask(self, request: Any, *_: Any, calls: bool = True, **__: Any) -> list[wire.Answer]:
         self.asked.append(((request[0] if isinstance(request, list) else request).op, calls))
         return self.finish()
 

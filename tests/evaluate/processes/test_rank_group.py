@@ -304,3 +304,17 @@ def test_a_long_call_tells_how_long_it_is_waited_for(pair: tuple[RankGroup, Far]
     left = [seconds for _, seconds in told]
     assert left and {phase for phase, _ in told} == {"first_call"}
     assert left == sorted(left, reverse=True) and 0 < left[-1] <= left[0] <= 2.0
+
+
+def test_ranks_that_make_no_progress_hang_long_before_the_deadline(pair: tuple[RankGroup, Far]) -> None:
+    """What the leader saw before the request says nothing about it."""
+    group, far = pair
+    far.leader.send({"still_s": 60})
+    begin = time.monotonic()
+    telling = threading.Timer(0.3, far.leader.send, [{"still_s": 61}])
+    telling.start()
+    with pytest.raises(GroupFailure) as caught:
+        group.ask(wire.Call("case", "candidate", [0]), "first_call", 60, quiet_s=0.2)
+    assert (caught.value.kind, caught.value.ranks, caught.value.deadline_s, caught.value.stuck) == ("hang", (0, 1), 0.2, True)
+    assert 0.2 <= time.monotonic() - begin < 10
+    telling.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -108,3 +110,21 @@ def test_candidates_ranks_start_after_the_trusted_ones_have_filled_the_cache(mon
         monkeypatch.setattr(Session, "trusted", property(lambda _: log.append("trusted")))
         session._spawn_candidate()
     assert log == ["candidate", "trusted", "candidate"]
+
+
+def test_a_session_beside_another_has_an_mps_daemon_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault ends all clients of one server, and must not end another evaluation."""
+    made: list[MpsDaemon] = []
+
+    @contextlib.contextmanager
+    def daemon(_: VirtualNode) -> Iterator[MpsDaemon]:
+        made.append(MpsDaemon())
+        yield made[-1]
+        made.remove(made[-1])
+
+    monkeypatch.setattr(VirtualNode, "daemon", daemon)
+    first = Session("cuda", 8, Deadlines(), node=MPS)
+    first._fork_server = cast(Any, SimpleNamespace())
+    with Session("cuda", 8, Deadlines(), node=MPS, beside=first) as second:
+        assert second._daemon is made[0] and second.shares_faults and not first.shares_faults
+    assert not made

@@ -44,7 +44,7 @@ class ArenaView(ctypes.Structure):
 
 
 class Arena:
-    """``nbytes`` of zeroed memory on every rank of ``group`` (default: all ranks), 2 to 8 ranks of one node.
+    """``nbytes`` of zeroed memory on every rank of ``group`` (default: all ranks), 1 to 8 ranks of one node.
 
     Creating it is collective and can not be captured in a graph. ``view`` is the kernel argument; ``sm_count`` is the smallest number of
     SMs of any rank, hence the largest grid of one block per SM that is resident everywhere. Waits of kernels that use this arena end after
@@ -61,8 +61,6 @@ class Arena:
         self.name, self.group, self.closed = name, group_of(group), False
         group = self.group
         self.rank, self.world_size, self.sm_count, self.device = group.rank, group.world_size, group.sm_count, group.device
-        if self.world_size < 2:
-            raise UsageError(f"an arena spans 2 to {MAX_RANKS} ranks of one node; this group has {self.world_size}: pass another group")
         group.cache.make_room(group.exchange)
         self._memory = group.allocate(nbytes, name)
         self.layout = self._memory.layout

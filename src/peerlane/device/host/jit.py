@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -146,11 +147,14 @@ def read_source(source: str | Path) -> tuple[str, str, list[Path]]:
 
 @cache
 def toolkit_dirs() -> tuple[Path, ...]:
-    """Returns the include folders of the nvidia-cuda-runtime and -cccl wheels, if they are installed."""
+    """Returns CUDA's include folder and that of CCCL: of NVIDIA's wheels, else of the toolkit that has nvcc. Leaves out what is nowhere."""
     spec = importlib.util.find_spec("nvidia")
-    roots = [] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
-    found = [root / "cu13" / part for root in roots for part in ("include", "include/cccl")]
-    return tuple(folder for folder in found if folder.is_dir())
+    roots = [] if spec is None else [Path(root) / "cu13" for root in spec.submodule_search_locations or ()]
+    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if nvcc is not None:
+        roots.append(Path(nvcc).resolve().parents[1])
+    found = {part: [root / part for root in roots if (root / part).is_dir()] for part in ("include", "include/cccl")}
+    return tuple(folders[0] for folders in found.values() if folders)
 
 
 def cache_key(text: str, options: Sequence[str], search: Sequence[Path]) -> str:

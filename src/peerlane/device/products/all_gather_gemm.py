@@ -39,7 +39,7 @@ FIELDS: Mapping[str, Field] = {
     **gemm.FIELDS,
     **{name: Map() for name in ("gathered", "out")},
     "pieces": structure("GroupedTiles", GroupedTiles),
-    **dict.fromkeys(("m", "row_bytes", "piece_rows", "piece_columns", "communicator_blocks"), U32),
+    **dict.fromkeys(("m", "row_bytes", "header_bytes", "piece_rows", "piece_columns", "communicator_blocks"), U32),
     "slot_bytes": U64,
     "local": Pointer("const char*", strided=True),
     "gathered_memory": Buffer(align=1024),

@@ -82,6 +82,8 @@ class Workspace:
     dtype: torch.dtype
     world_size: int
     scatters: bool = False
+    header_bytes: int = 0
+    """in front of each row"""
 
     @property
     def m(self) -> int:
@@ -99,7 +101,7 @@ class Workspace:
     @property
     def row_elements(self) -> int:
         """from a row to the next"""
-        return gemm.row_stride(self.local_k)
+        return gemm.row_stride(self.local_k) + self.header_bytes // ELEMENT_BYTES
 
     @property
     def slot_bytes(self) -> int:
@@ -120,7 +122,7 @@ class Workspace:
 
     def gathered_map(self, gathered: int, tiling: Tiling) -> TensorMapSpec:
         shape, strides = (2 * self.world_size, self.m, self.local_k), (self.slot_bytes // ELEMENT_BYTES, self.row_elements, 1)
-        return TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL))
+        return TensorMapSpec(gathered + self.header_bytes, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL))
 
     def order(self, plan: Plan) -> GroupedTiles:
         """Pieces in the order in which a plan's tiles use them."""
@@ -136,6 +138,7 @@ class Workspace:
             "k": self.local_k,
             "row_bytes": self.row_elements * ELEMENT_BYTES,
             "slot_bytes": self.slot_bytes,
+            "header_bytes": self.header_bytes,
             "piece_rows": self.pieces.rows,
             "piece_columns": self.pieces.columns,
             "communicator_blocks": plan.communicator_blocks,
@@ -171,6 +174,6 @@ def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int
     return Plan(tiling, tiles, communicators + min(needed, computing), communicators)
 
 
-def arena_sizes(m: int, local_k: int, world_size: int, pieces: int) -> dict[str, int]:
+def arena_sizes(m: int, local_k: int, world_size: int, pieces: int, header_bytes: int = 0) -> dict[str, int]:
     """Of the fields in the arena, for shards of up to ``m`` rows in up to as many pieces."""
-    return {"gathered_memory": 2 * world_size * m * gemm.row_stride(local_k) * ELEMENT_BYTES, "flags": pieces}
+    return {"gathered_memory": 2 * world_size * m * (gemm.row_stride(local_k) * ELEMENT_BYTES + header_bytes), "flags": pieces}

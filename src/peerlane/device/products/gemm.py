@@ -17,6 +17,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps, tensor_maps
+from peerlane.device.products.scales import OperandScales, Scaling, scales_at
 from peerlane.errors import UsageError
 
 Option = TypeVar("Option")
@@ -50,6 +51,7 @@ FIELDS: Mapping[str, Field] = {
     **dict.fromkeys(("n", "k"), U32),
     "scale": F32,
     "bias": Pointer("const char*"),
+    **dict.fromkeys(("a_scales", "b_scales"), structure("OperandScales", OperandScales)),
 }
 """Of every product: its operands, its tiles and what its epilogue may have."""
 
@@ -63,6 +65,8 @@ class Terms(TypedDict, total=False):
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     scale: float
+    a_scales: torch.Tensor | None
+    b_scales: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,13 @@ class Epilogue:
     residual: bool = False
     """as large as the result, in the operands' dtype"""
     scale: bool = False
+    scaling: Scaling = "none"
+    """unless none, operands hold e4m3: both lie along k, two numbers pass for an element, and a call gives their scales (``scales_at``)"""
 
     @property
     def cpp(self) -> str:
         parts = ", ".join("true" if part else "false" for part in (self.bias, self.residual, self.scale))
-        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}>"
+        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}, peerlane::Scaling::{self.scaling}>"
 
     def fields(
         self,
@@ -90,10 +96,17 @@ class Epilogue:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         scale: float = 1.0,
+        a_scales: torch.Tensor | None = None,
+        b_scales: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """The kernel's fields for a call whose result has this shape; raises UsageError unless it gives what there is, and nothing else."""
+        scales = {
+            name: scales_at(maps.group, given) for name, given in (("a_scales", a_scales), ("b_scales", b_scales)) if given is not None
+        }
+        if len(scales) != (0 if self.scaling == "none" else 2):
+            raise UsageError(f"a product with the epilogue {self}: got {sorted(scales)}; expected scales of both operands of e4m3, or none")
         if bias is None and residual is None and scale == 1 and not (self.bias or self.residual or self.scale):
-            return {}
+            return scales
         for name, wanted, given in (("bias", self.bias, bias), ("residual", self.residual, residual)):
             size = shape if name == "residual" else shape[1:]
             if wanted != (given is not None) or (given is not None and tuple(given.shape) != size):
@@ -101,7 +114,7 @@ class Epilogue:
                 raise UsageError(f"a product with the epilogue {self}: got {name} {got}; expected {f'one of {size}' if wanted else 'none'}")
         if scale != 1 and not self.scale:
             raise UsageError(f"a product with the epilogue {self}: got the scale {scale}; create it with Epilogue(scale=True)")
-        fields: dict[str, Any] = {"scale": scale} if self.scale else {}
+        fields: dict[str, Any] = scales | ({"scale": scale} if self.scale else {})
         if bias is not None:
             fields["bias"] = bias
         if residual is not None:

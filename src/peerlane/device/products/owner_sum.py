@@ -82,7 +82,7 @@ class OwnerSum:
         self.memory, self.plan, self.group, self.epilogue, self.maps = memory, plan, group, epilogue, tensor_maps(group)
         bases = memory.reserved.addresses("slot_memory")
         self._bind = functools.cache(functools.partial(self._bound, bases, fields))
-        self._bind("mn")
+        self._bind("mn" if epilogue.scaling == "none" else "k")
 
     def _bound(self, bases: Sequence[int], fields: Mapping[str, Any], major: Major) -> BoundKernel:
         memory, plan, tiling, group = self.memory, self.plan, self.plan.tiling, self.group

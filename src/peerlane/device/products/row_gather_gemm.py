@@ -43,7 +43,8 @@ from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
 from peerlane.device.products.capacity import with_room
 from peerlane.device.products.gathering import Memory, Plan, Workspace, arena_sizes, choose_pieces, most_pieces
-from peerlane.device.products.gemm import Epilogue, GroupedTiles, Major, Tiling
+from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Major, Tiling
+from peerlane.device.products.scales import OperandScales, header_bytes, scales_at
 from peerlane.errors import UsageError
 
 MAX_PRODUCTS = 4  # of row_gather_gemm.cuh
@@ -53,7 +54,8 @@ FIELDS: Mapping[str, Field] = {
     **{name: Map(MAX_PRODUCTS) for name in ("b", "out")},
     **dict.fromkeys(("tiles", "pieces"), structure("GroupedTiles", GroupedTiles)),
     **dict.fromkeys(("n", "first"), array(U32, MAX_PRODUCTS)),
-    **dict.fromkeys(("m", "k", "row_bytes", "piece_rows", "piece_columns", "communicator_blocks"), U32),
+    "b_scales": array(structure("OperandScales", OperandScales), MAX_PRODUCTS),
+    **dict.fromkeys(("m", "k", "row_bytes", "header_bytes", "piece_rows", "piece_columns", "communicator_blocks"), U32),
     "scale": F32,
     "bias": array(Field("const char*", U64.twin), MAX_PRODUCTS),
     "slot_bytes": U64,
@@ -77,9 +79,9 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 ROW_GATHER_GEMM = DeclaredKernel("row_gather_gemm", SOURCE, **FIELDS)
 
 
-def reserve(group: Group, m: int, k: int) -> Memory:
-    """Collective: for all sizes of up to ``m`` rows on each rank."""
-    sizes = arena_sizes(m, k, group.world_size, most_pieces(m, k, group.world_size))
+def reserve(group: Group, m: int, k: int, header: int = 0) -> Memory:
+    """Collective: for all sizes of up to ``m`` rows on each rank, with ``header`` bytes in front of each row."""
+    sizes = arena_sizes(m, k, group.world_size, most_pieces(m, k, group.world_size), header)
     return Memory(ROW_GATHER_GEMM.reserve(group, sizes=sizes), m)
 
 
@@ -105,8 +107,9 @@ class RowGatherGemm:
     a (m, k), as ``gemm.aligned`` gives it; one to four b's (k, n), as they lie, see ``gemm.stored``, all in the same way, which is the same
     on all ranks; results (W m, n), laid out as ``gemm.aligned`` does. bfloat16 or float16; m, k and the dtype are the same on all ranks,
     n is as it comes. With ``keeps`` there is one more result behind the others: all ranks' rows (W m, k). Of the epilogue each b has a bias
-    (n) of its own, a residual (W m, n) there is for one b only. Creating one is collective, unless its ``memory`` is given. Calls in one
-    stream need no barrier between them and can be captured in a graph."""
+    (n) of its own, a residual (W m, n) there is for one b only. With scales, k counts pairs of e4m3, and a is whole rows with the header of
+    ``header_bytes`` in front of them, in which the row's scales are; so are the rows that are kept. Creating one is collective, unless
+    its ``memory`` is given. Calls in one stream need no barrier between them and can be captured in a graph."""
 
     def __init__(
         self,
@@ -127,9 +130,10 @@ class RowGatherGemm:
                 "size of 0 and at least 2 ranks; use a product and a collective otherwise"
             )
         self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
-        self.maps, self.memory = tensor_maps(self.group), memory or reserve(self.group, m, k)
+        header = header_bytes(epilogue.scaling, k)
+        self.maps, self.memory = tensor_maps(self.group), memory or reserve(self.group, m, k, header)
         pieces = choose_pieces(m, k, self.group.world_size)
-        self.space = Workspace(pieces, self.memory.capacity, dtype, self.group.world_size)
+        self.space = Workspace(pieces, self.memory.capacity, dtype, self.group.world_size, header_bytes=header)
         self._bound = functools.cache(self._bind)
 
     def __call__(
@@ -140,9 +144,15 @@ class RowGatherGemm:
         biases: Sequence[torch.Tensor] = (),
         residual: torch.Tensor | None = None,
         scale: float = 1.0,
+        b_scales: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
         space, world, maps = self.space, self.group.world_size, self.maps
+        rows, a = a, a[:, space.header_bytes // ELEMENT_BYTES :]
         self._check(a, bs, biases, residual)
+        if len(b_scales) != (len(bs) if self.epilogue.scaling != "none" else 0):
+            raise UsageError(
+                f"{len(bs)} products with the epilogue {self.epilogue}: got scales of {len(b_scales)}; expected one for each of e4m3"
+            )
         stored = [gemm.stored(b) for b in bs]
         if len({major for _, major in stored}) > 1:
             stored = [(gemm.aligned(b), "mn") for b in bs]
@@ -150,10 +160,12 @@ class RowGatherGemm:
         launch, tiling = self._bound(widths, stored[0][1])
         outs = [gemm.empty_aligned(world * space.m, width, a) for width in widths]
         if self.keeps:
-            outs.append(gemm.empty_aligned(world * space.m, space.local_k, a))
+            outs.append(gemm.empty_aligned(world * space.m, rows.shape[1], a))
         fields: dict[str, Any] = {"whole": outs[-1]} if self.keeps else {}
         if self.epilogue.bias:
             fields["bias"] = [self.group.address(bias) for bias in biases]
+        if b_scales:
+            fields["b_scales"] = [scales_at(self.group, scales) for scales in b_scales]
         if residual is not None:
             residual = gemm.aligned(residual)
             fields["residual"] = maps(residual, (tiling.block_rows, gemm.PANEL), world)
@@ -161,7 +173,7 @@ class RowGatherGemm:
             a=maps(a, gemm.operand_box("k", tiling.block_rows)),
             b=[maps(right, tiling.b_box(major)) for right, major in stored],
             out=[maps(out, (64, gemm.PANEL), world) for out in outs[: len(widths)]],
-            local=a,
+            local=rows,
             scale=scale,
             **fields,
         )
@@ -226,10 +238,12 @@ def row_gather_gemm(
     group: Group, m: int, k: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, keeps: bool = False
 ) -> RowGatherGemm:
     """The group's one :class:`RowGatherGemm` of this kind and size; the first call of a capacity is collective."""
-    return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=with_room(memory_of, group, m, k))
+    header = header_bytes(epilogue.scaling, k)
+    memory = with_room(memory_of, group, m, k, header) if header else with_room(memory_of, group, m, k)
+    return RowGatherGemm(m, k, dtype, group, epilogue=epilogue, keeps=keeps, memory=memory)
 
 
 @per_group
-def memory_of(group: Group, m: int, k: int) -> Memory:
+def memory_of(group: Group, m: int, k: int, header: int = 0) -> Memory:
     """Memory for all sizes of up to ``m`` rows on each rank."""
-    return reserve(group, m, k)
+    return reserve(group, m, k, header)

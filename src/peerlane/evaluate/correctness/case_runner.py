@@ -106,6 +106,8 @@ class CaseRunner:
     slots: int
     most_bytes: float = 512 << 20
     evidence: Evidence = field(default_factory=Evidence)
+    quiet_s: float = math.inf
+    """after which a call at rest hangs if its ranks make no progress"""
     layouts: list[wire.CaseLayout] = field(default_factory=list)
     """of every rank"""
     kinds: list[str] = field(default_factory=list)
@@ -207,7 +209,8 @@ class CaseRunner:
         for number, slot in enumerate(slots):
             begin = time.monotonic()
             limit_s = self.deadline(first_s if first_s is not None and number == 0 else deadline_s)
-            answers = self.candidate.call([slot], phase, limit_s, marker=marker, timeline=timeline)
+            quiet_s = self.deadline(self.quiet_s)
+            answers = self.candidate.call([slot], phase, limit_s, marker=marker, timeline=timeline, quiet_s=quiet_s)
             self.call_s = time.monotonic() - begin
             self.aliased |= any(answer.aliased for answer in answers)
             for rank, answer in enumerate(answers):

@@ -7,6 +7,7 @@ carry it out.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -166,10 +167,11 @@ class Candidate:
         side: wire.Side = "candidate",
         marker: str | None = None,
         timeline: bool = False,
+        quiet_s: float = math.inf,
     ) -> list[wire.Called]:
         """With a ``marker`` the calls are recorded, with ``timeline`` event by event. The reference can be called until a candidate is
-        loaded."""
-        return self._group.ask(wire.Call(self._space, side, list(slots), marker, timeline), phase, deadline_s)
+        loaded. ``quiet_s``: see :meth:`RankGroup.ask`."""
+        return self._group.ask(wire.Call(self._space, side, list(slots), marker, timeline), phase, deadline_s, quiet_s=quiet_s)
 
     def call_under_stress(self, requests: Sequence[wire.CallUnderStress], deadline_s: float) -> list[wire.DescribedOutputs]:
         """One request for each rank."""

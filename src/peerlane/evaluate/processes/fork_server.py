@@ -30,10 +30,12 @@ from peerlane.evaluate.processes.protocol import Channel
 from peerlane.sandbox.confine import Confinement
 from peerlane.sandbox.limits import LOOK_S, Limits, Watch
 from peerlane.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
+from peerlane.sandbox.stillness import Stillness
 from peerlane.sandbox.untrusted_folders import remove_tree
 
 FDS_PER_RANK = 3  # command socket, shared memory, log
 _SWEEP_S = 5.0  # orphans of a leader that was killed are looked for so long
+_STILL_S = 600  # nobody needs to know of more, and a group that waits for its turn says nothing then
 _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
 
 
@@ -133,13 +135,16 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (rank, pid))
     for fd in {*fds} - {fds[FDS_PER_RANK * (rank + 1)] for rank in range(config["world_size"])}:
         os.close(fd)
-    running = True
+    running, stillness = True, Stillness()
     while running:
         if watch is not None and (exceeded := watch.look()) is not None:
             watch = None
             with contextlib.suppress(OSError):
                 control.send({"exceeded": list(exceeded)})
             _end_group(config)
+        elif watch is not None and (still_s := stillness.look(descendants(os.getpid()))) is not None and still_s <= _STILL_S:
+            with contextlib.suppress(OSError):
+                control.send({"still_s": still_s})
         for key, _ in selector.select(None if watch is None else LOOK_S):
             if key.data is None:
                 running = False  # a word from the supervisor or its end: both mean stop

@@ -38,6 +38,7 @@ class GroupFailure(Exception):
         ranks: for ``hang`` and ``no_answer``, the ranks that had not answered.
         message: the rank's traceback or a sentence.
         deadline_s: for ``hang`` and ``no_answer``, how long was waited.
+        stuck: for ``hang``, True if the ranks made no progress meanwhile: a longer wait would change nothing.
     """
 
     def __init__(
@@ -49,10 +50,11 @@ class GroupFailure(Exception):
         rank: int | None = None,
         ranks: Sequence[int] = (),
         deadline_s: float = 0.0,
+        stuck: bool = False,
     ) -> None:
         super().__init__(f"{kind} in {phase}: {message}")
         self.kind, self.phase, self.message = kind, phase, message
-        self.rank, self.ranks, self.deadline_s = rank, tuple(ranks), deadline_s
+        self.rank, self.ranks, self.deadline_s, self.stuck = rank, tuple(ranks), deadline_s, stuck
 
 
 def out_of_memory_kills() -> int:
@@ -116,6 +118,9 @@ class RankGroup:
         self._sweep = sweep
         self._pending: tuple[str, float, float, bool] | None = None
         """the phase, the end of its time, how long that is, and whether candidate code runs"""
+        self._quiet_s = math.inf
+        self._still_s = 0
+        """for how long its processes have made no progress, as the leader saw last"""
         self._asked: list[wire.Request[Any]] = []
         """of every rank, what it was asked last"""
         self.alive = True
@@ -132,12 +137,22 @@ class RankGroup:
 
     # --- conversation ---
 
-    def ask(self, requests: wire.Request[A] | Sequence[wire.Request[A]], phase: str, deadline_s: float, *, calls: bool = True) -> list[A]:
+    def ask(
+        self,
+        requests: wire.Request[A] | Sequence[wire.Request[A]],
+        phase: str,
+        deadline_s: float,
+        *,
+        calls: bool = True,
+        quiet_s: float = math.inf,
+    ) -> list[A]:
         """Sends one request to every rank (the same, or one each) and waits for all answers; raises :class:`GroupFailure`.
 
-        ``calls``: the ranks run code of the candidate for it, so that one which does not answer hangs.
+        ``calls``: the ranks run code of the candidate for it, so that one which does not answer hangs. ``quiet_s``: ranks that make no
+        progress for so long hang, too; see :class:`Stillness`.
         """
         self.begin(requests, phase, deadline_s, calls=calls)
+        self._quiet_s = quiet_s
         return self.finish()
 
     @property
@@ -185,6 +200,7 @@ class RankGroup:
         assert self._pending is not None, "begin comes first"
         phase, end, deadline_s, calls = self._pending
         self._pending, waiting, begin = None, set(range(self.world_size)), time.monotonic()
+        quiet_s, self._quiet_s = self._quiet_s, math.inf
         answers: dict[int, Any] = {}
         failure: GroupFailure | None = None
         last_end = math.inf if self.limit is None else self.limit.end
@@ -195,12 +211,13 @@ class RankGroup:
                 selector.register(self.limit, selectors.EVENT_READ, self.limit)
             for rank in sorted(waiting):
                 selector.register(self._ranks[rank], selectors.EVENT_READ, rank)
-            expired = False  # the last look comes after the deadline: answers that lay waiting for longer than that count
+            expired = stuck = False  # the last look comes after the deadline: answers that lay waiting for longer than that count
             while waiting and not expired:
                 now, building = time.monotonic(), bool(self.building.ranks)
                 left = min(last_end - now, self.building.left_s if building else end - now)
-                expired = left <= 0
-                ready = selector.select(max(min(left, told_next - now), 0))
+                stuck = not building and min(self._still_s, now - begin) >= quiet_s
+                expired = left <= 0 or stuck
+                ready = selector.select(0 if stuck else max(min(left, told_next - now), 0))
                 if building:
                     spent = self.building.spend(time.monotonic() - now)
                     end, last_end = end + spent, last_end + spent
@@ -242,15 +259,17 @@ class RankGroup:
         if failure is not None:
             raise failure
         if waiting:
-            stuck = tuple(sorted(waiting))
+            late = tuple(sorted(waiting))
             if self.limit is not None:
-                self.limit.check(phase, stuck if calls else ())
-            if self.building.ranks:
-                phase, deadline_s, stuck = "build", self.building.total_s, tuple(sorted(self.building.ranks))
-            what = f"no answer from rank(s) {', '.join(map(str, stuck))} for {deadline_s:g} s"
+                self.limit.check(phase, late if calls else ())
+            if stuck:
+                deadline_s = quiet_s
+            elif self.building.ranks:
+                phase, deadline_s, late = "build", self.building.total_s, tuple(sorted(self.building.ranks))
+            what = f"no answer from rank(s) {', '.join(map(str, late))} for {deadline_s:g} s"
             if not calls:
                 what += f" to {self._asked[0].op}, while no call ran: threads of the candidate, or other programs, keep them busy"
-            raise GroupFailure("hang" if calls else "no_answer", phase, what, ranks=stuck, deadline_s=deadline_s)
+            raise GroupFailure("hang" if calls else "no_answer", phase, what, ranks=late, deadline_s=deadline_s, stuck=stuck)
         return [answers[rank] for rank in range(self.world_size)]
 
     def _read_rank(self, rank: int, phase: str) -> Any | GroupFailure | None:
@@ -297,6 +316,8 @@ class RankGroup:
                 kind, what = message["exceeded"]
                 self._exceeded = kind, f"the candidate took too much of the machine: {what}"
                 return GroupFailure(kind, phase, self._exceeded[1])
+            if "still_s" in message:
+                self._still_s = int(message["still_s"])
             if "exited" in message:
                 self._exits[int(message["exited"])] = int(message["status"])
         return None

@@ -79,6 +79,8 @@ class Session:
     def __enter__(self) -> Self:
         if self._beside is not None:
             self._fork_server = self._beside.fork_server
+            if self.node is not None:  # a daemon of its own: a fault in one session is none of the other's
+                self._daemon = self._kept_open.enter_context(self.node.daemon())
             return self
         environment = fork_server_environment(self.place.device)
         if NOT_DUMPABLE in self.isolation.measures:

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from peerlane import problems
+from peerlane import problems, settings
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.loaded_code import loaded_code, mapped_libraries
@@ -37,6 +37,7 @@ from peerlane.evaluate.ranks.timed_block import Solution
 from peerlane.evaluate.ranks.triton_bounds import check_bounds
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
 
+_KEPT_MEMORY = 0.08  # of a GPU, for contexts and for the trusted ranks
 _data_ptr = torch.Tensor.data_ptr
 
 
@@ -74,6 +75,14 @@ def import_candidate(path: Path, source: bytes, ending: str = "") -> ModuleType:
         linecache.cache[str(path)] = (len(source), None, text.splitlines(keepends=True), str(path))
     loader.exec_module(module)
     return module
+
+
+def memory_share(ranks: int) -> float:
+    """Returns the share of a GPU's memory that PyTorch may take in each of so many ranks there.
+
+    A candidate that takes all it gets then leaves room for the evaluator's ranks, and for those that start for the next one.
+    """
+    return (1 - _KEPT_MEMORY) / ranks
 
 
 def solution_of(module: ModuleType, path: Path) -> Solution:
@@ -144,7 +153,10 @@ class CandidateRank(Rank):
         """As every rank's; and what :meth:`load_sm_holder` needs is imported, while nobody waits for it."""
         if self.place.has_gpus:
             importlib.import_module("peerlane.device")
-        return super().initialize(request)
+        answer = super().initialize(request)
+        if self.place.has_gpus:
+            torch.cuda.set_per_process_memory_fraction(memory_share(settings.ranks_per_gpu()), self.device)
+        return answer
 
     def detach_case(self, request: wire.DetachCase) -> wire.Done:
         """Lets go of a space, because the trusted side is about to lay it out anew."""

@@ -34,7 +34,7 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
-    os.environ.setdefault(settings.WAIT_LIMIT, "10")  # a candidate's kernels; the supervisor has timeouts for the rest
+    os.environ.setdefault(settings.WAIT_LIMIT, str(settings.CANDIDATE_WAIT_S))
     os.environ.update(config.get("environment", {}))
     if "rank_environment" in config:
         os.environ.update(config["rank_environment"][rank])

@@ -2,10 +2,10 @@
 
     output = gated_delta_rule(group, DeltaInputs(q, k, v, decay, beta, a_log, dt_bias), by_channel=True)
 
-A block takes 32 value channels of a head, for these columns of the state are independent. Half of its warps hold the state in registers
-and run through the tokens, the other half prepare the next ones in shared memory. Heads pass from rank to rank in one order, so that ranks
-work on different heads at a time where there are many.
-"""
+bfloat16 tokens go in chunks, ``delta_chunks.py``. This kernel takes the others, token by token: those in float32, whose tolerance
+allows no rounded operands. A block takes 32 value channels of a head, for these columns of the state are independent. Half of its warps
+hold the state in registers and run through the tokens, the other half prepare the next ones in shared memory. Heads pass from rank to
+rank in one order, so that ranks work on different heads at a time where there are many."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from peerlane.device import F32, U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, element_type, per_group
+from peerlane.solutions.families.delta_chunks import ChunkShape, chunked_delta_rule, in_chunks
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>
@@ -242,10 +243,18 @@ def gated_delta_rule(group: Group, inputs: DeltaInputs, *, by_channel: bool, flo
     ``by_channel``: every key channel has a decay of its own, d = exp(-5 sigmoid(exp(a_log) (decay + dt_bias))), and beta is a logit;
     else d = exp(-exp(a_log) softplus(decay + dt_bias)). Keys and queries are divided by their norm, or by ``floor`` if that is larger.
     ``sharded``: ranks have a_log and dt_bias of heads of their own, in rank order."""
-    q, k, v, decay, beta = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v, inputs.decay, inputs.beta))
-    parameters = torch.cat((inputs.a_log, inputs.dt_bias))
+    names = ("q", "k", "v", "decay", "beta")
+    tensors = {name: getattr(inputs, name).contiguous() for name in names}
+    tensors["own_params"] = torch.cat((inputs.a_log, inputs.dt_bias))
+    q, v = tensors["q"], tensors["v"]
+    if v.numel() == 0:
+        return torch.empty_like(v)
+    (batch, length, heads, values), (key_heads, depth) = v.shape, q.shape[2:]
+    ranks, nbytes = group.world_size if sharded else 1, tensors["own_params"].nbytes
+    shape = ChunkShape(batch, length, heads, values, key_heads, depth, by_channel, ranks, nbytes)
+    if in_chunks(group, shape, {tensor.dtype for tensor in tensors.values()}):
+        return chunked_delta_rule(group, shape, tensors, floor)
     output = torch.empty_like(v)
-    if v.numel():
-        launch = _bound(group, tuple(v.shape), tuple(q.shape[2:]), (v.dtype, beta.dtype), by_channel, sharded)
-        launch(q=q, k=k, v=v, decay=decay, beta=beta, own_params=parameters, out=output, floor=floor)
+    launch = _bound(group, tuple(v.shape), tuple(q.shape[2:]), (v.dtype, tensors["beta"].dtype), by_channel, sharded)
+    launch(**tensors, out=output, floor=floor)
     return output

@@ -285,7 +285,7 @@ struct Combine {
     }
 
   private:
-    static constexpr u32 bytes = 4 / E::lanes, chunk = warp_threads * row_lanes;
+    static constexpr u32 chunk = warp_threads * row_lanes, at_once = 4;  // columns of a warp's vectors; rows that are on their way at a time
 
     // The sum of what this rank has of a token, to its rank. Slots whose rows were dropped count as zeros.
     __device__ void push(int source, u32 token) const {
@@ -302,18 +302,29 @@ struct Combine {
         for (u32 first = 0; first < args.columns; first += 2 * chunk) {
             float sum[2][row_lanes] = {};
             const u32 column = first + lane * row_lanes;
-            each_lane(kept, [&](u32 slot) {
-                const float factor = __shfl_sync(full_warp, weight, slot);
-                const RowOf<E> from(args.x, __shfl_sync(full_warp, row, slot), args.columns);
-                float term[2][row_lanes];
+            for (u32 slots = kept; slots != 0;) {
+                float factor[at_once], term[at_once][2][row_lanes];
+                bool is_there[at_once];
 #pragma unroll
-                for (int i = 0; i < 2; ++i) from.load(column + i * chunk, term[i]);
+                for (u32 r = 0; r < at_once; ++r) {  // behind the last slot the last one again, which is near by now
+                    is_there[r] = slots != 0;
+                    const u32 slot = slots != 0 ? __ffs(slots) - 1 : 31 - __clz(kept);
+                    slots &= slots - 1;
+                    factor[r] = __shfl_sync(full_warp, weight, slot);
+                    const RowOf<E> from(args.x, __shfl_sync(full_warp, row, slot), args.columns);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                    for (int e = 0; e < row_lanes; ++e) sum[i][e] += factor * term[i][e];
+                    for (int i = 0; i < 2; ++i) from.load(column + i * chunk, term[r][i]);
                 }
-            });
+#pragma unroll
+                for (u32 r = 0; r < at_once; ++r) {
+                    if (!is_there[r]) break;
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                        for (int e = 0; e < row_lanes; ++e) sum[i][e] += factor[r] * term[r][i][e];
+                    }
+                }
+            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 if (column + i * chunk < args.columns) to.store(column + i * chunk, sum[i]);
@@ -334,18 +345,27 @@ struct Combine {
         u32 ranks = 0;
 #pragma unroll
         for (int q = 0; q < W; ++q) ranks |= __ballot_sync(full_warp, rank == q) != 0 ? 1u << q : 0u;
-        each_column(args.columns, [&](u32 column) {
-            float sum[row_lanes] = {};
+        for (u32 first = 0; first < args.columns; first += 2 * chunk) {
+            float sum[2][row_lanes] = {};
+            const u32 column = first + lane * row_lanes;
 #pragma unroll
             for (int q = 0; q < W; ++q) {
                 if ((ranks >> q & 1) == 0) continue;
-                float term[row_lanes];
-                RowOf<E>(arena.local(args.home), u64(q) * args.room + token, args.columns).load(column, term);
+                const RowOf<E> from(arena.local(args.home), u64(q) * args.room + token, args.columns);
+                float term[2][row_lanes];
 #pragma unroll
-                for (int e = 0; e < row_lanes; ++e) sum[e] += term[e];
+                for (int i = 0; i < 2; ++i) from.load(column + i * chunk, term[i]);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                    for (int e = 0; e < row_lanes; ++e) sum[i][e] += term[i][e];
+                }
             }
-            RowOf<E>(args.y, token, args.columns).store(column, sum);
-        });
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (column + i * chunk < args.columns) RowOf<E>(args.y, token, args.columns).store(column + i * chunk, sum[i]);
+            }
+        }
     }
 };
 

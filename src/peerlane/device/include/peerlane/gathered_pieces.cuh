@@ -21,6 +21,7 @@ namespace peerlane {
 //   GroupedTiles pieces        in the order in which they are sent
 //   u32 m, k, row_bytes        of a rank's A: its rows (for a rank, with `scatters`), its columns, and from a row to the next, here and where it is gathered
 //   u32 piece_rows             of the piece that one signal speaks for; divides a block's rows of a tile
+//   u32 header_bytes           in front of each row's columns; they go with the first piece
 //   u32 piece_columns          all of them if communicator blocks push, else that or a multiple of a step's depth
 //   u32 communicator_blocks    0: a warp of every compute block pushes
 //   const char* local          this rank's A
@@ -113,9 +114,10 @@ struct GatheredPieces : Shape {
     template <class Use>
     __device__ void with_piece(u32 index, const Use& use) const {
         const auto [row, column] = parameters.pieces.at(index);
-        const u32 first_row = row * parameters.piece_rows, first_byte = column * parameters.piece_columns * element_bytes;
+        const u32 first_row = row * parameters.piece_rows, end_byte = parameters.header_bytes + (column + 1) * parameters.piece_columns * element_bytes;
+        const u32 first_byte = column == 0 ? 0 : end_byte - parameters.piece_columns * element_bytes;
         const u32 rows = min(parameters.piece_rows, parameters.m - first_row);
-        const u32 bytes = column + 1 == parameters.pieces.columns ? parameters.row_bytes - first_byte : parameters.piece_columns * element_bytes;
+        const u32 bytes = (column + 1 == parameters.pieces.columns ? parameters.row_bytes : end_byte) - first_byte;
         use(flag_of(row, column), u64(first_row) * parameters.row_bytes + first_byte, Rows{rows, bytes, parameters.row_bytes});
     }
     __device__ u32 flag_of_piece(u32 index) const {

@@ -2,9 +2,13 @@
 //
 // C (m x n) = A (m x k) B (k x n), 16-bit floats in and out, sums in fp32, of any size; rows in memory begin at multiples of 16 bytes.
 // Operands come by TMA, which fills up ragged tiles with zeros and leaves out what lies outside of C.
+//
+// Operands may hold e4m3 (scales.cuh): both lie along k, and two of their numbers pass for an element of 16 bits. So k and steps count pairs, a step
+// of 64 has 128 numbers, and only the matrix instruction and the scales are not those of 16 bits.
 #pragma once
 
 #include <peerlane/roles.cuh>
+#include <peerlane/scales.cuh>
 #include <peerlane/tile.cuh>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 #include <peerlane/gemm_tensor_memory.cuh>
@@ -19,10 +23,11 @@ namespace peerlane {
 //   TensorMap residual    as large as the result, boxes of a block's rows of a tile
 enum class Activation { none, relu, silu, gelu, gelu_tanh };
 
-template <Activation Function = Activation::none, bool Bias = false, bool Residual = false, bool Scale = false>
+template <Activation Function = Activation::none, bool Bias = false, bool Residual = false, bool Scale = false, Scaling Scales = Scaling::none>
 struct Epilogue {
     static constexpr Activation activation = Function;
     static constexpr bool bias = Bias, residual = Residual, scale = Scale;
+    static constexpr Scaling scaling = Scales;
 };
 
 template <Activation activation>
@@ -47,6 +52,8 @@ struct GemmShape {
     static constexpr int columns = N;
     static constexpr int depth = panel_columns;
     static constexpr Major a_major = A_major, b_major = B_major;
+    static constexpr Scaling scaling = Last::scaling;
+    static constexpr MmaType type = scaling == Scaling::none ? mma_type<E> : MmaType::e4m3;
 
     using A = Operand<E, block_rows, A_major>;
     using B = Operand<E, N, B_major>;
@@ -91,13 +98,14 @@ __device__ inline void load_step(Producer& in, const OperandPlace& a, const Oper
 template <class Shape, class Consumer>
 __device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 steps, Consumer& in) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    static_assert(Shape::type != MmaType::e4m3, "products of e4m3 run on Hopper alone");
     multiply_in_tensor_memory<Shape>(sum, group, steps, in);
 #else
     for (u32 step = 0; step < steps; ++step) {
         const auto& operands = in.wait().operands;
         ptx::wgmma_hold(sum.value);
         ptx::wgmma_fence();
-        sum.multiply(operands.a, 64 * group, operands.b, step == 0);
+        sum.template multiply<Shape::type>(operands.a, 64 * group, operands.b, 0, step == 0);
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
         if (step > 0) in.release();
@@ -106,6 +114,43 @@ __device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 s
     ptx::wgmma_hold(sum.value);
     in.release();
 #endif
+}
+
+// The same with each step's product added to the sum by the threads: a sum of 128 columns of 128 k, which the matrix units keep fewer bits of than of
+// fp32, and then the next. While one group adds, the other one multiplies.
+template <class Shape, class Consumer>
+__device__ inline void multiply_promoted(typename Shape::Sum& sum, u32 group, u32 steps, Consumer& in, const TileScales& scales) {
+    constexpr int columns = Shape::columns < scale_block ? Shape::columns : scale_block, parts = Shape::columns / columns;
+    SumTile<columns> part;
+#pragma unroll
+    for (float& value : sum.value) value = 0;
+    StepScales<Shape::scaling, parts> step_scales;
+    for (u32 step = 0; step < steps; ++step) {
+        const auto& operands = in.wait().operands;
+#pragma unroll
+        for (int p = 0; p < parts; ++p) {
+            ptx::wgmma_hold(part.value);
+            ptx::wgmma_fence();
+            part.template multiply<Shape::type>(operands.a, 64 * group, operands.b, p * columns, true);
+            ptx::wgmma_commit();
+            if (p == 0) step_scales.load(scales, step);  // not before: they may come with the operands; the matrix units work meanwhile
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(part.value);
+            if (p + 1 == parts) in.release();
+            step_scales.add(part.value, sum.value + p * columns / 2, p);
+        }
+    }
+}
+
+// The product of e4m3 with its scales: those of rows and columns once, behind the last step.
+template <class Shape, class Consumer>
+__device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 steps, Consumer& in, const TileScales& scales) {
+    if constexpr (Shape::scaling == Scaling::none || Shape::scaling == Scaling::fp8) {
+        multiply_steps<Shape>(sum, group, steps, in);
+    } else {
+        multiply_promoted<Shape>(sum, group, steps, in, scales);
+    }
+    if constexpr (Shape::scaling == Scaling::fp8 || Shape::scaling == Scaling::fp8_promoted) apply_scales<Shape::columns>(sum.value, scales);
 }
 
 // A tile of another sum that is to be added, from `at` in the map on, in place of operands; `add_partial` is the consumers' side.
@@ -193,6 +238,7 @@ __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at)
 //   TensorMap a, b, c   (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost dimension first, with boxes of one panel or part
 //   GroupedTiles tiles
 //   u32 k
+//   OperandScales a_scales, b_scales
 // and what the epilogue has.
 template <class Shape, class Parameters>
 struct GemmRoles : Shape {
@@ -212,8 +258,9 @@ struct GemmRoles : Shape {
     }
     __device__ void compute(const GroupedTiles::Tile& tile, u32 group, InputConsumer<GemmRoles>& in, OutputProducer<GemmRoles>& out) const {
         typename Shape::Sum sum;
-        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
-        apply_epilogue<Shape>(sum, parameters, group, tile.column * Shape::columns, in);
+        const int row = tile.row * Shape::rows + Shape::first_row(group), column = tile.column * Shape::columns;
+        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in, {parameters.a_scales, parameters.b_scales, row, column});
+        apply_epilogue<Shape>(sum, parameters, group, column, in);
         emit<Shape>(sum, out);
     }
     __device__ void store(const GroupedTiles::Tile& tile, u32 group, OutputConsumer<GemmRoles>& out) const {

@@ -31,6 +31,7 @@ constexpr u32 most_products = 511;
 //   const int* ends     groups
 //   char* out           what `c` describes, its rows `row_bytes` apart
 //   u32 groups, n, k, row_bytes
+//   OperandScales a_scales, b_scales
 template <class Shape, class Parameters>
 struct GroupedGemmRoles : Shape {
     using Tile = GroupTile;
@@ -58,9 +59,11 @@ struct GroupedGemmRoles : Shape {
         }
     }
 
-    __device__ void compute(const Tile&, u32 group, InputConsumer<Shape>& in, OutputProducer<Shape>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<Shape>& in, OutputProducer<Shape>& out) const {
+        const int row = begin(tile.group) + tile.row * Shape::rows + Shape::first_row(group), column = tile.column * Shape::columns;
         typename Shape::Sum sum;
-        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
+        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in,
+                              {parameters.a_scales, parameters.b_scales.matrix(tile.group), row, column});
         emit<Shape>(sum, out);
     }
 

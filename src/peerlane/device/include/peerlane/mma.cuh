@@ -12,13 +12,13 @@
 
 namespace peerlane {
 
-enum class MmaType { bf16, f16 };  // of A and B; sums are fp32
+enum class MmaType { bf16, f16, e4m3 };  // of A and B; sums are fp32
 
 // Which dimension of an operand is contiguous in shared memory: k, or the other one (m of A, n of B).
 enum class Major { k, mn };
 
 // The shared-memory operand of a wgmma, in the 128-byte swizzle: rows of 128 bytes, eight of them make a 1024-byte aligned atom.
-// Major::k: a row is 64 k of one m; `stride_bytes` from eight m to the next eight; `leading_bytes` is not used.
+// Major::k: a row is 64 k of one m, or 128 of e4m3; `stride_bytes` from eight m to the next eight; `leading_bytes` is not used.
 // Major::mn: a row is 64 m of one k; `stride_bytes` from eight k to the next eight, `leading_bytes` from 64 m to the next 64.
 // The start may lie inside an atom, 16-byte aligned, to step along k.
 __device__ inline u64 mma_descriptor(const void* start, u32 leading_bytes, u32 stride_bytes) {

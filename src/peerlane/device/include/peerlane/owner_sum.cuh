@@ -25,6 +25,7 @@ namespace peerlane {
 //   TensorMap partials          own slots, third index the source (of the odd launches' buffer W + source), boxes of a block's rows of a tile
 //   TensorMap slots[max_ranks]  the same of every other rank, boxes of 64 rows
 //   u32 k, lag                  k of this rank; how many numbers own tiles come behind the others', the same on all ranks
+//   OperandScales a_scales, b_scales
 //   u64 flags, epochs           in the arena: Peers::flag_bytes of a flag for each number and 64 rows of a tile; u32[max_epoch_blocks]
 // and what the epilogue has.
 template <class Shape, int W, class Parameters, int buffers>
@@ -95,7 +96,8 @@ struct OwnerSum : Shape {
     __device__ void compute(const Tile& tile, u32 group, InputConsumer<Shape>& in, OutputProducer<Shape>& out) const {
         if (tile.owner < 0) return;
         typename Shape::Sum sum;
-        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
+        const int row = tile.row + Shape::first_row(group);
+        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in, {parameters.a_scales, parameters.b_scales, row, tile.column});
         if (tile.owner == arena.rank) {
             for (int before = 1; before < W; ++before) add_partial<Shape>(sum, group, in);
             apply_epilogue<Shape>(sum, parameters, group, tile.column, in);

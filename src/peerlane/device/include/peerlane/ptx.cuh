@@ -231,5 +231,11 @@ __device__ inline float log2(float x) {
     return y;
 }
 
+__device__ inline float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 }  // namespace ptx
 }  // namespace peerlane

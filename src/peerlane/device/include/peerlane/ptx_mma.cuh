@@ -27,6 +27,7 @@ __device__ inline void registers_increase() {
 
 // ---- wgmma: D (64 x N) = A (64 x 16) B (16 x N), or added to D ---------------------------------------------------------------------------
 //
+// Of e4m3 32 k: as many bytes. The units keep about 14 bits of such a sum while they add to it.
 // Runs beside the threads: D may be touched, and shared memory written, only after wgmma_wait. What threads wrote to shared memory must be
 // behind fence_proxy_async_shared.
 
@@ -94,6 +95,14 @@ constexpr bool mma_columns = N == 32 || N == 64 || N == 96 || N == 128 || N == 1
                  : PEERLANE_HOLD_##count(0)                                                                             \
                  : "l"(a), "l"(b), "r"(add), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)))
 
+// Operands of 8 bits lie along k, so there is nothing to transpose.
+#define PEERLANE_WGMMA_BYTES(n, type, count, o0, o1, o2)                                                                \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" o2 ", 0;\n\t"                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32." #type "." #type " {" PEERLANE_NAMES_##count "}, %" o0 \
+                 ", %" o1 ", p, 1, 1;\n\t}"                                                                             \
+                 : PEERLANE_HOLD_##count(0)                                                                             \
+                 : "l"(a), "l"(b), "r"(add))
+
 #define PEERLANE_WGMMA_REGISTERS(n, type, count, o0, o1, o2, o3, o4, o5, o6)                                            \
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" o5 ", 0;\n\t"                                                 \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type " {" PEERLANE_NAMES_##count "}, {%" o0 \
@@ -119,11 +128,23 @@ constexpr bool mma_columns = N == 32 || N == 64 || N == 96 || N == 128 || N == 1
     if constexpr (N == 176) PEERLANE_WGMMA_REGISTERS(176, type, 88, "88", "89", "90", "91", "92", "93", "94");        \
     if constexpr (N == 256) PEERLANE_WGMMA_REGISTERS(256, type, 128, "128", "129", "130", "131", "132", "133", "134")
 
+#define PEERLANE_WGMMA_BYTES_ANY(type)                                           \
+    if constexpr (N == 32) PEERLANE_WGMMA_BYTES(32, type, 16, "16", "17", "18");   \
+    if constexpr (N == 64) PEERLANE_WGMMA_BYTES(64, type, 32, "32", "33", "34");   \
+    if constexpr (N == 96) PEERLANE_WGMMA_BYTES(96, type, 48, "48", "49", "50");   \
+    if constexpr (N == 128) PEERLANE_WGMMA_BYTES(128, type, 64, "64", "65", "66"); \
+    if constexpr (N == 160) PEERLANE_WGMMA_BYTES(160, type, 80, "80", "81", "82"); \
+    if constexpr (N == 176) PEERLANE_WGMMA_BYTES(176, type, 88, "88", "89", "90"); \
+    if constexpr (N == 256) PEERLANE_WGMMA_BYTES(256, type, 128, "128", "129", "130")
+
 // A and B in shared memory, by mma_descriptor. `add` 0 starts a new sum.
 template <MmaType type, int N, Major a_major, Major b_major>
 __device__ inline void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
     static_assert(mma_columns<N>);
-    if constexpr (type == MmaType::bf16) {
+    static_assert(type != MmaType::e4m3 || (a_major == Major::k && b_major == Major::k), "operands of 8 bits are contiguous along k");
+    if constexpr (type == MmaType::e4m3) {
+        PEERLANE_WGMMA_BYTES_ANY(e4m3);
+    } else if constexpr (type == MmaType::bf16) {
         PEERLANE_WGMMA_SHARED_ANY(bf16);
     } else {
         PEERLANE_WGMMA_SHARED_ANY(f16);
@@ -133,7 +154,7 @@ __device__ inline void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
 // A in registers, in the fragment given at the top.
 template <MmaType type, int N, Major b_major>
 __device__ inline void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 add) {
-    static_assert(mma_columns<N>);
+    static_assert(mma_columns<N> && type != MmaType::e4m3);
     if constexpr (type == MmaType::bf16) {
         PEERLANE_WGMMA_REGISTERS_ANY(bf16);
     } else {
@@ -157,6 +178,8 @@ __device__ inline void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 ad
 #undef PEERLANE_HOLD_48
 #undef PEERLANE_HOLD_128
 #undef PEERLANE_WGMMA_SHARED
+#undef PEERLANE_WGMMA_BYTES
+#undef PEERLANE_WGMMA_BYTES_ANY
 #undef PEERLANE_WGMMA_REGISTERS
 #undef PEERLANE_WGMMA_SHARED_ANY
 #undef PEERLANE_WGMMA_REGISTERS_ANY
@@ -191,6 +214,21 @@ __device__ inline void load_matrices(u32 (&word)[4], const void* row) {
 __device__ inline void store_matrices(void* row, const u32 (&word)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(word[0]), "r"(word[1]),
                  "r"(word[2]), "r"(word[3])
+                 : "memory");
+}
+
+// The same, but word i of lane l is rows 2 (l % 4) + {0, 1}, column l / 4 of matrix i.
+
+__device__ inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+__device__ inline void store_matrices_transposed(void* row, const u32 (&word)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)), "r"(word[0]),
+                 "r"(word[1]), "r"(word[2]), "r"(word[3])
                  : "memory");
 }
 

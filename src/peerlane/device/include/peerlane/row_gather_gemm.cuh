@@ -6,6 +6,8 @@
 // next ones; the wait for a tile begins before the one in front of it is stored. A watching warp passes on a token for each column of pieces. There
 // are at most `ready_slots` of these: so all tokens of a tile find room once those of the tile before are used, which no store holds up.
 //
+// Rows of e4m3 have their scales in front of them (scales.cuh), in a header that comes with the first columns: one scale, or one for each 128 k.
+//
 // With `keeps` all rows are copied to `whole` too, for a gradient: by the spare warp of every compute block, as they come.
 #pragma once
 
@@ -20,6 +22,7 @@ constexpr int most_right_operands = 4;
 //   TensorMap gathered   what `gathered_memory` holds
 //   TensorMap b[]        of each product: (n, k, 1), or (k, n, 1)
 //   TensorMap out[]      of each: (n, m, W)
+//   OperandScales b_scales[]
 //   u32 n[]              columns of each
 //   u32 first[]          the first column of tiles of each; of a product that there is not, as many as there are
 //   GroupedTiles tiles   of one rank's rows, with the columns of all products
@@ -84,8 +87,13 @@ struct RowGatherGemmRoles : GatheredPieces<Shape, W, false, Parameters, 8> {
             const char* bias;
             u32 n;
         } terms{parameters.scale, parameters.bias[tile.product], parameters.n[tile.product]};
+        // Own scales lie in front of own rows, the others' where these were gathered.
+        const bool own = tile.source == static_cast<int>(arena.rank);
+        const char* rows = own ? parameters.local : arena.local(this->gathered_memory_of(tile.source));
+        const OperandScales a_scales{reinterpret_cast<const float*>(rows), parameters.row_bytes / 4, 1, 0, parameters.m - 1};
         typename Shape::Sum sum;
-        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
+        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in,
+                              {a_scales, parameters.b_scales[tile.product], tile.row + Shape::first_row(group), tile.column});
         apply_epilogue<Shape>(sum, terms, group, tile.column, in);
         emit<Shape>(sum, out);
     }

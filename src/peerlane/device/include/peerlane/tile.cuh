@@ -146,12 +146,13 @@ struct SumTile {
     static constexpr int columns = N;
     float value[N / 2];
 
-    // Starts adding A B (`a`: 64 rows from row 0 of the descriptor on); `first`: to nothing. Between ptx::wgmma_fence and ptx::wgmma_commit.
-    template <class E, int ASpan, Major a_major, Major b_major>
-    __device__ void multiply(const Operand<E, ASpan, a_major>& a, int row, const Operand<E, N, b_major>& b, bool first) {
+    // Starts adding A B: 64 rows of A from `row` on, and N columns of B from `column` on. `first`: to nothing. Between ptx::wgmma_fence and
+    // ptx::wgmma_commit. `Type` of what the operands hold: with e4m3 each of their elements is two.
+    template <MmaType Type, class E, int ASpan, int BSpan, Major a_major, Major b_major>
+    __device__ void multiply(const Operand<E, ASpan, a_major>& a, int row, const Operand<E, BSpan, b_major>& b, int column, bool first) {
 #pragma unroll
         for (int step = 0; step < panel_columns / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, N, a_major, b_major>(value, a.descriptor(row, step), b.descriptor(0, step), !first || step > 0);
+            ptx::wgmma<Type, N, a_major, b_major>(value, a.descriptor(row, step), b.descriptor(column, step), !first || step > 0);
         }
     }
 

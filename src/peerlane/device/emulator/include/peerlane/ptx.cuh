@@ -75,6 +75,7 @@ PEERLANE_INLINE u16 pack_e5m2x2(float low, float high) {
 
 PEERLANE_INLINE float exp2(float x) { return __builtin_exp2f(x); }
 PEERLANE_INLINE float log2(float x) { return __builtin_log2f(x); }
+PEERLANE_INLINE float reciprocal(float x) { return 1.0f / x; }
 
 // The block's dynamic shared memory.
 PEERLANE_INLINE char* dynamic_shared() { return emulator::peerlane_dynamic_shared(); }

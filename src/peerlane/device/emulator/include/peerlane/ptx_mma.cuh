@@ -11,6 +11,10 @@ namespace peerlane {
 namespace ptx {
 namespace matrix {
 
+constexpr u32 mma_bytes = 32;  // of k in one wgmma
+
+inline u32 bytes_of(MmaType type) { return type == MmaType::e4m3 ? 1 : 2; }
+
 PEERLANE_UNCHECKED inline float widen(MmaType type, u16 half) {
     return type == MmaType::f16 ? emulator::widen_f16(half) : emulator::widen_bf16(half);
 }
@@ -25,7 +29,7 @@ class SharedOperand {
         window_ = static_cast<char*>(emulator::peerlane_shared_pointer(start_)) - start_;
     }
 
-    // Element (outer: m or n; k < 16).
+    // Element (outer: m or n; k < 16), or that of 16 bits which has k / 2 of a pair of 8 bits.
     PEERLANE_UNCHECKED char* at(u32 outer, u32 k) const {
         const u32 offset = major_ == Major::k ? outer / 8 * stride_ + outer % 8 * 128 + k * 2
                                               : outer / 64 * leading_ + outer % 64 * 2 + k / 8 * stride_ + k % 8 * 128;
@@ -34,6 +38,7 @@ class SharedOperand {
     }
 
     PEERLANE_UNCHECKED float value(MmaType type, u32 outer, u32 k) const {
+        if (type == MmaType::e4m3) return emulator::widen_e4m3(static_cast<unsigned char>(at(outer, k / 2)[k % 2]));
         u16 half;
         __builtin_memcpy(&half, at(outer, k), 2);
         return widen(type, half);
@@ -63,13 +68,14 @@ class SharedOperand {
 inline u32 lane() { return emulator::peerlane_thread_index().x % 32; }
 inline u32 first_row() { return emulator::peerlane_thread_index().x / 32 % 4 * 16; }
 
-// d += a_row b for this thread's elements; `a(row, k)` for the warp's 16 rows.
+// d += a_row b for this thread's elements; `a(row, k)` for the warp's 16 rows. Sums of e4m3 are rounded as fp32, which a GPU does not: it keeps
+// fewer bits of them.
 template <MmaType type, int N, class A>
 PEERLANE_UNCHECKED void multiply(float (&d)[N / 2], const A& a, const SharedOperand& b, u32 add) {
     for (int i = 0; i < N / 2; ++i) {
         const u32 row = lane() / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (lane() % 4) + i % 2;
         float sum = add ? d[i] : 0.0f;
-        for (u32 k = 0; k < 16; ++k) sum = __builtin_fmaf(a(row, k), b.value(type, column, k), sum);
+        for (u32 k = 0; k < mma_bytes / bytes_of(type); ++k) sum = __builtin_fmaf(a(row, k), b.value(type, column, k), sum);
         d[i] = sum;
     }
 }
@@ -96,6 +102,14 @@ inline void rows_of(const void* own, char* (&row)[4]) {
     for (int i = 0; i < 4; ++i) row[i] = reinterpret_cast<char*>(seen[8 * i + lane() / 4]);
 }
 
+// The same for elements (2 (l % 4) + {0, 1}, l / 4).
+inline void row_pairs_of(const void* own, char* (&row)[4][2]) {
+    const unsigned long long* seen = emulator::peerlane_warp_exchange(0xffffffffu, reinterpret_cast<unsigned long long>(own));
+    for (int i = 0; i < 4; ++i) {
+        for (int r = 0; r < 2; ++r) row[i][r] = reinterpret_cast<char*>(seen[8 * i + 2 * (lane() % 4) + r]);
+    }
+}
+
 }  // namespace matrix
 
 template <int count>
@@ -118,7 +132,7 @@ inline void wgmma_hold(float (&)[count]) {}
 
 template <MmaType type, int N, Major a_major, Major b_major>
 PEERLANE_INLINE void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
-    static_assert(N % 16 == 0 && N <= 256);
+    static_assert(N % 16 == 0 && N <= 256 && (type != MmaType::e4m3 || (a_major == Major::k && b_major == Major::k)));
     const matrix::SharedOperand left(a, a_major), right(b, b_major);
     const u32 first = matrix::first_row();
     emulator::Segments segments;
@@ -130,7 +144,7 @@ PEERLANE_INLINE void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
 
 template <MmaType type, int N, Major b_major>
 PEERLANE_INLINE void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 add) {
-    static_assert(N % 16 == 0 && N <= 256);
+    static_assert(N % 16 == 0 && N <= 256 && type != MmaType::e4m3);
     const matrix::SharedOperand right(b, b_major);
     emulator::Segments segments;
     right.append(0, N, segments);
@@ -167,6 +181,24 @@ inline void store_matrices(void* row, const u32 (&word)[4]) {
     char* rows[4];
     matrix::rows_of(row, rows);
     for (int i = 0; i < 4; ++i) reinterpret_cast<u32*>(rows[i])[matrix::lane() % 4] = word[i];
+}
+
+inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
+    char* rows[4][2];
+    matrix::row_pairs_of(row, rows);
+    for (int i = 0; i < 4; ++i) {
+        const u32 low = reinterpret_cast<const u16*>(rows[i][0])[matrix::lane() / 4];
+        word[i] = low | static_cast<u32>(reinterpret_cast<const u16*>(rows[i][1])[matrix::lane() / 4]) << 16;
+    }
+}
+
+inline void store_matrices_transposed(void* row, const u32 (&word)[4]) {
+    char* rows[4][2];
+    matrix::row_pairs_of(row, rows);
+    for (int i = 0; i < 4; ++i) {
+        reinterpret_cast<u16*>(rows[i][0])[matrix::lane() / 4] = static_cast<u16>(word[i]);
+        reinterpret_cast<u16*>(rows[i][1])[matrix::lane() / 4] = static_cast<u16>(word[i] >> 16);
+    }
 }
 
 }  // namespace ptx

@@ -36,13 +36,16 @@ using cuda::std::is_unsigned;
 
 namespace peerlane {
 
-// Returns when the signal is `value` or more. NVSHMEM's own waits have no limit; after `limit_ns` this one traps, and the launch fails.
+// Returns when the signal is `value` or more: what was put before it is there to be read, by the whole block behind a barrier of its threads.
+// NVSHMEM's own waits have no limit; after `limit_ns` this one traps, and the launch fails.
 __device__ inline void wait_signal(uint64_t* signal, uint64_t value, u64 limit_ns = 10'000'000'000ull) {
     const u64 end = ptx::globaltimer() + limit_ns;
     while (nvshmem_signal_fetch(signal) < value) {
         if (ptx::globaltimer() > end) __trap();
     }
-    nvshmem_signal_wait_until(signal, NVSHMEM_CMP_GE, value);  // which holds by now: what was put before the signal is there to be read
+    // NVSHMEM's wait, which ends at once, orders nothing between this thread and others of its block: their reads may find old lines in L1.
+    nvshmem_signal_wait_until(signal, NVSHMEM_CMP_GE, value);
+    ptx::fence_system();
 }
 
 }  // namespace peerlane
