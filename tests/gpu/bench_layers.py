@@ -170,9 +170,10 @@ def check_norm(rank: int, world: int) -> Iterator[Row]:
 def check_sharded_norm(rank: int, world: int) -> Iterator[Row]:
     """Reduce-scatter, norm and all-gather of rows of every kind of tile, in turn, so that launches of all kinds share the rings."""
     norm = sharded_rms_norm(group_of())
-    for columns, own in few((8192, 512), (7168, 129), (1024, 2048), (136, 3), (16384, 40), (4096, 800)):
-        for reduces, gathers in few((True, True), (True, False), (False, True)):
-            for quantisation in ("none", "row", "block") if not columns % 128 else ("none", "row"):
+    kinds = (True, True, "none"), (True, True, "row"), (True, False, "row"), (False, True, "none"), (True, True, "block")
+    for columns, own in few((8192, 512), (136, 3), (7168, 129), (1024, 2048)):
+        for reduces, gathers, quantisation in kinds:
+            if columns % 128 == 0 or quantisation != "block":
                 wrong = 0
                 for call in range(3):
                     seed = 100 * call + columns + own
@@ -487,7 +488,6 @@ def norm_prefill(rank: int, world: int) -> Iterator[Row]:
         calls: dict[str, Call] = {
             "ours_us": ours(True, "none"),
             "ours_fp8_us": ours(True, "row"),
-            "ours_fp8_blocks_us": ours(True, "block"),
             "unfused_us": each(lambda x, residual: kit.all_gather_into_tensor(whole, summed(x, residual))),  # noqa: B023
             "scatter_us": ours(False, "none"),
             "scatter_fp8_us": ours(False, "row"),

@@ -165,6 +165,26 @@ def compiled_autocast(group: dist.ProcessGroup) -> None:
 
 
 @check(2, thorough=(1, 3))
+def hidden_keys_are_no_part_of_attention(group: dist.ProcessGroup) -> None:
+    """What stands in later keys and values, NaN too, changes neither earlier results nor their queries' gradients."""
+    length, last = 3, group.rank() == group.size() - 1
+    draw = torch.Generator().manual_seed(group.rank())
+    q, k, v, seed = (torch.randn(1, length, 2, 4, generator=draw) for _ in range(4))
+    found = []
+    for poison in (0.0, float("nan"), float("inf")):
+        keys, values, queries = k.clone(), v.clone(), q.clone().requires_grad_()
+        if last:
+            keys[:, -1], values[:, -1] = poison, poison
+        y = ops.ring_attention(queries, keys, values, causal=True, group=group)
+        rows = slice(0, length - 1 if last else length)
+        (y * seed)[:, rows].sum().backward()
+        found.append((y.detach()[:, rows], queries.grad[:, rows]))  # type: ignore[index]
+        assert not last or not poison or not y[:, -1].isfinite().any()
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0])
+
+
+@check(2, thorough=(1, 3))
 def opcheck(group: dist.ProcessGroup) -> None:
     seen = set()
     for case in CASES:

@@ -17,8 +17,6 @@ from peerlane.ops.norms import FP8, Three, norm_gradients, scales_of
 from peerlane.ops.shapes import rows
 from peerlane.ops.transport import transport
 
-Scales = Literal["row", "block"]
-
 
 @torch.library.custom_op("peerlane::reduce_scatter_rms_norm", mutates_args=())
 def _reduce_scatter_rms_norm(
@@ -55,7 +53,6 @@ def _reduce_scatter_rms_norm(
         blocks = wide.unflatten(-1, (-1, BLOCK_COLUMNS if quantisation == "block" else columns))
         scales = scales_of(blocks)
         y = (blocks / scales.unsqueeze(-1)).flatten(-2).to(FP8)
-        scales = scales if quantisation == "block" else scales.squeeze(-1)
     if gathers:
         y, scales = _gathered(y, group), _gathered(scales, group) if quantisation != "none" else scales
     return y, total, scales
@@ -71,7 +68,7 @@ def _gathered(x: torch.Tensor, group: str) -> torch.Tensor:
 def _scale_shape(y: torch.Size, quantisation: str) -> tuple[int, ...]:
     if quantisation == "none":
         return (0,)
-    return tuple(y[:-1]) if quantisation == "row" else (*y[:-1], y[-1] // BLOCK_COLUMNS)
+    return (*y[:-1], 1 if quantisation == "row" else y[-1] // BLOCK_COLUMNS)
 
 
 def _checked(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, quantisation: str, group: str) -> torch.Size:
@@ -81,8 +78,8 @@ def _checked(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | Non
     if x.dim() < 2 or weight.shape != x.shape[-1:] or (residual is not None and residual.shape != own) or not blocks:
         raise UsageError(
             f"reduce_scatter_rms_norm got x {tuple(x.shape)}, weight {tuple(weight.shape)}, residual "
-            f"{None if residual is None else tuple(residual.shape)}, quantisation {quantisation!r}: expected x (tokens, ..., H), weight (H), "
-            f"residual {tuple(own)}, and H a multiple of {BLOCK_COLUMNS} for scales of blocks"
+            f"{None if residual is None else tuple(residual.shape)}, quantisation {quantisation!r}: expected x (tokens, ..., H), weight "
+            f"(H), residual {tuple(own)}, and H a multiple of {BLOCK_COLUMNS} for scales of blocks"
         )
     return own
 
@@ -143,14 +140,14 @@ def reduce_scatter_rms_norm_fp8(
     residual: torch.Tensor | None = None,
     *,
     gathers: bool = False,
-    scales: Scales = "row",
+    by: Literal["row", "block"] = "row",
     epsilon: float = 1e-6,
     group: dist.ProcessGroup | None = None,
 ) -> Three:
     """Returns the norm in float8_e4m3fn, ``total``, and the scales by which the norm is the first result times them.
 
-    ``scales``: ``"row"``, one for every row, of shape (tokens, ...); or ``"block"``, one for every 128 columns, (tokens, ..., H / 128). A
-    norm that is gathered travels in fp8 with its scales. Otherwise as ``reduce_scatter_rms_norm``; there is no gradient."""
-    if scales not in ("row", "block"):
-        raise UsageError(f"scales={scales!r}: expected 'row' or 'block'")
-    return _reduce_scatter_rms_norm(x, weight, residual, gathers, epsilon, scales, group_name(group))
+    ``by``: "row", a scale for every row, (tokens, ..., 1); "block", one for every 128 columns, (tokens, ..., H / 128): as ``quantize_fp8``
+    gives them. A norm that is gathered travels in e4m3 with its scales. Otherwise as ``reduce_scatter_rms_norm``; there is no gradient."""
+    if by not in ("row", "block"):
+        raise UsageError(f"by={by!r}: expected 'row' or 'block'")
+    return _reduce_scatter_rms_norm(x, weight, residual, gathers, epsilon, by, group_name(group))

@@ -43,11 +43,11 @@ using namespace peerlane;
 
 constexpr u32 tile_rows = TILE_ROWS, row_warps = rings.summing_warps / tile_rows, row_threads = row_warps * warp_threads;
 constexpr u32 row_bytes = COLUMNS * 2, vectors = COLUMNS / row_lanes, thread_vectors = (vectors + row_threads - 1) / row_threads;
-constexpr u32 block_lanes = 16;                                                   // whose columns have one scale
+constexpr u32 block_lanes = 16;  // whose columns have one scale
 constexpr u32 row_scales = QUANTISATION == 0 ? 0 : QUANTISATION == 1 ? 1 : COLUMNS / (block_lanes * row_lanes);
 constexpr u32 y_bytes = COLUMNS * (QUANTISATION == 0 ? 2 : 1), scale_bytes = row_scales * sizeof(float);
-constexpr u32 packed_bytes = y_bytes + scale_bytes;                               // of a row on its way: behind a tile's rows lie their scales
-constexpr float largest = 448, smallest_scale = 1e-12f;                           // of e4m3; of zeros
+constexpr u32 packed_bytes = y_bytes + scale_bytes;  // of a row on its way: behind a tile's rows lie their scales
+constexpr float largest = 448, smallest_scale = 1e-12f;  // of e4m3; of zeros
 static_assert(rings.summing_warps % tile_rows == 0 && message_tile_bytes == tile_rows * row_bytes && packed_bytes <= row_bytes);
 
 // Tiles of all other ranks' rows on their way here: as long as what is made of them.
@@ -59,7 +59,8 @@ struct GatheredTiles : Rounds<WORLD_SIZE, -1> {
 
 // By one warp: all other ranks' normalised rows and scales to their places.
 __device__ inline void take_rows(
-    const Arena& arena, const ShardedRmsNorm& args, const Messages& messages, Progress<WORLD_SIZE>& used, MoverState<WORLD_SIZE>& state, char* stages) {
+    const Arena& arena, const ShardedRmsNorm& args, const Messages& messages, Progress<WORLD_SIZE>& used, MoverState<WORLD_SIZE>& state,
+    char* stages) {
     const BlockChannels<WORLD_SIZE> here{arena, args.space.copies};
     Mover<WORLD_SIZE> mover(arena, args.space.copies.flags, consumer, state, stages);
     mover.expect(used, 0);
@@ -87,8 +88,8 @@ __device__ inline void load_vector(const char* from, u32 i, u32 (&words)[4]) {
 // The warps of one row of a tile: its sum over ranks and with the residual to `total`, its norm to `y`, scales to `scales`.
 template <class Term>
 __device__ inline void normalise(
-    const ShardedRmsNorm& args, const Warps& team, int rank, float (&scratch)[row_warps], const char* own, const Term& term, const char* residual,
-    char* total, char* y, float* scales) {
+    const ShardedRmsNorm& args, const Warps& team, int rank, float (&scratch)[row_warps], const char* own, const Term& term,
+    const char* residual, char* total, char* y, float* scales) {
     constexpr int sources = REDUCES ? WORLD_SIZE : 1;
     constexpr u32 at_once = sources <= 2 ? 4 : sources <= 4 ? 2 : 1;
     const auto inside = [&](u32 v) { return (v + 1) * row_threads <= vectors || team.thread() + v * row_threads < vectors; };
@@ -192,10 +193,12 @@ __device__ inline void make_rows(const Arena& arena, const ShardedRmsNorm& args,
     const Warps row_team{2 + slot * row_warps, row_warps, 2 + slot};
     const int rank = arena.rank;
     const BlockChannels<WORLD_SIZE> terms{arena, args.space.sums}, totals{arena, args.space.copies};
-    const Peers<WORLD_SIZE, Warps> givers(arena, args.space.sums.flags, team, consumer), takers(arena, args.space.copies.flags, team, storer);
+    const Peers<WORLD_SIZE, Warps> givers(arena, args.space.sums.flags, team, consumer);
+    const Peers<WORLD_SIZE, Warps> takers(arena, args.space.copies.flags, team, storer);
     StoreQueue<WORLD_SIZE, rings.in_flight, Warps, Post<WORLD_SIZE>> queue(arena, args.space.copies.flags, team, storer);
     const Progress<WORLD_SIZE>& sent = progress.totals_sent();
-    const u32 first = progress.terms_used().first[rank_after<WORLD_SIZE>(rank, 1)], first_sent = thread < WORLD_SIZE ? sent.first[thread] : 0;
+    const u32 first = progress.terms_used().first[rank_after<WORLD_SIZE>(rank, 1)];
+    const u32 first_sent = thread < WORLD_SIZE ? sent.first[thread] : 0;
     u32 known_arrived = first, known_used = first_sent - rings.depth, turn = 0;
     const u64 bytes = u64(args.rows) * row_bytes;
     for (MessageTiles tile{bytes}; tile.any(); tile.next(), ++turn) {
@@ -209,8 +212,8 @@ __device__ inline void make_rows(const Arena& arena, const ShardedRmsNorm& args,
             char* y = GATHERS ? stage + slot * y_bytes : args.y + (row + slot) * y_bytes;
             char* scales = GATHERS ? stage + rows * y_bytes + slot * scale_bytes : args.scales + (row + slot) * scale_bytes;
             normalise(
-                args, row_team, rank, scratch[slot], args.x + (REDUCES ? rank * bytes : 0) + at, term, args.residual + at, args.total + at, y,
-                reinterpret_cast<float*>(scales));
+                args, row_team, rank, scratch[slot], args.x + (REDUCES ? rank * bytes : 0) + at, term, args.residual + at,
+                args.total + at, y, reinterpret_cast<float*>(scales));
         }
         if constexpr (GATHERS) {
             takers.wait_all(totals.used_slot(), first_sent + turn + 1 - rings.depth, known_used);
@@ -254,7 +257,8 @@ extern "C" __global__ void __launch_bounds__(relay_threads, 1)
     char* stages = ptx::dynamic_shared();
     const u32 warp = threadIdx.x / warp_threads;
     if (warp == 0) {
-        if constexpr (REDUCES) send_messages<WORLD_SIZE>(arena, args.space.sums, messages, args.x, progress.terms_sent(), states[0], stages);
+        Progress<WORLD_SIZE>& sent = progress.terms_sent();
+        if constexpr (REDUCES) send_messages<WORLD_SIZE>(arena, args.space.sums, messages, args.x, sent, states[0], stages);
     } else if (warp == 1) {
         if constexpr (GATHERS) take_rows(arena, args, messages, progress.totals_used(), states[1], stages + stages_bytes);
     } else if (warp < 2 + rings.summing_warps) {
