@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import signal
@@ -21,10 +22,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -424,6 +427,41 @@ def experts_in_fp8(group: dist.ProcessGroup) -> None:
         gate, linear = (up[topk_idx[token, expert]] @ x[token].float()).chunk(2)
         wanted[token] += 0.5 * (down[topk_idx[token, expert]] @ (torch.nn.functional.silu(gate) * linear))
     assert float((y.float() - wanted).norm()) <= 0.08 * float(wanted.norm())  # three roundings to e4m3, 2^-5 of a number on average
+
+
+@check(1, 2, 3)
+def norms_of_sharded_rows(group: dist.ProcessGroup) -> None:
+    """The example of docs/ops.md, and the same in e4m3, beside all of it in one place."""
+    page = (Path(__file__).parents[2] / "docs" / "ops.md").read_text()
+    example = page.split("## Norms of sharded rows")[1].split("```python")[1].split("```")[0]
+    ranks, rank, hidden = group.size(), group.rank(), 128
+    draw = torch.Generator().manual_seed(0)
+    inner, down, own = (
+        torch.randn(ranks, *shape, generator=draw, dtype=torch.float64) for shape in ((3 * ranks, 5), (5, hidden), (3, hidden))
+    )
+    gain, up = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((hidden,), (hidden, 7)))
+    of_group = {name: functools.partial(getattr(ops, name), group=group) for name in ("reduce_scatter_rms_norm",)}
+    given = {"inner": inner[rank], "down": down[rank], "residual": own[rank], "gain": gain, "up": up, "ops": SimpleNamespace(**of_group)}
+    exec(example, given)
+    total = (inner @ down).sum(0) + own.flatten(0, 1)
+    norm = F.rms_norm(total, (hidden,), gain, 1e-6)
+    mine = slice(3 * rank, 3 * rank + 3)
+    torch.testing.assert_close(given["z"], norm @ up)
+    torch.testing.assert_close(given["residual"], total[mine])
+    for gathers in (False, True):
+        for by in ("row", "block"):
+            y, part, scales = ops.reduce_scatter_rms_norm_fp8(
+                inner[rank] @ down[rank], gain, own[rank], gathers=gathers, by=by, group=group
+            )
+            want = norm if gathers else norm[mine]
+            torch.testing.assert_close(part, total[mine])
+            torch.testing.assert_close(scales.double(), want.abs().amax(1, keepdim=True) / 448, rtol=1e-5, atol=0)
+            assert ((y.double() * scales - want).abs() <= 0.07 * want.abs() + 2**-9 * scales).all()
+    with pytest.raises(UsageError, match="reduce_scatter_rms_norm got x .* residual .* expected"):
+        ops.reduce_scatter_rms_norm(inner[rank] @ down[rank], gain, own[rank][:1], group=group)
+    half = torch.ones(2 * ranks, 128)
+    own_op = torch.ops.peerlane.reduce_scatter_rms_norm.default
+    torch.library.opcheck(own_op, (half, half[0].clone(), None, True, 1e-6, "block", group.group_name))
 
 
 @check(2, thorough=(1, 3))

@@ -222,7 +222,7 @@ class DeclaredKernel:
         return Reserved(self, group, arena, offsets, taken)
 
     def inside(self, group: Group, arena: Arena) -> Reserved:
-        """Returns what launches are bound to, of a kernel without fields of its own in the arena, in that of other kernels. Not collective."""
+        """Returns what launches are bound to, in the arena of other kernels; this one has no fields of its own there. Not collective."""
         if kept := [name for name, field in self.fields.items() if isinstance(field, ArenaField)]:
             raise UsageError(f"kernel {self.name!r} has fields of its own in an arena, {kept}: expected none; call reserve")
         return Reserved(self, group, arena, {}, {})
