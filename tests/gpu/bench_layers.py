@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/gpu/bench_layers.py check [--ranks 4]        exits with 1 where a result is wrong
     PYTHONPATH=src python tests/gpu/bench_layers.py product                  one rank: weights as nn.Linear keeps them, beside cuBLAS
-    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|fp8|decode|dispatch|all_reduce|gather|everything [--ranks 4]
+    PYTHONPATH=src python tests/gpu/bench_layers.py mlp|norm_prefill|fp8|decode|dispatch|all_reduce|gather|everything [--ranks 4]
 
 With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the slowest rank's median of five stretches. Ranks share GPUs
 where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
@@ -30,6 +30,7 @@ from peerlane import ops
 from peerlane.device import Communicator, communicator, group_of
 from peerlane.device.collectives import plans
 from peerlane.device.collectives.rms_norm import all_reduce_rms_norm
+from peerlane.device.collectives.sharded_rms_norm import sharded_rms_norm
 from peerlane.device.products import fp8, gemm
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.quantised import quantise_rows, quantise_squares
@@ -167,6 +168,42 @@ def check_norm(rank: int, world: int) -> Iterator[Row]:
                 yield {"check": "all_reduce_rms_norm", "columns": columns, "tokens": tokens, "quantisation": quantisation, "wrong": wrong}
 
 
+def check_sharded_norm(rank: int, world: int) -> Iterator[Row]:
+    """Reduce-scatter, norm and all-gather of rows of every kind of tile, in turn, so that launches of all kinds share the rings."""
+    norm = sharded_rms_norm(group_of())
+    kinds = (True, True, "none"), (True, True, "row"), (True, False, "row"), (False, True, "none"), (True, True, "block")
+    for columns, own in few((8192, 512), (136, 3), (7168, 129), (1024, 2048)):
+        for reduces, gathers, quantisation in kinds:
+            if columns % 128 == 0 or quantisation != "block":
+                wrong = 0
+                for call in range(3):
+                    seed = 100 * call + columns + own
+                    shape = (own * world if reduces else own, columns)
+                    xs = [small(*shape, seed=seed + q, largest=3) for q in range(world)]
+                    residuals = [small(own, columns, seed=seed + 50 + q) for q in range(world)]
+                    weight = small(columns, seed=seed + 99, largest=2)
+                    if call % 2:
+                        torch.cuda._sleep(200_000 * ((rank + call) % world))
+                    given = {"reduces": reduces, "gathers": gathers, "epsilon": 1e-5, "quantisation": quantisation}
+                    y, total, scales = norm(xs[rank], weight, residuals[rank], **given)
+                    whole = torch.stack(xs).double().sum(0) if reduces else torch.cat(xs).double()
+                    whole += torch.cat(residuals).double()
+                    mine = slice(rank * own, (rank + 1) * own)
+                    wrong += int((total.double() != whole[mine]).sum())
+                    want = whole if gathers else whole[mine]
+                    want = want * (want.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+                    if scales is None:
+                        wrong += int(((y.double() - want).abs() > 2**-8 * 1.001 * want.abs()).sum())
+                        continue
+                    blocks = want.unflatten(1, (-1, 128 if quantisation == "block" else columns))
+                    by = (blocks.abs().amax(2, keepdim=True) / 448).clamp(min=1e-12)
+                    wrong += int(((scales.double().view(by.shape) - by).abs() > 1e-5 * by).sum())
+                    off = (y.double().view(blocks.shape) * by - blocks).abs()
+                    wrong += int((off > 2**-4 * 1.001 * blocks.abs() + 2**-9 * by).sum())
+                kind = {"columns": columns, "rows": own, "reduces": reduces, "gathers": gathers, "quantisation": quantisation}
+                yield {"check": "sharded_rms_norm", **kind, "wrong": wrong}
+
+
 def routes(tokens: int, experts: int, k: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(tokens, experts, generator=generator).topk(k).indices.cuda()
@@ -230,6 +267,7 @@ def check(rank: int, world: int) -> Iterator[Row]:
     yield from check_all_reduce(rank, world)
     yield from check_products(rank, world)
     yield from check_norm(rank, world)
+    yield from check_sharded_norm(rank, world)
     yield from check_dispatch(rank, world)
 
 
@@ -484,6 +522,46 @@ def decode(rank: int, world: int) -> Iterator[Row]:
         yield {"bench": "decode", "tokens": tokens, "hidden": hidden, "ranks": world, **microseconds(calls, 200 if tokens < 512 else 50)}
 
 
+def norm_prefill(rank: int, world: int) -> Iterator[Row]:
+    """Reduce-scatter, residual, RMSNorm and all-gather, beside the kit's collectives and torch's norm; checked first."""
+    wrong = 0
+    for row in check_sharded_norm(rank, world):
+        wrong += row["wrong"]
+        yield row
+    hidden, kit, sharded = 8192, communicator(), sharded_rms_norm(group_of())
+    for tokens in few(8192, 512, 1024, 2048, 4096):
+        own = tokens // world
+        sets = max(2, min(8, (400 << 20) // (2 * tokens * hidden)))  # more than L2 holds
+        xs = [torch.randn(tokens, hidden, device="cuda").to(BF16) for _ in range(sets)]
+        residuals = [torch.randn(own, hidden, device="cuda").to(BF16) for _ in range(sets)]
+        weight = torch.ones(hidden, device="cuda", dtype=BF16)
+        whole, part = torch.empty_like(xs[0]), torch.empty_like(residuals[0])
+
+        def each(call: Callable[..., Any]) -> Call:
+            return lambda: [call(x, residual) for x, residual in zip(xs, residuals, strict=True)]  # noqa: B023
+
+        def ours(gathers: bool, quantisation: str) -> Call:
+            given: dict[str, Any] = {"reduces": True, "gathers": gathers, "quantisation": quantisation}
+            return each(lambda x, residual: sharded(x, weight, residual, **given))  # noqa: B023
+
+        def summed(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            kit.reduce_scatter_tensor(part, x)  # noqa: B023
+            return F.rms_norm(part.add_(residual), (hidden,), weight, 1e-6)  # noqa: B023
+
+        calls: dict[str, Call] = {
+            "ours_us": ours(True, "none"),
+            "ours_fp8_us": ours(True, "row"),
+            "unfused_us": each(lambda x, residual: kit.all_gather_into_tensor(whole, summed(x, residual))),  # noqa: B023
+            "scatter_us": ours(False, "none"),
+            "scatter_fp8_us": ours(False, "row"),
+            "unfused_scatter_us": each(summed),
+            "kit_scatter_us": each(lambda x, residual: kit.reduce_scatter_tensor(part, x)),  # noqa: B023
+            "kit_gather_us": each(lambda x, residual: kit.all_gather_into_tensor(whole, residual)),  # noqa: B023
+        }
+        times = {name: round(us / sets, 2) for name, us in microseconds(calls, max(3, 40000 // (tokens * sets))).items()}
+        yield {"bench": "norm_prefill", "tokens": tokens, "hidden": hidden, "ranks": world, "checked": not wrong, **times}
+
+
 def dispatch(rank: int, world: int) -> Iterator[Row]:
     """Dispatch and combine of a layer like DeepSeek-V3's, beside sorting, the kit's all-to-all with known splits, and adding."""
     hidden, experts, k, kit = 7168, 256, 8, communicator()
@@ -565,6 +643,7 @@ BENCHES = {
     "fp8": in_fp8,
     "mlp": mlp,
     "decode": decode,
+    "norm_prefill": norm_prefill,
     "dispatch": dispatch,
     "all_reduce": all_reduce,
 }

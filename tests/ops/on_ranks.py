@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import signal
@@ -21,10 +22,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -162,6 +165,26 @@ def compiled_autocast(group: dist.ProcessGroup) -> None:
         own = [value.float() if value.is_floating_point() else value for value in drawn(case, group.size(), torch.float64)[group.rank()]]
         assert call(*own).dtype == (torch.bfloat16 if case.casts else torch.float32), case.name
         compared(case, group, call, 3e-2)
+
+
+@check(2, thorough=(1, 3))
+def hidden_keys_are_no_part_of_attention(group: dist.ProcessGroup) -> None:
+    """What stands in later keys and values, NaN too, changes neither earlier results nor their queries' gradients."""
+    length, last = 3, group.rank() == group.size() - 1
+    draw = torch.Generator().manual_seed(group.rank())
+    q, k, v, seed = (torch.randn(1, length, 2, 4, generator=draw) for _ in range(4))
+    found = []
+    for poison in (0.0, float("nan"), float("inf")):
+        keys, values, queries = k.clone(), v.clone(), q.clone().requires_grad_()
+        if last:
+            keys[:, -1], values[:, -1] = poison, poison
+        y = ops.ring_attention(queries, keys, values, causal=True, group=group)
+        rows = slice(0, length - 1 if last else length)
+        (y * seed)[:, rows].sum().backward()
+        found.append((y.detach()[:, rows], queries.grad[:, rows]))  # type: ignore[index]
+        assert not last or not poison or not y[:, -1].isfinite().any()
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0])
 
 
 @check(2, thorough=(1, 3))
@@ -404,6 +427,41 @@ def experts_in_fp8(group: dist.ProcessGroup) -> None:
         gate, linear = (up[topk_idx[token, expert]] @ x[token].float()).chunk(2)
         wanted[token] += 0.5 * (down[topk_idx[token, expert]] @ (torch.nn.functional.silu(gate) * linear))
     assert float((y.float() - wanted).norm()) <= 0.08 * float(wanted.norm())  # three roundings to e4m3, 2^-5 of a number on average
+
+
+@check(1, 2, 3)
+def norms_of_sharded_rows(group: dist.ProcessGroup) -> None:
+    """The example of docs/ops.md, and the same in e4m3, beside all of it in one place."""
+    page = (Path(__file__).parents[2] / "docs" / "ops.md").read_text()
+    example = page.split("## Norms of sharded rows")[1].split("```python")[1].split("```")[0]
+    ranks, rank, hidden = group.size(), group.rank(), 128
+    draw = torch.Generator().manual_seed(0)
+    inner, down, own = (
+        torch.randn(ranks, *shape, generator=draw, dtype=torch.float64) for shape in ((3 * ranks, 5), (5, hidden), (3, hidden))
+    )
+    gain, up = (torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((hidden,), (hidden, 7)))
+    of_group = {name: functools.partial(getattr(ops, name), group=group) for name in ("reduce_scatter_rms_norm",)}
+    given = {"inner": inner[rank], "down": down[rank], "residual": own[rank], "gain": gain, "up": up, "ops": SimpleNamespace(**of_group)}
+    exec(example, given)
+    total = (inner @ down).sum(0) + own.flatten(0, 1)
+    norm = F.rms_norm(total, (hidden,), gain, 1e-6)
+    mine = slice(3 * rank, 3 * rank + 3)
+    torch.testing.assert_close(given["z"], norm @ up)
+    torch.testing.assert_close(given["residual"], total[mine])
+    for gathers in (False, True):
+        for by in ("row", "block"):
+            y, part, scales = ops.reduce_scatter_rms_norm_fp8(
+                inner[rank] @ down[rank], gain, own[rank], gathers=gathers, by=by, group=group
+            )
+            want = norm if gathers else norm[mine]
+            torch.testing.assert_close(part, total[mine])
+            torch.testing.assert_close(scales.double(), want.abs().amax(1, keepdim=True) / 448, rtol=1e-5, atol=0)
+            assert ((y.double() * scales - want).abs() <= 0.07 * want.abs() + 2**-9 * scales).all()
+    with pytest.raises(UsageError, match="reduce_scatter_rms_norm got x .* residual .* expected"):
+        ops.reduce_scatter_rms_norm(inner[rank] @ down[rank], gain, own[rank][:1], group=group)
+    half = torch.ones(2 * ranks, 128)
+    own_op = torch.ops.peerlane.reduce_scatter_rms_norm.default
+    torch.library.opcheck(own_op, (half, half[0].clone(), None, True, 1e-6, "block", group.group_name))
 
 
 @check(2, thorough=(1, 3))

@@ -179,6 +179,16 @@ def _normalised(values: list[Values]) -> Values:
     return [F.rms_norm(total + residual, residual.shape[-1:], weight, 1e-6) for _, weight, residual in values]
 
 
+def _normalised_shards(values: list[Values]) -> Values:
+    """The norm of each rank's rows, with a weight and a residual of its own."""
+    shards = _sum(values, lambda x, *_: x).chunk(len(values))
+    return [F.rms_norm(part + own, own.shape[-1:], weight, 1e-6) for part, (_, weight, own) in zip(shards, values, strict=True)]
+
+
+def _gathered_norm(values: list[Values]) -> Values:
+    return _same(torch.cat(_normalised_shards(values)), values)
+
+
 def _shards(heads: int, key_heads: int) -> Shapes:
     return lambda world_size: [(2, 3, heads, 8), (2, 3, key_heads, 8), (2, 3, key_heads, 8)]
 
@@ -205,6 +215,19 @@ CASES = [
         settings=(None, 1e-6, "none"),
         casts=False,
         takes=lambda result: result[0],
+    ),
+    *(
+        Case(
+            f"reduce_scatter_rms_norm{' and all-gather' if gathers else ''}",
+            "reduce_scatter_rms_norm",
+            lambda world_size: [(2 * world_size, 3, 8), (8,), (2, 3, 8)],
+            whole,
+            (("gathers", gathers),),
+            settings=(gathers, 1e-6, "none"),
+            casts=False,
+            takes=lambda result: result[0],
+        )
+        for gathers, whole in ((False, _normalised_shards), (True, _gathered_norm))
     ),
     Case("ring_attention", "ring_attention", _shards(6, 6), _attention, CAUSAL, SCALE),
     Case("ring_attention with shared keys", "ring_attention", _shards(6, 2), _attention, CAUSAL, SCALE),

@@ -95,6 +95,12 @@ def test_ranks_per_token_are_not_more_than_those_drawn() -> None:
     assert moe.distinct_ranks(case, 4) <= float(hit)
 
 
+@pytest.mark.parametrize("extra", [{}, {"limit": (8, 4)}, {"exponent": 0.8}])
+def test_more_ranks_than_units_are_hit_by_each_that_is_taken(extra: dict[str, object]) -> None:
+    case = Case(31, "x", "x", 16, torch.bfloat16, params={"experts": 8, "k": 4, **extra})
+    assert moe.distinct_ranks(case, 16) == pytest.approx(4)
+
+
 def test_apportioned_shares_are_whole_capped_and_ordered() -> None:
     generator = random.Random(1)
     for _ in range(200):

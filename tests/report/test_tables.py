@@ -156,7 +156,7 @@ def test_a_narrow_terminal_is_shown_what_matters(room: int) -> None:
     assert bool(left_out) == (80 <= room < 170) == ("no room for the columns" in shown)
     assert all(name in " ".join(shown.split()) for name in left_out)
     if room == 110:
-        assert "problem" in left_out and "utilisation" not in left_out and "in every row: problem 1 allreduce, W 4, preset pkb" in shown
+        assert "problem" in left_out and "of bound" not in left_out and "in every row: problem 1 allreduce, W 4, preset pkb" in shown
 
 
 def test_what_says_something_is_left_out_after_what_does_not() -> None:
@@ -164,8 +164,8 @@ def test_what_says_something_is_left_out_after_what_does_not() -> None:
     screen.print(result_table([result(), result(preset="small", world_size=2)]).rich(100))
     shown = screen.export_text()
     header = shown.splitlines()[1]
-    assert "problem" not in header and "utilisation" not in header and "preset" in header and "W" in header and "speedup" in header
-    assert "in every row: problem 1 allreduce, utilisation 50% of nvlink (measured)" in shown
+    assert "problem" not in header and "of bound" not in header and "preset" in header and "W" in header and "speedup" in header
+    assert "in every row: problem 1 allreduce, of bound 50% of nvlink (measured)" in shown
 
 
 def screen(table: TextTable, room: int) -> list[str]:

@@ -47,6 +47,7 @@ from peerlane.ops.preparation import ExpertLayers, prepare
 from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.quantise import quantize_fp8, quantize_transposed_fp8
 from peerlane.ops.shapes import product as _product
+from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
 
 __all__ = [
@@ -75,6 +76,8 @@ __all__ = [
     "quantize_fp8",
     "quantize_transposed_fp8",
     "reduce_scatter",
+    "reduce_scatter_rms_norm",
+    "reduce_scatter_rms_norm_fp8",
     "replicate",
     "ring_attention",
     "row_gather_gemm",

@@ -46,13 +46,22 @@ def _operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> T
     return queries, keys, values
 
 
-def _weights(queries: torch.Tensor, keys: torch.Tensor, scale: float, causal: bool, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _hidden(queries: torch.Tensor, keys: torch.Tensor, causal: bool, name: str) -> torch.Tensor:
+    """Returns which keys each of this rank's queries does not see, (S, W S)."""
+    later = torch.ones(queries.shape[-2], keys.shape[-2], dtype=torch.bool, device=queries.device)
+    return later.triu_(rank(name) * queries.shape[-2] + 1) if causal else ~later
+
+
+def _of_visible(weights: torch.Tensor, rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns ``weights @ rows``, where a hidden row of NaN or infinity is no part of any sum: its weight of 0 would not keep it out."""
+    bad = ~rows.isfinite()
+    seen = torch.matmul((~hidden).to(rows.dtype), bad.to(rows.dtype)) > 0
+    return torch.where(seen, torch.matmul(weights, rows), torch.matmul(weights, rows.masked_fill(bad, 0)))
+
+
+def _weights(queries: torch.Tensor, keys: torch.Tensor, scale: float, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns softmax weights (B, h_kv, G, S, W S) and logarithms of sums of exponentials (B, h_kv, G, S)."""
-    scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
-    if causal:
-        first = rank(name) * queries.shape[-2]
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(first + 1)
-        scores = scores.masked_fill(hidden, float("-inf"))
+    scores = (torch.matmul(queries, keys.transpose(-1, -2)) * scale).masked_fill(hidden, float("-inf"))
     logarithms = scores.logsumexp(-1)
     return (scores - logarithms.unsqueeze(-1)).exp(), logarithms
 
@@ -60,8 +69,9 @@ def _weights(queries: torch.Tensor, keys: torch.Tensor, scale: float, causal: bo
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Collective: returns attention (B, S, h, D_v) of this rank's queries to all keys, and its logarithms (B, h, S) in float32."""
     queries, keys, values = _operands(q, k, v, name)
-    weights, logarithms = _weights(queries, keys, scale, causal, name)
-    out = torch.matmul(weights, values).flatten(1, 2).transpose(1, 2)
+    hidden = _hidden(queries, keys, causal, name)
+    weights, logarithms = _weights(queries, keys, scale, hidden)
+    out = _of_visible(weights, values, hidden).flatten(1, 2).transpose(1, 2)
     return out.to(q.dtype).contiguous(), logarithms.flatten(1, 2).float()
 
 
@@ -70,11 +80,12 @@ def attend_backward(
 ) -> Tensors:
     """Collective: returns the gradients of :func:`attend` with respect to this rank's q, k and v."""
     queries, keys, values = _operands(q, k, v, name)
-    weights, _ = _weights(queries, keys, scale, causal, name)
+    hidden = _hidden(queries, keys, causal, name)
+    weights, _ = _weights(queries, keys, scale, hidden)
     grad = _by_key_heads(dout, k.shape[2])
-    towards = torch.matmul(grad, values.transpose(-1, -2))
+    towards = torch.matmul(grad, values.transpose(-1, -2)).masked_fill(hidden, 0)
     scores = weights * (towards - (towards * weights).sum(-1, keepdim=True)) * scale
-    dq = torch.matmul(scores, keys).flatten(1, 2).transpose(1, 2)
+    dq = _of_visible(scores, keys, hidden).flatten(1, 2).transpose(1, 2)
     dk = torch.matmul(scores.transpose(-1, -2), queries).sum(2)
     dv = torch.matmul(weights.transpose(-1, -2), grad).sum(2)
     return dq.to(q.dtype), _scatter_sequence(dk, name).to(k.dtype), _scatter_sequence(dv, name).to(v.dtype)

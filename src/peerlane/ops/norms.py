@@ -48,7 +48,7 @@ def _all_reduce_rms_norm(
     if quantisation == "none":
         return F.rms_norm(total, x.shape[-1:], weight, epsilon), total, x.new_empty(0, dtype=torch.float32)
     y = F.rms_norm(total.float(), x.shape[-1:], weight.float(), epsilon)
-    by = (y.abs().amax(-1) / _LARGEST).clamp(min=_SMALLEST_SCALE) if scale is None else scale
+    by = scales_of(y) if scale is None else scale
     scaled = y / (by.unsqueeze(-1) if scale is None else by)
     found = by if scale is None else x.new_empty(0, dtype=torch.float32)
     return scaled.clamp(-_LARGEST, _LARGEST).to(FP8), total, found
@@ -81,17 +81,33 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
     ctx.save_for_backward(weight, output[1])
 
 
+def norm_gradients(
+    weight: torch.Tensor, total: torch.Tensor, epsilon: float, dy: torch.Tensor | None, dtotal: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns the gradients of ``total``, in float32 at least, and of ``weight``, of those of its norm and of ``total`` itself."""
+    wide = torch.promote_types(total.dtype, torch.float32)
+    grad = None if dtotal is None else dtotal.to(wide)
+    if dy is None:
+        return grad, None
+    t = total.to(wide)
+    factor = (t.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    g = dy.to(wide) * weight.to(wide)
+    of_norm = factor * g - t * factor**3 * (g * t).mean(-1, keepdim=True)
+    dweight = (dy.to(wide) * t * factor).flatten(0, -2).sum(0).to(weight.dtype)
+    return of_norm if grad is None else grad + of_norm, dweight
+
+
+def scales_of(norm: torch.Tensor) -> torch.Tensor:
+    """Returns a scale to e4m3 for the last axis."""
+    return (norm.abs().amax(-1) / _LARGEST).clamp(min=_SMALLEST_SCALE)
+
+
 def _gradients(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
     if ctx.quantisation != "none":
         raise UsageError("the gradient of an all-reduce and RMSNorm in fp8: expected no quantisation where a gradient is wanted")
-    (weight, total), wide = ctx.saved_tensors, torch.promote_types(ctx.saved_tensors[1].dtype, torch.float32)
-    t, grad, dweight = total.to(wide), 0.0 if dtotal is None else dtotal.to(wide), None
-    if dy is not None:
-        factor = (t.square().mean(-1, keepdim=True) + ctx.epsilon).rsqrt()
-        g = dy.to(wide) * weight.to(wide)
-        grad = grad + factor * g - t * factor**3 * (g * t).mean(-1, keepdim=True)
-        dweight = (dy.to(wide) * t * factor).flatten(0, -2).sum(0).to(weight.dtype)
-    if not isinstance(grad, torch.Tensor):
+    weight, total = ctx.saved_tensors
+    grad, dweight = norm_gradients(weight, total, ctx.epsilon, dy, dtotal)
+    if grad is None:
         return (None,) * 7
     shared = grad.to(total.dtype)
     return torch.ops.peerlane.all_reduce(shared, ctx.group), dweight, shared if ctx.has_residual else None, None, None, None, None

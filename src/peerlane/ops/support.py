@@ -66,6 +66,12 @@ SUPPORT: Mapping[str, Support] = {
     "all_reduce_rms_norm_fp8": Support(
         _PRODUCTS, "an all-reduce, a norm and a cast; so have more than 512 tokens", False, "with hidden size", "no"
     ),
+    "reduce_scatter_rms_norm": Support(
+        _PRODUCTS, "a reduce-scatter, a norm and an all-gather; so have rows over 32 KiB", False, _COLLECTIVES
+    ),
+    "reduce_scatter_rms_norm_fp8": Support(
+        _PRODUCTS, "a reduce-scatter, a norm, a cast and an all-gather; so have rows over 32 KiB", False, _COLLECTIVES, "no"
+    ),
     "ring_attention": Support(_PRODUCTS, "a gather of keys, and torch", True, _SHARDS),
     "ulysses_attention": Support(_PRODUCTS, "two exchanges, and torch", True, _SHARDS),
     "dispatch": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),

@@ -90,6 +90,14 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         "kit's all-reduce, then a norm": ("kit_then_norm_us",),
         "torch": ("torch_one_shot_us", "torch_two_shot_us"),
     },
+    "norm_prefill": {
+        "tokens": ("tokens",),
+        "kit": ("ours_us",),
+        "kit, fp8": ("ours_fp8_us",),
+        "unfused": ("unfused_us",),
+        "no all-gather: kit": ("scatter_us",),
+        "no all-gather: unfused": ("unfused_scatter_us",),
+    },
     "dispatch": {
         "tokens": ("tokens",),
         "dispatch: kit": ("dispatch_us",),

@@ -55,8 +55,8 @@ def reference_section(detail: Entry, measured: Measured) -> str:
     parts = []
     if not measured.times:
         return "No measurement is recorded here.\n"
-    columns = ("preset", "ranks", "mode", "us per call", "bound us", "bound by", "utilisation")
-    table = TextTable(columns, right={"ranks", "us per call", "bound us", "utilisation"})
+    columns = ("preset", "ranks", "mode", "us per call", "bound us", "bound by", "of bound")
+    table = TextTable(columns, right={"ranks", "us per call", "bound us", "of bound"})
     for time in measured.times:
         times = (shown_us(time.reference_us), shown_us(time.bound_us))
         table.add(f"`{time.preset}`", str(time.world_size), time.mode, *times, time.bound_by, f"{time.utilisation:.1%}")

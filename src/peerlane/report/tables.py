@@ -31,7 +31,7 @@ RESULT_COLUMNS = (
     "candidate us",
     "speedup [95 %]",
     "faster",
-    "utilisation",
+    "of bound",
 )
 
 
@@ -160,9 +160,9 @@ def result_table(results: Iterable[Result]) -> TextTable:
     """Returns one row per result and launch mode with a measured speed, one row for a result without any.
 
     Times are medians; a speedup has its 95 % interval; "faster" means that the interval's lower end is above 1 plus the noise floor;
-    utilisation is the candidate's, against the measured ceilings where there are some, else against the datasheet.
+    "of bound" is the candidate's, against the measured ceilings where there are some, else against the datasheet.
     """
-    spare = ("problem", "reference us", "candidate us", "faster", "utilisation", "W", "preset")
+    spare = ("problem", "reference us", "candidate us", "faster", "of bound", "W", "preset")
     table = TextTable(RESULT_COLUMNS, {"W", "reference us", "candidate us"}, spare, hidden_if_silent={"mode", "speedup [95 %]"})
     for result in results:
         remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)

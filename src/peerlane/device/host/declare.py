@@ -221,6 +221,12 @@ class DeclaredKernel:
         taken = {name: in_arena[name].taken(offset, sizes.get(name, 0)) for name, offset in offsets.items()}
         return Reserved(self, group, arena, offsets, taken)
 
+    def inside(self, group: Group, arena: Arena) -> Reserved:
+        """Returns what launches are bound to, in the arena of other kernels; this one has no fields of its own there. Not collective."""
+        if kept := [name for name, field in self.fields.items() if isinstance(field, ArenaField)]:
+            raise UsageError(f"kernel {self.name!r} has fields of its own in an arena, {kept}: expected none; call reserve")
+        return Reserved(self, group, arena, {}, {})
+
     def bind(
         self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float | None = None, **shape_and_values: Any
     ) -> BoundKernel:

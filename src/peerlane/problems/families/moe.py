@@ -312,6 +312,7 @@ def distinct_ranks(case: pc.Case, ranks: int) -> float:
     exponent, empty = case.params.get("exponent", 0.0), case.params.get("empty", 0)
     if case.params.get("one_rank"):
         return 1.0
+    ranks = min(ranks, units)  # of those that share a unit, one at least is hit
     if "limit" in case.params or not (exponent or empty):
         return ranks * (1 - math.comb(units - units // ranks, taken) / math.comb(units, taken))
     return _ranks_of_uneven(units, taken, exponent, empty, ranks)

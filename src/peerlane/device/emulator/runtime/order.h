@@ -143,7 +143,8 @@ inline std::uint32_t Machine::multicast(const void* address, std::uint32_t bytes
     const Buffer& buffer = memory.buffers()[memory.holds(offset) ? memory.number_at(offset) : 0];
     const bool own = !buffer.multicast.empty() && buffer.rank == static_cast<int>(current->block->launch->rank);
     if (!own || offset + bytes > buffer.end || offset % bytes) {
-        const char* why = !own ? "multimem at an address that is not a multicast address of this rank" :
+        const char* why = !own ? "multimem at an address that is not a multicast address of this rank; a handle's multicast_ptr is 0 unless "
+                                "TORCH_SYMM_MEM_DISABLE_MULTICAST=0 allows multicast" :
             offset % bytes ? "multimem at an address that is not aligned to its size" : "multimem behind the end of a multicast address";
         Finding finding{"illegal_address", why, {side(*current, "multimem of " + std::to_string(bytes) + " bytes")}};
         finding.sides[0].site = site;

@@ -25,6 +25,13 @@
 
 namespace peerlane {
 
+// How much of a message is a tile: what a place holds, or less where tiles are whole rows.
+#ifndef PEERLANE_TILE_BYTES
+#define PEERLANE_TILE_BYTES rings.tile_bytes
+#endif
+constexpr u32 message_tile_bytes = PEERLANE_TILE_BYTES;
+static_assert(0 < message_tile_bytes && message_tile_bytes <= rings.tile_bytes && message_tile_bytes % sizeof(Vec16) == 0);
+
 constexpr u32 stages_bytes = rings.stages * rings.tile_bytes;
 constexpr u32 exchange_threads = 4 * warp_threads;
 constexpr u32 exchange_shared_bytes = 3 * stages_bytes;
@@ -56,8 +63,8 @@ struct BlockChannels {
     __device__ u32* counter(u64 row, int q) const { return reinterpret_cast<u32*>(arena.local(channels.counters)) + row * W + q; }
 };
 
-__device__ inline u64 first_tile() { return u64(blockIdx.x) * rings.tile_bytes; }
-__device__ inline u64 tile_step() { return u64(gridDim.x) * rings.tile_bytes; }
+__device__ inline u64 first_tile() { return u64(blockIdx.x) * message_tile_bytes; }
+__device__ inline u64 tile_step() { return u64(gridDim.x) * message_tile_bytes; }
 
 // The tiles of a message that this block handles, in turn.
 struct MessageTiles {
@@ -66,7 +73,7 @@ struct MessageTiles {
 
     __device__ bool any() const { return at < bytes; }
     __device__ u32 count() const { return any() ? static_cast<u32>((bytes - at + tile_step() - 1) / tile_step()) : 0; }
-    __device__ u32 length() const { return bytes - at < rings.tile_bytes ? static_cast<u32>(bytes - at) : rings.tile_bytes; }
+    __device__ u32 length() const { return bytes - at < message_tile_bytes ? static_cast<u32>(bytes - at) : message_tile_bytes; }
     __device__ void next() { at += tile_step(); }
 };
 
