@@ -457,7 +457,7 @@ def norms_of_sharded_rows(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(part, total[mine])
             torch.testing.assert_close(scales.double(), want.abs().amax(1, keepdim=True) / 448, rtol=1e-5, atol=0)
             assert ((y.double() * scales - want).abs() <= 0.07 * want.abs() + 2**-9 * scales).all()
-    with pytest.raises(UsageError, match="reduce_scatter_rms_norm got x .* residual .* expected"):
+    with pytest.raises(UsageError, match=r"reduce_scatter_rms_norm got x .* residual .* expected"):
         ops.reduce_scatter_rms_norm(inner[rank] @ down[rank], gain, own[rank][:1], group=group)
     half = torch.ones(2 * ranks, 128)
     own_op = torch.ops.peerlane.reduce_scatter_rms_norm.default

@@ -50,7 +50,7 @@ def _reduce_scatter_rms_norm(
         y, scales = F.rms_norm(total, (columns,), weight.to(total.dtype), epsilon), total.new_empty(0, dtype=torch.float32)
     else:
         wide = F.rms_norm(total.float(), (columns,), weight.float(), epsilon)
-        blocks = wide.unflatten(-1, (-1, BLOCK_COLUMNS if quantisation == "block" else columns))
+        blocks = wide.view(*own[:-1], -1, BLOCK_COLUMNS if quantisation == "block" else columns)
         scales = scales_of(blocks)
         y = (blocks / scales.unsqueeze(-1)).flatten(-2).to(FP8)
     if gathers:
@@ -150,4 +150,5 @@ def reduce_scatter_rms_norm_fp8(
     gives them. A norm that is gathered travels in e4m3 with its scales. Otherwise as ``reduce_scatter_rms_norm``; there is no gradient."""
     if by not in ("row", "block"):
         raise UsageError(f"by={by!r}: expected 'row' or 'block'")
-    return _reduce_scatter_rms_norm(x, weight, residual, gathers, epsilon, by, group_name(group))
+    y, total, scales = _reduce_scatter_rms_norm(x, weight, residual, gathers, epsilon, by, group_name(group))
+    return y, total, scales

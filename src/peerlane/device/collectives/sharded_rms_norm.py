@@ -19,7 +19,7 @@ Registers: at most 186 a thread, in blocks of 352.
 from __future__ import annotations
 
 import functools
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 
@@ -387,4 +387,4 @@ def _norm(group: Group) -> ShardedRmsNorm:
 
 def sharded_rms_norm(group: Group) -> ShardedRmsNorm:
     """The group's one :class:`ShardedRmsNorm`; the first call is collective."""
-    return cast(ShardedRmsNorm, _norm(group))
+    return _norm(group)
