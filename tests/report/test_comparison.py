@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from peerlane.report.comparison import NONE, comparison_report, comparison_table, summary
@@ -61,3 +62,13 @@ def test_the_fastest_library_stands_beside_the_kernel() -> None:
     assert table.columns[-1] == "best library" and table.rows[0][-1] == "two_shot 1.60"
     assert comparison_table([result()], []).rows[0][-1] == NONE
     assert "best library" not in comparison_table([result()]).columns
+
+
+def test_a_speedup_whose_block_is_mostly_copies_is_marked_and_left_out_of_means() -> None:
+    plain, copied = measured("eager", 40.0, 20.0), measured("eager", 90.0, 10.0)
+    block_us = statistics.median(copied.candidate_blocks_us)
+    copied = copied.model_copy(update={"copies_us": 0.3 * block_us})
+    assert copied.copies_matter and not copied.model_copy(update={"copies_us": 0.2 * block_us}).copies_matter
+    results = [result(speed=(plain,), modes=("eager",)), result(problem=SECOND, speed=(copied,), modes=("eager",))]
+    assert "geometric mean of the 1 without (copies) 2.00." in " ".join(summary(results))
+    assert "9.00 (copies)" in comparison_report(results)

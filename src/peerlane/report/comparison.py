@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from statistics import geometric_mean
 from typing import Any
@@ -24,15 +25,20 @@ def summary(results: Sequence[Result]) -> list[str]:
     lines = [f"* {counted(len({result.problem.id for result in results if result.correct}), 'problem')} correct."]
     for mode in MODES:
         speeds = [speed for result in results if (speed := result.speed_in(mode)) is not None]
-        if speeds:
-            mean, faster = geometric_mean(speed.speedup.median for speed in speeds), sum(speed.faster for speed in speeds)
-            lines.append(f"* {mode}: {counted(len(speeds), 'problem')} timed, {faster} faster; geometric mean of those timed {mean:.2f}.")
+        sure = [speed.speedup.median for speed in speeds if not speed.copies_matter]
+        if sure:
+            faster, left_out = sum(speed.faster for speed in speeds), len(speeds) - len(sure)
+            of = f"the {len(sure)} without (copies)" if left_out else "those timed"
+            lines.append(
+                f"* {mode}: {counted(len(speeds), 'problem')} timed, {faster} faster; geometric mean of {of} {geometric_mean(sure):.2f}."
+            )
     return [*lines, *_best(results)]
 
 
 def _best(results: Sequence[Result]) -> list[str]:
     """Returns a line that names the kernel with the largest speedup, and the one that is nearest to its bound; none without speeds."""
-    speeds = [(speed.speedup.median, mode, result) for mode in MODES for result in results if (speed := result.speed_in(mode)) is not None]
+    known = [(speed, mode, result) for mode in MODES for result in results if (speed := result.speed_in(mode)) is not None]
+    speeds = [(speed.speedup.median, mode, result) for speed, mode, result in known if not speed.copies_matter]
     shares = [(share, result) for result in results if (share := _share_of_bound(result)) is not None]
     if not speeds or not shares:
         return []
@@ -113,9 +119,10 @@ def speedups(figure: Any, results: Sequence[Result]) -> None:
     order = sorted(known, key=lambda number: (known[number].speed_in("graph") is None, -_first_speedup(known[number])))
     places = {number: place for place, number in enumerate(order)}
     for mode, colour, marker in zip(("eager", "graph"), (COLOURS[1], COLOURS[0]), ("D", "o"), strict=True):
-        points = [(places[number], speed.speedup.median) for number in order if (speed := known[number].speed_in(mode)) is not None]
+        speeds = [(places[number], speed) for number in order if (speed := known[number].speed_in(mode)) is not None]
+        points = [(place, speed.speedup.median) for place, speed in speeds]
         if points:
-            mean = geometric_mean(value for _, value in points)
+            mean = geometric_mean([speed.speedup.median for _, speed in speeds if not speed.copies_matter] or [math.nan])
             label = f"{mode}: {len(points)} problems, geometric mean {mean:.2f}"
             area.plot(*zip(*points, strict=True), marker, color=colour, markersize=4.5 if mode == "graph" else 3.5, label=label, alpha=0.9)
     area.axhline(1.0, color="#555555", linewidth=0.9)
@@ -138,7 +145,7 @@ def _first_speedup(result: Result) -> float:
 def _cells(speed: ModeSpeed | None) -> tuple[str, str, str]:
     if speed is None:
         return NONE, NONE, NONE
-    sure = "" if speed.faster or speed.speedup.high < 1 else " (noise)"
+    sure = " (copies)" if speed.copies_matter else "" if speed.faster or speed.speedup.high < 1 else " (noise)"
     return microseconds(speed.reference_us), microseconds(speed.candidate_us), f"{shown_speedup(speed):.2f}{sure}"
 
 
@@ -153,7 +160,8 @@ def _of_bound(result: Result) -> str:
 
 
 def _share_of_bound(result: Result) -> float | None:
-    bound_us, times = _bound_us(result), [speed.candidate_us.median for mode in MODES if (speed := result.speed_in(mode)) is not None]
+    bound_us, speeds = _bound_us(result), [speed for mode in MODES if (speed := result.speed_in(mode)) is not None]
+    times = [speed.candidate_us.median for speed in speeds if not speed.copies_matter] or [speed.candidate_us.median for speed in speeds]
     return bound_us / min(times) if bound_us is not None and times else None
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from peerlane.results.record import Mode, Record
+
+LARGE_COPIES = 0.25
+"""The share of a block from which on swaps and copies make its speed uncertain."""
 
 
 class Estimate(Record):
@@ -77,6 +81,15 @@ class ModeSpeed(Record):
     def faster(self) -> bool:
         """True when the interval's lower end is above 1 plus the noise floor."""
         return self.speedup.low > 1.0 + self.noise_floor
+
+    @property
+    def copies_matter(self) -> bool:
+        """True when swaps and copies took more than a quarter of the candidate's usual block.
+
+        The host may launch them while the device still computes. What they take alone is then more than what they add, and to take that off
+        both sides flatters the faster one.
+        """
+        return self.copies_us > LARGE_COPIES * statistics.median(self.candidate_blocks_us)
 
 
 class Failed(Record):
