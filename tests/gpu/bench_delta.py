@@ -34,7 +34,7 @@ from peerlane.solutions.families.delta_rule import DeltaInputs, gated_delta_rule
 
 BF16, FP64 = torch.bfloat16, torch.float64
 LIMIT_S, STRETCHES, STRETCH_S = 300, 5, 0.03
-NORMWISE, OF_SCALE = 1.75e-2, 20 * 2.0**-9
+NORMWISE, OF_SCALE, RELATIVE = 1.75e-2, 20 * 2.0**-9, 2 * 2.0**-9  # as the problems allow
 """The problems' tolerances in bfloat16."""
 HBM_BYTES_PER_S, FLOPS = 3.35e12, 989e12
 
@@ -135,9 +135,10 @@ def check(size: Size, world: int, ranks: LocalRanks, gate: str | None = None) ->
     same = all(torch.equal(got, run_sharded(ranks, size, x)) for _ in range(50 if world == 1 else 10))
     error = (got.to(FP64) - want).abs()
     normwise = float(error.norm() / want.norm())
-    of_scale = float((error / scale.transpose(1, 2).clamp(min=1e-30)).max())
-    right = normwise <= NORMWISE and of_scale <= OF_SCALE and same
-    facts = {"world": world, "gate": gate, "normwise": round(normwise, 5), "of_scale": round(of_scale, 4), "same_bits": same}
+    allowed = OF_SCALE * scale.transpose(1, 2).clamp(min=1e-30) + RELATIVE * want.abs()
+    of_tolerance = float((error / allowed).max())
+    right = normwise <= NORMWISE and of_tolerance <= 1 and same
+    facts = {"world": world, "gate": gate, "normwise": round(normwise, 5), "of_tolerance": round(of_tolerance, 4), "same_bits": same}
     print("ok  " if right else "FAIL", json.dumps({**dataclasses.asdict(size), **facts}), flush=True)
     if normwise > NORMWISE or not right:
         by_token = error.amax(dim=(0, 2, 3))
