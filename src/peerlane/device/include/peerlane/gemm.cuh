@@ -238,7 +238,7 @@ __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at)
 //   TensorMap a, b, c   (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost dimension first, with boxes of one panel or part
 //   GroupedTiles tiles
 //   u32 k
-//   OperandScales a_scales, b_scales
+//   OperandScales a_scales, b_scales   of operands that have scales
 // and what the epilogue has.
 template <class Shape, class Parameters>
 struct GemmRoles : Shape {
@@ -259,7 +259,8 @@ struct GemmRoles : Shape {
     __device__ void compute(const GroupedTiles::Tile& tile, u32 group, InputConsumer<GemmRoles>& in, OutputProducer<GemmRoles>& out) const {
         typename Shape::Sum sum;
         const int row = tile.row * Shape::rows + Shape::first_row(group), column = tile.column * Shape::columns;
-        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in, {parameters.a_scales, parameters.b_scales, row, column});
+        if constexpr (Shape::scaling == Scaling::none) multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
+        else multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in, {parameters.a_scales, parameters.b_scales, row, column});
         apply_epilogue<Shape>(sum, parameters, group, column, in);
         emit<Shape>(sum, out);
     }
