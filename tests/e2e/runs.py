@@ -15,7 +15,7 @@ from peerlane.settings import Deadlines, PoolSettings, StressRules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
-DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=4.0).with_calls(4.0)
+DEADLINES = Deadlines(spawn=60.0, build=200.0, load=20.0, exit=4.0).with_calls(4.0)
 STRESS = StressRules(budget_s=0.2)  # what takes many calls to show has tests of its own
 PATIENT = DEADLINES.with_calls(30.0)
 """For candidates that do end, on a loaded machine, the slowest of them in Triton's interpreter."""
