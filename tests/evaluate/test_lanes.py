@@ -94,9 +94,9 @@ def test_patience_grows_with_what_evaluations_take(monkeypatch: pytest.MonkeyPat
         made.give(lane)
     slow = made.take()
     assert slow is not None
-    slow.begun -= 20.0
+    slow.begun -= 15.0
     assert made.take() is None, "the others took 10 s"
-    slow.begun -= 20.0
+    slow.begun -= 25.0
     assert made.take() is not None
 
 
