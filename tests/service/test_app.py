@@ -304,7 +304,7 @@ def test_a_service_that_is_not_there_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # killed in the middle of an answer
         threading.Thread(target=break_off, args=(server,), daemon=True).start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        with Client(url, TOKEN, patience=0.3) as judge, pytest.raises(ServiceFault, match="IncompleteRead|reset by peer"):
+        with Client(url, TOKEN, patience=0.3) as judge, pytest.raises(ServiceFault, match=r"IncompleteRead|reset by peer"):
             judge.evaluate(1, RIGHT)
     with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:8300"):
         Client("localhost")
