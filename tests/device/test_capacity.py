@@ -101,7 +101,7 @@ def findings(number: int, world_size: int, sizes: list[int], schedules: int = 2)
 
 
 @pytest.mark.parametrize("number", [12, 13, 14, 16])
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ten_sizes_behind_each_other_are_right(number: int, world_size: int) -> None:
     draw = random.Random(number)
     assert findings(number, world_size, [world_size * draw.randint(1, 40) for _ in range(10)]) == set()

@@ -116,7 +116,7 @@ def send_arcs(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", ["step_2", "disks"])
+@pytest.mark.parametrize("label", ["disks", pytest.param("step_2", marks=pytest.mark.long)])
 def test_responses_are_mixed_some_latitudes_at_a_time(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sphere_taps, "MOST_MIXED", 0)
     monkeypatch.setattr(sphere_taps, "RESPONSE_BYTES", 1000)

@@ -44,7 +44,7 @@ def run(world_size: int, sizes: Sequence[int] = (40, 40)) -> tuple[solution_run.
 
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
-    [(2, (40, 40)), (2, (24, 60, 5)), *(pytest.param(size, (72, 72), marks=pytest.mark.slow) for size in (2, 4))],
+    [(2, (40, 40)), (2, (24, 60, 5)), pytest.param(2, (72, 72), marks=pytest.mark.slow), pytest.param(4, (72, 72), marks=pytest.mark.long)],
 )
 def test_it_is_right_call_after_call(world_size: int, sizes: tuple[int, ...]) -> None:
     outcome, worst = run(world_size, sizes)

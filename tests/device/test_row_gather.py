@@ -68,7 +68,7 @@ def found(
     [
         (2, [72], "k", False),
         (2, [72, 8, 64], "mn", True),
-        pytest.param(3, [72, 130], "k", True, marks=pytest.mark.slow),
+        pytest.param(3, [72, 130], "k", True, marks=pytest.mark.long),
         pytest.param(4, [64, 40], "mn", False, marks=pytest.mark.long),
     ],
 )

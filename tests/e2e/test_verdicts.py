@@ -62,7 +62,9 @@ def test_output_of_a_failure_is_kept(results: dict[str, tuple[Result, Result]]) 
     assert '"verdict": "correct"' in results["1_exits_with_status_0_pytorch"][0].log_tail
 
 
-@pytest.fixture(scope="module", params=["pytorch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("triton", "libraries"))])
+@pytest.fixture(
+    scope="module", params=["pytorch", pytest.param("triton", marks=pytest.mark.slow), pytest.param("libraries", marks=pytest.mark.long)]
+)
 def good_results(request: pytest.FixtureRequest) -> dict[Path, Result]:
     files = [path for path in GOOD if path.parent.name == request.param]
     return dict(zip(files, judge(*files, deadlines=PATIENT), strict=True))

@@ -89,13 +89,16 @@ class Behind(gemm.Terms, total=False):
     dtype: torch.dtype
 
 
+def _epilogue(behind: Behind, bias: bool, scaling: Scaling) -> Epilogue:
+    residual, scaled = behind.get("residual") is not None, behind.get("scale", 1.0) != 1
+    return Epilogue(behind.get("activation", "none"), bias=bias, residual=residual, scale=scaled, scaling=scaling)
+
+
 def prepared(a: Quantised, b: Quantised, behind: Behind) -> tuple[torch.Tensor, torch.Tensor, Epilogue, gemm.Terms]:
     """Returns both operands as pairs, the epilogue, and what a call gives it."""
     scaling, dtype = scaling_of(a, b, behind.get("promoted", False)), behind.get("dtype", torch.bfloat16)
     a, bias, residual, scale = by_rows(a), behind.get("bias"), behind.get("residual"), behind.get("scale", 1.0)
-    epilogue = Epilogue(
-        behind.get("activation", "none"), bias=bias is not None, residual=residual is not None, scale=scale != 1, scaling=scaling
-    )
+    epilogue = _epilogue(behind, bias is not None, scaling)
     terms = cast(gemm.Terms, {"bias": bias, "residual": residual, "scale": scale, **_terms(a, b)})
     return left_pairs(a.values, dtype), right_pairs(b.values, dtype), epilogue, terms
 
@@ -133,18 +136,15 @@ def row_gather_products(
     kinds = {scaling_of(a, b, promoted) for b in bs}
     if len(kinds) != 1:
         raise UsageError(f"products of gathered rows with {len(bs)} right operands, scaled as {sorted(kinds)}: expected one kind of scales")
-    (scaling,), residual, scale = kinds, behind.get("residual"), behind.get("scale", 1.0)
+    (scaling,) = kinds
     (m, k), rows = a.values.shape, packed(by_rows(a), scaling, dtype)
-    epilogue = Epilogue(
-        behind.get("activation", "none"), bias=bool(biases), residual=residual is not None, scale=scale != 1, scaling=scaling
-    )
-    multiply = row_gather_gemm(group, m, k // PAIR, dtype, epilogue, keeps)
+    multiply = row_gather_gemm(group, m, k // PAIR, dtype, _epilogue(behind, bool(biases), scaling), keeps)
     outs = multiply(
         rows,
         [right_pairs(b.values, dtype) for b in bs],
         biases=biases,
-        residual=residual,
-        scale=scale,
+        residual=behind.get("residual"),
+        scale=behind.get("scale", 1.0),
         b_scales=[b.scales.mT.unsqueeze(0) for b in bs],
     )
     whole = opened(outs.pop(), scaling, -(-k // BLOCK) if scaling == "fp8_blocks" else 1) if keeps else None
