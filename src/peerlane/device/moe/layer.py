@@ -88,15 +88,16 @@ class ExpertLayer:
     """The experts of a layer: ``call(tokens, experts, weights, ...)`` gives for every token the weighted sum of what its experts' groups
     make of it.
 
-    Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph."""
+    Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph. ``among_products``: a
+    library's matrix products may run on some ranks while the layer waits on others. Where ranks share a GPU it leaves SMs to them."""
 
-    def __init__(self, group: Group, sizes: ExpertSizes, timeout_s: float | None = None) -> None:
+    def __init__(self, group: Group, sizes: ExpertSizes, timeout_s: float | None = None, *, among_products: bool = True) -> None:
         sizes.check(group.world_size)
         self.group, self.sizes, self.maps = group, sizes, TensorMaps(group)
         tokens: list[int] = group.exchange(sizes.tokens)
         h, inner, own, groups = sizes.h, sizes.inner, sizes.own, sizes.own * group.world_size
         most, at_rank = max(tokens), sum(tokens) * min(sizes.k, own)
-        blocks = group.waiting_blocks  # the router may be a library's product
+        blocks = group.waiting_blocks if among_products else group.sm_count
         up, down = (gemm.choose_tiling(max(1, at_rank), n, k, blocks, tilings=TILINGS) for n, k in ((2 * inner, h), (h, inner)))
         tile_rows = max(up.rows, down.rows)
         up, down = (tiling if tiling.rows == tile_rows else TILINGS[1] for tiling in (up, down))  # tiles of rows are the same in both
@@ -184,9 +185,9 @@ class ExpertLayer:
 
 
 @per_group
-def expert_layer(group: Group, sizes: ExpertSizes) -> ExpertLayer:
-    """Returns the group's one :class:`ExpertLayer` for these sizes; the first call is collective."""
-    return ExpertLayer(group, sizes)
+def expert_layer(group: Group, sizes: ExpertSizes, *, among_products: bool = True) -> ExpertLayer:
+    """Returns the group's one :class:`ExpertLayer` of this kind; the first call is collective."""
+    return ExpertLayer(group, sizes, among_products=among_products)
 
 
 class Weights(NamedTuple):
@@ -216,7 +217,8 @@ def gated_experts(
     share = experts_of_all // len(owners)
     if experts_of_all % len(owners):
         raise UsageError(f"got {experts_of_all} experts on {len(owners)} ranks: expected a multiple of the number of ranks")
-    if group.world_size > 1 and experts_of_all <= MOST_EXPERTS and tokens.dtype in gemm.ELEMENT_TYPES:
+    routes = group.world_size > 1 and experts_of_all <= MOST_EXPERTS and tokens.dtype in gemm.ELEMENT_TYPES
+    if routes:
         weights, experts = route(group, tokens, *router, top_k)
     else:
         weights, experts = F.linear(tokens, *router).softmax(dim=-1).topk(top_k, dim=-1)
@@ -230,7 +232,7 @@ def gated_experts(
         return expert(tokens) * weights.sum(1, keepdim=True)
     if tokens.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8:
         sizes = ExpertSizes(room_for(group, tokens.shape[0]), top_k, h, inner, 1, share, tokens.dtype)
-        layer = expert_layer(group, sizes)
+        layer = expert_layer(group, sizes, among_products=not routes)  # no other product runs here
         return layer(tokens, experts, weights, (gate, up, down), (gate_bias, up_bias, down_bias), owners.start)
     sent_to = owners.start + experts.flatten() // share
     order = sent_to.argsort(stable=True)

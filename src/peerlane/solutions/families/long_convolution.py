@@ -11,7 +11,7 @@ factor of the inverse transform is in the filter. Transforms are as long as sequ
 
 Channels go in up to eight parts. Exchanges run on a stream of their own beside the transforms of the part before. Bound by HBM and L2,
 which transforms go through several times; the links carry values and results once each. Memory: one buffer of all positions of the rank's
-channels, and the transforms' workspace of some tens of megabytes.
+channels, and workspace: some tens of megabytes for transforms, and the filters' spectra of one part.
 """
 
 from __future__ import annotations
@@ -257,13 +257,14 @@ class Transforms:
         """Convolves the rows of ``count`` of this rank's filters, from ``first`` on, in place."""
         fft, ifft = (torch.fft.fft, torch.fft.ifft) if self.parts == 2 else (torch.fft.rfft, torch.fft.irfft)
         step, numbers = self.step, self.numbers
+        # Of all filters at once: with three launches a step more, the host would take longer than the GPU.
+        taps = fft(self.h[self.first + first : self.first + first + count].to(torch.float32) * (1 / self.size), n=self.size).unsqueeze(1)
         for begin in range(first, first + count, step):
             rows = self.rows[begin * self.per_filter : (begin + step) * self.per_filter]
             sizes = {"rows": rows, "count": rows.shape[0], "length": self.length, "size": self.size, "batch": self.batch}
             self.before(numbers=numbers, bias=None, first=0, **sizes)
-            taps = self.h[self.first + begin : self.first + begin + step].to(torch.float32) * (1 / self.size)
             spectrum = fft(torch.view_as_complex(numbers) if self.parts == 2 else numbers.squeeze(-1), n=self.size)
-            spectrum *= fft(taps, n=self.size).unsqueeze(1)
+            spectrum *= taps[begin - first : begin - first + step]
             y = ifft(spectrum, n=self.size, norm="forward")
             y = torch.view_as_real(y) if self.parts == 2 else y
             self.behind(numbers=y, bias=self.bias, first=begin * self.per_filter // self.batch, **sizes)
