@@ -228,6 +228,11 @@ PRESETS = (
         "16384 tokens, causal; the ring alone",
         _llama("bf16", length=16384, hidden=4096, tp=1, world_sizes=(4, 8)),
     ),
+    pc.preset(
+        "production_llama2_7b_8k",
+        "8192 tokens, causal; two ranks share the heads",
+        _llama("bf16", length=8192, hidden=4096, tp=2, world_sizes=(4, 8)),
+    ),
 )
 
 
@@ -250,6 +255,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_llama2_7b_8k",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), lambda c: _grid(c).sizes[1] > 1),

@@ -219,6 +219,7 @@ PRESETS = (
         "the width of Llama 3 70B, two stages, 8192 tokens, causal",
         _llama(batch=1, length=8192, hidden=8192, pp=2),
     ),
+    pc.preset("production_llama2_7b_8k", "two stages, 8192 tokens, causal", _llama(batch=1, length=8192, hidden=4096, pp=2)),
 )
 
 
@@ -249,6 +250,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    bandwidth="production_llama2_7b_8k",
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), _needs_ring),

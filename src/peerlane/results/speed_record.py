@@ -86,8 +86,8 @@ class ModeSpeed(Record):
     def copies_matter(self) -> bool:
         """True when swaps and copies took more than a quarter of the candidate's usual block.
 
-        The host may launch them while the device still computes. What they take alone is then more than what they add, and to take that off
-        both sides flatters the faster one.
+        The difference is then uncertain. In older results of eager mode it also flatters the faster side: the host's time of launching was
+        taken off, which costs nothing while the device still computes.
         """
         return self.copies_us > LARGE_COPIES * statistics.median(self.candidate_blocks_us)
 

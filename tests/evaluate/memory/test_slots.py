@@ -78,3 +78,28 @@ def test_one_output_in_the_last_calls_place_is_aliased(again: Any, aliased: bool
     outputs.take(0, kept, ())
     outputs.take(1, returned, ())
     assert outputs.aliased([0, 1]) is aliased
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+def test_slots_change_places_with_a_few_copies_of_many_tensors(small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_SMALL_BYTES", small_bytes)
+    trees = [([torch.full((3 + i,), float(number + i), dtype=torch.bfloat16) for i in range(30)],) for number in (0, 100)]
+    private = _slots_of(trees)
+    private.fill(trees)
+    exchange = private.swapper(0, 1)
+    with _Counted() as counted:
+        exchange()
+    for tree, held in zip(reversed(trees), private.args, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(leaves(tree), leaves(held), strict=True))
+    assert (counted.copies == 6) == bool(small_bytes)  # three of regions that are words of eight bytes, three of the others
+    exchange()
+    assert all(torch.equal(a, b) for a, b in zip(leaves(trees[0]), leaves(private.args[0]), strict=True))
+
+
+def test_outputs_of_many_tensors_are_copied_together() -> None:
+    answer = [torch.full((i, 2), float(i)).t() for i in range(20)]
+    layout, size = place_slots([describe([tensor.contiguous() for tensor in answer])])
+    regions = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, torch.device("cpu"))
+    with _Counted() as counted:
+        regions.take(0, answer, ())
+    assert counted.copies == 1 and all(torch.equal(a, b) for a, b in zip(regions.views[0], answer, strict=True))

@@ -105,7 +105,15 @@ def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
 
 def test_swaps_and_copies_alone_call_one_of_alike_slots_and_swap_as_often_as_said() -> None:
     inputs, outputs = slots_of(6)
-    assert timed_block.copies_us("eager", solution, inputs, outputs, CPU, PLAN) == 250.0
+    assert timed_block.copies_us(solution, inputs, outputs, CPU, PLAN) == 250.0
     assert [item for item in LOG if isinstance(item, int)] == [1]
     held = [int(args[0][0]) for args in inputs.args]
     assert held == ([0, 1, 2, 3, 4, 5] if (timed_block.COPIES_RUNS + 1) % 2 == 0 else [0, 3, 4, 1, 2, 5])
+
+
+def test_on_a_gpu_swaps_take_what_the_device_takes_for_them_and_not_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, outputs = slots_of(6)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # of the barrier
+    plan = BlockPlan(5, ((1, 1, 3), (2, 2, 4)), ())
+    assert timed_block.copies_us(solution, inputs, outputs, torch.device("cuda"), plan) == 250.0
+    assert "graph" in LOG and ("replay", 0) in LOG, "launched by the host they would take longer than beside what the device computes"

@@ -18,6 +18,8 @@ from peerlane.problems.contract.tree import Description, Tree, describe, leaves,
 FRONT_BYTES = aligned(GUARD_BYTES)
 """Where the first tensor of a layout lies: behind a guard band of its own."""
 _HELD_BYTES = 64 << 20
+_SMALL_BYTES = 4 << 20
+"""Of a tensor that is copied together with others: the host would launch a copy of its own for longer than it takes."""
 
 
 def strip_overlap(tree: Tree) -> Tree:
@@ -102,12 +104,25 @@ class ArgumentSlots:
     def swapper(self, slot: int, other: int) -> Callable[[], None]:
         """Returns a function that exchanges the contents of two slots of one structure, in stream order and as quickly as it can."""
         pairs = list(zip(self._regions(slot), self._regions(other), strict=True))
+        large = [pair for pair in pairs if pair[0].numel() > _SMALL_BYTES]
+        small: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for one, another in pairs:
+            if 0 < one.numel() <= _SMALL_BYTES:
+                kind = torch.uint8 if one.numel() % 8 else torch.int64  # a kernel copies words faster than bytes
+                for items, item in zip(small.setdefault(kind, ([], [])), (one, another), strict=True):
+                    items.append(item.view(kind))
 
         def exchange() -> None:
-            for mine, theirs in pairs:
-                kept = _clone(mine)
-                _copy(mine, theirs)
-                _copy(theirs, kept)
+            for one, another in large:
+                kept = _clone(one)
+                _copy(one, another)
+                _copy(another, kept)
+            for mine, theirs in small.values():
+                sizes = [item.numel() for item in mine]
+                held = _split(_new_empty(mine[0], (sum(sizes),)), sizes)
+                _copy_many(held, mine)
+                _copy_many(mine, theirs)
+                _copy_many(theirs, held)
 
         return exchange
 
@@ -124,6 +139,8 @@ class ArgumentSlots:
 
 # Captured before any candidate code is loaded, so that replacing methods on torch.Tensor changes nothing here.
 _copy, _clone = torch.Tensor.copy_, torch.Tensor.clone
+_copy_many, _split = torch._foreach_copy_, torch.split_with_sizes
+_new_empty = torch.Tensor.new_empty
 _fill = torch.Tensor.fill_
 _detach = torch.Tensor.detach
 _data_ptr = torch.Tensor.data_ptr
@@ -160,8 +177,17 @@ def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]
 def _copy_all(held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
     """Copies targets from sources of one dtype with few kernels, and lets go of them."""
     for targets, sources in held.values():
-        torch._foreach_copy_(targets, sources)
+        _copy_many(targets, sources)
     held.clear()
+
+
+def _copy_together(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies small tensors with a kernel for each dtype, not one for each tensor."""
+    held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        for items, item in zip(held.setdefault(target.dtype, ([], [])), (target, source), strict=True):
+            items.append(item)
+    _copy_all(held)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,9 +238,16 @@ class OutputRegions:
         regions = self.views[slot]
         if len(found) != len(regions):
             return
-        for region, tensor in zip(regions, found, strict=True):
-            if region.shape == tensor.shape and region.dtype == tensor.dtype and region.numel():
+        same = [
+            (region, tensor)
+            for region, tensor in zip(regions, found, strict=True)
+            if region.shape == tensor.shape and region.dtype == tensor.dtype and region.numel()
+        ]
+        together = [(region, tensor) for region, tensor in same if region.nbytes <= _SMALL_BYTES and region.device == tensor.device]
+        for region, tensor in same:
+            if region.nbytes > _SMALL_BYTES or region.device != tensor.device:
                 _copy(region, tensor)
+        _copy_together([region for region, _ in together], [tensor for _, tensor in together])
 
     def aliased(self, slots: Sequence[int]) -> bool:
         """Tells whether a call on one of these slots returned a tensor that lies where one of the call before it lay."""

@@ -48,7 +48,6 @@ class TrustedRank(Rank):
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
         self._secret = ""
-        self._mode: wire.LaunchMode = "eager"
         self._open: dict[str, OpenCase] = {}
         self._layouts: dict[tuple[int, str, int, float], Layouts] = {}
         self.handlers |= {
@@ -136,7 +135,7 @@ class TrustedRank(Rank):
 
     def prepare_block(self, request: wire.PrepareBlock) -> wire.PreparedBlock:
         """Builds the reference's timed block in a launch mode."""
-        current, self._mode = self.opened(request.space), request.mode
+        current = self.opened(request.space)
         return self.build_block(request, current.reference, current.private, current.private_outputs)
 
     def undo_swaps(self, request: wire.UndoSwaps) -> wire.Done:
@@ -153,7 +152,7 @@ class TrustedRank(Rank):
     def time_copies(self, request: wire.TimeCopies) -> wire.CopiesTime:
         """Times the swaps and output copies of the prepared block without its calls."""
         current, plan = self.opened(request.space), self.prepared.plan
-        us = copies_us(self._mode, current.reference, current.private, current.private_outputs, self.device, plan)
+        us = copies_us(current.reference, current.private, current.private_outputs, self.device, plan)
         for _ in range(COPIES_RUNS + 1):
             self._undo_swaps(request.space)
         return wire.CopiesTime(us)
