@@ -101,7 +101,7 @@ def test_tensors_at_one_address_are_told_apart_by_their_layout(tmp_path: Path) -
 
 # Whether ranks compute each other's tiles, a line, and what stands there instead.
 TWINS = {
-    "no wait for a piece": (True, "            peers(storer).wait(source, flag, epoch);\n", ""),
+    "no wait for a piece": (True, "peers.wait_leading(flag != no_flag, step.source, flag, epoch);", "warp_threads;"),
     "results told of to nobody": (True, "        peers(storer).signal(tile.owner, result_flag(tile, group), epoch);\n", ""),
     "pushed before the other has begun": (False, "if (targets >> q & 1) told.wait(q, begun, epoch - 1);", ""),
     "one buffer for all calls": (False, "((epoch & 1) * W + source)", "source"),
@@ -113,7 +113,9 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     balanced, line, instead = TWINS[name]
-    monkeypatch.setattr(ring, "RING_ATTENTION", twin(ring.RING_ATTENTION, line, instead, "ring_attention.cuh", "parcels.cuh"))
+    monkeypatch.setattr(
+        ring, "RING_ATTENTION", twin(ring.RING_ATTENTION, line, instead, "ring_attention.cuh", "attention.cuh", "parcels.cuh")
+    )
     outcome, worst = run(tmp_path, 2, 130, causal=True, balanced=balanced)
     assert outcome.findings or worst > 0.01
 

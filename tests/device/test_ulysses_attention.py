@@ -11,7 +11,7 @@ from device.judged import cases, judge, require_correct
 from device.test_attention import BF16, expected
 from device.twins import twin
 from peerlane import problems, solutions
-from peerlane.device.attention import short, ulysses
+from peerlane.device.attention import shards, short, ulysses
 from peerlane.device.attention.forward import choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import solution_run
@@ -68,7 +68,7 @@ def test_a_twin_for_short_sequences_is_caught(name: str, tmp_path: Path, monkeyp
 
 
 TWINS = {
-    "no wait for a piece": ("            peers(storer).wait(source, flag, epoch);\n", ""),
+    "no wait for a piece": ("peers.wait_leading(flag != no_flag, step.source, flag, epoch);", "warp_threads;"),
     "results told of to nobody": (
         "        if (tile.owner != arena.rank) peers(storer).signal(",
         "        if (false) peers(storer).signal(",
@@ -81,8 +81,23 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
-    monkeypatch.setattr(ulysses, "ULYSSES_ATTENTION", twin(ulysses.ULYSSES_ATTENTION, line, instead, "ulysses_attention.cuh"))
+    monkeypatch.setattr(
+        ulysses, "ULYSSES_ATTENTION", twin(ulysses.ULYSSES_ATTENTION, line, instead, "ulysses_attention.cuh", "attention.cuh")
+    )
     outcome, worst = run(tmp_path, 20, causal=True, calls=2)
+    assert outcome.findings or worst > 0.01
+
+
+@pytest.mark.long
+def test_a_twin_in_which_one_piece_speaks_for_all_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 1)  # so that a shard has two of them
+    assert not run(tmp_path, 200, causal=False, calls=2)[0].findings
+    line = "const u32 come = peers.wait_leading("
+    broken = twin(
+        ulysses.ULYSSES_ATTENTION, line, line.replace("peers", "warp_threads + 0 * peers"), "ulysses_attention.cuh", "attention.cuh"
+    )
+    monkeypatch.setattr(ulysses, "ULYSSES_ATTENTION", broken)
+    outcome, worst = run(tmp_path, 200, causal=False, calls=2)
     assert outcome.findings or worst > 0.01
 
 

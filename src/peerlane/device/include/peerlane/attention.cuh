@@ -10,6 +10,7 @@
 #pragma once
 
 #include <peerlane/roles.cuh>
+#include <peerlane/team.cuh>
 #include <peerlane/tile.cuh>
 
 namespace peerlane {
@@ -277,6 +278,22 @@ __device__ inline void load_blocks(const Kernel& kernel, const Tile& tile, Input
         if (number < tile.steps) in.fill(Shape::Input::bytes, [&](auto& buffer, u64* full) { load_keys(buffer, full, step); });
         if (number > 0) in.fill(Shape::Input::bytes, [&](auto& buffer, u64* full) { load_values(buffer, full, before); });
         before = step;
+    }
+}
+
+// A token for every step of the tile that waits for a piece, in the order of the steps: pieces(step) tells its flag, or no_flag. Lanes look at the flags of
+// 32 steps at a time, most of which have come long ago.
+constexpr u32 no_flag = ~0u;
+template <class Kernel, class Tile, class Peers, class Pieces, class Give>
+__device__ inline void watch_blocks(const Kernel& kernel, const Tile& tile, const Peers& peers, u32 epoch, const Pieces& pieces, const Give& give_token) {
+    for (u32 number = 0; number < tile.steps;) {
+        const u32 own = number + Warp{}.thread();
+        const AttentionStep step = kernel.step(tile, min(own, tile.steps - 1));
+        const u32 flag = own < tile.steps ? pieces(step) : no_flag;
+        const u32 come = peers.wait_leading(flag != no_flag, step.source, flag, epoch);
+        const u32 these = __ballot_sync(full_warp, flag != no_flag && Warp{}.thread() < come);
+        for (u32 tokens = __popc(these); tokens > 0; --tokens) give_token();
+        number += come;
     }
 }
 

@@ -19,7 +19,6 @@ namespace peerlane {
 constexpr u32 no_row = ~0u, dropped_row = ~1u;  // of a slot, as its expert's rank has it
 constexpr u32 number_bits = 22;                 // of a route: the row's number among its source's rows for its expert, below the expert
 constexpr u32 most_experts = 1023;              // of all ranks
-constexpr u32 full_warp = 0xffffffffu;
 constexpr u32 scale_columns = 128;              // that share a scale where tokens are quantised
 constexpr float largest_e4m3 = 448, smallest_scale = 1e-12f;
 

@@ -276,6 +276,29 @@ class Peers {
         ptx::fence_proxy_async();
     }
 
+    // For a team that is a warp, whose lanes want flags of their own, or none: until the first that is wanted has come. Returns how many lanes from the
+    // first one on want nothing more. One fence is for all of them; a wait for what came long ago would take longer than a step of a product.
+    __device__ u32 wait_leading(bool wants, int source, u32 slot, u32 number) const {
+        fuzz(arena_, role_, span_wait);
+        const u32 wanting = __ballot_sync(full_warp, wants);
+        if (wanting == 0) return warp_threads;
+        const Span span(arena_, role_, span_wait, team_.thread() == 0);
+        bool here = !wants;
+        if (wants && (wanting & ((1u << team_.thread()) - 1)) == 0) {
+            poll(source, slot, number);
+            here = true;
+        }
+        team_.sync();
+        if (!here && reached(ptx::load_relaxed_system(flag(arena_.rank, slot, source)), number)) {
+            ptx::load_acquire_system(flag(arena_.rank, slot, source));
+            here = true;
+        }
+        const u32 missing = __ballot_sync(full_warp, !here);
+        ptx::fence_proxy_async();
+        team_.sync();
+        return missing ? __ffs(missing) - 1 : warp_threads;
+    }
+
     // Until every other rank has.
     __device__ void wait_all(u32 slot, u32 number) const {
         fuzz(arena_, role_, span_wait);

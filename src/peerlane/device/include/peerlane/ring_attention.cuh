@@ -136,17 +136,17 @@ struct RingAttentionRoles : Shape {
 
     // For the queries and pieces that `load` takes tokens for, in that order.
     __device__ void watch(const Tile& tile, ReadyProducer& ready) const {
-        const auto give_token = [&](int source, u32 flag) {
-            peers(storer).wait(source, flag, epoch);
+        const u32 line = tile.batch * parameters.key_heads + key_head(tile.head);
+        const auto give_token = [&] {
             ready.acquire();
             ready.commit();
         };
-        if (is_guest(tile)) give_token(tile.owner, query_flag(tile));
-        const u32 line = tile.batch * parameters.key_heads + key_head(tile.head);
-        for (u32 number = 0; number < tile.steps; ++number) {
-            const AttentionStep now = step(tile, number);
-            if (begins_piece(now)) give_token(now.source, piece_flag(line, now.key / parameters.piece_tokens));
+        if (is_guest(tile)) {
+            peers(storer).wait(tile.owner, query_flag(tile), epoch);
+            give_token();
         }
+        const auto pieces = [&](const AttentionStep& step) { return begins_piece(step) ? piece_flag(line, step.key / parameters.piece_tokens) : no_flag; };
+        watch_blocks(*this, tile, peers(storer), epoch, pieces, give_token);
     }
 
     __device__ void compute(const Tile& tile, u32 group, InputConsumer<RingAttentionRoles>& in, KeptConsumer<RingAttentionRoles>& kept,

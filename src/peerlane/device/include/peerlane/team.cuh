@@ -24,6 +24,8 @@ struct Warps {
     __device__ void sync() const { ptx::barrier_sync(barrier, size()); }
 };
 
+constexpr u32 full_warp = 0xffffffffu;  // of votes
+
 // The caller's warp, all 32 lanes.
 struct Warp {
     __device__ u32 thread() const { return threadIdx.x % warp_threads; }
