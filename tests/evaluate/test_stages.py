@@ -297,6 +297,13 @@ def test_a_case_that_does_not_fit_is_nobody_s_fault(run: Run, stage: Stage) -> N
     assert pipeline.result.verdict == NotRun(missing="1/huge needs more memory") and not pipeline.group.healthy
 
 
+def test_a_reference_without_memory_in_the_candidate_s_ranks_leaves_a_right_candidate_untimed(run: Run, stage: Stage) -> None:
+    stage.wrong["group2 baseline"] = GroupFailure("out_of_memory", "timing", "CUDA out of memory", rank=1)
+    pipeline = run()
+    assert pipeline.result.correct and {speed.status for speed in pipeline.result.speed} == {"not_measured"} and not pipeline.group.healthy
+    assert "the reference ran out of it" in pipeline.result.speed[0].why
+
+
 def test_a_right_candidate_that_cannot_be_timed_for_want_of_memory_is_right(run: Run, stage: Stage) -> None:
     stage.wrong["group2 graph"] = CaseTooLarge("1/huge needs more memory")
     result = run().result

@@ -138,6 +138,11 @@ class EvaluationPipeline:
         except GroupFailure as failure:
             self.group.healthy, self.missed_deadline = False, failure.kind in ("hang", "no_answer")
             self.stuck = failure.stuck
+            if failure.kind == "out_of_memory" and self.case is not None and not self.group.loaded:
+                return self._too_large(
+                    f"{self.case.key} needs more memory than there is: the reference ran out of it in {failure.phase}, in the ranks that the "
+                    "candidate gets; use more ranks, a smaller preset, or larger GPUs"
+                )
             return self._blame(failure)
         except OutOfTime as out:
             self.group.healthy = False
@@ -152,14 +157,17 @@ class EvaluationPipeline:
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
-            self.group.healthy, self.short_of_memory = False, True
-            if self.shown_right and self.job.track != "custom":  # only timing takes more than what there is
-                self._leave_untimed(str(error))
-                return Correct()
-            return NotRun(missing=str(error))
+            return self._too_large(str(error))
         except HarnessError as error:
             self.group.healthy, self.group.no_ranks = False, isinstance(error, NoRanks)
             return HarnessFailure(phase=self.phase, message=str(error))
+
+    def _too_large(self, what: str) -> Verdict:
+        self.group.healthy, self.short_of_memory = False, True
+        if self.shown_right and self.job.track != "custom":  # only timing takes more than what there is
+            self._leave_untimed(what)
+            return Correct()
+        return NotRun(missing=what)
 
     def _blame(self, failure: GroupFailure) -> Verdict:
         line = failure.message.strip().splitlines()[-1:]
