@@ -12,11 +12,12 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all test-trainers check docs site lock clean
+.PHONY: help setup demo test test-slow test-change test-long test-all test-trainers check docs site lock clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
 	@echo "make test    run the quick tests, in about five minutes: something of everything"
+	@echo "make test-change  run the quick and the slow tests, in one run: what every change has to pass"
 	@echo "make test-all run every test"
 	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
 	@echo "make check   the gate: lint, format, types, generated docs, all tests"
@@ -51,10 +52,14 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not long"
 
+# In one run: tests are collected once, and the slow ones find what the quick ones have compiled and started.
+test-change: $(STAMP)
+	$(PYTEST) -m "not long"
+
 test-long: $(STAMP)
 	$(PYTEST) -m long
 
-test-all: test test-slow test-long
+test-all: test-change test-long
 
 # Trainers conflict with each other: each has a virtual environment of its own, on top of .venv.
 test-trainers: $(STAMP)

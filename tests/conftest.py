@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
+from kept_fork_servers import waiting_fork_servers
 from peerlane import cli
+
+__all__ = ["waiting_fork_servers"]
 
 
 @pytest.fixture

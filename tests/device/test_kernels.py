@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -38,24 +41,20 @@ def test_the_budget_covers_all_kernels() -> None:
 
 
 MOST_REGISTERS = [(8, torch.float16, "sm_90a"), (8, torch.bfloat16, "sm_100a")]
-TARGETS = [
-    (2, torch.float8_e4m3fn, "sm_90a"),
-    (3, torch.float8_e5m2, "sm_90a"),
-    (4, torch.int32, "sm_90a"),
-    (2, torch.float32, "sm_100a"),
-    *MOST_REGISTERS,
-]
+FURTHER = [(2, torch.float8_e4m3fn, "sm_90a"), (3, torch.float8_e5m2, "sm_90a"), (4, torch.int32, "sm_90a"), (2, torch.float32, "sm_100a")]
 """World sizes, dtypes and architectures; kernels that differ from others by rounds alone are compiled where they take most registers."""
 
 
-@pytest.mark.parametrize(
-    ("kernel", "world_size", "dtype", "arch"),
-    [
-        pytest.param(kernel, *target, marks=pytest.mark.slow if target != MOST_REGISTERS[0] else ())
-        for kernel in KERNELS
-        for target in (MOST_REGISTERS if kernel.endswith(ROUNDS) else TARGETS)
-    ],
-)
+def targets() -> Iterator[Any]:
+    """Every kernel where it takes most registers, and for one further target in turn; for the others in the long tests."""
+    for number, kernel in enumerate(KERNELS):
+        yield pytest.param(kernel, *MOST_REGISTERS[0])
+        yield pytest.param(kernel, *MOST_REGISTERS[1], marks=pytest.mark.slow)
+        for turn, target in enumerate(() if kernel.endswith(ROUNDS) else FURTHER):
+            yield pytest.param(kernel, *target, marks=pytest.mark.slow if turn == number % len(FURTHER) else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("kernel", "world_size", "dtype", "arch"), targets())
 def test_a_kernel_fits_its_budget_and_obeys_the_rules(kernel: str, world_size: int, dtype: torch.dtype, arch: str) -> None:
     cubin = compile_kernel(kernel, world_size, dtype, arch)
     assert lint(cubin.ptx()) == []

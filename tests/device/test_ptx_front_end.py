@@ -109,12 +109,14 @@ def test_faults_are_found_from_ptx_as_from_the_source(name: str, modules: dict[i
     assert of_ptx(name, 0, modules, monkeypatch).clean
 
 
+@pytest.mark.two_compilers
 @pytest.mark.parametrize("number", [2, 18])
 def test_a_kit_kernel_is_right_and_clean_from_its_ptx(number: int) -> None:
     require_correct(judge_emulated(solutions.files()[number], problems.get(number), cases(problems.get(number), 2)[0], from_ptx=True))
 
 
 @pytest.mark.slow
+@pytest.mark.two_compilers
 @pytest.mark.parametrize("number", [1, 4, 7, 8, 12, 16, 17, 20, 33, 39, 44, 73])
 def test_more_kit_kernels_are_right_and_clean_from_their_ptx(number: int) -> None:
     require_correct(judge_emulated(solutions.files()[number], problems.get(number), cases(problems.get(number), 2)[0], from_ptx=True))

@@ -9,11 +9,13 @@ import pytest
 
 from e2e.faults import LentForkServer, Switchboard, switchboard
 from e2e.runs import marked, marked_processes, wait_for
+from kept_fork_servers import kept_fork_servers
 from peerlane.evaluate import evaluator
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.sandbox.process_tree import descendants
 
+__all__ = ["kept_fork_servers"]
 MARKED = f"faults-{os.getpid()}"
 
 # A shell that puts the tests in the background may have it ignored, as would then all processes that they start.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kept_fork_servers import MARK
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, PoolSettings, StressRules
@@ -19,7 +20,6 @@ DEADLINES = Deadlines(spawn=60.0, build=200.0, load=20.0, exit=4.0).with_calls(4
 STRESS = StressRules(budget_s=0.2)  # what takes many calls to show has tests of its own
 PATIENT = DEADLINES.with_calls(30.0)
 """For candidates that do end, on a loaded machine, the slowest of them in Triton's interpreter."""
-MARK = "PEERLANE_TEST_MARK"
 
 
 @contextmanager

@@ -1,0 +1,3 @@
+from one_compiler import one_compiler
+
+__all__ = ["one_compiler"]
