@@ -140,8 +140,8 @@ class EvaluationPipeline:
             self.stuck = failure.stuck
             if failure.kind == "out_of_memory" and self.case is not None and not self.group.loaded:
                 return self._too_large(
-                    f"{self.case.key} needs more memory than there is: the reference ran out of it in {failure.phase}, in the ranks that the "
-                    "candidate gets; use more ranks, a smaller preset, or larger GPUs"
+                    f"{self.case.key} needs more memory than there is: the reference ran out of it in {failure.phase}, in the ranks that "
+                    "the candidate gets; use more ranks, a smaller preset, or larger GPUs"
                 )
             return self._blame(failure)
         except OutOfTime as out:

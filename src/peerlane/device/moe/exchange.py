@@ -33,29 +33,51 @@ extern "C" __global__ void __launch_bounds__(512)
         });
         peers.signal_all(0, epoch);
     }
+    u32* targets = reinterpret_cast<u32*>(arena.local(args.targets));  // of a token: the ranks that get it, a bit each
+    for (u32 token = blockIdx.x * blockDim.x + threadIdx.x; token < args.tokens; token += gridDim.x * blockDim.x) targets[token] = 0;
     numbers.count();
     meet_blocks(peers, arena, 1, epoch);
     numbers.each([&](u32, u32 token, u32 row) {
-        if (row < args.start[WORLD_SIZE]) args.mapping[row] = token;
+        if (row >= args.start[WORLD_SIZE]) return;
+        args.mapping[row] = token;
+        atomicOr(targets + token, 1u << part_with<WORLD_SIZE>(args.start, row));
     });
     meet_blocks(peers, arena, 1 + gridDim.x, epoch);
     peers.wait_all(0, epoch);  // of a launch that this rank's peers have begun: their callers have read what lay in `out`
-    each_row(block_arrived(arena) ? args.start[WORLD_SIZE] : 0, [&](u32 row) {
+    const bool told = block_arrived(arena);
+    const u32 rows = told ? args.start[WORLD_SIZE] : 0;
+    for (u32 row = blockIdx.x * blockDim.x + threadIdx.x; row < rows; row += gridDim.x * blockDim.x) {
         const int q = part_with<WORLD_SIZE>(args.start, row);
         const Moved* places = reinterpret_cast<const Moved*>(arena.local(args.places)) + q * args.own;
-        const u32 within = row - args.start[q], entry = entry_of(places, args.own, within);
-        if (entry == args.own) return;  // not among the rows that q has told of
-        const char* source = args.x + args.mapping[row] * args.row_bytes;
-        copy_bytes(Warp{}, arena.peer(q, args.out) + u64(within + places[entry].shift) * args.row_bytes, source, args.row_bytes);
+        const u32 within = row - args.start[q], entry = entry_with(places, args.own, within);
+        if (entry == args.own) continue;  // not among the rows that q has told of
+        reinterpret_cast<u32*>(arena.peer(q, args.origins))[within + places[entry].shift] = arena.rank * args.room + u32(args.mapping[row]);
+    }
+    each_row(told ? args.tokens : 0, [&](u32 token) {
+        const u64 to = args.arrived + (u64(arena.rank) * args.room + token) * args.row_bytes;
+        for (int k = 1; k < WORLD_SIZE; ++k) {
+            const int q = rank_after<WORLD_SIZE>(arena.rank, k);
+            if (targets[token] >> q & 1) copy_bytes(Warp{}, arena.peer(q, to), args.x + u64(token) * args.row_bytes, args.row_bytes);
+        }
     });
     meet_ranks(peers, arena, 1 + 2 * gridDim.x, epoch);
+    const u32* origins = reinterpret_cast<const u32*>(arena.local(args.origins));
+    each_row(block_arrived(arena) ? args.received : 0, [&](u32 row) {
+        const u32 origin = origins[row], source = origin / args.room;
+        if (source >= WORLD_SIZE) return;
+        const char* from = arena.local(args.arrived) + u64(origin) * args.row_bytes;
+        if (source == arena.rank) from = args.x + u64(origin % args.room) * args.row_bytes;
+        copy_bytes(Warp{}, arena.local(args.out) + u64(row) * args.row_bytes, from, args.row_bytes);
+    });
 }
 """
 MOE_DISPATCH = DeclaredKernel(
     "moe_dispatch", DISPATCH, x=Pointer("const char*"), map=Pointer("const MAP*"), mapping=Pointer("long long*"),
-    lengths=Pointer("const long long*"), out=Buffer(), places=Buffer(), counts=Buffer(), flags=Flags(), epochs=Epochs(),
-    start=array(U32, MAX_RANKS + 1), tokens=U32, experts=U32, own=U32, row_bytes=U32,
+    lengths=Pointer("const long long*"), out=Buffer(), arrived=Buffer(), origins=Buffer(), places=Buffer(), counts=Buffer(),
+    targets=Buffer(), flags=Flags(), epochs=Epochs(), start=array(U32, MAX_RANKS + 1), tokens=U32, room=U32, received=U32, experts=U32,
+    own=U32, row_bytes=U32,
 )  # fmt: skip
+"""A token goes to a rank once, however many of its experts are there, and the number of a row's token for each row. Rows are made there."""
 
 COMBINE = r"""
 #include <peerlane/moe.cuh>
@@ -155,11 +177,15 @@ def _own_experts(group: Group, experts: int) -> int:
 def _dispatch(group: Group, tokens: int, slots: int, experts: int, row_bytes: int, map_type: str) -> BoundKernel:
     """Collective: makes the launch for as many tokens as there is room for: that changes on all ranks together, or on none."""
     own, grid = _own_experts(group, experts), group.sm_count
-    rows = sum(group.exchange(tokens * slots))
-    sizes = {"out": max(1, rows * row_bytes), "places": 8 * experts, "counts": 4 * experts, "flags": 1 + 3 * grid}
+    of_ranks = group.exchange(tokens * slots)
+    rows, room = max(1, sum(of_ranks)), max(1, *group.exchange(tokens))
+    sizes = {
+        "out": rows * row_bytes, "arrived": group.world_size * room * row_bytes, "origins": 4 * rows, "places": 8 * experts,
+        "counts": 4 * experts, "targets": 4 * room, "flags": 1 + 3 * grid,
+    }  # fmt: skip
     return MOE_DISPATCH.bind(
         group, grid=grid, block=_threads(group, rows * row_bytes), defines={"MAP": map_type}, sizes=sizes, resident=True,
-        tokens=tokens, experts=experts, own=own, row_bytes=row_bytes,
+        tokens=tokens, room=room, experts=experts, own=own, row_bytes=row_bytes,
     )  # fmt: skip
 
 
@@ -183,6 +209,7 @@ def dispatch(
         mapping=mapping,
         lengths=lengths.to(tokens.device, torch.int64).contiguous(),
         start=starts(sent),
+        received=received,
     )
     return rows, mapping
 

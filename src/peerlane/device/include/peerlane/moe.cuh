@@ -93,6 +93,20 @@ __device__ inline u32 entry_of(const Moved* entries, u32 count, u32 row) {
     return count;
 }
 
+// The same by a thread.
+__device__ inline u32 entry_with(const Moved* entries, u32 count, u32 row) {
+    u32 first = 0, rest = count;
+    while (rest > 0) {
+        const u32 half = rest / 2;
+        if (row < entries[first + half].end) {
+            rest = half;
+        } else {
+            first += half + 1, rest -= half + 1;
+        }
+    }
+    return first;
+}
+
 // Of rows by source and own expert, `lengths` (W, own): for one source and expert, where these rows begin among the source's, and where among all rows
 // by expert and source. `totals` are sums over sources.
 struct Chunk {
