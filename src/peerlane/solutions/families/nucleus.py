@@ -129,8 +129,8 @@ class Shape:
 def _bound(group: Group, shape: tuple[int, int], dtype: torch.dtype, kept: Filter, weight: torch.dtype | None) -> BoundKernel:
     tokens, columns = shape
     launch = Shape.of(group, tokens)
-    words = max(kept.words(dtype), launch.team_threads if kept.lists else 1)
-    round_words = 3 * ROUND_PACKETS * (2 + group.world_size) + 66
+    words = max(kept.words(dtype), launch.team_threads if kept.lists else 4)
+    round_words = 3 * ROUND_PACKETS * (2 + group.world_size) + 68
     shared_bytes = 4 * launch.teams * (round_words + words)
     defines: dict[str, str | int] = {
         "ELEMENT": element_type(dtype),

@@ -96,7 +96,7 @@ constexpr u32 round_packets = 32, round_words = packet_words * round_packets;
 
 // A team's part of shared memory, apart from what it counts.
 template <int W>
-struct RoundMemory {
+struct alignas(sizeof(Vec16)) RoundMemory {
     float said[round_words], of_rank[W][round_words], sums[round_words];
     float pairs[32][2];
     u32 count, equal;

@@ -15,8 +15,8 @@ namespace peerlane {
 constexpr int smallest_magnitude = (127 - 17) << 7, window_top = ((127 + 7) << 7) - 1 - smallest_magnitude;
 constexpr u32 histogram_bins = 2 * window_top + 2;
 constexpr float window_depth = 32.0f;  // nats below the largest logit: what lies there has no weight
-constexpr u32 bins_of_group = 67, bin_groups = (histogram_bins + bins_of_group - 1) / bins_of_group;
-static_assert(packet_words + bin_groups <= round_words && bins_of_group <= round_words);
+constexpr u32 bins_of_group = 68, bin_groups = (histogram_bins + bins_of_group - 1) / bins_of_group;
+static_assert(packet_words + bin_groups <= round_words && bins_of_group <= round_words && bins_of_group % 4 == 0 && histogram_bins % 4 == 0);
 
 // Keys [low, high], the numbers of `ordered`, from the largest down.
 struct KeyRange {
@@ -82,7 +82,7 @@ class Histogram {
 
     template <class Team>
     __device__ void clear(const Team& team) const {
-        for (u32 i = team.thread(); i < words; i += team.size()) memory_[i] = 0;
+        for (u32 i = 4 * team.thread(); i < words; i += 4 * team.size()) *reinterpret_cast<Vec16*>(memory_ + i) = Vec16{};
     }
     __device__ void add(float value) const {
         const u32 bin = bins_.bin_of(value);
@@ -97,16 +97,29 @@ class Histogram {
     }
     // A count, or a mass relative to exp(maximum).
     __device__ float weight(u32 bin, float maximum) const {
-        if (counts()) {
-            const float count = float(memory_[bin]);
-            return !masses ? count : count > 0.0f ? count * mass_of(bins_.template number_of<E>(bin), maximum) : 0.0f;
+        return counts() ? weight_of(bin, memory_[bin], 0, maximum) : weight_of(bin, memory_[2 * bin], memory_[2 * bin + 1], maximum);
+    }
+    // Of four bins, the first of which is a multiple of four.
+    __device__ float weight_of_four(u32 first, float maximum) const {
+        const Vec16* const vectors = reinterpret_cast<const Vec16*>(memory_);
+        const Vec16 lower = counts() ? vectors[first / 4] : vectors[first / 2], upper = counts() ? Vec16{} : vectors[first / 2 + 1];
+        float sum = 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const Vec16& pair = i < 2 ? lower : upper;
+            sum += counts() ? weight_of(first + i, lower.word[i], 0, maximum) : weight_of(first + i, pair.word[i % 2 * 2], pair.word[i % 2 * 2 + 1], maximum);
         }
-        const float mass = float(memory_[2 * bin]) + float(1u << low_bits) * float(memory_[2 * bin + 1]);
-        return mass > 0.0f ? mass * (1.0f / unit) * mass_of(base_of(bin), maximum) : 0.0f;
+        return sum;
     }
 
   private:
     __device__ bool counts() const { return exact || (!bins_.window && bins_.shift == 0); }
+    __device__ float weight_of(u32 bin, u32 low, u32 high, float maximum) const {
+        if ((low | high) == 0) return 0.0f;
+        if (!masses) return float(low);
+        if (counts()) return float(low) * mass_of(bins_.template number_of<E>(bin), maximum);
+        return (float(low) + float(1u << low_bits) * float(high)) * (1.0f / unit) * mass_of(base_of(bin), maximum);
+    }
     // No number of the bin is larger, and none of the row is larger than `limit`.
     __device__ float base_of(u32 bin) const { return fminf(from_ordered<Float32>(bins_.of_bin(bin).high), limit_); }
 
@@ -152,6 +165,9 @@ __device__ inline Place first_reaching(const float* numbers, float goal) {
     }
     return {__shfl_sync(0xffffffffu, place.index, chosen), __shfl_sync(0xffffffffu, place.before, chosen), __shfl_sync(0xffffffffu, place.here, chosen)};
 }
+
+// Whole warps.
+__device__ constexpr u32 round_up(u32 threads) { return (threads + warp_threads - 1) / warp_threads * warp_threads; }
 
 // Where the search ends: `before` lies above the numbers of `range`, which weigh `here`. Masses are relative to exp(maximum).
 struct Cut {
@@ -207,14 +223,15 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
             for (u32 w = 0; w < team.count; ++w) base = fmaxf(base, memory.pairs[w][0]), any = fmaxf(any, memory.pairs[w][1]);
             if (own == 0) memory.said[0] = base, memory.said[1] = shard.target_logit(), memory.said[2] = any;
         }
-        for (u32 group = warp; group < bin_groups; group += team.count) {
-            const u32 begin = group * bins_of_group;
+        base = base > -infinity ? base : 0.0f;
+        for (u32 i = own; i < round_up(4 * bin_groups); i += team.size()) {  // four lanes add up a group
             float sum = 0.0f;
-            for (u32 i = Warp{}.thread(); i < bins_of_group && begin + i < histogram_bins; i += warp_threads) {
-                sum += histogram.weight(begin + i, base > -infinity ? base : 0.0f);
+            for (u32 four = i % 4; four < bins_of_group / 4; four += 4) {
+                const u32 bin = i / 4 * bins_of_group + 4 * four;
+                if (bin < histogram_bins) sum += histogram.weight_of_four(bin, base);
             }
-            sum = warp_sum(sum);
-            if (Warp{}.thread() == 0) memory.said[packet_words + group] = sum;
+            sum = warp_sum<4>(sum);
+            if (i % 4 == 0 && i < 4 * bin_groups) memory.said[packet_words + i / 4] = sum;
         }
         rounds.exchange(round_packets);
         if (first) {
@@ -233,7 +250,8 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
         }
         sum_ranks(bin_groups, packet_words, !first);
         if (bins.window) {
-            for (u32 group = 0; group < bin_groups; ++group) cut.total += memory.sums[group];
+            for (u32 i = Warp{}.thread(); i < round_words; i += warp_threads) cut.total += memory.sums[i];
+            cut.total = warp_sum(cut.total);
             if (masses) goal = fmaxf(goal * cut.total, 1e-30f);
         }
         const Place group = first_reaching(memory.sums, goal - cut.before);
