@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens under top-k and top-p, and their gradients, with a sharded vocabulary (problems 82 to 84).
 
-The filter is found without moving a logit. Up to 32 largest: each rank sends its own k largest, one packet for each. Else ranks search for
-the thresholds, by sums over their shards, of which each round sends one packet. ``include/peerlane/nucleus.cuh``.
+The filter is found without a sort, by teams of warps. Up to 93 largest: each rank sends its own k largest. Else ranks count their logits in
+bins, and send sums over bins until they know which one holds the threshold. ``include/peerlane/nucleus.cuh``, ``nucleus_search.cuh``.
 """
 
 from __future__ import annotations
@@ -14,63 +14,66 @@ from peerlane.device import F32, U32, BoundKernel, DeclaredKernel, Epochs, Group
 from peerlane.errors import UsageError
 
 SOURCE = r"""
-#include <peerlane/nucleus.cuh>
+#include <peerlane/nucleus_search.cuh>
 using namespace peerlane;
 
-extern "C" __global__ void __launch_bounds__(512)
+struct TeamMemory {
+    RoundMemory<WORLD_SIZE> rounds;
+    u32 words[TEAM_WORDS];  // candidates, or bins
+};
+static_assert(TEAMS * sizeof(TeamMemory) == SHARED_BYTES);
+
+extern "C" __global__ void __launch_bounds__(TEAMS * TEAM_THREADS)
     filtered_logits(const __grid_constant__ Arena arena, const __grid_constant__ FilteredLogits args) {
-    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)), ROUNDS);
-    const auto shard_of = [&](u32 token) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)), args.rounds);
+    const u32 number = threadIdx.x / TEAM_THREADS, first = (blockIdx.x * TEAMS + number) * round_packets;
+    const Warps team{number * (TEAM_THREADS / warp_threads), TEAM_THREADS / warp_threads, 1 + number};
+    TeamMemory& memory = reinterpret_cast<TeamMemory*>(ptx::dynamic_shared())[number];
+    Rounds<WORLD_SIZE> rounds(arena, args.packets, first, epoch, team, memory.rounds);
+    for (u32 token = number * gridDim.x + blockIdx.x; token < args.tokens; token += gridDim.x * TEAMS) {
         const long long target = args.target[token] - static_cast<long long>(arena.rank) * args.columns;
-        return ShardRow<ELEMENT>{RowOf<ELEMENT>(args.logits, token, args.columns), args.columns, target};
-    };
-    const auto target_of = [&](u32 token, const ShardRow<ELEMENT>& shard) {
-        if (shard.target < 0 || shard.target >= args.columns) return -infinity;
-        return element_of<ELEMENT>(args.logits, u64(token) * args.columns + shard.target);
-    };
-    const auto finish = [&](u32 token, const ShardRow<ELEMENT>& shard, const KeptLogits& kept) {
+        const ShardRow<ELEMENT> shard{args.logits + u64(token) * args.columns * ShardRow<ELEMENT>::bytes, args.columns, target};
+#if LISTS
+        float* const candidates = reinterpret_cast<float*>(memory.words);
+        const u32 owner = u32(args.target[token] / args.columns);
+        const KeptLogits kept = merge_largest<TEAM_THREADS>(rounds, shard, owner, args.top_k, args.top_p, candidates, CAPACITY);
+#else
+        const KeptLogits kept = search_kept(rounds, shard, args.top_k, args.top_p, memory.words);
+#endif
         const bool has_nan = kept.mass != kept.mass;  // all of the token's results are NaN
         const bool has_target = (kept.target >= kept.threshold && kept.target > -infinity) || has_nan;
 #if GRADIENT
-        const float weight = element_of<WEIGHT>(args.weight, token);
-        float* out = args.out + u64(token) * args.columns;
-        each_column(args.columns, [&](u32 column) {
-            float value[row_lanes];
-            shard.row.load(column, value);
-            for (int e = 0; e < row_lanes; ++e) {
-                const float q = value[e] >= kept.threshold || has_nan ? mass_of(value[e], kept.maximum) / kept.mass : 0.0f;
-                value[e] = weight * ((has_target && column + e == shard.target ? 1.0f : 0.0f) - q);
+        constexpr u32 lanes = ShardRow<ELEMENT>::lanes;
+        const float weight = element_of<WEIGHT>(args.weight, token), factor = weight / kept.mass;
+        char* const out = reinterpret_cast<char*>(args.out + u64(token) * args.columns);
+        shard.each(team, [&](u32 column, const float (&value)[lanes]) {
+            u32 words[lanes];
+            for (u32 e = 0; e < lanes; ++e) {
+                const bool keeps = value[e] >= kept.threshold || has_nan;
+                const float hit = has_target && column + e == shard.target ? weight : 0.0f;
+                words[e] = __float_as_uint(hit - (keeps ? factor * fast_mass_of(value[e], kept.maximum) : 0.0f));
             }
-            RowOf<Float32>(reinterpret_cast<char*>(out), 0, args.columns).store(column, value);
+            store_words(out, 4ull * column, 4ull * args.columns, words);
         });
 #else
-        if (Warp{}.thread() == 0) args.out[token] = has_target ? kept.target - kept.maximum - logf(kept.mass) : -infinity;
+        if (team.thread() == 0) args.out[token] = has_target ? kept.target - kept.maximum - logf(kept.mass) : -infinity;
 #endif
-    };
-#if LISTS
-    const SmallExchange<WORLD_SIZE, SentCandidate> exchange(arena, args.packets, epoch);
-    each_row(args.tokens, [&](u32 token) {
-        const auto shard = shard_of(token);
-        push_candidates(exchange, token, shard, target_of(token, shard), args.top_k);
-    });
-    each_row(args.tokens, [&](u32 token) {
-        const u32 owner = u32(args.target[token] / args.columns);
-        finish(token, shard_of(token), pull_candidates(exchange, token, owner, args.top_k, args.top_p < 1.0f, args.top_p));
-    });
-#else
-    each_row(args.tokens, [&](u32 token) {
-        const auto shard = shard_of(token);
-        const VocabularySums<ELEMENT, WORLD_SIZE> sums(arena, args.packets, epoch, token, shard);
-        finish(token, shard, search_kept(sums, shard, target_of(token, shard), args.top_k, args.top_p));
-    });
-#endif
+    }
+    rounds.close();
 }
 """
 FILTERED_LOGITS = DeclaredKernel(
     "filtered_logits", SOURCE, epochs=Epochs(), packets=Packets(), logits=Pointer("const char*"), target=Pointer("const long long*"),
-    weight=Pointer("const char*"), out=Pointer("float*"), tokens=U32, columns=U32, top_k=U32, top_p=F32,
+    weight=Pointer("const char*"), out=Pointer("float*"), tokens=U32, columns=U32, rounds=U32, top_k=U32, top_p=F32,
 )  # fmt: skip
-THREADS, LONGEST_LIST = 512, 32
+THREADS, TEAMS = 1024, 4
+"""Threads of a block, one on each SM, and how many tokens it does at a time."""
+CANDIDATES = 4096
+"""Numbers of a token among which the largest are sought."""
+ROUND_PACKETS, LONGEST_LIST, HISTOGRAM_BINS = 32, 93, 6144
+"""As the headers have them."""
+SEARCH_ROUNDS = 9
+"""The most of a filter: one for a window that must be moved, and two for each of four divisions."""
 
 
 @dataclass(frozen=True)
@@ -90,31 +93,68 @@ class Filter:
         """True if ranks send their largest logits."""
         return 0 < self.top_k <= LONGEST_LIST
 
-    def rounds(self, dtype: torch.dtype) -> int:
-        """Returns how many packets a token takes from each rank, one after the other; a search halves the logits' bits twice in each."""
-        search = 8 if dtype == torch.bfloat16 else 16
-        return 1 if self.lists else 2 + search * (self.top_k > 0) + (search + 1) * (self.top_p < 1)
+    @property
+    def rounds(self) -> int:
+        """The most rounds of packets that a token takes."""
+        return 1 if self.lists else 1 + SEARCH_ROUNDS * ((self.top_k > 0) + (self.top_p < 1))
+
+    def words(self, dtype: torch.dtype) -> int:
+        """Returns the 32-bit words of shared memory in which a team counts a token's logits, or gathers the largest."""
+        exact = dtype == torch.bfloat16 or self.top_p >= 1
+        return CANDIDATES if self.lists else HISTOGRAM_BINS * (1 if exact else 2) if self.top_k or self.top_p < 1 else 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A launch: blocks, and of each the teams, which do a token at a time."""
+
+    grid: int
+    teams: int
+    team_threads: int
+
+    @staticmethod
+    def of(group: Group, tokens: int) -> Shape:
+        """Returns one in which a team has as many threads as the tokens leave it."""
+        threads, grid = min(THREADS, group.max_threads), min(group.sm_count, tokens)
+        teams = min(TEAMS, threads // 64, 1 << (-(-tokens // grid) - 1).bit_length())
+        return Shape(grid, teams, threads // teams)
+
+    def rounds(self, tokens: int, of_token: int) -> int:
+        """Returns the rounds of a launch, an even number, for teams that need up to ``of_token`` for each of theirs."""
+        rounds = -(-tokens // (self.grid * self.teams)) * of_token
+        return rounds + rounds % 2
 
 
 @per_group
 def _bound(group: Group, shape: tuple[int, int], dtype: torch.dtype, kept: Filter, weight: torch.dtype | None) -> BoundKernel:
     tokens, columns = shape
+    launch = Shape.of(group, tokens)
+    words = max(kept.words(dtype), launch.team_threads if kept.lists else 4)
+    round_words = 3 * ROUND_PACKETS * (2 + group.world_size) + 68
+    shared_bytes = 4 * launch.teams * (round_words + words)
     defines: dict[str, str | int] = {
         "ELEMENT": element_type(dtype),
-        "ROUNDS": kept.rounds(dtype),
         "LISTS": int(kept.lists),
         "GRADIENT": int(weight is not None),
+        "TEAMS": launch.teams,
+        "TEAM_THREADS": launch.team_threads,
+        "TEAM_WORDS": words,
+        "CAPACITY": CANDIDATES,
+        "SHARED_BYTES": shared_bytes,
     }
     if weight is not None:
         defines["WEIGHT"] = element_type(weight)
     bound = FILTERED_LOGITS.bind(
         group,
-        grid=min(group.sm_count, tokens),
-        block=min(THREADS, group.max_threads),
+        grid=launch.grid,
+        block=launch.teams * launch.team_threads,
         defines=defines,
-        sizes={"packets": tokens * (kept.top_k if kept.lists else 1)},
+        sizes={"packets": launch.grid * launch.teams * ROUND_PACKETS},
+        shared_bytes=shared_bytes,
+        resident=True,
         tokens=tokens,
         columns=columns,
+        rounds=launch.rounds(tokens, kept.rounds),
     )
     bound.set(top_k=kept.top_k, top_p=kept.top_p)
     return bound

@@ -1,5 +1,7 @@
 // The filter of a token's logits, of which every rank holds a shard: top-k keeps those no smaller than the k-th largest, and top-p of these the
-// fewest whose probabilities, from the largest down, reach p. A warp does a token; no logit crosses a link.
+// fewest whose probabilities, from the largest down, reach p. A team of warps does a token; no logit crosses a link but the largest ones.
+//
+// Here: rows, rounds of packets, sums over what a threshold keeps, and top-k with short lists. nucleus_search.cuh finds any other filter.
 #pragma once
 
 #include <peerlane/rows.cuh>
@@ -13,145 +15,9 @@ struct KeptLogits {
     float target;  // the target's logit
 };
 
-// One row of a shard, and the token's target if it is here: a column, or anything else.
-template <class E>
-struct ShardRow {
-    RowOf<E> row;
-    u32 columns;
-    long long target;
-
-    // use(column, value) for the entries of the caller's lane.
-    template <class Use>
-    __device__ void each(const Use& use) const {
-        each_column(columns, [&](u32 column) {
-            float value[row_lanes];
-            row.load(column, value);
-#pragma unroll
-            for (u32 e = 0; e < row_lanes; ++e) {
-                if (column + e < columns) use(column + e, value[e]);
-            }
-        });
-    }
-};
-
 __device__ inline float mass_of(float logit, float maximum) { return logit == -infinity ? 0.0f : expf(logit - maximum); }
-
-// ---- up to 32 largest: one packet for each of a rank's k largest logits says all ----------------------------------------------------------
-
-struct Candidate {
-    float logit;
-    u32 column;
-};
-__device__ inline bool before(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.column < b.column); }
-
-// Lane j gets the row's j-th largest logit, -inf behind the row's end; `ties` entries that equal the k-th are not among the k. `ties` is NaN if a
-// logit is.
-template <class E>
-__device__ inline float largest_of(const ShardRow<E>& shard, u32 k, float& ties) {
-    const Candidate none{-infinity, ~0u};
-    Candidate last{infinity, 0}, first, second;
-    bool has_nan = false;
-    const auto scan = [&] {  // the next two of the lane's own entries behind those that were taken
-        first = second = none;
-        shard.each([&](u32 column, float value) {
-            const Candidate entry{value, column};
-            has_nan |= value != value;
-            if (!before(last, entry) || !before(entry, second)) return;
-            if (before(entry, first)) second = first, first = entry;
-            else second = entry;
-        });
-    };
-    scan();
-    const auto join = [](const Candidate& a, const Candidate& b) { return before(b, a) ? b : a; };
-    float mine = -infinity, kth = -infinity;
-    for (u32 j = 0; j < k; ++j) {
-        const Candidate best = warp_reduce(first, join);
-        kth = best.logit;
-        if (Warp{}.thread() == j) mine = kth;
-        if (best.column != ~0u && best.column == first.column) {
-            last = first;
-            first = second, second = none;
-            if (first.column == ~0u) scan();
-        }
-        __syncwarp();
-    }
-    ties = 0.0f;
-    if (warp_reduce(first, join).logit == kth && kth > -infinity) {
-        shard.each([&](u32, float value) { ties += value == kth ? 1.0f : 0.0f; });
-        ties = warp_sum(ties) - __popc(__ballot_sync(0xffffffffu, mine == kth && Warp{}.thread() < k));
-    }
-    if (__any_sync(0xffffffffu, has_nan)) ties = not_a_number;
-    return mine;
-}
-
-struct SentCandidate {
-    float logit, ties, target;
-};
-
-// Of k <= 32, the same on all ranks. Push, and behind it pull.
-template <class E, int W>
-__device__ inline void push_candidates(const SmallExchange<W, SentCandidate>& exchange, u32 token, const ShardRow<E>& shard, float target, u32 k) {
-    float ties;
-    const float mine = largest_of(shard, k, ties);
-    if (Warp{}.thread() < k) exchange.send_everywhere(token * k + Warp{}.thread(), {mine, ties, target});
-}
-template <int W>
-__device__ inline KeptLogits pull_candidates(const SmallExchange<W, SentCandidate>& exchange, u32 token, u32 owner, u32 k, bool nucleus, float top_p) {
-    const u32 lane = Warp{}.thread();
-    float logit[W], ties[W], target = 0.0f;
-    u32 next[W];
-#pragma unroll
-    for (int q = 0; q < W; ++q) {
-        SentCandidate sent{-infinity, 0.0f, 0.0f};
-        if (lane < k) sent = exchange.receive_from(q, token * k + lane);
-        __syncwarp();
-        logit[q] = sent.logit, ties[q] = __shfl_sync(0xffffffffu, sent.ties, 0), next[q] = 0;
-        if (q == owner) target = __shfl_sync(0xffffffffu, sent.target, 0);
-    }
-    // Lane j gets the j-th largest of all.
-    float merged = -infinity, kth = -infinity;
-    for (u32 j = 0; j < k; ++j) {
-        int best = 0;
-        kth = -infinity;
-#pragma unroll
-        for (int q = 0; q < W; ++q) {
-            const float head = __shfl_sync(0xffffffffu, logit[q], next[q] & 31);
-            if (next[q] < k && head > kth) kth = head, best = q;
-        }
-#pragma unroll
-        for (int q = 0; q < W; ++q) next[q] += q == best;
-        if (lane == j) merged = kth;
-    }
-    // All that equal the k-th are kept too.
-    float equal = 0.0f;
-#pragma unroll
-    for (int q = 0; q < W; ++q) {
-        const float last = __shfl_sync(0xffffffffu, logit[q], k - 1);
-        equal += __popc(__ballot_sync(0xffffffffu, lane < k && logit[q] == kth)) + (last == kth ? ties[q] : 0.0f);
-    }
-    equal -= __popc(__ballot_sync(0xffffffffu, lane < k && merged == kth));
-    const float maximum = __shfl_sync(0xffffffffu, merged, 0), mass = lane < k ? mass_of(merged, maximum) : 0.0f, tie = mass_of(kth, maximum);
-    bool has_nan = false;
-#pragma unroll
-    for (int q = 0; q < W; ++q) has_nan |= ties[q] != ties[q];
-    KeptLogits kept{maximum, kth, has_nan ? not_a_number : warp_sum(mass) + equal * tie, target};
-    if (!nucleus || has_nan) return kept;
-    const float goal = top_p * kept.mass;
-    float through = mass;  // of this entry and those before it
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const float below = __shfl_up_sync(0xffffffffu, through, step);
-        if (lane >= step) through += below;
-    }
-    const bool is_kept = lane < k && (lane == 0 || through - mass < goal);
-    const u32 count = __popc(__ballot_sync(0xffffffffu, is_kept));
-    kept.threshold = __shfl_sync(0xffffffffu, merged, count - 1);
-    kept.mass = __shfl_sync(0xffffffffu, through, count - 1);
-    if (count == k && tie > 0.0f) kept.mass += tie * fminf(fmaxf(ceilf((goal - kept.mass) / tie), 0.0f), equal);
-    return kept;
-}
-
-// ---- any filter: a search for the thresholds, in which ranks exchange sums over their shards --------------------------------------------------
+// The same in three instructions, for sums over rows.
+__device__ inline float fast_mass_of(float logit, float maximum) { return ptx::exp2((logit - maximum) * 1.44269504f); }
 
 // Numbers in the order of floats. The lower bits of all bfloat16 of one sign are the same.
 template <class E>
@@ -162,83 +28,362 @@ __device__ inline u32 ordered(float value) {
     const u32 bits = __float_as_uint(value + 0.0f);  // there is one zero
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
-__device__ inline float from_ordered(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
+// Of any key with an E's upper bits.
+template <class E>
+__device__ inline float from_ordered(u32 key) {
+    constexpr u32 lower = (1ull << unused_bits<E>) - 1;
+    return __uint_as_float(key >> 31 ? key & 0x7fffffffu & ~lower : ~(key | lower));
+}
 
-struct ThreeSums {
-    float first, second, third;
-};
-__device__ inline ThreeSums operator+(const ThreeSums& a, const ThreeSums& b) { return {a.first + b.first, a.second + b.second, a.third + b.third}; }
+// ---- rows by teams -----------------------------------------------------------------------------------------------------------------------
 
-// Sums over the whole vocabulary, a round for each; all lanes of all ranks get the same bits. A place is written again two rounds later: a warp
-// has then had a packet of the round between from every other rank's warp of the token, which had read this one. `epoch` is the launch's first.
-template <class E, int W>
-class VocabularySums {
-  public:
-    __device__ VocabularySums(const Arena& arena, const PacketSpace& space, u32 epoch, u32 token, const ShardRow<E>& shard)
-        : arena_(arena), space_(space), epoch_(epoch), token_(token), shard_(shard) {}
+// One row of a shard, and the token's target if it is here: a column, or anything else.
+template <class E>
+struct ShardRow {
+    static constexpr u32 bytes = 4 / E::lanes, lanes = 16 / bytes;
+    const char* data;
+    u32 columns;
+    long long target;
 
-    // Of a value of each lane.
-    template <class Join>
-    __device__ ThreeSums join(const ThreeSums& own, const Join& join) {
-        const ThreeSums of_shard = warp_reduce(own, join);
-        const SmallExchange<W, ThreeSums> round(arena_, space_, epoch_++);
-        round.push(token_, of_shard);
-        return round.pull(token_, of_shard, join);
-    }
-    // Of term(value) of every logit.
-    template <class Term>
-    __device__ ThreeSums sum(const Term& term) {
-        ThreeSums own{};
-        shard_.each([&](u32, float value) { own = own + term(value); });
-        return join(own, [](const ThreeSums& a, const ThreeSums& b) { return a + b; });
-    }
-    // The largest logit for which at least `goal` of weight(logit) lies at it or above.
-    template <class Weight>
-    __device__ float search(float goal, const Weight& weight) {
-        u32 low = 0;
-        for (int bit = 30; bit >= unused_bits<E>; bit -= 2) {
-            const u32 step = 1u << bit;
-            const ThreeSums above = sum([&](float value) {
-                const u32 key = ordered(value);
-                if (key < low + step) return ThreeSums{};
-                const float own = weight(value);
-                return ThreeSums{own, key >= low + 2 * step ? own : 0.0f, key >= low + 3 * step ? own : 0.0f};
-            });
-            low += step * (above.third >= goal ? 3 : above.second >= goal ? 2 : above.first >= goal ? 1 : 0);
+    // use(column, value) for 16 bytes of entries at a time, the team's threads taking turns; behind the row's end entries are -inf. Several
+    // loads of a thread are under way.
+    template <class Team, class Use>
+    __device__ void each(const Team& team, const Use& use) const {
+        constexpr int at_once = 4;
+        const u32 step = team.size() * lanes;
+        if (aligned_for<Vec16>(data) && columns % lanes == 0) {
+            for (u32 first = team.thread() * lanes; first < columns; first += at_once * step) {
+                Vec16 vector[at_once];
+#pragma unroll
+                for (int v = 0; v < at_once; ++v) {
+                    if (first + v * step < columns) vector[v] = *reinterpret_cast<const Vec16*>(data + u64(first + v * step) * bytes);
+                }
+#pragma unroll
+                for (int v = 0; v < at_once; ++v) {
+                    if (first + v * step >= columns) break;
+                    float value[lanes];
+                    widen(vector[v].word, value);
+                    use(first + v * step, value);
+                }
+            }
+            return;
         }
-        return from_ordered(low >> 31 ? low : low | ((1u << unused_bits<E>) - 1));
+        for (u32 column = team.thread() * lanes; column < columns; column += step) {
+            u32 words[4];
+            float value[lanes];
+            load_words(data, u64(column) * bytes, u64(columns) * bytes, words);
+            widen(words, value);
+#pragma unroll
+            for (u32 e = 0; e < lanes; ++e) value[e] = column + e < columns ? value[e] : -infinity;
+            use(column, value);
+        }
+    }
+
+    __device__ float target_logit() const {
+        return target < 0 || target >= columns ? -infinity : element_of<E>(data, static_cast<u64>(target));
     }
 
   private:
-    const Arena& arena_;
-    const PacketSpace& space_;
-    u32 epoch_, token_;
-    const ShardRow<E>& shard_;
+    __device__ static void widen(const u32 (&words)[4], float (&value)[lanes]) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) E::widen(words[w], value + w * E::lanes);
+    }
 };
 
-// Rounds: search_rounds(...) of peerlane.solutions.families.nucleus. `top_k` 0 and `top_p` 1 filter nothing.
+// ---- rounds: what the teams of one number on every rank tell each other ------------------------------------------------------------------
+
+constexpr u32 round_packets = 32, round_words = packet_words * round_packets;
+
+// A team's part of shared memory, apart from what it counts.
+template <int W>
+struct alignas(sizeof(Vec16)) RoundMemory {
+    float said[round_words], of_rank[W][round_words], sums[round_words];
+    float pairs[32][2];
+    u32 count, equal;
+};
+
+// A place is written again two rounds later: its writer has then had a packet of the round between from every other rank's team of this
+// number, which had read this one. So a launch takes an even number of epochs, and of rounds: `close`.
+template <int W>
+class Rounds {
+    struct Words {
+        float word[packet_words];
+    };
+
+  public:
+    // `first` of the team's packets in `space`; `epoch` is the launch's first.
+    __device__ Rounds(const Arena& arena, const PacketSpace& space, u32 first, u32 epoch, const Warps& team, RoundMemory<W>& memory)
+        : arena_(arena), space_(space), first_(first), epoch_(epoch), team_(team), memory_(memory) {}
+
+    // The first packets of memory.said, of every rank, come to be in memory.of_rank. The team meets before and after.
+    __device__ void exchange(u32 packets) {
+        const SmallExchange<W, Words> round(arena_, space_, epoch_ + used_++);
+        team_.sync();
+        const u32 own = team_.thread();
+        if (own < packets) round.send_everywhere(first_ + own, words_at(memory_.said, own));
+        for (u32 i = own; i < W * packets; i += team_.size()) {
+            const u32 q = i / packets, packet = i % packets;
+            const Words words = round.receive_from(q, first_ + packet);
+#pragma unroll
+            for (int w = 0; w < packet_words; ++w) memory_.of_rank[q][packet_words * packet + w] = words.word[w];
+        }
+        team_.sync();
+    }
+    // At the end of a launch.
+    __device__ void close() {
+        if (used_ % 2) exchange(1);
+    }
+
+    __device__ const Warps& team() const { return team_; }
+    __device__ RoundMemory<W>& memory() const { return memory_; }
+
+  private:
+    __device__ static Words words_at(const float* said, u32 packet) {
+        Words words;
+#pragma unroll
+        for (int w = 0; w < packet_words; ++w) words.word[w] = said[packet_words * packet + w];
+        return words;
+    }
+
+    const Arena& arena_;
+    const PacketSpace& space_;
+    u32 first_, epoch_, used_ = 0;
+    const Warps& team_;
+    RoundMemory<W>& memory_;
+};
+
+// ---- sums over all logits of at least a threshold -----------------------------------------------------------------------------------------
+
+struct MassAt {
+    float maximum, mass;
+};
+__device__ inline MassAt operator+(const MassAt& a, const MassAt& b) {
+    const float maximum = fmaxf(a.maximum, b.maximum);
+    const float left = a.maximum == maximum ? 1.0f : mass_of(a.maximum, maximum), right = b.maximum == maximum ? 1.0f : mass_of(b.maximum, maximum);
+    return {maximum, a.mass * left + b.mass * right};
+}
+
+// One pass, one round.
 template <class E, int W>
-__device__ inline KeptLogits search_kept(VocabularySums<E, W> sums, const ShardRow<E>& shard, float target, u32 top_k, float top_p) {
-    ThreeSums own{-infinity, target, 0.0f};
-    shard.each([&](u32, float value) {
-        own.first = fmaxf(own.first, value);
-        if (value != value) own.third = 1.0f;
+__device__ inline KeptLogits sum_kept(Rounds<W>& rounds, const ShardRow<E>& shard, float threshold) {
+    const Warps& team = rounds.team();
+    RoundMemory<W>& memory = rounds.memory();
+    MassAt own{-infinity, 0.0f};
+    shard.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
+        float largest = own.maximum;
+#pragma unroll
+        for (u32 e = 0; e < ShardRow<E>::lanes; ++e) largest = fmaxf(largest, value[e]);
+        if (largest > own.maximum) own = {largest, own.mass == 0.0f ? 0.0f : own.mass * fast_mass_of(own.maximum, largest)};
+        const float base = largest > -infinity ? largest : 0.0f;
+#pragma unroll
+        for (u32 e = 0; e < ShardRow<E>::lanes; ++e) own.mass += value[e] < threshold ? 0.0f : fast_mass_of(value[e], base);
     });
-    const ThreeSums largest = sums.join(own, [](const ThreeSums& a, const ThreeSums& b) {
-        return ThreeSums{fmaxf(a.first, b.first), fmaxf(a.second, b.second), fmaxf(a.third, b.third)};
+    own = warp_reduce(own, [](const MassAt& a, const MassAt& b) { return a + b; });
+    const u32 warp = team.thread() / warp_threads;
+    if (Warp{}.thread() == 0) memory.pairs[warp][0] = own.maximum, memory.pairs[warp][1] = own.mass;
+    team.sync();
+    if (team.thread() == 0) {
+        for (u32 w = 1; w < team.count; ++w) own = own + MassAt{memory.pairs[w][0], memory.pairs[w][1]};
+        memory.said[0] = own.maximum, memory.said[1] = own.mass, memory.said[2] = shard.target_logit();
+    }
+    rounds.exchange(1);
+    MassAt all{-infinity, 0.0f};
+    float target = -infinity;
+    for (int q = 0; q < W; ++q) {
+        all = all + MassAt{memory.of_rank[q][0], memory.of_rank[q][1]};
+        target = fmaxf(target, memory.of_rank[q][2]);
+    }
+    return {all.maximum, threshold, all.mass, target};
+}
+
+// ---- up to `longest_list` of top-k: ranks send their own k largest -------------------------------------------------------------------------
+
+constexpr u32 longest_list = round_words - packet_words;
+
+// The largest key, of which the bits below `lowest` are zero, that at least k of the warp's keys reach; 0 if there are fewer.
+template <int count>
+__device__ inline u32 reached_by(const u32 (&key)[count], u32 k, int lowest) {
+    u32 found = 0;
+    for (int bit = 31; bit >= lowest; --bit) {
+        const u32 next = found | 1u << bit;
+        u32 above = 0;
+#pragma unroll
+        for (int i = 0; i < count; ++i) above += key[i] >= next;
+        if (__reduce_add_sync(0xffffffffu, above) >= k) found = next;
+    }
+    return found;
+}
+
+// memory.said gets the target's logit, how many entries equal the k-th largest and are not sent, whether a logit is NaN, and the k largest in
+// descending order, -inf behind the row's end. `candidates` has room for `capacity` numbers, and for one of each thread.
+//
+// A row of m threads has at least k entries that are no smaller than the k-th largest of the threads' largest, and hardly more. So the second
+// look at the row is for a few vectors, of those threads alone.
+template <int team_threads, class E, int W>
+__device__ inline void find_largest(const Rounds<W>& rounds, const ShardRow<E>& shard, u32 k, float* candidates, u32 capacity) {
+    constexpr u32 lanes = ShardRow<E>::lanes;
+    const Warps& team = rounds.team();
+    RoundMemory<W>& memory = rounds.memory();
+    const u32 own = team.thread();
+    float top = -infinity;
+    bool has_nan = false;
+    shard.each(team, [&](u32, const float (&value)[lanes]) {
+#pragma unroll
+        for (u32 e = 0; e < lanes; ++e) top = fmaxf(top, value[e]), has_nan |= value[e] != value[e];
     });
-    KeptLogits kept{largest.first, -infinity, 0.0f, largest.second};
-    if (top_k > 0) kept.threshold = sums.search(float(top_k), [](float) { return 1.0f; });
-    const auto mass = [&](float value) { return value >= kept.threshold ? mass_of(value, kept.maximum) : 0.0f; };
-    const bool has_nan = largest.third > 0.0f;
-    kept.mass = sums.sum([&](float value) { return ThreeSums{mass(value), 0.0f, 0.0f}; }).first;
-    if (has_nan) kept.mass = not_a_number;
-    if (top_p >= 1.0f) return kept;
-    const float goal = fmaxf(top_p * kept.mass, 1e-30f), cut = sums.search(goal, mass), tie = mass_of(cut, kept.maximum);
-    const ThreeSums at_cut = sums.sum([&](float value) { return ThreeSums{value > cut ? mass(value) : 0.0f, value == cut ? 1.0f : 0.0f, 0.0f}; });
-    // Of the logits that equal the cut, as many as it takes.
-    kept.threshold = cut;
-    if (!has_nan) kept.mass = at_cut.first + tie * fminf(fmaxf(ceilf((goal - at_cut.first) / tie), 1.0f), at_cut.second);
+    candidates[own] = top;
+    if (own == 0) memory.said[0] = shard.target_logit(), memory.said[2] = 0.0f;
+    team.sync();
+    if (has_nan) atomicMax_block(reinterpret_cast<u32*>(&memory.said[2]), __float_as_uint(1.0f));
+    if (own < warp_threads) {
+        u32 key[team_threads / warp_threads];
+#pragma unroll
+        for (int i = 0; i < team_threads / warp_threads; ++i) key[i] = ordered(candidates[i * warp_threads + own]);
+        const u32 found = reached_by(key, k, unused_bits<E>);
+        if (own == 0) memory.sums[0] = found == 0 ? -infinity : from_ordered<E>(found);
+    }
+    team.sync();
+    float bound = memory.sums[0];
+    const auto collect = [&] {  // what is larger than `bound`; the number of those that equal it
+        team.sync();
+        if (own == 0) memory.count = memory.equal = 0;
+        team.sync();
+        u32 equal = 0;
+        if (top >= bound) {
+            shard.each(team, [&](u32 column, const float (&value)[lanes]) {
+                float largest = value[0];
+#pragma unroll
+                for (u32 e = 1; e < lanes; ++e) largest = fmaxf(largest, value[e]);
+                if (!(largest >= bound)) return;
+#pragma unroll
+                for (u32 e = 0; e < lanes; ++e) {
+                    equal += value[e] == bound;
+                    if (!(value[e] > bound)) continue;
+                    const u32 at = atomicAdd_block(&memory.count, 1u);
+                    if (at < capacity) candidates[at] = value[e];
+                }
+            });
+        }
+        if (equal > 0) atomicAdd_block(&memory.equal, equal);
+        team.sync();
+    };
+    collect();
+    if (memory.count > capacity) {  // many of one thread's entries are among the largest: bit by bit, by counts over the row
+        u32 found = 0;
+        for (int bit = 31; bit >= unused_bits<E>; --bit) {
+            const u32 next = found | 1u << bit;
+            team.sync();
+            if (own == 0) memory.count = 0;
+            team.sync();
+            u32 above = 0;
+            shard.each(team, [&](u32, const float (&value)[lanes]) {
+                for (u32 e = 0; e < lanes; ++e) above += ordered(value[e]) >= next;
+            });
+            atomicAdd_block(&memory.count, above);
+            team.sync();
+            if (memory.count >= k) found = next;
+        }
+        bound = from_ordered<E>(found);
+        collect();
+    }
+    const u32 count = memory.count, equal = memory.equal;
+    for (u32 i = own; i < count; i += team.size()) {
+        const float value = candidates[i];
+        u32 before = 0;
+        for (u32 j = 0; j < count; ++j) before += candidates[j] > value || (candidates[j] == value && j < i);
+        if (before < k) memory.said[packet_words + before] = value;
+    }
+    for (u32 j = own; j < k; j += team.size()) {
+        if (j >= count) memory.said[packet_words + j] = j - count < equal ? bound : -infinity;
+    }
+    team.sync();
+    if (own == 0) memory.count = 0;
+    team.sync();
+    const float last = memory.said[packet_words + k - 1];
+    u32 ties = own == 0 && last == bound ? equal : 0;
+    for (u32 i = own; i < count; i += team.size()) ties += candidates[i] == last;
+    for (u32 j = own; j < k; j += team.size()) ties -= memory.said[packet_words + j] == last;
+    if (ties != 0) atomicAdd_block(&memory.count, ties);
+    team.sync();
+    if (own == 0) memory.said[1] = float(memory.count);
+}
+
+// Of k <= longest_list, the same on all ranks.
+template <int team_threads, class E, int W>
+__device__ inline KeptLogits merge_largest(
+    Rounds<W>& rounds, const ShardRow<E>& shard, u32 owner, u32 k, float top_p, float* candidates, u32 capacity) {
+    const Warps& team = rounds.team();
+    RoundMemory<W>& memory = rounds.memory();
+    find_largest<team_threads>(rounds, shard, k, candidates, capacity);
+    rounds.exchange(1 + (k + packet_words - 1) / packet_words);
+    // Entry j of rank q: how many of all ranks' come before it, equal ones in the order of ranks.
+    if (team.thread() == 0) memory.count = 0;
+    const auto before = [&](u32 q, u32 j) {
+        const float value = memory.of_rank[q][packet_words + j];
+        u32 place = j;
+        for (u32 p = 0; p < W; ++p) {
+            if (p == q) continue;
+            u32 low = 0, high = k;  // the first of p's that does not come before it
+            while (low < high) {
+                const u32 middle = (low + high) / 2;
+                const float other = memory.of_rank[p][packet_words + middle];
+                if (other > value || (other == value && p < q)) low = middle + 1;
+                else high = middle;
+            }
+            place += low;
+        }
+        return place;
+    };
+    for (u32 i = team.thread(); i < W * k; i += team.size()) {
+        if (const u32 place = before(i / k, i % k); place < k) memory.sums[place] = memory.of_rank[i / k][packet_words + i % k];
+    }
+    team.sync();
+    // All that equal the k-th are kept too.
+    const float kth = memory.sums[k - 1];
+    for (u32 i = team.thread(); i < W * k; i += team.size()) {
+        if (memory.of_rank[i / k][packet_words + i % k] == kth && before(i / k, i % k) >= k) atomicAdd_block(&memory.count, 1u);
+    }
+    team.sync();
+    float equal = float(memory.count), target = -infinity;
+    bool has_nan = false;
+    for (u32 q = 0; q < W; ++q) {
+        if (memory.of_rank[q][packet_words + k - 1] == kth) equal += memory.of_rank[q][1];
+        if (q == owner) target = memory.of_rank[q][0];
+        has_nan |= memory.of_rank[q][2] > 0.0f;
+    }
+    // Every warp adds up the list.
+    constexpr u32 parts = round_words / warp_threads;
+    const u32 lane = Warp{}.thread();
+    const float maximum = memory.sums[0], tie = mass_of(kth, maximum);
+    float through[parts], mass[parts], all = 0.0f;
+#pragma unroll
+    for (u32 part = 0; part < parts; ++part) {
+        const u32 j = part * warp_threads + lane;
+        mass[part] = through[part] = j < k ? mass_of(memory.sums[j], maximum) : 0.0f;
+#pragma unroll
+        for (u32 step = 1; step < warp_threads; step *= 2) {
+            const float below = __shfl_up_sync(0xffffffffu, through[part], step);
+            if (lane >= step) through[part] += below;
+        }
+        through[part] += all;
+        all = __shfl_sync(0xffffffffu, through[part], warp_threads - 1);
+    }
+    KeptLogits kept{maximum, kth, has_nan ? not_a_number : all + equal * tie, target};
+    if (top_p >= 1.0f || has_nan) return kept;
+    const float goal = top_p * kept.mass;
+    u32 count = 0;
+#pragma unroll
+    for (u32 part = 0; part < parts; ++part) {
+        const u32 j = part * warp_threads + lane;
+        count += __popc(__ballot_sync(0xffffffffu, j < k && (j == 0 || through[part] - mass[part] < goal)));
+    }
+    kept.threshold = memory.sums[count - 1];
+#pragma unroll
+    for (u32 part = 0; part < parts; ++part) {
+        const float here = __shfl_sync(0xffffffffu, through[part], (count - 1) % warp_threads);
+        if (part == (count - 1) / warp_threads) kept.mass = here;
+    }
+    if (count == k && tie > 0.0f) kept.mass += tie * fminf(fmaxf(ceilf((goal - kept.mass) / tie), 0.0f), equal);
     return kept;
 }
 
