@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -187,13 +185,16 @@ def test_all_solutions_and_examples_are_correct() -> None:
 
 
 @pytest.mark.slow
-def test_the_expert_model_solves_its_problems_on_emulated_ranks(tmp_path: Path) -> None:
-    peerlane = [sys.executable, "-m", "peerlane"]
-    run, judged = str(tmp_path / "run"), ["--device", "emulated", "--preset", "small", "--world-size", "2", "--cases", "timed"]
-    wanted = ["2,18", "--model", "peerlane/expert", "--track", "open", "--backend", "kit", "--out", run]
-    assert subprocess.run([*peerlane, "generate", *wanted], timeout=100).returncode == 0
-    assert subprocess.run([*peerlane, "eval", run, *judged], timeout=200).returncode == 0
-    said = subprocess.run([*peerlane, "metrics", run, "--json"], capture_output=True, text=True, timeout=100).stdout
+@pytest.mark.filterwarnings("ignore")  # of other people's packages
+def test_the_expert_model_solves_its_problems_on_emulated_ranks(
+    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, judged = tmp_path / "run", ("--device", "emulated", "--preset", "small", "--world-size", 2, "--cases", "timed")
+    assert peerlane("generate", "2,18", "--model", "peerlane/expert", "--track", "open", "--backend", "kit", "--out", run) == 0
+    assert peerlane("eval", run, *judged) == 0
+    capsys.readouterr()
+    assert peerlane("metrics", run, "--json") == 0
+    said = capsys.readouterr().out
     assert '"correct": 2' in said, said
 
 

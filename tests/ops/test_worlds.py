@@ -68,7 +68,7 @@ def integers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torc
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(5, marks=pytest.mark.long), 8])
 def test_collectives_are_right_in_every_world(ranks: int, tmp_path: Path) -> None:
     x = [integers(ranks, 2 * ranks, 2, seed=rank) for rank in range(ranks)]
     every = torch.stack(x)
@@ -81,7 +81,7 @@ def test_collectives_are_right_in_every_world(ranks: int, tmp_path: Path) -> Non
             assert torch.equal(got, want), f"output {number} of rank {rank}"
 
 
-@pytest.mark.parametrize("ranks", [1, 3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 3, pytest.param(5, marks=pytest.mark.long), pytest.param(8, marks=pytest.mark.slow)])
 def test_fused_products_are_right_in_every_world(ranks: int, tmp_path: Path) -> None:
     a, b = (
         [integers(ranks, 8, seed=rank, dtype=BF16) for rank in range(ranks)],
