@@ -19,7 +19,7 @@ using namespace peerlane;
 
 constexpr int bytes = 4 / ELEMENT::lanes, vectors = 8 / ROWS;
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(THREADS)
     head_gather(const __grid_constant__ Arena arena, const __grid_constant__ HeadGather args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
@@ -81,20 +81,20 @@ HEAD_GATHER = DeclaredKernel(
     "head_gather", SOURCE, epochs=Epochs(), flags=Flags(), out=Buffer(), hidden=Pointer("const char*"), weight=Pointer("const char*"),
     bias=Pointer("const char*"), tokens=U32, depth=U32, shard=U32,
 )  # fmt: skip
-MOST_TOKENS, THREADS = 8, 256
+MOST_TOKENS = 8
 
 
 @per_group
 def head_gather(group: Group, tokens: int, depth: int, shard: int, dtype: torch.dtype) -> tuple[BoundKernel, torch.Tensor]:
     inside = tokens if tokens <= MOST_TOKENS else 0
-    vocabulary, threads = group.world_size * shard, min(THREADS, group.max_threads)
+    vocabulary, threads = group.world_size * shard, min(512 if inside <= 4 else 256, group.max_threads)  # as registers allow
     rows = next((rows for rows in (2, 4) if rows * group.sm_count * (threads // 32) >= shard), 8)  # of a warp
     grid = min(group.sm_count, -(-shard // rows) if inside else tokens)
     bound = HEAD_GATHER.bind(
         group,
         grid=grid,
         block=threads,
-        defines={"ELEMENT": element_type(dtype), "TOKENS": inside, "ROWS": rows},
+        defines={"ELEMENT": element_type(dtype), "TOKENS": inside, "ROWS": rows, "THREADS": threads},
         sizes={"flags": 1 + grid, "out": tokens * vocabulary * dtype.itemsize},
         tokens=tokens,
         depth=depth,
