@@ -66,8 +66,8 @@ STRETCHES = 5
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 attention and logarithms of sums of exponentials."""
-    q, k, v = (tensor.transpose(1, 2).float() for tensor in (q, k, v))
+    """Attention and logarithms of sums of exponentials, in float32, or in float64 of such operands."""
+    q, k, v = (tensor.transpose(1, 2).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (q, k, v))
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     if causal:

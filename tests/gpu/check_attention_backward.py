@@ -1,11 +1,13 @@
 """Gradients of attention on this machine's first GPU: right numbers for many shapes, then the speed beside torch's backward pass.
 
-    PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 60] [--lengths 4096 ...] [--only dq] [--out FOLDER]
+    PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 55] [--lengths 4096 ...] [--depths 128] [--only dq]
+        [--out FOLDER]
 
-Gradients are compared with those of float32 attention. A speed is the median of stretches that take turns, in TFLOP/s of the five
-products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass; ``numbers``, ``dq`` and ``dkv`` are its
-kernels alone. The script prints every step before it begins, and ends where a step takes longer than STEP_S. It writes
-attention_backward.json after each speed, and backward_failures.txt if something is wrong. It exits with 1 then.
+Gradients are compared with those of float64 attention. A speed is the median of stretches that take turns, in TFLOP/s of the five
+products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass; ``pair`` is the pass by two kernels;
+``numbers``, ``dq`` and ``dkv`` are kernels alone, as are ``fused`` in its variants and ``sums``, which turns its sums into dq. The script
+prints every step before it begins, and ends where a step takes longer than STEP_S. It writes attention_backward.json after each speed, and
+backward_failures.txt if something is wrong. It exits with 1 then.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from peerlane.device import compile_cubin
-from peerlane.device.attention import backward, forward
+from peerlane.device.attention import backward, forward, fused_backward
 from peerlane.device.attention.backward import BackwardTiling, choose_tiling, query_numbers
 from peerlane.device.attention.forward import Sizes
+from peerlane.device.attention.fused_backward import FusedTiling
 from peerlane.device.host.local import LocalRanks
 from peerlane.hardware.environment import record
 
@@ -51,18 +54,20 @@ SHAPES = (
     (2, 777, 333, 2, 2, 128, 128, False, FP16),
     (2, 200, 130, 2, 1, 128, 128, True, FP16),
 )
-POINTS = tuple((depth, length, causal) for length in (4096, 16384) for depth in (128, 64) for causal in (False, True))
+POINTS = tuple((depth, length, causal) for length in (4096, 8192, 16384) for depth in (128, 64) for causal in (False, True))
 TILINGS = (
     BackwardTiling(True, 2, 128, 64, 6),
-    BackwardTiling(True, 2, 64, 64, 8),
     BackwardTiling(True, 2, 64, 128, 6),
     BackwardTiling(False, 2, 128, 64, 6),
-    BackwardTiling(False, 2, 64, 64, 8),
     BackwardTiling(False, 2, 128, 128, 4),
-    BackwardTiling(False, 2, 64, 128, 6),
 )
+FUSED = {
+    f"fused{'' if ordered else ' unordered'}{' overlap' if overlap else ''}": (ordered, overlap)
+    for ordered in (True, False)
+    for overlap in (True, False)
+}
 BEGIN = time.perf_counter()
-KERNELS = ("dq", "dkv")
+KERNELS = ("dq", "dkv", "fused")
 STEP_S = 15
 """Of one launch and what it is compared with, and of one point of speed. A kernel that waits for itself gives up later."""
 
@@ -82,6 +87,10 @@ def compile_ahead() -> None:
     for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
         tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
     jobs = {(backward.ATTENTION_BACKWARD.source, tuple(backward.defines(tiling, dtype).items())) for tiling, dtype in tilings}
+    for dtype, columns, depth in ((BF16, 64, 128), (BF16, 128, 64), (FP16, 64, 128), (FP16, 128, 64)):
+        for ordered, overlap in FUSED.values() if dtype == BF16 else ((True, True),):
+            tiling = FusedTiling(columns, depth, ordered=ordered, overlap=overlap)
+            jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(fused_backward.defines(tiling, dtype).items())))
     for depth, length, causal in POINTS:
         chosen = forward.defines(forward.choose_tiling(length, length, depth, causal), BF16, causal)
         jobs.add((forward.ATTENTION.source, tuple(chosen.items())))
@@ -96,25 +105,28 @@ def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[st
     q = torch.randn(batch, queries, heads, depth, device="cuda").to(dtype) * 2
     k, v = (torch.randn(batch, keys, key_heads, d, device="cuda").to(dtype) for d in (depth, value_depth))
     dout = torch.randn(batch, queries, heads, value_depth, device="cuda").to(dtype)
-    wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     full, logarithms = expected(*wide, causal, depth**-0.5)
-    wanted = torch.autograd.grad(full, wide, dout.float())
-    out, logarithms = full.detach().to(dtype), logarithms.detach().contiguous()
+    wanted = torch.autograd.grad(full, wide, dout.double())
+    out, logarithms = full.detach().to(dtype), logarithms.detach().float().contiguous()
     say(f"{shape}: numbers")
     known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(group, dout, out, logarithms)}
     deltas = (dout.float() * out.float()).sum(-1).transpose(1, 2)
     off = float((known["numbers"][1, :, :, :queries] - deltas).norm() / deltas.norm())
     sizes, limit = Sizes.of(q, k, causal, None), 1e-2 if dtype == BF16 else 2e-3
     told = [] if off < 1e-5 else [f"{shape}: error of deltas {off:.2e}"]
-    for kernel, names, wants in (("dq", ("dq",), wanted[:1]), ("dkv", ("dk", "dv"), wanted[1:])):
+    for kernel, names, wants in (("dq", ("dq",), wanted[:1]), ("dkv", ("dk", "dv"), wanted[1:]), ("fused", ("dq", "dk", "dv"), wanted)):
         if kernel not in kernels:
             continue
         faulthandler.dump_traceback_later(STEP_S, exit=True)
         say(f"{shape}: {kernel}")
-        results, again = (backward.gradients(group, known, sizes, None, of_keys=kernel == "dkv") for _ in range(2))
+        if kernel == "fused":
+            results, again = (fused_backward.fused_gradients(group, known, sizes, None) for _ in range(2))
+        else:
+            results, again = (backward.gradients(group, known, sizes, None, of_keys=kernel == "dkv") for _ in range(2))
         torch.cuda.synchronize()
         for name, got, other, want in zip(names, results, again, wants, strict=True):
-            error = float((got.float() - want).norm() / want.norm())
+            error = float((got.double() - want).norm() / want.norm())
             if not error < limit:
                 told.append(f"{shape}: error of {name} {error:.2e}, limit {limit}")
             elif not torch.equal(got, other):
@@ -122,6 +134,11 @@ def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[st
     for line in told:
         say(line)
     return told
+
+
+def pair(group: Any, known: dict[str, torch.Tensor], sizes: Sizes) -> None:
+    for of_keys in (False, True):
+        backward.gradients(group, known, sizes, None, of_keys=of_keys)
 
 
 def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
@@ -138,6 +155,16 @@ def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
     for tiling in (item for item in TILINGS if item.depth == depth):
         name = f"{'dkv' if tiling.of_keys else 'dq'} {tiling.columns}"
         calls[name] = backward.bind(group, tensors, sizes, None, tiling.of_keys, tiling)
+    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers}
+    calls["pair"] = lambda: pair(group, known, sizes)
+    for name, (ordered, overlap) in FUSED.items():
+        fused = FusedTiling(8192 // depth, depth, ordered=ordered, overlap=overlap)
+        if "sums" not in tensors:
+            pieces = fused.pieces(sizes)
+            tensors["sums"] = torch.zeros((pieces, 4096), device="cuda")
+            tensors["turns"] = torch.zeros(pieces, dtype=torch.int32, device="cuda")
+            calls["sums"] = fused_backward.bind_queries(group, tensors["sums"], tensors["dq"], sizes, None, fused)
+        calls[name] = fused_backward.bind(group, tensors, sizes, None, fused)
     flat = [tensor.transpose(1, 2).contiguous().requires_grad_() for tensor in (q, k, v)]
     flat_dout = dout.transpose(1, 2).contiguous()
     for name, backend in TORCH.items():
@@ -157,10 +184,16 @@ def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
     return {"depth": depth, "length": length, "causal": causal, "tflops": rates, "ms": ms, "share_of_best_torch": share}
 
 
+def line(row: dict[str, Any]) -> str:
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
+    return f"{row['depth']} {row['length']:5d} {'causal' if row['causal'] else 'full  '} share {row['share_of_best_torch']:.2f}: {rates}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60.0, help="speeds that would begin later are left out")
+    parser.add_argument("--seconds", type=float, default=55.0, help="speeds that would begin later are left out")
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
+    parser.add_argument("--depths", type=int, nargs="*", help="of the speeds' heads; both by default")
     parser.add_argument("--only", nargs="*", choices=KERNELS, default=KERNELS, help="kernels to check; speeds are of both")
     parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
@@ -175,10 +208,11 @@ def main() -> int:
             failures += check(group, shape, options.only)
         say(f"{len(failures)} failures in {len(SHAPES)} shapes")
         for depth, length, causal in POINTS:
-            if time.perf_counter() - BEGIN < options.seconds and (not options.lengths or length in options.lengths):
+            chosen = (not options.lengths or length in options.lengths) and (not options.depths or depth in options.depths)
+            if time.perf_counter() - BEGIN < options.seconds and chosen:
                 faulthandler.dump_traceback_later(STEP_S, exit=True)
                 rows.append(speed(group, depth, length, causal))
-                say(json.dumps(rows[-1]))
+                say(line(rows[-1]))
                 (options.out / "attention_backward.json").write_text(
                     json.dumps({"environment": record(), "speeds": rows}, indent=1, default=str)
                 )

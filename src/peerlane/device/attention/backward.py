@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
+from peerlane.device.attention.fused_backward import fused_gradients
 from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts
 from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
@@ -243,6 +244,8 @@ def attention_backward(
         )
     sizes, member = Sizes.of(q, k, causal, offset), group or group_of()
     known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(member, dout, out, logarithms)}
+    if min(sizes.queries, sizes.keys) > 64:
+        return fused_gradients(member, known, sizes, scale)
     (dq,) = gradients(member, known, sizes, scale, of_keys=False)
     dk, dv = gradients(member, known, sizes, scale, of_keys=True)
     return dq, dk, dv
