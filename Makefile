@@ -38,8 +38,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up .venv with $(PYTHON) (once; some minutes if torch has to be fetched)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt --upgrade pip
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt hatchling editables
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt --upgrade pip hatchling editables
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
 	@touch $@
 

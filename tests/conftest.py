@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -9,6 +11,15 @@ from kept_fork_servers import waiting_fork_servers
 from peerlane import cli
 
 __all__ = ["waiting_fork_servers"]
+
+
+@pytest.fixture
+def forgetful_clients() -> Iterator[None]:
+    """What clients of models leave open is closed before the next test, without the warnings."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 @pytest.fixture

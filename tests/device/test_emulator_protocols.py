@@ -200,8 +200,8 @@ def test_warps_that_vote_in_vain_are_a_deadlock() -> None:
     arena = made.arena(1 << 16)
     flags = made.buffer("flags", [torch.zeros(1, dtype=torch.uint32)] * 2)
     made.launch("wait_for_nobody", 1, 64, (arena, flags))
-    report = check(made, schedules=3)
-    assert report.caught == 3 and {finding.kind for finding in report.findings} == {"deadlock"}, str(report)
+    report = check(made, schedules=1)
+    assert report.caught == 1 and {finding.kind for finding in report.findings} == {"deadlock"}, str(report)
     assert "source.cu:8" in str(report), str(report)
 
 

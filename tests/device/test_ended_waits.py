@@ -131,6 +131,6 @@ def end_waits(text: str, folder: Path, ranks: int, schedules: int) -> list[str]:
 )
 def test_kernels_end_where_their_waits_do(text: str, ranks: int, tmp_path: Path) -> None:
     try:
-        assert end_waits(text, tmp_path, ranks, schedules=6) == []
+        assert end_waits(text, tmp_path, ranks, schedules=3) == []
     except RankFailure as failure:
         raise failure.error from None

@@ -60,7 +60,7 @@ TWINS = [
     (52, "history_4_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (53, "history_4_bf16", "(epoch & 1) * WORLD_SIZE", "0 * WORLD_SIZE"),
     (82, "both_bf16", "args.target[token] / args.columns", "args.target[token] % WORLD_SIZE"),
-    (83, "partial_chunk_bf16", "args.packets, epoch, token", "args.packets, epoch & ~1u, token"),
+    (83, "partial_chunk_bf16", "(blockIdx.x * TEAMS + number) * round_packets", "number * round_packets"),
     (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
     (59, "plain", "joined=d1, cut=d0)", "joined=d1, cut=d0).flip(d0)"),
     (60, "plain", "weights[:1].fill_(1.0)", "pass"),

@@ -185,7 +185,8 @@ def test_all_solutions_and_examples_are_correct() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of other people's packages
+@pytest.mark.usefixtures("forgetful_clients")
+@pytest.mark.filterwarnings("ignore")
 def test_the_expert_model_solves_its_problems_on_emulated_ranks(
     tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import gc
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ def user_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model_surroundings(monkeypatch: pytest.MonkeyPatch, user_folders: Path) -> Iterator[None]:
+def model_surroundings(monkeypatch: pytest.MonkeyPatch, user_folders: Path, forgetful_clients: None) -> None:
     """Keys for the fakes, nothing written into the user's folders, and retries that do not wait."""
     from tenacity import wait_none
 
@@ -27,7 +24,3 @@ def model_surroundings(monkeypatch: pytest.MonkeyPatch, user_folders: Path) -> I
     for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
         monkeypatch.setenv(name, str(user_folders / name))
     monkeypatch.setattr("inspect_ai.model._retry.wait_exponential_jitter", lambda *_, **__: wait_none())
-    yield
-    with warnings.catch_warnings():  # clients leave their connections open
-        warnings.simplefilter("ignore")
-        gc.collect()

@@ -62,6 +62,8 @@ def test_two_buffers_need_no_acknowledgement(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forgetful_clients")
+@pytest.mark.filterwarnings("ignore")
 def test_scoring_a_model_prints_what_the_tutorial_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = text("tutorials/score-a-model.md")
     commands = [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]

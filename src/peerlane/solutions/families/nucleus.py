@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(TEAMS * TEAM_THREADS)
         const u32 owner = u32(args.target[token] / args.columns);
         const KeptLogits kept = merge_largest<TEAM_THREADS>(rounds, shard, owner, args.top_k, args.top_p, candidates, CAPACITY);
 #else
-        const KeptLogits kept = search_kept(rounds, shard, args.top_k, args.top_p, memory.words);
+        const KeptLogits kept = search_kept<TOP_K, TOP_P>(rounds, shard, args.top_k, args.top_p, memory.words);
 #endif
         const bool has_nan = kept.mass != kept.mass;  // all of the token's results are NaN
         const bool has_target = (kept.target >= kept.threshold && kept.target > -infinity) || has_nan;
@@ -98,11 +98,6 @@ class Filter:
         """The most rounds of packets that a token takes."""
         return 1 if self.lists else 1 + SEARCH_ROUNDS * ((self.top_k > 0) + (self.top_p < 1))
 
-    def words(self, dtype: torch.dtype) -> int:
-        """Returns the 32-bit words of shared memory in which a team counts a token's logits, or gathers the largest."""
-        exact = dtype == torch.bfloat16 or self.top_p >= 1
-        return CANDIDATES if self.lists else HISTOGRAM_BINS * (1 if exact else 2) if self.top_k or self.top_p < 1 else 0
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -124,33 +119,45 @@ class Shape:
         rounds = -(-tokens // (self.grid * self.teams)) * of_token
         return rounds + rounds % 2
 
+    def words(self, kept: Filter, dtype: torch.dtype) -> int:
+        """Returns the 32-bit words of shared memory in which a team gathers a token's largest logits, or counts all."""
+        if kept.lists:
+            return max(CANDIDATES, self.team_threads)
+        exact = dtype == torch.bfloat16 or kept.top_p >= 1
+        return HISTOGRAM_BINS * (1 if exact else 2) if kept.top_k or kept.top_p < 1 else 4
+
+    def shared_bytes(self, kept: Filter, dtype: torch.dtype, world_size: int) -> int:
+        """Returns the dynamic shared memory of a block."""
+        return 4 * self.teams * (3 * ROUND_PACKETS * (2 + world_size) + 68 + self.words(kept, dtype))
+
+    def defines(self, kept: Filter, dtype: torch.dtype, weight: torch.dtype | None, world_size: int) -> dict[str, str | int]:
+        """Returns the kernel's macros; ``weight`` is the dtype of a gradient's weights."""
+        defines: dict[str, str | int] = {
+            "ELEMENT": element_type(dtype),
+            "LISTS": int(kept.lists),
+            "TOP_K": int(kept.top_k > 0),
+            "TOP_P": int(kept.top_p < 1),
+            "GRADIENT": int(weight is not None),
+            "TEAMS": self.teams,
+            "TEAM_THREADS": self.team_threads,
+            "TEAM_WORDS": self.words(kept, dtype),
+            "CAPACITY": CANDIDATES,
+            "SHARED_BYTES": self.shared_bytes(kept, dtype, world_size),
+        }
+        return defines if weight is None else {**defines, "WEIGHT": element_type(weight)}
+
 
 @per_group
 def _bound(group: Group, shape: tuple[int, int], dtype: torch.dtype, kept: Filter, weight: torch.dtype | None) -> BoundKernel:
     tokens, columns = shape
     launch = Shape.of(group, tokens)
-    words = max(kept.words(dtype), launch.team_threads if kept.lists else 4)
-    round_words = 3 * ROUND_PACKETS * (2 + group.world_size) + 68
-    shared_bytes = 4 * launch.teams * (round_words + words)
-    defines: dict[str, str | int] = {
-        "ELEMENT": element_type(dtype),
-        "LISTS": int(kept.lists),
-        "GRADIENT": int(weight is not None),
-        "TEAMS": launch.teams,
-        "TEAM_THREADS": launch.team_threads,
-        "TEAM_WORDS": words,
-        "CAPACITY": CANDIDATES,
-        "SHARED_BYTES": shared_bytes,
-    }
-    if weight is not None:
-        defines["WEIGHT"] = element_type(weight)
     bound = FILTERED_LOGITS.bind(
         group,
         grid=launch.grid,
         block=launch.teams * launch.team_threads,
-        defines=defines,
+        defines=launch.defines(kept, dtype, weight, group.world_size),
         sizes={"packets": launch.grid * launch.teams * ROUND_PACKETS},
-        shared_bytes=shared_bytes,
+        shared_bytes=launch.shared_bytes(kept, dtype, group.world_size),
         resident=True,
         tokens=tokens,
         columns=columns,

@@ -41,14 +41,16 @@ struct Bins {
         return {false, 0, shift, range};
     }
 
-    // The bin of a number in the range; ~0 for others.
-    __device__ u32 bin_of(float value) const {
-        if (window) {
-            const int bin = top - rank_of(value), last = histogram_bins - 1;
-            return bin < 0 ? 0 : bin > last ? last : bin;
-        }
+    // The window's bin of a number; 0 for those above it, which then will be moved.
+    __device__ u32 in_window(float value) const {
+        const int bin = top - rank_of(value), last = histogram_bins - 1;
+        return bin < 0 ? 0 : bin > last ? last : bin;
+    }
+    // The range's, if the number is in it.
+    __device__ bool in_range(float value, u32& bin) const {
         const u32 key = ordered(value);
-        return key < range.low || key > range.high ? ~0u : (range.high - key) >> shift;
+        bin = (range.high - key) >> shift;
+        return key >= range.low && key <= range.high;
     }
     __device__ KeyRange of_bin(u32 bin) const {
         if (!window) {
@@ -84,16 +86,30 @@ class Histogram {
     __device__ void clear(const Team& team) const {
         for (u32 i = 4 * team.thread(); i < words; i += 4 * team.size()) *reinterpret_cast<Vec16*>(memory_ + i) = Vec16{};
     }
-    __device__ void add(float value) const {
-        const u32 bin = bins_.bin_of(value);
-        if (!bins_.window && bin == ~0u) return;
-        if (counts()) {
+    template <bool window, bool has_floor>
+    __device__ void add(float value, float floor) const {
+        u32 bin;
+        if (has_floor && !(value >= floor)) return;
+        if (window) bin = bins_.in_window(value);
+        else if (!bins_.in_range(value, bin)) return;
+        if (exact || (!window && bins_.shift == 0)) {
             atomicAdd_block(memory_ + bin, 1u);
         } else {
             const u32 mass = static_cast<u32>(mass_of(value, base_of(bin)) * unit);
             atomicAdd_block(memory_ + 2 * bin, mass & ((1u << low_bits) - 1));
             atomicAdd_block(memory_ + 2 * bin + 1, mass >> low_bits);
         }
+    }
+    // A row; `largest` and `has_nan` are of the caller's entries.
+    template <bool window, bool has_floor, class Team>
+    __device__ void add(const Team& team, const ShardRow<E>& shard, float floor, float& largest, bool& has_nan) const {
+        shard.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
+#pragma unroll
+            for (u32 e = 0; e < ShardRow<E>::lanes; ++e) {
+                if (window) largest = fmaxf(largest, value[e]), has_nan |= value[e] != value[e];
+                add<window, has_floor>(value[e], floor);
+            }
+        });
     }
     // A count, or a mass relative to exp(maximum).
     __device__ float weight(u32 bin, float maximum) const {
@@ -176,11 +192,10 @@ struct Cut {
     bool has_nan, whole;  // whole: everything is needed
 };
 
-// The largest logit for which at least a goal of counts or masses lies at it or above; `goal` is a count, or a part of all masses. Only logits of
-// at least `floor` take part. Ends with has_nan alone if there is a NaN.
-template <bool masses, class E, int W>
+// The largest logit for which at least a goal of counts or masses lies at it or above; `goal` is a count, or a part of all masses. With has_floor only
+// logits of at least `floor` take part. Ends with has_nan alone if there is a NaN.
+template <bool masses, bool has_floor, class E, int W>
 __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float goal, float floor, u32* bins_memory) {
-    constexpr u32 lanes = ShardRow<E>::lanes;
     const Warps& team = rounds.team();
     RoundMemory<W>& memory = rounds.memory();
     const u32 own = team.thread(), warp = own / warp_threads;
@@ -203,13 +218,8 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
         team.sync();
         float largest = -infinity;
         bool has_nan = false;
-        shard.each(team, [&](u32, const float (&value)[lanes]) {
-#pragma unroll
-            for (u32 e = 0; e < lanes; ++e) {
-                largest = fmaxf(largest, value[e]), has_nan |= value[e] != value[e];
-                if (value[e] >= floor) histogram.add(value[e]);
-            }
-        });
+        if (bins.window) histogram.template add<true, has_floor>(team, shard, floor, largest, has_nan);
+        else histogram.template add<false, has_floor>(team, shard, floor, largest, has_nan);
         if (first) {
             largest = warp_max(largest);
             has_nan = __any_sync(0xffffffffu, has_nan);
@@ -271,23 +281,26 @@ __device__ inline Cut search(Rounds<W>& rounds, const ShardRow<E>& shard, float 
     }
 }
 
-// `top_k` 0 and `top_p` 1 filter nothing. Rounds: 1 + most_search_rounds for each filter.
-template <class E, int W>
+// Rounds: one, and up to nine for each filter.
+template <bool has_top_k, bool has_top_p, class E, int W>
 __device__ inline KeptLogits search_kept(Rounds<W>& rounds, const ShardRow<E>& shard, u32 top_k, float top_p, u32* bins_memory) {
     float floor = -infinity;
-    if (top_k > 0) {
-        const Cut cut = search<false>(rounds, shard, float(top_k), floor, bins_memory);
+    if constexpr (has_top_k) {
+        const Cut cut = search<false, false>(rounds, shard, float(top_k), floor, bins_memory);
         if (!cut.has_nan) floor = from_ordered<E>(cut.range.high);
     }
-    if (top_p >= 1.0f) return sum_kept(rounds, shard, floor);
-    const Cut cut = search<true>(rounds, shard, top_p, floor, bins_memory);
-    KeptLogits kept{cut.maximum, floor, cut.has_nan ? not_a_number : cut.total, cut.target};
-    if (cut.has_nan || cut.whole) return kept;
-    // Of the logits that equal the cut, as many as it takes.
-    kept.threshold = from_ordered<E>(cut.range.high);
-    const float tie = mass_of(kept.threshold, cut.maximum), goal = fmaxf(top_p * cut.total, 1e-30f);
-    kept.mass = cut.before + (tie > 0.0f ? fminf(tie * fmaxf(ceilf((goal - cut.before) / tie), 1.0f), cut.here) : cut.here);
-    return kept;
+    if constexpr (has_top_p) {
+        const Cut cut = search<true, has_top_k>(rounds, shard, top_p, floor, bins_memory);
+        KeptLogits kept{cut.maximum, floor, cut.has_nan ? not_a_number : cut.total, cut.target};
+        if (cut.has_nan || cut.whole) return kept;
+        // Of the logits that equal the cut, as many as it takes.
+        kept.threshold = from_ordered<E>(cut.range.high);
+        const float tie = mass_of(kept.threshold, cut.maximum), goal = fmaxf(top_p * cut.total, 1e-30f);
+        kept.mass = cut.before + (tie > 0.0f ? fminf(tie * fmaxf(ceilf((goal - cut.before) / tie), 1.0f), cut.here) : cut.here);
+        return kept;
+    } else {
+        return sum_kept(rounds, shard, floor);
+    }
 }
 
 }  // namespace peerlane
