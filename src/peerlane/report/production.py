@@ -14,8 +14,11 @@ from peerlane.words import counted
 SLOWER = 0.95
 """A speedup below this is explained."""
 
-REASONS: Mapping[int, str] = {39: "not known; on two H100 an earlier revision was 1.18 times faster than the reference"}
-"""By problem, why its kernel is slower than the reference at a production size. Written by hand, here and nowhere else."""
+WHY_ON_SHARES = "its blocks hold a share of the SMs, and launch no clusters, while each of the reference's products has all SMs for itself"
+REASONS: Mapping[str, Mapping[int, str]] = {
+    "virtual": dict.fromkeys((11, 13, 15, 16, 31, 32, 46, 49, 50, 51), WHY_ON_SHARES),
+}
+"""By kind of node and problem, why a kernel is slower than the reference at a production size. Written by hand, here and nowhere else."""
 
 NO_RUN = "No run is recorded here."
 
@@ -38,7 +41,7 @@ def slower_lines(results: Sequence[Result]) -> list[str]:
     for result in sorted(results, key=lambda item: item.problem.id):
         speeds = [(mode, speed.speedup.median) for mode in MODES if (speed := result.speed_in(mode)) is not None]
         if slow := [f"{speedup:.2f} in {mode} mode" for mode, speedup in speeds if speedup < SLOWER]:
-            why = REASONS.get(result.problem.id, "not known yet")
+            why = REASONS.get(result.node.kind, {}).get(result.problem.id, "not known yet")
             lines.append(f"* {result.problem.id} {result.problem.slug}: {', '.join(slow)}. Reason: {why.rstrip('.')}.")
     return [f"Slower than {SLOWER:g} times the reference:", "", *lines] if lines else []
 

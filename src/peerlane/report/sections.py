@@ -104,6 +104,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
     "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", production_section),
     "production_of_two_h200": (TWO_GPUS / "production_solutions.jsonl", production_section),
+    "production_virtual_h200": (RESULTS / "h200x1" / "virtual_production.jsonl", production_section),
     "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
     "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
