@@ -1,24 +1,145 @@
-"""Problem 10, lookup in a sharded table: ids go to the rows' owners, and rows come back sorted by owner, as the problem wants them.
+"""Problem 10, lookup in a sharded table: one kernel sorts ids by owner, asks the owners, and takes their rows, in the problem's order.
 
-One question to the device tells all ranks how many rows go where. Bound by that question and by the links, which carry eight bytes of
-an id and the row. ``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
+Blocks take stretches of ids. They count how many are for which owner, then know the place of each id among its owner's, and send the owner
+the number of the row, four bytes. Owners store rows at their place in the result: in the asker's arena, or in the result itself where the
+asker is the owner. Bound by the links, which carry the rows, and by four meetings of blocks and ranks. The result's size is known, so the
+host waits for nothing, and the call can be captured. Meetings are in ``device/include/peerlane/moe.cuh``."""
 
 from __future__ import annotations
 
 import torch
 
-from peerlane.device import communicator, group_of
-from peerlane.device.collectives.counts import share_counts
+from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, group_of, per_group
+from peerlane.device.moe.exchange import room_for
+
+SOURCE = r"""
+#include <peerlane/moe.cuh>
+using namespace peerlane;
+
+struct Asked {
+    u32 count, first;  // of the rows that a rank asks this one for: how many, and where they begin in its result
+};
+
+// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By all blocks.
+template <class From, class To>
+__device__ void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
+    if (!vectors) {
+        each_row(count, [&](u32 i) { copy_bytes(Warp{}, to(i), from(i), bytes); });
+        return;
+    }
+    const u32 each = bytes / sizeof(Vec16);
+    for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < u64(count) * each; at += gridDim.x * blockDim.x) {
+        const u32 i = static_cast<u32>(at / each), v = static_cast<u32>(at % each);
+        reinterpret_cast<Vec16*>(to(i))[v] = reinterpret_cast<const Vec16*>(from(i))[v];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512)
+    embedding_lookup(const __grid_constant__ Arena arena, const __grid_constant__ EmbeddingLookup args) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), warp = threadIdx.x / warp_threads;
+    const Peers<WORLD_SIZE> peers(arena, args.flags);
+    const auto add = [](u32 a, u32 b) { return a + b; };
+    const Part part = part_of(args.count, blockIdx.x, gridDim.x);
+    const auto owner_of = [&](u64 i) { return static_cast<u32>(args.ids[i] / args.rows); };
+    __shared__ u32 scratch[32], of_warps[WORLD_SIZE][32], next[WORLD_SIZE], total[WORLD_SIZE];
+
+    u32* counts = reinterpret_cast<u32*>(arena.local(args.counts));  // [block][owner]
+    u32 own[WORLD_SIZE] = {};
+    for (u64 i = part.first + threadIdx.x; i < part.end; i += blockDim.x) {
+        const u32 owner = owner_of(i);
+#pragma unroll
+        for (u32 q = 0; q < WORLD_SIZE; ++q) own[q] += owner == q;
+    }
+#pragma unroll
+    for (u32 q = 0; q < WORLD_SIZE; ++q) {
+        const u32 sum = block_reduce(own[q], add, scratch);
+        if (threadIdx.x == 0) counts[blockIdx.x * WORLD_SIZE + q] = sum;
+    }
+    meet_blocks(peers, arena, 0, epoch);
+
+    for (u32 q = warp; q < WORLD_SIZE; q += blockDim.x / warp_threads) {
+        u32 before = 0, all = 0;
+        for (u32 b = Warp{}.thread(); b < gridDim.x; b += warp_threads) {
+            const u32 count = counts[b * WORLD_SIZE + q];
+            all += count, before += b < blockIdx.x ? count : 0;
+        }
+        before = warp_sum(before), all = warp_sum(all);
+        if (Warp{}.thread() == 0) next[q] = before, total[q] = all;
+    }
+    __syncthreads();
+    const u64 theirs = args.inbox + arena.rank * args.room * sizeof(u32);
+    for (u64 begin = part.first; begin < part.end; begin += blockDim.x) {
+        const u64 i = begin + threadIdx.x;
+        const u32 owner = i < part.end ? owner_of(i) : WORLD_SIZE;
+        u32 among = 0;  // of the warp's ids for this owner
+#pragma unroll
+        for (u32 q = 0; q < WORLD_SIZE; ++q) {
+            const u32 lanes = __ballot_sync(full_warp, owner == q);
+            if (owner == q) among = __popc(lanes & ((1u << Warp{}.thread()) - 1));
+            if (Warp{}.thread() == 0) of_warps[q][warp] = __popc(lanes);
+        }
+        __syncthreads();
+        if (owner < WORLD_SIZE) {
+            u32 place = next[owner] + among;
+            for (u32 w = 0; w < warp; ++w) place += of_warps[owner][w];
+            reinterpret_cast<u32*>(arena.peer(owner, theirs))[place] = static_cast<u32>(args.ids[i] - owner * args.rows);
+        }
+        __syncthreads();
+        if (threadIdx.x < WORLD_SIZE) {
+            for (u32 w = 0; w < blockDim.x / warp_threads; ++w) next[threadIdx.x] += of_warps[threadIdx.x][w];
+        }
+        __syncthreads();
+    }
+    if (blockIdx.x == 0 && threadIdx.x < WORLD_SIZE) {
+        u32 first = 0;
+        for (u32 q = 0; q < threadIdx.x; ++q) first += total[q];
+        reinterpret_cast<Asked*>(arena.peer(threadIdx.x, args.asked))[arena.rank] = {total[threadIdx.x], first};
+    }
+    meet_ranks(peers, arena, gridDim.x, epoch);  // also of a launch that all ranks have begun: they have taken the rows of the one before
+
+    const u64 bases = reinterpret_cast<u64>(args.shard) | reinterpret_cast<u64>(args.out);
+    const bool vectors = (bases | args.row_bytes) % sizeof(Vec16) == 0;
+    const auto row_at = [&](char* base, u32 row) { return base + u64(row) * args.row_bytes; };
+    const bool told = block_arrived(arena);
+    for (int k = 1; k <= WORLD_SIZE; ++k) {
+        const int q = rank_after<WORLD_SIZE>(arena.rank, k % WORLD_SIZE);
+        const auto [count, first] = reinterpret_cast<const Asked*>(arena.local(args.asked))[q];
+        const u32* rows = reinterpret_cast<const u32*>(arena.local(args.inbox)) + q * args.room;
+        char* to = q == arena.rank ? args.out : arena.peer(q, args.came);
+        copy_rows(told ? count : 0, args.row_bytes, vectors, [&](u32 i) { return args.shard + u64(rows[i]) * args.row_bytes; },
+                  [&](u32 i) { return row_at(to, first + i); });
+    }
+    meet_ranks(peers, arena, 2 * gridDim.x, epoch);
+
+    u32 first = 0;
+    for (u32 q = 0; q < arena.rank; ++q) first += total[q];
+    const u32 others = block_arrived(arena) ? args.count - total[arena.rank] : 0;
+    const auto place = [&](u32 i) { return i < first ? i : i + total[arena.rank]; };
+    copy_rows(others, args.row_bytes, vectors, [&](u32 i) { return row_at(arena.local(args.came), place(i)); },
+              [&](u32 i) { return row_at(args.out, place(i)); });
+}
+"""
+EMBEDDING_LOOKUP = DeclaredKernel(
+    "embedding_lookup", SOURCE, ids=Pointer("const long long*"), shard=Pointer("const char*"), out=Pointer(), inbox=Buffer(),
+    asked=Buffer(), came=Buffer(), counts=Buffer(), flags=Flags(), epochs=Epochs(), rows=U64, count=U32, room=U32, row_bytes=U32,
+)  # fmt: skip
+
+
+@per_group
+def embedding_lookup(group: Group, room: int, row_bytes: int) -> BoundKernel:
+    """Collective: returns the launch for up to ``room`` ids a rank."""
+    world, grid = group.world_size, group.sm_count
+    sizes = {"inbox": 4 * world * room, "asked": 8 * world, "came": room * row_bytes, "counts": 4 * grid * world, "flags": 3 * grid}
+    return EMBEDDING_LOOKUP.bind(
+        group, grid=grid, block=min(512, group.max_threads), sizes=sizes, resident=True, room=room, row_bytes=row_bytes
+    )
 
 
 def solution(indices: torch.Tensor, local_shard: torch.Tensor) -> torch.Tensor:
-    ranks, kit, (rows, width) = group_of(), communicator(), local_shard.shape
-    owner, order = torch.sort(indices // rows, stable=True)
-    places = torch.arange(ranks.world_size + 1, device=indices.device)
-    table = share_counts(ranks, torch.searchsorted(owner, places).diff())
-    wanted, asked = table[ranks.rank], [of_rank[ranks.rank] for of_rank in table]
-    ids = indices.new_empty(sum(asked))
-    kit.all_to_all_single(ids, indices[order], asked, wanted)
-    vectors = local_shard.new_empty((indices.shape[0], width))
-    kit.all_to_all_single(vectors, local_shard[ids - ranks.rank * rows], wanted, asked)
-    return vectors
+    ranks, (rows, width) = group_of(), local_shard.shape
+    if ranks.world_size == 1:
+        return local_shard[indices]
+    out = local_shard.new_empty((indices.shape[0], width))
+    look_up = embedding_lookup(ranks, room_for(ranks, indices.shape[0]), width * local_shard.itemsize)
+    look_up(ids=indices.contiguous(), shard=local_shard.contiguous(), out=out, rows=rows, count=indices.shape[0])
+    return out
