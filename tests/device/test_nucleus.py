@@ -123,6 +123,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["list_of_one_thread", "both_by_search"])
 def test_a_filter_is_exact(name: str) -> None:
     assert CASES[name].right()

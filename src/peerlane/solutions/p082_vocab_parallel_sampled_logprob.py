@@ -1,8 +1,8 @@
 """Problem 82, log-probabilities under top-k and top-p with a sharded vocabulary: one kernel, in which no logit crosses a link.
 
-With up to 32 of top-k each rank sends its k largest logits of a token, and every rank merges them; other filters are searched for by
-packets of three sums. Bound by HBM: each rank reads its shard once, where the reference sends it, sorts it and sends results back. Small
-inputs are bound by the launch and one trip of a packet. ``families/nucleus.py``, and docs/kernels/filtered-log-probability.md."""
+With up to 93 of top-k each rank sends its k largest logits of a token, and every rank merges them; for other filters ranks count logits in
+bins, and send sums over bins. Bound by HBM: each rank reads its shard once, where the reference sends it, sorts it and sends results back.
+Small inputs are bound by the launch and the trips of packets. ``families/nucleus.py``, and docs/kernels/filtered-log-probability.md."""
 
 from __future__ import annotations
 
