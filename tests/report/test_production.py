@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from peerlane.report import production
-from peerlane.report.production import NO_RUN, production_section, slower_lines
+from peerlane.report.production import NO_RUN, changes_lines, production_section, slower_lines
 from peerlane.results.reader import last_right
 from peerlane.results.result import ProblemInfo
 from peerlane.results.store import ResultsStore
@@ -40,3 +40,10 @@ def test_missing_runs_say_so_and_others_count_verdicts(tmp_path: Path) -> None:
         store.append(item)
     text = production_section(store.path)
     assert "* 1 problem without a speed: 1 not_run." in text and "best library" in text and "* 2 allgather: not_run: memory." in text
+
+
+def test_kernels_that_became_quicker_are_listed_with_both_times() -> None:
+    before, now = (result(speed=(measured("eager", 60.0, us), measured("graph", 60.0, us))) for us in (50.0, 20.0))
+    lines = changes_lines([before, now])
+    assert lines[1].startswith("Kernels that were changed") and "| graph | 60 | 50 | 20 | 2.50 |" in lines[-1].replace(".0", "")
+    assert changes_lines([before, before]) == [] and changes_lines([now, before]) == []

@@ -7,10 +7,14 @@ from pathlib import Path
 
 from peerlane.report.comparison import comparison_report, summary
 from peerlane.report.sweep import MODES
+from peerlane.report.tables import TextTable, microseconds
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import Result
 from peerlane.words import counted
 
+CHANGED = 1.1
+"""times as fast as before, from which a kernel is listed"""
+_CHANGED = ("reference", "kernel before", "kernel now", "times as fast")
 SLOWER = 0.95
 """A speedup below this is explained."""
 
@@ -30,9 +34,29 @@ def production_section(path: Path) -> str:
     """
     if not path.is_file():
         return NO_RUN
-    results, libraries = last_right(read_results(path)), path.with_name("libraries.jsonl")
+    every = read_results(path)
+    results, libraries = last_right(every), path.with_name("libraries.jsonl")
     rivals = read_results(libraries) if libraries.is_file() else []
-    return "\n".join([*summary(results), *_wrong(results), "", comparison_report(results, rivals), "", *slower_lines(results)]).rstrip()
+    parts = [*summary(results), *_wrong(results), "", comparison_report(results, rivals), "", *slower_lines(results), *changes_lines(every)]
+    return "\n".join(parts).rstrip()
+
+
+def changes_lines(results: Sequence[Result]) -> list[str]:
+    """Returns a table of the kernels that are quicker now than in an earlier correct run of the same question; nothing without any."""
+    table = TextTable(["problem", "mode", "reference", "kernel before", "kernel now", "times as fast"], right=set(_CHANGED))
+    right = [result for result in results if result.correct and result.speed]
+    for now in sorted(last_right(right), key=lambda item: item.problem.id):
+        question = now.problem.id, now.preset, now.world_size, now.node, now.candidate.name
+        runs = [item for item in right if (item.problem.id, item.preset, item.world_size, item.node, item.candidate.name) == question]
+        for mode in ("graph", "eager"):
+            speeds = [speed for item in runs if (speed := item.speed_in(mode)) is not None and not speed.copies_matter]
+            if len(speeds) < 2 or (ratio := speeds[0].candidate_us.median / speeds[-1].candidate_us.median) < CHANGED:
+                continue
+            last = speeds[-1]
+            times = (last.reference_us, speeds[0].candidate_us, last.candidate_us)
+            table.add(f"{now.problem.id} {now.problem.slug}", mode, *map(microseconds, times), f"{ratio:.2f}")
+            break
+    return ["", "Kernels that were changed, in microseconds:", "", table.markdown()] if table.rows else []
 
 
 def slower_lines(results: Sequence[Result]) -> list[str]:
