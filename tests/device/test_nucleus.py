@@ -168,10 +168,10 @@ def test_a_broken_twin_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert not right
 
 
-def test_a_launch_has_an_even_number_of_rounds_and_as_many_teams_as_tokens_need() -> None:
+def test_rounds_are_even_and_teams_enough() -> None:
     group = EmulatedRanks(2, schedules=1)._everyone.group(0)
     for tokens in (1, 2, 3, 5, 1000):
-        shape = nucleus.Shape.of(group, tokens)
+        shape = nucleus.Shape.of(group, tokens, Filter(0, 0.9), FP32)
         assert shape.grid * shape.teams >= min(tokens, group.sm_count * 2) and shape.teams * shape.team_threads <= group.max_threads
         assert shape.rounds(tokens, 9) % 2 == 0 and shape.rounds(tokens, 9) * shape.grid * shape.teams >= 9 * tokens
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from peerlane.device import F32, U32, BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, per_group
+from peerlane.device.host.resources import SYSTEM_BYTES
+from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.errors import UsageError
 
 SOURCE = r"""
@@ -108,11 +110,14 @@ class Shape:
     team_threads: int
 
     @staticmethod
-    def of(group: Group, tokens: int) -> Shape:
-        """Returns one in which a team has as many threads as the tokens leave it."""
+    def of(group: Group, tokens: int, kept: Filter, dtype: torch.dtype) -> Shape:
+        """Returns one in which a team has as many threads as the tokens leave it, and its own part of shared memory."""
         threads, grid = min(THREADS, group.max_threads), min(group.sm_count, tokens)
-        teams = min(TEAMS, threads // 64, 1 << (-(-tokens // grid) - 1).bit_length())
-        return Shape(grid, teams, threads // teams)
+        shape = Shape(grid, teams := min(TEAMS, threads // 64, 1 << (-(-tokens // grid) - 1).bit_length()), threads // teams)
+        while shape.shared_bytes(kept, dtype, group.world_size) > SHARED_LIMIT_BYTES - SYSTEM_BYTES:
+            teams //= 2
+            shape = Shape(grid, teams, threads // teams)
+        return shape
 
     def rounds(self, tokens: int, of_token: int) -> int:
         """Returns the rounds of a launch, an even number, for teams that need up to ``of_token`` for each of theirs."""
@@ -150,7 +155,7 @@ class Shape:
 @per_group
 def _bound(group: Group, shape: tuple[int, int], dtype: torch.dtype, kept: Filter, weight: torch.dtype | None) -> BoundKernel:
     tokens, columns = shape
-    launch = Shape.of(group, tokens)
+    launch = Shape.of(group, tokens, kept, dtype)
     bound = FILTERED_LOGITS.bind(
         group,
         grid=launch.grid,
