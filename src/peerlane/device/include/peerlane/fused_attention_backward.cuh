@@ -35,7 +35,7 @@ struct QueryPiece {
 template <class Element, int Columns, int Depth, int Slots, bool Ordered, bool Overlap>
 struct FusedBackwardShape {
     using E = Element;
-    static constexpr RoleTable roles{fused_groups, 24, 240};
+    static constexpr RoleTable roles = Depth > panel_columns ? RoleTable{fused_groups, 24, 240} : RoleTable{fused_groups, 40, 232};
     static constexpr int rows = 64 * fused_groups;
     static constexpr int columns = Columns;
     static constexpr int depth = Depth;
@@ -238,8 +238,14 @@ struct FusedBackwardRoles : Shape {
         for (float& value : state.dk.value) value = 0.0f;
 #pragma unroll
         for (float& value : state.dv.value) value = 0.0f;
+        // As each_step, but as one loop: with two the compiler would wait for every product.
+        const int last = blocks() - 1;
+        int left = max(0, last + 1 - tile.begin) * share(), block = last;
+        const auto advance = [&] {
+            block = block == tile.begin ? last : block - 1;
+            return --left > 0;
+        };
         const typename Shape::Input* q;
-        u32 newest = 0;  // where ds of the newest step is
         const auto start_scores = [&] {
             q = &in.wait();
             state.start(state.p, both.k, group, q->tile);
@@ -252,8 +258,7 @@ struct FusedBackwardRoles : Shape {
             state.weigh(parameters.scale, q->numbers);
         };
         const auto publish = [&] {
-            newest ^= 1;
-            state.publish(both.ds[newest], group);
+            state.publish(both.ds[left & 1], group);
             ptx::fence_proxy_async_shared();
             ptx::barrier_sync(published, fused_groups * group_threads);
         };
@@ -268,13 +273,6 @@ struct FusedBackwardRoles : Shape {
         const auto release_step = [&] {
             in.release();
             in.release();
-        };
-        // As each_step, but as one loop: with two the compiler would wait for every product.
-        const int last = blocks() - 1;
-        int left = max(0, last + 1 - tile.begin) * share(), block = last;
-        const auto advance = [&] {
-            block = block == tile.begin ? last : block - 1;
-            return --left > 0;
         };
         if constexpr (Shape::overlap) {
             // From the block's scores, on their way, to ds and the products of dv, on their way. `first`: the step before has left nothing to do.
@@ -292,8 +290,8 @@ struct FusedBackwardRoles : Shape {
             };
             const auto start_rest = [&](const auto& queries) {
                 publish();
-                state.start_dq(both.ds[newest], group, both.k);
-                state.start_dk(both.ds[newest], group, queries.tile);
+                state.start_dq(both.ds[left & 1], group, both.k);
+                state.start_dk(both.ds[left & 1], group, queries.tile);
                 ptx::wgmma_wait<1>();
                 emit();
             };
@@ -323,8 +321,8 @@ struct FusedBackwardRoles : Shape {
                 state.round_weights();
                 state.start_dv(dout.tile);
                 publish();
-                state.start_dq(both.ds[newest], group, both.k);
-                state.start_dk(both.ds[newest], group, q->tile);
+                state.start_dq(both.ds[left & 1], group, both.k);
+                state.start_dk(both.ds[left & 1], group, q->tile);
                 ptx::wgmma_wait<1>();
                 emit();
                 ptx::wgmma_wait<0>();
