@@ -100,7 +100,7 @@ FUSED_TWINS = {
     "delta is left out": ("p.value[i] * (ds.value[i] - ", "p.value[i] * (ds.value[i] + 0.0f * "),
     "mask off by one": ("key <= column_of(i) + diagonal", "key < column_of(i) + diagonal"),
     "keys past the end count": (" && key < end)", ")"),
-    "tiles do not wait for their turn": ("if constexpr (Shape::ordered) wait_turn(parameters.turns + at, tile.place);", ""),
+    "tiles do not wait for their turn": ("if (ptx::elect_one()) wait_turn(parameters.turns + at, turn);", ""),
     "groups do not wait for each other's ds": ("            ptx::barrier_sync(published, fused_groups * group_threads);\n", ""),
 }
 

@@ -1,10 +1,11 @@
 // All gradients of softmax attention by one kernel with five products a step, on Hopper's tensor cores.
 //
-// A tile is 128 keys of one key head, 64 for each of two groups. It meets blocks of queries of all heads that share the key head, the last block first:
+// A tile is 128 keys of one key head, 64 for each of two groups. It meets blocks of queries of all heads that share the key head:
 //   p = exp(scale k q^T - lse), ds = p (v dout^T - delta), dv += p dout, dk += ds q, and the block's dq += ds^T k
 // dk and dv stay in registers. The block's part of dq leaves through shared memory, to be added to `sums` in device memory, in fp32. With `Ordered`
-// tiles add to a block in the order of their keys, each when the one before has: then results do not differ from call to call. Tiles are claimed in this
-// order, so that whoever is waited for is at work. `write_query_gradients` turns the sums into dq.
+// tiles add to a block from the last one that sees it to the first, each when the one before has: then results do not differ from call to call. Tiles are
+// claimed in this order, so that whoever is waited for is at work. Under a causal mask tiles meet their diagonal first: those that begin together never
+// wait for the same block. `write_query_gradients` turns the sums into dq.
 //
 // With `Overlap` the products of a step's dq and dk run while the next one's weights are made, and those of dv while ds is.
 #pragma once
@@ -199,15 +200,15 @@ struct FusedBackwardRoles : Shape {
 
     __device__ Tile tile(u32 index) const {
         const LineTile at = LineTile::at(index, lines(), tiles(), parameters.lines_at_once);
-        const int place = static_cast<int>(at.place);
+        const int place = tiles() - 1 - static_cast<int>(at.place);
         return {place * rows, static_cast<int>(at.line % parameters.key_heads), static_cast<int>(at.line / parameters.key_heads), place, first_block(place)};
     }
 
-    // step(head, block) for every block that sees the tile, the last one of each head first.
+    // step(head, block) for every block that sees the tile.
     template <class Step>
     __device__ void each_step(const Tile& tile, const Step& step) const {
         for (int head = tile.head * share(); head < (tile.head + 1) * share(); ++head) {
-            for (int block = blocks() - 1; block >= tile.begin; --block) step(head, block);
+            for (int block = tile.begin; block < blocks(); ++block) step(head, block);
         }
     }
 
@@ -239,10 +240,10 @@ struct FusedBackwardRoles : Shape {
 #pragma unroll
         for (float& value : state.dv.value) value = 0.0f;
         // As each_step, but as one loop: with two the compiler would wait for every product.
-        const int last = blocks() - 1;
-        int left = max(0, last + 1 - tile.begin) * share(), block = last;
+        const int all = blocks();
+        int left = max(0, all - tile.begin) * share(), block = tile.begin;
         const auto advance = [&] {
-            block = block == tile.begin ? last : block - 1;
+            block = block + 1 == all ? tile.begin : block + 1;
             return --left > 0;
         };
         const typename Shape::Input* q;
@@ -342,11 +343,14 @@ struct FusedBackwardRoles : Shape {
     __device__ void store(const Tile& tile, u32 group, OutputConsumer<FusedBackwardRoles>& out) const {
         each_step(tile, [&](int head, int block) {
             const u32 at = ((tile.batch * parameters.heads + head) * blocks() + block) * fused_groups + group;
+            const u32 turn = last_tile(block) - tile.place;
+            if constexpr (Shape::ordered) {
+                if (ptx::elect_one()) wait_turn(parameters.turns + at, turn);
+            }
             const auto& piece = out.wait();
             if (ptx::elect_one()) {
                 float* sum = parameters.sums + u64(at) * Shape::Piece::floats;
-                if constexpr (Shape::ordered) wait_turn(parameters.turns + at, tile.place);
-                if (Shape::ordered && tile.place == 0) {
+                if (Shape::ordered && turn == 0) {
                     ptx::bulk_store(sum, piece.data, Shape::Piece::floats * 4);
                 } else {
                     ptx::bulk_add<ptx::BulkAdd::f32>(sum, piece.data, Shape::Piece::floats * 4);
@@ -356,7 +360,7 @@ struct FusedBackwardRoles : Shape {
             }
             out.release();
             if constexpr (Shape::ordered) {
-                if (ptx::elect_one()) pass_turn(parameters.turns + at, is_last(tile, block) ? 0u - tile.place : 1);
+                if (ptx::elect_one()) pass_turn(parameters.turns + at, tile.place == 0 ? 0u - turn : 1);
             }
         });
         const Place4 at{0, tile.head, tile.first + 64 * static_cast<int>(group), tile.batch};
@@ -383,7 +387,10 @@ struct FusedBackwardRoles : Shape {
 
     // The first block of queries that sees a key of the tile.
     __device__ int first_block(int place) const { return parameters.causal ? max(0, place * rows - parameters.offset) / columns : 0; }
-    __device__ bool is_last(const Tile& tile, int block) const { return tile.place + 1 == tiles() || first_block(tile.place + 1) > block; }
+    // The last tile that the block sees, if it sees one.
+    __device__ int last_tile(int block) const {
+        return parameters.causal ? min(tiles() - 1, ((block + 1) * columns + parameters.offset - 1) / rows) : tiles() - 1;
+    }
 
     __device__ static void emit_rows(const SumTile<Shape::depth>& sum, OutputProducer<FusedBackwardRoles>& out) {
         auto& rounded = out.acquire();
@@ -393,11 +400,10 @@ struct FusedBackwardRoles : Shape {
     }
 
     // Until the tile before has added its part: it is at work, or it has been.
-    __device__ static void wait_turn(const u32* turn, u32 place) {
-        if (place == 0) return;
+    __device__ static void wait_turn(const u32* turn, u32 number) {
+        if (number == 0) return;
         LocalDeadline deadline;
-        while (ptx::load_relaxed_gpu(turn) != place) deadline.check();
-        ptx::fence_gpu();
+        while (ptx::load_acquire_gpu(turn) != number) deadline.check();
         ptx::fence_proxy_async();
     }
     __device__ static void pass_turn(u32* turn, u32 more) {
