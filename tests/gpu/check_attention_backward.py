@@ -62,9 +62,13 @@ TILINGS = (
     BackwardTiling(False, 2, 128, 128, 4),
 )
 FUSED = {
-    f"fused{'' if ordered else ' unordered'}{' overlap' if overlap else ''}": (ordered, overlap)
-    for ordered in (True, False)
-    for overlap in (True, False)
+    "fused": FusedTiling(64, 128),
+    "fused unordered": FusedTiling(64, 128, ordered=False),
+    "fused plain": FusedTiling(64, 128, overlap=False),
+    "fused 64": FusedTiling(64, 64, slots=8),
+    "fused 64 unordered": FusedTiling(64, 64, slots=8, ordered=False),
+    "fused 64 plain": FusedTiling(64, 64, slots=8, overlap=False),
+    "fused 128 plain": FusedTiling(128, 64, overlap=False),
 }
 BEGIN = time.perf_counter()
 KERNELS = ("dq", "dkv", "fused")
@@ -87,10 +91,8 @@ def compile_ahead() -> None:
     for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
         tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
     jobs = {(backward.ATTENTION_BACKWARD.source, tuple(backward.defines(tiling, dtype).items())) for tiling, dtype in tilings}
-    for dtype, columns, depth in ((BF16, 64, 128), (BF16, 128, 64), (FP16, 64, 128), (FP16, 128, 64)):
-        for ordered, overlap in FUSED.values() if dtype == BF16 else ((True, True),):
-            tiling = FusedTiling(columns, depth, ordered=ordered, overlap=overlap)
-            jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(fused_backward.defines(tiling, dtype).items())))
+    for tiling, dtype in (*((tiling, BF16) for tiling in FUSED.values()), *((tiling, FP16) for tiling in fused_backward.TILINGS)):
+        jobs.add((fused_backward.FUSED_ATTENTION_BACKWARD.source, tuple(fused_backward.defines(tiling, dtype).items())))
     for depth, length, causal in POINTS:
         chosen = forward.defines(forward.choose_tiling(length, length, depth, causal), BF16, causal)
         jobs.add((forward.ATTENTION.source, tuple(chosen.items())))
@@ -157,14 +159,13 @@ def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
         calls[name] = backward.bind(group, tensors, sizes, None, tiling.of_keys, tiling)
     known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers}
     calls["pair"] = lambda: pair(group, known, sizes)
-    for name, (ordered, overlap) in FUSED.items():
-        fused = FusedTiling(8192 // depth, depth, ordered=ordered, overlap=overlap)
-        if "sums" not in tensors:
-            pieces = fused.pieces(sizes)
-            tensors["sums"] = torch.zeros((pieces, 4096), device="cuda")
-            tensors["turns"] = torch.zeros(pieces, dtype=torch.int32, device="cuda")
-            calls["sums"] = fused_backward.bind_queries(group, tensors["sums"], tensors["dq"], sizes, None, fused)
-        calls[name] = fused_backward.bind(group, tensors, sizes, None, fused)
+    for name, fused in FUSED.items():
+        if fused.depth == depth:
+            own = {"sums": torch.zeros((fused.pieces(sizes), fused.piece_floats), device="cuda")}
+            own["turns"] = torch.zeros(fused.pieces(sizes), dtype=torch.int32, device="cuda")
+            calls[name] = fused_backward.bind(group, tensors | own, sizes, None, fused)
+            calls["sums"] = fused_backward.bind_queries(group, own["sums"], tensors["dq"], sizes, None, fused)
+            tensors |= {f"{name} {key}": tensor for key, tensor in own.items()}  # launches hold addresses
     flat = [tensor.transpose(1, 2).contiguous().requires_grad_() for tensor in (q, k, v)]
     flat_dout = dout.transpose(1, 2).contiguous()
     for name, backend in TORCH.items():

@@ -14,7 +14,7 @@ from peerlane.device.host.group import Group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.products.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
 
-_GROUPS, _PIECE_FLOATS = 2, 64 * 64
+_GROUPS = 2
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,23 @@ class FusedTiling:
     def shared_bytes(self) -> int:
         """``sizeof(RoleMemory)``: keys and values, ds of two steps, blocks with 1024 bytes of numbers, pieces of dq, and barriers."""
         elements = 2 * self.rows * (self.depth + self.columns) + self.slots * self.columns * self.depth
-        return elements * ELEMENT_BYTES + _GROUPS * _PIECE_FLOATS * 4 + 1024 * (self.slots + 1)
+        return elements * ELEMENT_BYTES + _GROUPS * self.piece_floats * 4 + 1024 * (self.slots + 1)
+
+    @property
+    def piece_floats(self) -> int:
+        """Of the part of a block's dq that a group adds."""
+        return self.columns * self.depth // _GROUPS
 
     def define(self, dtype: torch.dtype) -> str:
         numbers = f"{self.columns}, {self.depth}, {self.slots}, {str(self.ordered).lower()}, {str(self.overlap).lower()}"
         return f"peerlane::FusedBackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
 
     def pieces(self, sizes: Sizes) -> int:
-        """Parts of dq that tiles of keys add to, each of ``_PIECE_FLOATS``."""
+        """Parts of dq that tiles of keys add to, each of ``piece_floats``."""
         return sizes.batch * sizes.heads * -(-sizes.queries // self.columns) * _GROUPS
 
 
-TILINGS = FusedTiling(64, 128), FusedTiling(128, 64)
+TILINGS = FusedTiling(64, 128), FusedTiling(64, 64, slots=8)
 
 
 def choose_tiling(depth: int) -> FusedTiling:
@@ -88,7 +93,7 @@ QUERIES_SOURCE = r"""
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(256) query_gradients(const __grid_constant__ QueryGradients args) {
-    write_query_gradients<ELEMENT, COLUMNS>(args);
+    write_query_gradients<ELEMENT, COLUMNS, DEPTH>(args);
 }
 """
 QUERY_GRADIENTS = LocalKernel(
@@ -108,7 +113,7 @@ def bind(
 ) -> BoundKernel:
     """The launch that writes dk and dv of ``tensors``, and the sums of dq: q, k, v, dout, dk and dv, all ``aligned``.
 
-    They also have numbers, as ``query_numbers`` gives them; sums (pieces, 4096; float32), zero if the tiling is not ordered; turns (pieces;
+    They also have numbers, as ``query_numbers`` gives them; sums (pieces, piece_floats; float32), zero if the tiling is not ordered; turns (pieces;
     int32, zero) and claims (1; int32, zero), which launches of one stream may share. The launch holds addresses, not tensors."""
     depths = [tensors[name].shape[3] for name in ("q", "v")]
     tiling = tiling or choose_tiling(max(depths))
@@ -124,7 +129,10 @@ def bind(
         defines=defines(tiling, tensors["q"].dtype),
         **maps,
         out=[operand_map(group.place(tensors[name]), 64) for name in ("dk", "dv")],
-        **{name: tensors[name] for name in ("numbers", "sums", "turns", "claims")},
+        numbers=tensors["numbers"],
+        sums=tensors["sums"],
+        turns=tensors["turns"],
+        claims=tensors["claims"],
         scale=check_scale(scale, depths[0]),
         gradient_scale=gradient_scale(scale, depths[0]),
         padded=tensors["numbers"].shape[-1],
@@ -142,7 +150,7 @@ def bind_queries(
         group,
         grid=min(8 * group.sm_count, sums.shape[0] // 2),
         block=256,
-        defines={"ELEMENT": ELEMENT_TYPES[dq.dtype], "COLUMNS": tiling.columns},
+        defines={"ELEMENT": ELEMENT_TYPES[dq.dtype], "COLUMNS": tiling.columns, "DEPTH": tiling.depth},
         sums=sums,
         dq=dq,
         dq_strides=[stride * ELEMENT_BYTES for stride in dq.stride()[:3]],
@@ -164,7 +172,7 @@ def fused_gradients(
     results = {f"d{name}": tensors[name].new_empty(known[name].shape) for name in ("q", "k", "v")}
     tiling = choose_tiling(max(known["q"].shape[3], known["v"].shape[3]))
     pieces = tiling.pieces(sizes)
-    sums = known["numbers"].new_empty((pieces, _PIECE_FLOATS))
+    sums = known["numbers"].new_empty((pieces, tiling.piece_floats))
     zeros = torch.zeros(pieces + 1, dtype=torch.int32, device=sums.device)
     tensors |= {**results, "numbers": known["numbers"], "sums": sums, "turns": zeros[:pieces], "claims": zeros[pieces:]}
     key = sizes, scale, layouts(group, *tensors.values())

@@ -1,12 +1,13 @@
 // All gradients of softmax attention by one kernel with five products a step, on Hopper's tensor cores.
 //
-// A tile is 128 keys of one key head, 64 for each of two groups. It meets blocks of queries of all heads that share the key head, the last block first:
+// A tile is 128 keys of one key head, 64 for each of two groups. It meets blocks of queries of all heads that share the key head:
 //   p = exp(scale k q^T - lse), ds = p (v dout^T - delta), dv += p dout, dk += ds q, and the block's dq += ds^T k
 // dk and dv stay in registers. The block's part of dq leaves through shared memory, to be added to `sums` in device memory, in fp32. With `Ordered`
-// tiles add to a block in the order of their keys, each when the one before has: then results do not differ from call to call. Tiles are claimed in this
-// order, so that whoever is waited for is at work. `write_query_gradients` turns the sums into dq.
+// tiles add to a block from the last one that sees it to the first, each when the one before has: then results do not differ from call to call. Tiles are
+// claimed in this order, so that whoever is waited for is at work. Under a causal mask tiles meet their diagonal first: those that begin together never
+// wait for the same block. `write_query_gradients` turns the sums into dq.
 //
-// The products of dq and dk of a step are started behind the next one's scores: they run while its weights are made, and those of dv run while ds is.
+// With `Overlap` the products of a step's dq and dk run while the next one's weights are made, and those of dv while ds is.
 #pragma once
 
 #include <peerlane/attention_backward.cuh>
@@ -14,23 +15,35 @@
 namespace peerlane {
 
 constexpr int fused_groups = 2;
-constexpr u32 piece_floats = 64 * 64;  // of dq that a group adds at a time: four of each thread, the next four of each, and so on
 
 struct alignas(16) FourFloats {
     float value[4];
 };
 
-// Tiles of 128 keys against blocks of `Columns` queries, `Slots` blocks of q or dout in flight. `Overlap`: the products of dq and dk of a step are
-// started behind the next one's scores, else in the step.
+// The part of a block's dq that a group adds: of 128 queries 64, of 64 some columns. Four floats of each thread, the next four of each, and so on, as the
+// accumulator has them.
+template <int Queries, int Depth>
+struct QueryPiece {
+    static_assert(Queries == 64 || Queries == 64 * fused_groups);
+    static constexpr int columns = Queries == 64 ? Depth / fused_groups : Depth;
+    static constexpr u32 floats = 64 * columns;
+    __device__ static constexpr int query(u32 group) { return Queries == 64 ? 0 : 64 * static_cast<int>(group); }
+    __device__ static constexpr int column(u32 group) { return Queries == 64 ? columns * static_cast<int>(group) : 0; }
+};
+
+// Tiles of 128 keys against blocks of `Columns` queries, `Slots` blocks of q or dout in flight. `Overlap`: products of dq
+// and dk run during the next step, which takes registers.
 template <class Element, int Columns, int Depth, int Slots, bool Ordered, bool Overlap>
 struct FusedBackwardShape {
     using E = Element;
-    static constexpr RoleTable roles{fused_groups, 24, 240};
+    static constexpr RoleTable roles = Depth > panel_columns ? RoleTable{fused_groups, 24, 240} : RoleTable{fused_groups, 40, 232};
     static constexpr int rows = 64 * fused_groups;
     static constexpr int columns = Columns;
     static constexpr int depth = Depth;
     static constexpr bool ordered = Ordered;
     static constexpr bool overlap = Overlap;
+    using Piece = QueryPiece<Columns, Depth>;
+    static constexpr int piece_columns = Piece::columns;
 
     // Keys and values, and ds of the newest two steps, for both groups.
     struct Kept {
@@ -47,22 +60,13 @@ struct FusedBackwardShape {
     static constexpr int input_slots = Slots;
     // A piece of dq, or the group's rows of dk or dv.
     struct alignas(swizzle_atom) Output {
-        char data[piece_floats * 4];
+        char data[Piece::floats * 4];
         using Panel = SharedTile<E, 64, panel_columns>;
         __device__ Panel& panel(int p) { return reinterpret_cast<Panel*>(data)[p]; }
         __device__ const Panel& panel(int p) const { return reinterpret_cast<const Panel*>(data)[p]; }
     };
     static constexpr int output_slots = 1;
     static_assert(Slots >= 5, "two of this step, two of the step before, and one that comes");
-    static_assert(Columns * Depth == fused_groups * piece_floats, "each group has one piece of dq: 64 columns of 64 queries, or all of 64 of 128");
-};
-
-// Which queries and columns a group's piece of a block's dq has.
-template <int columns>
-struct QueryPiece {
-    static constexpr bool splits_queries = columns > 64;
-    __device__ static constexpr int query(u32 group) { return splits_queries ? 64 * static_cast<int>(group) : 0; }
-    __device__ static constexpr int column(u32 group) { return splits_queries ? 0 : 64 * static_cast<int>(group); }
 };
 
 template <class Shape>
@@ -72,7 +76,7 @@ struct FusedBackwardSums {
     using Block = SharedTile<E, columns, depth>;
 
     SumTile<columns> p, ds;
-    SumTile<64> dq;
+    SumTile<Shape::piece_columns> dq;
     u32 rounded_p[columns / 16][4];
     SumTile<depth> dk, dv;
 
@@ -113,15 +117,16 @@ struct FusedBackwardSums {
     }
 
     __device__ void start_dq(const SharedTile<E, rows, columns>& weights, u32 group, const SharedTile<E, rows, depth>& k) {
-        using Piece = QueryPiece<columns>;
         const auto offset = [](int step) { return 128 * mma_depth * step; };
-        const OperandSteps left(mma_descriptor(weights.panel(Piece::query(group) / panel_columns), weights.panel_bytes, swizzle_atom), offset);
-        const OperandSteps right(mma_descriptor(k.panel(Piece::column(group) / panel_columns), k.panel_bytes, swizzle_atom), offset);
+        const char* left_at = weights.data + weights.offset(0, Shape::Piece::query(group));
+        const char* right_at = k.data + k.offset(0, Shape::Piece::column(group));
+        const OperandSteps left(mma_descriptor(left_at, weights.panel_bytes, swizzle_atom), offset);
+        const OperandSteps right(mma_descriptor(right_at, k.panel_bytes, swizzle_atom), offset);
         ptx::wgmma_hold(dq.value);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < rows / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, 64, Major::mn, Major::mn>(dq.value, left[step], right[step], step > 0);
+            ptx::wgmma<mma_type<E>, Shape::piece_columns, Major::mn, Major::mn>(dq.value, left[step], right[step], step > 0);
         }
         ptx::wgmma_commit();
     }
@@ -142,6 +147,9 @@ struct FusedBackwardSums {
     __device__ void weigh(float scale, const float* logarithms) {
 #pragma unroll
         for (int i = 0; i < columns / 2; ++i) p.value[i] = ptx::exp2(p.value[i] * scale - logarithms[column_of(i)]);
+    }
+
+    __device__ void round_weights() {
 #pragma unroll
         for (int step = 0; step < columns / mma_depth; ++step) {
 #pragma unroll
@@ -177,32 +185,31 @@ struct FusedBackwardRoles : Shape {
     static constexpr int rows = Shape::rows, columns = Shape::columns;
     struct Tile {
         int first, head, batch;  // of the keys
-        u32 place, each, steps;  // place among the head's tiles; steps of a query head, and in all
-    };
-    struct Step {
-        u32 block;
-        int head;
+        int place, begin;  // among the head's tiles; the first block of queries that sees one of them
     };
     const Parameters& parameters;
 
     __device__ explicit FusedBackwardRoles(const Parameters& p) : parameters(p) {}
 
-    __device__ u32 share() const { return parameters.heads / parameters.key_heads; }
+    __device__ int share() const { return static_cast<int>(parameters.heads / parameters.key_heads); }
     __device__ u32 lines() const { return parameters.batch * parameters.key_heads; }
-    __device__ u32 tiles() const { return (parameters.keys + rows - 1) / rows; }
-    __device__ u32 blocks() const { return (parameters.queries + columns - 1) / columns; }
+    __device__ int tiles() const { return static_cast<int>(parameters.keys + rows - 1) / rows; }
+    __device__ int blocks() const { return static_cast<int>(parameters.queries + columns - 1) / columns; }
     __device__ u32 tile_count() const { return lines() * tiles(); }
     __device__ u32 claim() const { return claim_tile(parameters.claims, tile_count()); }
 
     __device__ Tile tile(u32 index) const {
         const LineTile at = LineTile::at(index, lines(), tiles(), parameters.lines_at_once);
-        const u32 each = blocks() - min(blocks(), first_block(at.place));
-        return {static_cast<int>(at.place) * rows, static_cast<int>(at.line % parameters.key_heads), static_cast<int>(at.line / parameters.key_heads),
-                at.place,                          each,                                             each * share()};
+        const int place = tiles() - 1 - static_cast<int>(at.place);
+        return {place * rows, static_cast<int>(at.line % parameters.key_heads), static_cast<int>(at.line / parameters.key_heads), place, first_block(place)};
     }
 
-    __device__ Step step(const Tile& tile, u32 number) const {
-        return {blocks() - 1 - number % tile.each, tile.head * static_cast<int>(share()) + static_cast<int>(number / tile.each)};
+    // step(head, block) for every block that sees the tile.
+    template <class Step>
+    __device__ void each_step(const Tile& tile, const Step& step) const {
+        for (int head = tile.head * share(); head < (tile.head + 1) * share(); ++head) {
+            for (int block = tile.begin; block < blocks(); ++block) step(head, block);
+        }
     }
 
     __device__ void load(const Tile& tile, InputProducer<FusedBackwardRoles>& in, KeptProducer<FusedBackwardRoles>& kept) const {
@@ -211,18 +218,17 @@ struct FusedBackwardRoles : Shape {
             both.k.load(&parameters.k, full, at);
             both.v.load(&parameters.v, full, at);
         });
-        for (u32 number = 0; number < tile.steps; ++number) {
-            const Step now = step(tile, number);
-            const int token = static_cast<int>(now.block) * columns;
+        each_step(tile, [&](int head, int block) {
+            const int token = block * columns;
             const auto copy = [&](const TensorMap* map, int kind) {
-                in.fill(Shape::Input::bytes, [&](auto& block, u64* full) {
-                    block.tile.load(map, full, Place4{0, now.head, token, tile.batch});
-                    ptx::bulk_load(block.numbers, numbers(kind, now.head, tile.batch) + token, columns * 4, full);
+                in.fill(Shape::Input::bytes, [&](auto& buffer, u64* full) {
+                    buffer.tile.load(map, full, Place4{0, head, token, tile.batch});
+                    ptx::bulk_load(buffer.numbers, numbers(kind, head, tile.batch) + token, columns * 4, full);
                 });
             };
             copy(&parameters.q, 0);
             copy(&parameters.dout, 1);
-        }
+        });
     }
 
     __device__ void compute(const Tile& tile, u32 group, InputConsumer<FusedBackwardRoles>& in, KeptConsumer<FusedBackwardRoles>& kept,
@@ -233,77 +239,100 @@ struct FusedBackwardRoles : Shape {
         for (float& value : state.dk.value) value = 0.0f;
 #pragma unroll
         for (float& value : state.dv.value) value = 0.0f;
-        const typename Shape::Input* before = nullptr;
-        const auto emit = [&] {
-            auto* piece = reinterpret_cast<FourFloats*>(out.acquire().data) + threadIdx.x % group_threads;
-            const float(&dq)[32] = state.dq.value;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) piece[i * group_threads] = {{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
-            out.commit();
+        // As each_step, but as one loop: with two the compiler would wait for every product.
+        const int all = blocks();
+        int left = max(0, all - tile.begin) * share(), block = tile.begin;
+        const auto advance = [&] {
+            block = block + 1 == all ? tile.begin : block + 1;
+            return --left > 0;
         };
-        const auto finish_step = [&](u32 number) {
-            state.start_dq(both.ds[number & 1], group, both.k);
-            state.start_dk(both.ds[number & 1], group, before->tile);
+        const typename Shape::Input* q;
+        const auto start_scores = [&] {
+            q = &in.wait();
+            state.start(state.p, both.k, group, q->tile);
         };
-        const auto end_step = [&](u32 number) {
-            finish_step(number);
-            ptx::wgmma_wait<1>();
-            ptx::wgmma_hold(state.dq.value);
-            emit();
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_hold(state.dk.value);
-            ptx::wgmma_hold(state.dv.value);
-            in.release();
-            in.release();
-        };
-        // `first`: no step before has products left to do.
-        const auto next = [&](u32 number, auto first) {
-            const Step now = step(tile, number);
-            const auto& q = in.wait();
-            state.start(state.p, both.k, group, q.tile);
-            if constexpr (first.value) {
-                ptx::wgmma_wait<0>();
-            } else {
-                finish_step(number - 1);
-                ptx::wgmma_wait<2>();
-            }
+        const auto weigh = [&](int block) {
             ptx::wgmma_hold(state.p.value);
-            const int key = tile.first + 64 * static_cast<int>(group), token = static_cast<int>(now.block) * columns;
+            const int key = tile.first + 64 * static_cast<int>(group), token = block * columns;
             const int end = static_cast<int>(parameters.keys) - key, diagonal = parameters.causal ? token + parameters.offset - key : no_diagonal;
             if (end < 64 || diagonal < 63) state.mask(diagonal, end);
-            state.weigh(parameters.scale, q.numbers);
-            if constexpr (!first.value) {
-                ptx::wgmma_wait<1>();
-                ptx::wgmma_hold(state.dq.value);
-                emit();
-            }
-            const auto& dout = in.wait();
-            state.start(state.ds, both.v, group, dout.tile);
-            state.start_dv(dout.tile);
-            ptx::wgmma_wait<1>();
-            ptx::wgmma_hold(state.ds.value);
-            if constexpr (!first.value) {
-                in.release();
-                in.release();
-            }
-            state.differ(dout.numbers);
-            state.publish(both.ds[number & 1], group);
+            state.weigh(parameters.scale, q->numbers);
+        };
+        const auto publish = [&] {
+            state.publish(both.ds[left & 1], group);
             ptx::fence_proxy_async_shared();
             ptx::barrier_sync(published, fused_groups * group_threads);
-            before = &q;
+        };
+        const auto emit = [&] {
+            ptx::wgmma_hold(state.dq.value);
+            auto* piece = reinterpret_cast<FourFloats*>(out.acquire().data) + threadIdx.x % group_threads;
+            const auto& dq = state.dq.value;
+#pragma unroll
+            for (int i = 0; i < Shape::piece_columns / 8; ++i) piece[i * group_threads] = {{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
+            out.commit();
+        };
+        const auto release_step = [&] {
+            in.release();
+            in.release();
         };
         if constexpr (Shape::overlap) {
-            if (tile.steps > 0) {
-                next(0, Known<true>{});
-                for (u32 number = 1; number < tile.steps; ++number) next(number, Known<false>{});
-                end_step(tile.steps - 1);
+            // From the block's scores, on their way, to ds and the products of dv, on their way. `first`: the step before has left nothing to do.
+            const auto differ = [&](auto first) {
+                const auto& dout = in.wait();
+                state.start(state.ds, both.v, group, dout.tile);
+                if constexpr (first.value) ptx::wgmma_wait<1>();
+                weigh(block);
+                state.round_weights();
+                state.start_dv(dout.tile);
+                ptx::wgmma_wait<1>();
+                ptx::wgmma_hold(state.ds.value);
+                if constexpr (!first.value) release_step();
+                state.differ(dout.numbers);
+            };
+            const auto start_rest = [&](const auto& queries) {
+                publish();
+                state.start_dq(both.ds[left & 1], group, both.k);
+                state.start_dk(both.ds[left & 1], group, queries.tile);
+                ptx::wgmma_wait<1>();
+                emit();
+            };
+            if (left > 0) {
+                start_scores();
+                differ(Known<true>{});
+                while (advance()) {
+                    const auto& before = *q;
+                    start_scores();
+                    start_rest(before);
+                    differ(Known<false>{});
+                }
+                start_rest(*q);
+                ptx::wgmma_wait<0>();
+                release_step();
             }
         } else {
-            for (u32 number = 0; number < tile.steps; ++number) {
-                next(number, Known<true>{});
-                end_step(number);
+            while (left > 0) {
+                start_scores();
+                const auto& dout = in.wait();
+                state.start(state.ds, both.v, group, dout.tile);
+                ptx::wgmma_wait<1>();
+                weigh(block);
+                ptx::wgmma_wait<0>();
+                ptx::wgmma_hold(state.ds.value);
+                state.differ(dout.numbers);
+                state.round_weights();
+                state.start_dv(dout.tile);
+                publish();
+                state.start_dq(both.ds[left & 1], group, both.k);
+                state.start_dk(both.ds[left & 1], group, q->tile);
+                ptx::wgmma_wait<1>();
+                emit();
+                ptx::wgmma_wait<0>();
+                release_step();
+                advance();
             }
         }
+        ptx::wgmma_hold(state.dk.value);
+        ptx::wgmma_hold(state.dv.value);
         kept.release();
 #pragma unroll
         for (float& value : state.dk.value) value *= parameters.gradient_scale;
@@ -312,26 +341,28 @@ struct FusedBackwardRoles : Shape {
     }
 
     __device__ void store(const Tile& tile, u32 group, OutputConsumer<FusedBackwardRoles>& out) const {
-        for (u32 number = 0; number < tile.steps; ++number) {
-            const Step now = step(tile, number);
-            const u64 line = u64(tile.batch) * parameters.heads + now.head;
-            const u64 at = (line * blocks() + now.block) * fused_groups + group;
+        each_step(tile, [&](int head, int block) {
+            const u32 at = ((tile.batch * parameters.heads + head) * blocks() + block) * fused_groups + group;
+            const u32 turn = last_tile(block) - tile.place;
+            if constexpr (Shape::ordered) {
+                if (ptx::elect_one()) wait_turn(parameters.turns + at, turn);
+            }
             const auto& piece = out.wait();
             if (ptx::elect_one()) {
-                if constexpr (Shape::ordered) wait_turn(parameters.turns + at, tile.place);
-                if (Shape::ordered && tile.place == 0) {
-                    ptx::bulk_store(parameters.sums + at * piece_floats, piece.data, sizeof(piece.data));
+                float* sum = parameters.sums + u64(at) * Shape::Piece::floats;
+                if (Shape::ordered && turn == 0) {
+                    ptx::bulk_store(sum, piece.data, Shape::Piece::floats * 4);
                 } else {
-                    ptx::bulk_add<ptx::BulkAdd::f32>(parameters.sums + at * piece_floats, piece.data, sizeof(piece.data));
+                    ptx::bulk_add<ptx::BulkAdd::f32>(sum, piece.data, Shape::Piece::floats * 4);
                 }
                 ptx::bulk_commit();
                 ptx::bulk_wait_read<0>();
             }
             out.release();
             if constexpr (Shape::ordered) {
-                if (ptx::elect_one()) pass_turn(parameters.turns + at, is_last(tile, now.block) ? 0u - tile.place : 1);
+                if (ptx::elect_one()) pass_turn(parameters.turns + at, tile.place == 0 ? 0u - turn : 1);
             }
-        }
+        });
         const Place4 at{0, tile.head, tile.first + 64 * static_cast<int>(group), tile.batch};
 #pragma unroll 1
         for (int result = 0; result < 2; ++result) {
@@ -355,10 +386,11 @@ struct FusedBackwardRoles : Shape {
     }
 
     // The first block of queries that sees a key of the tile.
-    __device__ u32 first_block(u32 place) const {
-        return parameters.causal ? static_cast<u32>(max(0, static_cast<int>(place) * rows - parameters.offset)) / columns : 0;
+    __device__ int first_block(int place) const { return parameters.causal ? max(0, place * rows - parameters.offset) / columns : 0; }
+    // The last tile that the block sees, if it sees one.
+    __device__ int last_tile(int block) const {
+        return parameters.causal ? min(tiles() - 1, ((block + 1) * columns + parameters.offset - 1) / rows) : tiles() - 1;
     }
-    __device__ bool is_last(const Tile& tile, u32 block) const { return tile.place + 1 == tiles() || first_block(tile.place + 1) > block; }
 
     __device__ static void emit_rows(const SumTile<Shape::depth>& sum, OutputProducer<FusedBackwardRoles>& out) {
         auto& rounded = out.acquire();
@@ -368,11 +400,10 @@ struct FusedBackwardRoles : Shape {
     }
 
     // Until the tile before has added its part: it is at work, or it has been.
-    __device__ static void wait_turn(const u32* turn, u32 place) {
-        if (place == 0) return;
+    __device__ static void wait_turn(const u32* turn, u32 number) {
+        if (number == 0) return;
         LocalDeadline deadline;
-        while (ptx::load_relaxed_gpu(turn) != place) deadline.check();
-        ptx::fence_gpu();
+        while (ptx::load_acquire_gpu(turn) != number) deadline.check();
         ptx::fence_proxy_async();
     }
     __device__ static void pass_turn(u32* turn, u32 more) {
@@ -402,36 +433,37 @@ __device__ inline void transpose_quad(u32 (&word)[4], u32 lane) {
 //   char* dq             (batch, queries, heads, depth), rows aligned to 16 bytes; u64 dq_strides[3] of batch, queries and heads, in bytes
 //   float gradient_scale
 //   u32 batch, heads, queries, depth, causal; int offset
-template <class E, int columns, class Parameters>
+template <class E, int columns, int depth, class Parameters>
 __device__ inline void write_query_gradients(const Parameters& parameters) {
-    using Piece = QueryPiece<columns>;
+    using Piece = QueryPiece<columns, depth>;
+    constexpr int parts = Piece::columns / 8;
     const u32 blocks = (parameters.queries + columns - 1) / columns, thread = threadIdx.x % group_threads, lane = thread % 4;
     const u64 pieces = u64(parameters.batch) * parameters.heads * blocks * fused_groups, each = blockDim.x / group_threads;
     const u32 unseen = parameters.causal ? static_cast<u32>(max(0, -parameters.offset)) / columns : 0;  // blocks
     for (u64 at = u64(blockIdx.x) * each + threadIdx.x / group_threads; at < pieces; at += u64(gridDim.x) * each) {
         const u32 group = at % fused_groups, block = at / fused_groups % blocks;
         const u64 line = at / fused_groups / blocks;
-        const auto* piece = reinterpret_cast<const FourFloats*>(parameters.sums + at * piece_floats) + thread;
+        const auto* piece = reinterpret_cast<const FourFloats*>(parameters.sums + at * Piece::floats) + thread;
         const u32 row = block * columns + Piece::query(group) + thread / 32 * 16 + thread % 32 / 4;
         char* to = parameters.dq + line / parameters.heads * parameters.dq_strides[0] + line % parameters.heads * parameters.dq_strides[2];
-        FourFloats sum[8] = {};
+        FourFloats sum[parts] = {};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < parts; ++i) {
             if (block >= unseen) sum[i] = piece[i * group_threads];
         }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int quad = 0; quad < parts / 4; ++quad) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 u32 word[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float* from = sum[4 * half + i].value + 2 * r;
+                    const float* from = sum[4 * quad + i].value + 2 * r;
                     const float pair[2] = {from[0] * parameters.gradient_scale, from[1] * parameters.gradient_scale};
                     word[i] = E::narrow(pair);
                 }
                 transpose_quad(word, lane);
-                const u32 column = Piece::column(group) + 32 * half + 8 * lane;
+                const u32 column = Piece::column(group) + 32 * quad + 8 * lane;
                 if (row + 8 * r < parameters.queries && column < parameters.depth) {
                     *reinterpret_cast<Vec16*>(to + (row + 8 * r) * parameters.dq_strides[1] + column * element_bytes) = {{word[0], word[1], word[2], word[3]}};
                 }

@@ -113,6 +113,12 @@ __device__ inline u32 load_relaxed_gpu(const u32* address) {
     return value;
 }
 
+__device__ inline u32 load_acquire_gpu(const u32* address) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ inline void store_relaxed_gpu(u32* address, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -40,6 +40,7 @@ PEERLANE_INLINE u64 load_relaxed_system(const u64* address) { return emulator::l
 PEERLANE_INLINE u32 load_acquire_system(const u32* address) { return emulator::load(address, emulator::system_scope, emulator::acquire); }
 PEERLANE_INLINE void store_relaxed_system(u32* address, u32 value) { emulator::store(address, value, emulator::system_scope); }
 PEERLANE_INLINE u32 load_relaxed_gpu(const u32* address) { return emulator::load(address, emulator::gpu_scope); }
+PEERLANE_INLINE u32 load_acquire_gpu(const u32* address) { return emulator::load(address, emulator::gpu_scope, emulator::acquire); }
 PEERLANE_INLINE void store_relaxed_gpu(u32* address, u32 value) { emulator::store(address, value, emulator::gpu_scope); }
 PEERLANE_INLINE u32 add_relaxed_gpu(u32* address, u32 value) {
     return emulator::update(address, emulator::gpu_scope, [value](u32 old) { return old + value; });
