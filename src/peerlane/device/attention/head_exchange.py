@@ -2,12 +2,13 @@
 
     exchange = head_exchange(group, shape)          collective
     for piece in range(shape.pieces):
-        exchange.send(piece, tensors)               dout, q, k, v of this rank's tokens; numbers as ``query_numbers`` gives them
+        exchange.send(piece, tensors)               dout, q, k, v of this rank's tokens, and numbers of its queries
         whole = exchange.arrived(piece)             the same of all tokens, for this rank's heads of the piece
-        exchange.bring(piece, gradients)            dq, dk, dv of those; behind all pieces, ``exchange.results`` are those of this rank's tokens
+            exchange.bring(piece, gradients)            dq, dk, dv of those
+    exchange.results                                dq, dk, dv of this rank's tokens
 
-Rank r has the key heads r h_kv / W to (r + 1) h_kv / W and the query heads that share them, in equal pieces. Each exchange is one launch of few
-blocks, for the stream beside the one that computes. Data is stored where it belongs: nothing is packed before or behind.
+Rank r has the key heads r h_kv / W to (r + 1) h_kv / W and the query heads that share them, in equal pieces. Each exchange is one launch
+of few blocks, for the stream beside the one that computes. Data is stored where it belongs: nothing is packed before or behind.
 ``device/include/peerlane/strided.cuh``.
 """
 
@@ -34,7 +35,8 @@ SOURCE = r"""
 #include <peerlane/strided.cuh>
 using namespace peerlane;
 
-extern "C" __global__ void __launch_bounds__(512) head_exchange(const __grid_constant__ Arena arena, const __grid_constant__ HeadExchange args) {
+extern "C" __global__ void __launch_bounds__(512)
+    head_exchange(const __grid_constant__ Arena arena, const __grid_constant__ HeadExchange args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
     const auto push = [&](u32 t, auto unit) {
@@ -160,12 +162,12 @@ class HeadExchange:
         return self._pieces[piece]
 
     def send(self, piece: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Collective: of dout, q, k, v (this rank's tokens, ``aligned``) and their numbers, the piece's heads to the ranks that have them."""
+        """Collective: the piece's heads of dout, q, k, v (this rank's tokens, ``aligned``) and numbers, to the ranks that have them."""
         shape, world = self.shape, self.group.world_size
         launches = []
         for name in ("dout", "q", "k", "v"):
             x, target = tensors[name], shape.piece(name, world)
-            batch, tokens, heads, depth = target
+            batch, _, heads, depth = target
             own, to = x.stride()[:3], _strides(target)
             block = _block((batch, shape.length, heads, depth), own, to, (shape.pieces * heads * own[2], shape.length * to[1]), _UNIT)
             at = self._offsets[name] + piece * math.prod(target) * ELEMENT_BYTES

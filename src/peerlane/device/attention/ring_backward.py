@@ -1,8 +1,8 @@
 """Gradients of attention over a sequence that is sharded across ranks, by the kernels of ``attention_backward.cuh``.
 
-Each rank gets some heads of the whole sequence, computes their gradients, and sends them back. That moves 7 (W - 1) / W shards of one head for
-each query head, where passing keys and values around moves 6 (W - 1) in the same units; every rank has the same work under a causal mask, and
-sums stay in registers until they are rounded. Heads come in pieces, which travel while others are computed."""
+Each rank gets some heads of the whole sequence, computes their gradients, and sends them back. So 7 (W - 1) / W shards of one tensor move,
+where gathering dout, q, k and v moves 4 (W - 1). Every rank has the same work under a causal mask, and sums stay in registers until they
+are rounded. Heads come in pieces, which travel while others are computed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def attend_over_ranks_backward(
 ) -> Gradients:
     """Collective: gradients of :func:`peerlane.device.attention.ring.attend_over_ranks` with respect to this rank's q, k and v.
 
-    All tensors are this rank's shards; ``out`` and ``logarithms`` are what it returned. Gradients are the same in every call. Where the ranks
-    divide the key heads, each rank computes some heads of the whole sequence, and the results lie in the arena, valid until the next call
+    All tensors are this rank's shards; ``out`` and ``logarithms`` are what it returned. Gradients are the same in every call. Where the
+    ranks divide the key heads, each rank computes some heads of the whole sequence, and the results lie in the arena, valid until the next call
     of this shape. Otherwise shards are gathered and each rank computes its own. What the tensor cores' kernel does not take, such as
     float32, is computed by torch. With ``replicas`` gradients are averaged over the ranks of that group, which hold the same shards of
     other sequences."""
@@ -93,7 +93,7 @@ def pieces(shape: HeadShape, world_size: int, sm_count: int) -> int:
 
 
 def _by_heads(ring: Group, own: Known, replicas: Communicator | None) -> Gradients:
-    """Each rank computes its heads of the whole sequence. All pieces are sent at once; each is computed while others travel, or come back."""
+    """Each rank computes its heads of the whole sequence. All pieces are sent at once; each is computed while others travel."""
     sent = {name: aligned(getattr(own, name)) for name in ("dout", "q", "k", "v")} | {"numbers": own.numbers}
     q, k, v = own.q, own.k, own.v
     shape = HeadShape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
