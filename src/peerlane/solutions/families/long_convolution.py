@@ -22,7 +22,7 @@ import torch
 
 from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, element_type, per_group
 from peerlane.device.host.declare import Reserved
-from peerlane.solutions.families.side_stream import side_stream
+from peerlane.device.host.side_stream import side_stream
 
 EXCHANGE = r"""
 #include <peerlane/rows.cuh>

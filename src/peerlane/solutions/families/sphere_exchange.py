@@ -17,7 +17,7 @@ import torch
 
 from peerlane.device import U32, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, array, per_group
 from peerlane.device.host.group import MAX_RANKS
-from peerlane.solutions.families.side_stream import side_stream
+from peerlane.device.host.side_stream import side_stream
 
 MARK = r"""
 #include <peerlane/comm.cuh>

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from peerlane.device import Group, per_group
+from peerlane.device.host.group import Group, per_group
 
 
 class Side:

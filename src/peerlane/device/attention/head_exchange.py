@@ -1,0 +1,203 @@
+"""Exchanges of shards of a sequence for some heads of the whole sequence, and back, for the gradients of attention.
+
+    exchange = head_exchange(group, shape)          collective
+    for piece in range(shape.pieces):
+        exchange.send(piece, tensors)               dout, q, k, v of this rank's tokens, and numbers of its queries
+        whole = exchange.arrived(piece)             the same of all tokens, for this rank's heads of the piece
+            exchange.bring(piece, gradients)            dq, dk, dv of those
+    exchange.results                                dq, dk, dv of this rank's tokens
+
+Rank r has the key heads r h_kv / W to (r + 1) h_kv / W and the query heads that share them, in equal pieces. Each exchange is one launch
+of few blocks, for the stream beside the one that computes. Data is stored where it belongs: nothing is packed before or behind.
+``device/include/peerlane/strided.cuh``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from peerlane.device.attention.backward import PADDING
+from peerlane.device.collectives.strided import StridedBlock
+from peerlane.device.host.declare import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, array
+from peerlane.device.host.group import Group, per_group
+from peerlane.device.products.gemm import ELEMENT_BYTES
+
+_TENSORS = 5
+BLOCKS_BESIDE, _BLOCKS_ALONE, _THREADS = 32, 128, 512
+_UNIT = 16 // ELEMENT_BYTES
+
+SOURCE = r"""
+#include <peerlane/strided.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void __launch_bounds__(512)
+    head_exchange(const __grid_constant__ Arena arena, const __grid_constant__ HeadExchange args) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
+    const Peers<WORLD_SIZE> peers(arena, args.flags);
+    const auto push = [&](u32 t, auto unit) {
+        using Unit = decltype(unit);
+        Unit* targets[WORLD_SIZE];
+        const Unit* sources[WORLD_SIZE];
+#pragma unroll
+        for (int k = 0; k < WORLD_SIZE; ++k) {
+            const int q = rank_after<WORLD_SIZE>(arena.rank, k);
+            targets[k] = reinterpret_cast<Unit*>(arena.peer(q, args.kept + args.to[t])) + arena.rank * args.blocks[t].of_rank;
+            sources[k] = reinterpret_cast<const Unit*>(args.from[t]) + q * args.blocks[t].for_rank;
+        }
+        push_strided<Unit, WORLD_SIZE>(targets, sources, args.blocks[t]);
+    };
+    if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
+    peers.wait_all(0, epoch);  // what read the targets on other ranks has ended
+    for (u32 t = 0; t < args.count; ++t) {
+        if (args.numbers >> t & 1) push(t, u32());
+        else push(t, Vec16());
+    }
+    peers.barrier(1 + blockIdx.x, epoch);
+}
+"""
+HEAD_EXCHANGE = DeclaredKernel(
+    "head_exchange",
+    SOURCE,
+    kept=Buffer(align=1024),
+    flags=Flags(),
+    epochs=Epochs(),
+    **{name: array(U64, _TENSORS) for name in ("from", "to")},
+    blocks=Field("StridedBlock", StridedBlock, _TENSORS),
+    count=U32,
+    numbers=U32,
+)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What all ranks agree on: shards q and k (batch, length, heads or key_heads, depth), v and dout (.., value_depth), and how many
+    ``pieces`` the key heads of a rank come in, which they divide."""
+
+    batch: int
+    length: int
+    heads: int
+    key_heads: int
+    depth: int
+    value_depth: int
+    dtype: torch.dtype
+    pieces: int = 1
+
+    def shard(self, name: str) -> tuple[int, int, int, int]:
+        """The shape of this rank's tokens of ``dout``, ``q``, ``k`` or ``v``."""
+        heads = self.heads if name in ("dout", "q") else self.key_heads
+        return self.batch, self.length, heads, self.value_depth if name in ("dout", "v") else self.depth
+
+    def piece(self, name: str, world_size: int) -> tuple[int, int, int, int]:
+        """The shape of all tokens of it, of some heads."""
+        batch, length, heads, depth = self.shard(name)
+        return batch, world_size * length, heads // (world_size * self.pieces), depth
+
+    def numbers(self, world_size: int) -> tuple[int, int, int, int]:
+        """The shape of all queries' numbers, of some heads."""
+        tokens = world_size * self.length
+        return 2, self.batch, self.heads // (world_size * self.pieces), -(-tokens // PADDING) * PADDING
+
+
+def _block(counts: Sequence[int], source: Sequence[int], target: Sequence[int], ranks: tuple[int, int], unit: int) -> StridedBlock:
+    """Counts along three axes and the run, distances along the axes, and from rank to rank, in elements of which ``unit`` are one."""
+    return StridedBlock(
+        source_strides=(ctypes.c_uint64 * 3)(*(stride // unit for stride in source)),
+        target_strides=(ctypes.c_uint64 * 3)(*(stride // unit for stride in target)),
+        for_rank=ranks[0] // unit,
+        of_rank=ranks[1] // unit,
+        count=(ctypes.c_uint32 * 3)(*counts[:3]),
+        units=counts[3] // unit,
+    )
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of a contiguous tensor, without the innermost."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape) - 1)]
+
+
+class HeadExchange:
+    """The kernel's memory for one shape, and its launches. Creating one is collective; see the module.
+
+    The arena holds dout, q, k and v of this rank's heads for all tokens, which are as much as those of its tokens, and the results."""
+
+    def __init__(self, group: Group, shape: HeadShape) -> None:
+        self.group, self.shape = group, shape
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name in ("dout", "q", "k", "v"):
+            end = self._take(name, end, shape.pieces * math.prod(shape.piece(name, group.world_size)) * ELEMENT_BYTES)
+        end = self._take("numbers", end, shape.pieces * math.prod(shape.numbers(group.world_size)) * 4)
+        for name in ("q", "k", "v"):
+            end = self._take(f"d{name}", end, math.prod(shape.shard(name)) * ELEMENT_BYTES)
+        grid = min(group.sm_count, BLOCKS_BESIDE if shape.pieces > 1 else _BLOCKS_ALONE)
+        self._bound: BoundKernel = HEAD_EXCHANGE.bind(group, grid=grid, block=_THREADS, sizes={"kept": end, "flags": 1 + grid})
+        self._kept = self._bound.tensor("kept", (end,), torch.uint8)
+        numbers = self._part("numbers", (shape.pieces, *shape.numbers(group.world_size)), torch.float32)
+        numbers[:, 0], numbers[:, 1] = math.inf, 0  # what lies behind the last query is not sent
+        self._pieces = [
+            {name: self._part(name, (shape.pieces, *shape.piece(name, group.world_size)))[piece] for name in ("dout", "q", "k", "v")}
+            | {"numbers": numbers[piece]}
+            for piece in range(shape.pieces)
+        ]
+        dq, dk, dv = (self._part(f"d{name}", shape.shard(name)) for name in ("q", "k", "v"))
+        self.results = dq, dk, dv
+        """dq, dk and dv of this rank's tokens; valid until the next ``bring``"""
+
+    def _take(self, name: str, at: int, nbytes: int) -> int:
+        self._offsets[name] = at
+        return -(-(at + nbytes) // 1024) * 1024
+
+    def _part(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        dtype = dtype or self.shape.dtype
+        at = self._offsets[name]
+        return self._kept[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def arrived(self, piece: int) -> Mapping[str, torch.Tensor]:
+        """dout, q, k and v of all tokens and their queries' numbers, of this rank's heads; valid until the next ``send`` of the piece."""
+        return self._pieces[piece]
+
+    def send(self, piece: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Collective: the piece's heads of dout, q, k, v (this rank's tokens, ``aligned``) and numbers, to the ranks that have them."""
+        shape, world = self.shape, self.group.world_size
+        launches = []
+        for name in ("dout", "q", "k", "v"):
+            x, target = tensors[name], shape.piece(name, world)
+            batch, _, heads, depth = target
+            own, to = x.stride()[:3], _strides(target)
+            block = _block((batch, shape.length, heads, depth), own, to, (shape.pieces * heads * own[2], shape.length * to[1]), _UNIT)
+            at = self._offsets[name] + piece * math.prod(target) * ELEMENT_BYTES
+            launches.append((self.group.address(x) + piece * heads * own[2] * ELEMENT_BYTES, at, block))
+        numbers, target = tensors["numbers"], shape.numbers(world)
+        heads, own, to = target[2], numbers.stride(), _strides(target)
+        counts = 2 * shape.batch, heads, 1, shape.length
+        block = _block(counts, (own[1], own[2], 0), (*to[1:], 0), (shape.pieces * heads * own[2], shape.length), 1)
+        at = self._offsets["numbers"] + piece * math.prod(target) * 4
+        launches.append((self.group.address(numbers) + piece * heads * own[2] * 4, at, block))
+        self._launch(launches, numbers=1 << 4)
+
+    def bring(self, piece: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Collective: dq, dk and dv of all tokens of the piece's heads, contiguous, to the ranks that have the tokens."""
+        shape, launches = self.shape, []
+        for name, x in zip(("q", "k", "v"), gradients, strict=True):
+            batch, _, heads, depth = x.shape
+            own, to = _strides(x.shape), _strides(shape.shard(name))
+            all_heads = shape.pieces * heads * depth
+            block = _block((batch, shape.length, heads, depth), own, to, (shape.length * own[1], all_heads), _UNIT)
+            launches.append((self.group.address(x), self._offsets[f"d{name}"] + piece * heads * depth * ELEMENT_BYTES, block))
+        self._launch(launches)
+
+    def _launch(self, launches: Sequence[tuple[int, int, StridedBlock]], numbers: int = 0) -> None:
+        missing = _TENSORS - len(launches)
+        sources, targets, blocks = zip(*launches, *[(0, 0, StridedBlock())] * missing, strict=True)
+        self._bound(**{"from": sources}, to=targets, blocks=blocks, count=len(launches), numbers=numbers)
+
+
+@per_group
+def head_exchange(group: Group, shape: HeadShape) -> HeadExchange:
+    """The group's one :class:`HeadExchange` of this shape; the first call is collective."""
+    return HeadExchange(group, shape)

@@ -1,0 +1,99 @@
+"""Gradients of attention over emulated ranks: heads travel in pieces, numbers are right, and twins with one thing wrong are caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from device.test_attention import BF16, expected
+from device.twins import twin
+from peerlane.device.attention import head_exchange as exchange
+from peerlane.device.attention import ring_backward
+from peerlane.device.attention.head_exchange import HeadShape
+from peerlane.device.emulator import solution_run
+
+CHOOSES = ring_backward.pieces
+CALLER = """
+from peerlane.device.attention.ring_backward import attend_over_ranks_backward
+
+def solution(dout, q, k, v, out, logarithms, causal):
+    return attend_over_ranks_backward(dout, q, k, v, out, logarithms, causal=causal)
+"""
+
+
+def run(folder: Path, world_size: int, length: int, heads: tuple[int, int], *, causal: bool) -> tuple[solution_run.Outcome, float]:
+    """What came of two calls, and the largest error of a gradient, relative to its norm."""
+    file = folder / "differentiates.py"
+    file.write_text(CALLER)
+    generator = torch.Generator().manual_seed(length)
+    arguments, wanted = [], []
+    for _ in range(2):
+        tokens, depths = world_size * length, (16, 16, 8)
+        whole = [torch.randn(1, tokens, h, d, generator=generator).to(BF16) for h, d in zip((*heads, heads[1]), depths, strict=True)]
+        wide = [tensor.double().requires_grad_() for tensor in whole]
+        out, logarithms = expected(wide[0], wide[1], wide[2], None, causal)
+        dout = torch.randn(out.shape, generator=generator).to(BF16)
+        wanted.append(torch.autograd.grad(out, wide, dout.double()))
+        shards = [tensor.chunk(world_size, 1) for tensor in (dout, *whole, out.detach().to(BF16))]
+        numbers = logarithms.detach().float().chunk(world_size, 2)
+        parts = zip(*shards, numbers, strict=True)
+        arguments.append([(*(tensor.contiguous() for tensor in part), causal) for part in parts])
+    outcome = solution_run.run(file, arguments, schedules=1)
+    worst = 0.0
+    for want, got in zip(wanted, outcome.outputs if outcome.failure is None else [], strict=False):
+        for index, gradient in enumerate(want):
+            found = torch.cat([own[index] for own in got], 1)
+            worst = max(worst, float((found - gradient).norm() / gradient.norm()))
+    return outcome, worst
+
+
+@pytest.fixture(autouse=True)
+def _two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def most(shape: HeadShape, world_size: int, sm_count: int) -> int:
+        return 2 if shape.key_heads // world_size % 2 == 0 else 1
+
+    monkeypatch.setattr(ring_backward, "pieces", most)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "length", "heads", "causal"),
+    [
+        (2, 5, (4, 4), True),
+        pytest.param(2, 3, (8, 4), False, marks=pytest.mark.slow),
+        pytest.param(3, 3, (6, 6), True, marks=pytest.mark.long),
+        pytest.param(4, 3, (8, 4), True, marks=pytest.mark.long),
+        pytest.param(2, 5, (2, 1), True, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_are_right_and_nothing_is_unordered(
+    world_size: int, length: int, heads: tuple[int, int], causal: bool, tmp_path: Path
+) -> None:
+    outcome, worst = run(tmp_path, world_size, length, heads, causal=causal)
+    if outcome.failure is not None:
+        raise outcome.failure[1]
+    assert worst < 6e-3 and not outcome.findings, outcome.findings
+
+
+TWINS = {
+    "pushed before others have ended": ("    peers.wait_all(0, epoch);  // what read", "    // what read"),
+    "read before others have pushed": ("    peers.barrier(1 + blockIdx.x, epoch);", ""),
+    "a piece at the wrong rank's place": ("+ arena.rank * args.blocks[t].of_rank", "+ q * args.blocks[t].of_rank"),
+    "heads of another rank": ("+ q * args.blocks[t].for_rank", "+ arena.rank * args.blocks[t].for_rank"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead = TWINS[name]
+    monkeypatch.setattr(exchange, "HEAD_EXCHANGE", twin(exchange.HEAD_EXCHANGE, line, instead))
+    outcome, worst = run(tmp_path, 2, 3, (4, 4), causal=True)
+    assert outcome.failure is not None or outcome.findings or worst > 0.01
+
+
+def test_pieces_fill_the_sms_and_are_equal() -> None:
+    assert CHOOSES(HeadShape(1, 8192, 32, 32, 128, 128, BF16), 2, 132) == 8
+    assert CHOOSES(HeadShape(1, 8, 32, 32, 128, 128, BF16), 2, 132) == 1
+    assert CHOOSES(HeadShape(1, 8192, 12, 6, 128, 128, BF16), 2, 132) == 1
