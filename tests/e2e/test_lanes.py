@@ -103,7 +103,7 @@ def test_a_run_that_fails_ends_the_others_and_says_why(lazy: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL])
 def test_nothing_is_left_of_runs_whose_supervisor_is_stopped(how: signal.Signals, tmp_path: Path) -> None:
     endless = tmp_path / "1_endless_pytorch.py"
     endless.write_text("import time\n\ndef solution(tensor):\n    time.sleep(600)\n")

@@ -63,14 +63,14 @@ def test_evaluations_from_two_threads(evaluator: pl.Evaluator) -> None:
 
 
 @pytest.mark.slow
-def test_sixty_evaluations_leave_nothing_behind(evaluator: pl.Evaluator) -> None:
-    judge_from_two_threads(evaluator, 20)
+def test_thirty_evaluations_leave_nothing_behind(evaluator: pl.Evaluator) -> None:
+    judge_from_two_threads(evaluator, 12)
     files, memory = len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processes = len(marked_processes(MARKED))
-    judge_from_two_threads(evaluator, 60)
+    judge_from_two_threads(evaluator, 30)
     wait_for(lambda: len(marked_processes(MARKED)) <= processes, 20, "the end of what was started")
     assert len(os.listdir("/proc/self/fd")) <= files + 16, "the pool may hold one warm group more"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 20_000, "kilobytes"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 15_000, "kilobytes"
 
 
 WATCHED = """

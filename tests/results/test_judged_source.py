@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 from pathlib import Path
 
@@ -83,11 +84,14 @@ def source_hash(folder: Path, problem: str) -> str:
     return JudgedSource(Packages({OWN_PACKAGE: folder})).hash(f"{OWN_PACKAGE}.{problem.removesuffix('.py')}")
 
 
+unedited_hash = functools.cache(source_hash)
+
+
 def hashes(suite: Path, problem: str, file: str, before: str, after: str) -> tuple[str, str]:
     """The problem's hash, and that with an edited file."""
     text = (suite / file).read_text()
     assert before in text, f"{file} has changed: name another text than {before!r} in this test"
-    unedited = source_hash(suite, problem)
+    unedited = unedited_hash(suite, problem)
     try:
         (suite / file).write_text(text.replace(before, after, 1))
         return unedited, source_hash(suite, problem)

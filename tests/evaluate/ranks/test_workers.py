@@ -26,6 +26,11 @@ from peerlane.problems.contract import describe, exactly, plainly
 from peerlane.results.sanitize import LINE_CHARACTERS
 
 
+@pytest.fixture(autouse=True)
+def kept_fork_servers() -> None:
+    """The evaluator's modules are as they are: one test looks at what is replaced in them."""
+
+
 @pytest.mark.parametrize("module", ["ranks.serve", "ranks.candidate", "ranks.trusted", "processes.fork_server", "ranks.builder"])
 def test_ranks_import_only_what_they_need(module: str) -> None:
     script = f"import sys, peerlane.evaluate.{module}; print(*(name.partition('.')[0] for name in sys.modules))"

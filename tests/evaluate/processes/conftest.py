@@ -1,0 +1,8 @@
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def kept_fork_servers() -> None:
+    """Tests of how these processes start and end have their own."""
