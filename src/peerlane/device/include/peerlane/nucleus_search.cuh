@@ -36,9 +36,8 @@ struct Bins {
     }
     __device__ static Bins window_from(int top) { return {true, top, 0, {0, ~0u}}; }
     __device__ static Bins divided(const KeyRange& range) {
-        int shift = 0;
-        while ((range.high - range.low) >> shift >= 4096) ++shift;
-        return {false, 0, shift, range};
+        const u32 size = range.high - range.low;  // 4096 bins or fewer
+        return {false, 0, size >> 20 ? 20 : size >> 12 ? 8 : 0, range};
     }
 
     // The window's bin of a number; 0 for those above it, which then will be moved.
@@ -144,7 +143,7 @@ class Histogram {
     float limit_;
 };
 
-// Where a sum over numbers, in their order, first reaches a goal; else the last one that is not zero.
+// Where a sum over numbers, in their order, first reaches a goal; else the last one that is not zero, or any if all are.
 struct Place {
     u32 index;
     float before, here;
@@ -171,9 +170,10 @@ __device__ inline Place first_reaching(const float* numbers, float goal) {
         if (mine[i] > 0.0f) last = i;
         if (reaching == own && mine[i] > 0.0f && before[i] + mine[i] >= goal) reaching = i;
     }
-    const u32 reached = __ballot_sync(0xffffffffu, reaching < own), filled = __ballot_sync(0xffffffffu, last < own);
-    const u32 chosen = reached != 0 ? __ffs(reached) - 1 : filled != 0 ? 31 - __clz(filled) : 31;
-    const u32 slot = reached != 0 ? reaching : filled != 0 ? last : own - 1;
+    const u32 reached = __reduce_min_sync(0xffffffffu, reaching < own ? lane : warp_threads);
+    const u32 filled = __reduce_max_sync(0xffffffffu, last < own ? lane : 0);
+    const bool reaches = reached < warp_threads;
+    const u32 chosen = reaches ? reached : filled, slot = reaches ? reaching : last < own ? last : own - 1;
     Place place{lane * own + slot, 0.0f, 0.0f};
 #pragma unroll
     for (u32 i = 0; i < own; ++i) {
