@@ -1,4 +1,4 @@
-"""Gradients of attention on one rank: by the fused kernel, or by the two of ``peerlane/attention_backward.cuh``, of which shards take one each."""
+"""Gradients of attention on one rank: by the fused kernel, or by the two of ``peerlane/attention_backward.cuh``, which shards use."""
 
 from __future__ import annotations
 

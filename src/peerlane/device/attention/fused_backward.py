@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/fused_attention_backward.cuh``: the gradients of attention on one rank by one kernel, and a launch that rounds dq."""
+"""Host side of ``peerlane/fused_attention_backward.cuh``: gradients of attention by one kernel, and a launch that rounds dq."""
 
 from __future__ import annotations
 
