@@ -85,7 +85,7 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_the_fused_kernel_adds_in_the_same_order_in_every_schedule(tmp_path: Path) -> None:
+def test_fused_sums_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
     outcome, worst = run(tmp_path, operands(130, 200), False, schedules=4)
     assert worst < 6e-3 and not outcome.findings, outcome.findings
 
@@ -107,7 +107,7 @@ FUSED_TWINS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUSED_TWINS)
-def test_a_twin_of_the_fused_kernel_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_twins_of_the_fused_kernel_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = FUSED_TWINS[name]
     broken = twin(fused.FUSED_ATTENTION_BACKWARD, line, instead, "fused_attention_backward.cuh")
     monkeypatch.setattr(fused, "FUSED_ATTENTION_BACKWARD", broken)

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/attention_backward.cuh``: the gradients of attention on one rank, by two launches."""
+"""Gradients of attention on one rank: by the fused kernel, or by the two of ``peerlane/attention_backward.cuh``, which shards use."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def attention_backward(
         )
     sizes, member = Sizes.of(q, k, causal, offset), group or group_of()
     known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(member, dout, out, logarithms)}
-    if min(sizes.queries, sizes.keys) > 64:
+    if min(sizes.queries, sizes.keys) > 64:  # else the pair has smaller tiles
         return fused_gradients(member, known, sizes, scale)
     (dq,) = gradients(member, known, sizes, scale, of_keys=False)
     dk, dv = gradients(member, known, sizes, scale, of_keys=True)

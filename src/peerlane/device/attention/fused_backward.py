@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/fused_attention_backward.cuh``: all gradients of attention on one rank, by two launches."""
+"""Host side of ``peerlane/fused_attention_backward.cuh``: gradients of attention by one kernel, and a launch that rounds dq."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def bind(
 ) -> BoundKernel:
     """The launch that writes dk and dv of ``tensors``, and the sums of dq: q, k, v, dout, dk and dv, all ``aligned``.
 
-    They also have numbers, as ``query_numbers`` gives them; sums (pieces, piece_floats; float32), zero if the tiling is not ordered; turns (pieces;
-    int32, zero) and claims (1; int32, zero), which launches of one stream may share. The launch holds addresses, not tensors."""
+    They also have numbers, as ``query_numbers`` gives them; sums (pieces, piece_floats; float32), zero if the tiling is not ordered; turns
+    (pieces; int32, zero) and claims (1; int32, zero), which launches of one stream may share. The launch holds addresses, not tensors."""
     depths = [tensors[name].shape[3] for name in ("q", "v")]
     tiling = tiling or choose_tiling(max(depths))
     rows = {"q": tiling.columns, "dout": tiling.columns, "k": tiling.rows, "v": tiling.rows}
