@@ -39,7 +39,7 @@ def run(folder: Path, world_size: int, length: int, heads: tuple[int, int], *, c
         shards = [tensor.chunk(world_size, 1) for tensor in (dout, *whole, out.detach().to(BF16))]
         numbers = logarithms.detach().float().chunk(world_size, 2)
         parts = zip(*shards, numbers, strict=True)
-        arguments.append([(*(tensor.contiguous() for tensor in part), causal) for part in parts])
+        arguments.append([(*(tensor.clone(memory_format=torch.contiguous_format) for tensor in part), causal) for part in parts])
     outcome = solution_run.run(file, arguments, schedules=1)
     worst = 0.0
     for want, got in zip(wanted, outcome.outputs if outcome.failure is None else [], strict=False):
