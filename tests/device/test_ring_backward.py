@@ -39,7 +39,7 @@ def run(folder: Path, world_size: int, length: int, heads: tuple[int, int], *, c
         shards = [tensor.chunk(world_size, 1) for tensor in (dout, *whole, out.detach().to(BF16))]
         numbers = logarithms.detach().float().chunk(world_size, 2)
         parts = zip(*shards, numbers, strict=True)
-        arguments.append([(*(tensor.contiguous() for tensor in part), causal) for part in parts])
+        arguments.append([(*(tensor.clone(memory_format=torch.contiguous_format) for tensor in part), causal) for part in parts])
     outcome = solution_run.run(file, arguments, schedules=1)
     worst = 0.0
     for want, got in zip(wanted, outcome.outputs if outcome.failure is None else [], strict=False):
@@ -60,8 +60,8 @@ def _two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("world_size", "length", "heads", "causal"),
     [
-        (2, 5, (4, 4), True),
-        pytest.param(2, 3, (8, 4), False, marks=pytest.mark.slow),
+        pytest.param(2, 5, (4, 4), True, marks=pytest.mark.slow),
+        pytest.param(2, 3, (8, 4), False, marks=pytest.mark.long),
         pytest.param(3, 3, (6, 6), True, marks=pytest.mark.long),
         pytest.param(4, 3, (8, 4), True, marks=pytest.mark.long),
         pytest.param(2, 5, (2, 1), True, marks=pytest.mark.long),
@@ -77,8 +77,7 @@ def test_gradients_are_right_and_nothing_is_unordered(
 
 
 TWINS = {
-    "pushed before others have ended": ("    peers.wait_all(0, epoch);  // what read", "    // what read"),
-    "read before others have pushed": ("    peers.barrier(1 + blockIdx.x, epoch);", ""),
+    "read before others have pushed": ("    peers.barrier(blockIdx.x, epoch);", ""),
     "a piece at the wrong rank's place": ("+ arena.rank * args.blocks[t].of_rank", "+ q * args.blocks[t].of_rank"),
     "heads of another rank": ("+ q * args.blocks[t].for_rank", "+ arena.rank * args.blocks[t].for_rank"),
 }

@@ -2,8 +2,8 @@
 
 Nothing circulates. Each rank gets some heads of the whole sequence, computes their gradients by the kernels of
 ``device/include/peerlane/attention_backward.cuh``, in a fixed order, and pushes them to the ranks that have the tokens. Heads travel in
-pieces beside the computation, and gradients are averaged over replicas before they go back. Heads that the ranks do not divide are gathered.
-float32, which the tensor cores do not take, is computed by torch.
+pieces beside the computation, and gradients are averaged over replicas before they go back. Heads that the ranks do not divide are
+gathered. float32, which the tensor cores do not take, is computed by torch.
 
 The next call overwrites the results, which lie in the arena."""
 

@@ -9,6 +9,10 @@
 
 Rank r has the key heads r h_kv / W to (r + 1) h_kv / W and the query heads that share them, in equal pieces. Each exchange is one launch
 of few blocks, for the stream beside the one that computes. Data is stored where it belongs: nothing is packed before or behind.
+
+A launch pushes at once. What a call sends lands where the gradients of the call before were computed from, and all ranks have brought
+those. What it brings lands where results of the call before were read, and all ranks have sent since. So a call sends all pieces, then
+brings all.
 ``device/include/peerlane/strided.cuh``.
 """
 
@@ -51,13 +55,11 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         push_strided<Unit, WORLD_SIZE>(targets, sources, args.blocks[t]);
     };
-    if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
-    peers.wait_all(0, epoch);  // what read the targets on other ranks has ended
     for (u32 t = 0; t < args.count; ++t) {
         if (args.numbers >> t & 1) push(t, u32());
         else push(t, Vec16());
     }
-    peers.barrier(1 + blockIdx.x, epoch);
+    peers.barrier(blockIdx.x, epoch);
 }
 """
 HEAD_EXCHANGE = DeclaredKernel(
@@ -135,10 +137,11 @@ class HeadExchange:
         for name in ("q", "k", "v"):
             end = self._take(f"d{name}", end, math.prod(shape.shard(name)) * ELEMENT_BYTES)
         grid = min(group.sm_count, BLOCKS_BESIDE if shape.pieces > 1 else _BLOCKS_ALONE)
-        self._bound: BoundKernel = HEAD_EXCHANGE.bind(group, grid=grid, block=_THREADS, sizes={"kept": end, "flags": 1 + grid})
+        self._bound: BoundKernel = HEAD_EXCHANGE.bind(group, grid=grid, block=_THREADS, sizes={"kept": end, "flags": grid})
         self._kept = self._bound.tensor("kept", (end,), torch.uint8)
         numbers = self._part("numbers", (shape.pieces, *shape.numbers(group.world_size)), torch.float32)
-        numbers[:, 0], numbers[:, 1] = math.inf, 0  # what lies behind the last query is not sent
+        tokens = group.world_size * shape.length
+        numbers[:, 0, ..., tokens:], numbers[:, 1, ..., tokens:] = math.inf, 0  # nothing is sent to behind the last query
         self._pieces = [
             {name: self._part(name, (shape.pieces, *shape.piece(name, group.world_size)))[piece] for name in ("dout", "q", "k", "v")}
             | {"numbers": numbers[piece]}

@@ -43,11 +43,12 @@ def attend_over_ranks_backward(
 ) -> Gradients:
     """Collective: gradients of :func:`peerlane.device.attention.ring.attend_over_ranks` with respect to this rank's q, k and v.
 
-    All tensors are this rank's shards; ``out`` and ``logarithms`` are what it returned. Gradients are the same in every call. Where the
-    ranks divide the key heads, each rank computes some heads of the whole sequence, and the results lie in the arena, valid until the next call
-    of this shape. Otherwise shards are gathered and each rank computes its own. What the tensor cores' kernel does not take, such as
-    float32, is computed by torch. With ``replicas`` gradients are averaged over the ranks of that group, which hold the same shards of
-    other sequences."""
+    All tensors are this rank's shards; ``out`` and ``logarithms`` are what it returned. Gradients are the same in every call.
+
+    Where the ranks divide the key heads, each rank computes some heads of the whole sequence, and the results lie in the arena, valid until
+    the next call of this shape. Otherwise shards are gathered and each rank computes its own. What the tensor cores' kernel does not take,
+    such as float32, is computed by torch. With ``replicas`` gradients are averaged over the ranks of that group, which hold the same shards
+    of other sequences."""
     several = None if replicas is None or (copies := group_of(replicas)).world_size == 1 else communicator(copies)
     ring = group_of(group)
     if not supports(q, k, v):
