@@ -64,11 +64,9 @@ TILINGS = (
 FUSED = {
     "fused": FusedTiling(64, 128),
     "fused unordered": FusedTiling(64, 128, ordered=False),
-    "fused plain": FusedTiling(64, 128, overlap=False),
     "fused 64": FusedTiling(64, 64, slots=8),
-    "fused 64 unordered": FusedTiling(64, 64, slots=8, ordered=False),
-    "fused 64 plain": FusedTiling(64, 64, slots=8, overlap=False),
-    "fused 128 plain": FusedTiling(128, 64, overlap=False),
+    "fused 128": FusedTiling(128, 64),
+    "fused 128 unordered": FusedTiling(128, 64, ordered=False),
 }
 BEGIN = time.perf_counter()
 KERNELS = ("dq", "dkv", "fused")

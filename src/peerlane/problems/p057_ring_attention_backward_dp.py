@@ -160,14 +160,16 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Keys and values go to the ranks whose queries see them, and queries and dout to the ranks whose keys they see: 2 n elements each.
 
     That is what must move if dk and dv are computed by their owners; sending their parts back, rounded, is as much. Under a causal mask
-    every pair of ranks exchanges one of the two kinds in each direction. The average over replicas is an all-reduce of 3 n elements.
+    every pair of ranks exchanges one of the two kinds in each direction. Or ranks share the heads: all but 1 / ring of q, k, v and dout
+    goes to other ranks, and as much of the three gradients comes back. The average over replicas is an all-reduce of 3 n elements.
     """
     replicas, ring = (len(members) for members in _grid(case).lines(rank))
     place, size = _grid(case).lines(rank)[1].index(rank), case.dtype.itemsize
     tokens = case["batch"] * local_length(case, ring) * case["heads"]
     elements = tokens * case["depth"]
     pairs = attention.visible_pairs(place, ring, local_length(case, ring), case["causal"])
-    port = (ring - 1) * (2 if case["causal"] else 4) * elements * size + 2 * (replicas - 1) / replicas * 3 * elements * size
+    shared = min((ring - 1) * (2 if case["causal"] else 4), 7 * (ring - 1) / ring)  # times n elements
+    port = (shared + 2 * (replicas - 1) / replicas * 3) * elements * size
     return pc.Cost(
         hbm_bytes=8 * elements * size + tokens * FP32.itemsize,
         egress_bytes=port,

@@ -21,13 +21,12 @@ _GROUPS = 2
 class FusedTiling:
     """One instance of ``peerlane::FusedBackwardShape``: blocks of ``columns`` queries, heads of at most ``depth`` elements, ``slots``
     blocks in flight. ``ordered``: tiles add to dq in a fixed order, so that calls with the same arguments give the same bits; else the
-    caller zeroes the sums before each launch. ``overlap``: the products of dq and dk run during the next step."""
+    caller zeroes the sums before each launch."""
 
     columns: int
     depth: int
     slots: int = 5
     ordered: bool = True
-    overlap: bool = True
 
     rows = 64 * _GROUPS
     threads = GROUP_THREADS * (1 + _GROUPS)
@@ -44,7 +43,7 @@ class FusedTiling:
         return self.columns * self.depth // _GROUPS
 
     def define(self, dtype: torch.dtype) -> str:
-        numbers = f"{self.columns}, {self.depth}, {self.slots}, {str(self.ordered).lower()}, {str(self.overlap).lower()}"
+        numbers = f"{self.columns}, {self.depth}, {self.slots}, {str(self.ordered).lower()}"
         return f"peerlane::FusedBackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
 
     def pieces(self, sizes: Sizes) -> int:
@@ -52,7 +51,7 @@ class FusedTiling:
         return sizes.batch * sizes.heads * -(-sizes.queries // self.columns) * _GROUPS
 
 
-TILINGS = FusedTiling(64, 128), FusedTiling(64, 64, slots=8)
+TILINGS = FusedTiling(64, 128), FusedTiling(128, 64)
 
 
 def choose_tiling(depth: int) -> FusedTiling:

@@ -31,9 +31,8 @@ struct QueryPiece {
     __device__ static constexpr int column(u32 group) { return Queries == 64 ? columns * static_cast<int>(group) : 0; }
 };
 
-// Tiles of 128 keys against blocks of `Columns` queries, `Slots` blocks of q or dout in flight. `Overlap`: products of dq
-// and dk run during the next step, which takes registers.
-template <class Element, int Columns, int Depth, int Slots, bool Ordered, bool Overlap>
+// Tiles of 128 keys against blocks of `Columns` queries, `Slots` blocks of q or dout in flight.
+template <class Element, int Columns, int Depth, int Slots, bool Ordered>
 struct FusedBackwardShape {
     using E = Element;
     static constexpr RoleTable roles = Depth > panel_columns ? RoleTable{fused_groups, 24, 240} : RoleTable{fused_groups, 40, 232};
@@ -41,7 +40,6 @@ struct FusedBackwardShape {
     static constexpr int columns = Columns;
     static constexpr int depth = Depth;
     static constexpr bool ordered = Ordered;
-    static constexpr bool overlap = Overlap;
     using Piece = QueryPiece<Columns, Depth>;
     static constexpr int piece_columns = Piece::columns;
 
@@ -242,21 +240,12 @@ struct FusedBackwardRoles : Shape {
         // As each_step, but as one loop: with two the compiler would wait for every product.
         const int all = blocks();
         int left = max(0, all - tile.begin) * share(), block = tile.begin;
-        const auto advance = [&] {
-            block = block + 1 == all ? tile.begin : block + 1;
-            return --left > 0;
-        };
-        const typename Shape::Input* q;
-        const auto start_scores = [&] {
-            q = &in.wait();
-            state.start(state.p, both.k, group, q->tile);
-        };
-        const auto weigh = [&](int block) {
+        const auto weigh = [&](const auto& q) {
             ptx::wgmma_hold(state.p.value);
             const int key = tile.first + 64 * static_cast<int>(group), token = block * columns;
             const int end = static_cast<int>(parameters.keys) - key, diagonal = parameters.causal ? token + parameters.offset - key : no_diagonal;
             if (end < 64 || diagonal < 63) state.mask(diagonal, end);
-            state.weigh(parameters.scale, q->numbers);
+            state.weigh(parameters.scale, q.numbers);
         };
         const auto publish = [&] {
             state.publish(both.ds[left & 1], group);
@@ -271,65 +260,26 @@ struct FusedBackwardRoles : Shape {
             for (int i = 0; i < Shape::piece_columns / 8; ++i) piece[i * group_threads] = {{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]}};
             out.commit();
         };
-        const auto release_step = [&] {
+        for (; left > 0; --left, block = block + 1 == all ? tile.begin : block + 1) {
+            const auto& q = in.wait();
+            state.start(state.p, both.k, group, q.tile);
+            const auto& dout = in.wait();
+            state.start(state.ds, both.v, group, dout.tile);
+            ptx::wgmma_wait<1>();
+            weigh(q);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_hold(state.ds.value);
+            state.differ(dout.numbers);
+            state.round_weights();
+            state.start_dv(dout.tile);
+            publish();
+            state.start_dq(both.ds[left & 1], group, both.k);
+            state.start_dk(both.ds[left & 1], group, q.tile);
+            ptx::wgmma_wait<1>();
+            emit();
+            ptx::wgmma_wait<0>();
             in.release();
             in.release();
-        };
-        if constexpr (Shape::overlap) {
-            // From the block's scores, on their way, to ds and the products of dv, on their way. `first`: the step before has left nothing to do.
-            const auto differ = [&](auto first) {
-                const auto& dout = in.wait();
-                state.start(state.ds, both.v, group, dout.tile);
-                if constexpr (first.value) ptx::wgmma_wait<1>();
-                weigh(block);
-                state.round_weights();
-                state.start_dv(dout.tile);
-                ptx::wgmma_wait<1>();
-                ptx::wgmma_hold(state.ds.value);
-                if constexpr (!first.value) release_step();
-                state.differ(dout.numbers);
-            };
-            const auto start_rest = [&](const auto& queries) {
-                publish();
-                state.start_dq(both.ds[left & 1], group, both.k);
-                state.start_dk(both.ds[left & 1], group, queries.tile);
-                ptx::wgmma_wait<1>();
-                emit();
-            };
-            if (left > 0) {
-                start_scores();
-                differ(Known<true>{});
-                while (advance()) {
-                    const auto& before = *q;
-                    start_scores();
-                    start_rest(before);
-                    differ(Known<false>{});
-                }
-                start_rest(*q);
-                ptx::wgmma_wait<0>();
-                release_step();
-            }
-        } else {
-            while (left > 0) {
-                start_scores();
-                const auto& dout = in.wait();
-                state.start(state.ds, both.v, group, dout.tile);
-                ptx::wgmma_wait<1>();
-                weigh(block);
-                ptx::wgmma_wait<0>();
-                ptx::wgmma_hold(state.ds.value);
-                state.differ(dout.numbers);
-                state.round_weights();
-                state.start_dv(dout.tile);
-                publish();
-                state.start_dq(both.ds[left & 1], group, both.k);
-                state.start_dk(both.ds[left & 1], group, q->tile);
-                ptx::wgmma_wait<1>();
-                emit();
-                ptx::wgmma_wait<0>();
-                release_step();
-                advance();
-            }
         }
         ptx::wgmma_hold(state.dk.value);
         ptx::wgmma_hold(state.dv.value);
