@@ -1,4 +1,4 @@
-"""Problem 26, split sizes and counts of a dispatch: one sum, one exchange of packets, one copy to the host, which is the only wait."""
+"""Problem 26, split sizes and counts of a dispatch: one sum, one exchange of packets that writes to the host's memory, and one wait."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ MOE_COUNTS = DeclaredKernel(
 
 
 @per_group
-def moe_counts(group: Group, experts: int) -> BoundKernel:
-    grid = min(group.sm_count, -(-experts // 4))
-    return MOE_COUNTS.bind(group, grid=grid, block=128, resident=True, sizes={"packets": experts}, experts=experts)
+def moe_counts(group: Group, experts: int) -> tuple[BoundKernel, torch.Tensor]:
+    """Returns the launch, and the host memory that it writes: of every expert what is sent, then what each rank sends of own ones."""
+    grid, on_gpu = min(group.sm_count, -(-experts // 4)), group.device.type == "cuda"
+    launch = MOE_COUNTS.bind(group, grid=grid, block=128, resident=True, sizes={"packets": experts}, experts=experts)
+    return launch, torch.zeros(2 * experts, dtype=torch.int64, pin_memory=on_gpu)
 
 
 def solution(
@@ -47,10 +49,13 @@ def solution(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     ranks, counts = group_of(group), expert_mask.sum(dim=(1, 2))
     if ranks.world_size == 1:
-        both = counts.long().repeat(2)
+        both = counts.long().repeat(2).cpu()
     else:
-        both = torch.empty(2 * num_experts, dtype=torch.int64, device=counts.device)
-        moe_counts(ranks, num_experts)(counts=counts.long(), host=both)
-    sent, received = both.cpu().view(2, ranks.world_size, -1)
-    of_experts = received.to(counts.dtype)
+        launch, both = moe_counts(ranks, num_experts)
+        launch(counts=counts.long(), host=both)
+        if ranks.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+            ranks.waits.check()  # nobody takes a count from what has not come
+    sent, received = both.view(2, ranks.world_size, -1)
+    of_experts = received.to(counts.dtype, copy=True)  # the next call overwrites what the kernel wrote
     return sent.sum(1), received.sum(1), of_experts, of_experts.sum(0)

@@ -34,6 +34,8 @@ SOURCE = r"""
 #include <peerlane/moe.cuh>
 using namespace peerlane;
 
+constexpr u32 at_once = 8;  // entries of a lane that are on their way together
+
 // use(block of the filter, row, row among all) for the rows of the caller's warp; backward begins with the last one.
 template <bool backward, class Use>
 __device__ inline void each_filter_row(const KalmanStep& args, const Use& use) {
@@ -84,9 +86,18 @@ extern "C" __global__ void __launch_bounds__(1024)
         const u32 size = args.size[filter];
         double* p = args.covariance[filter] + u64(row) * size;
         const double *gains = args.gains + (at - row), own_gain = gains[row], factor = own_gain / total;
-#pragma unroll 8
-        for (u32 column = Warp{}.thread(); column < size; column += warp_threads) {
-            p[column] = (p[column] - factor * gains[column]) * inverse;
+        for (u32 first = Warp{}.thread(); first < size; first += at_once * warp_threads) {
+            double entry[at_once], gain[at_once];  // all loads stand before the first store, which may not pass them
+#pragma unroll
+            for (u32 k = 0; k < at_once; ++k) {
+                const u32 column = first + k * warp_threads;
+                if (column < size) entry[k] = p[column], gain[k] = gains[column];
+            }
+#pragma unroll
+            for (u32 k = 0; k < at_once; ++k) {
+                const u32 column = first + k * warp_threads;
+                if (column < size) p[column] = (entry[k] - factor * gain[k]) * inverse;
+            }
         }
         const double weight = args.weight[filter][row] + own_gain * step;
         __syncwarp();

@@ -1,7 +1,8 @@
 """Problem 64, neighbours sampled hop by hop: two questions to the device and three launches of the kit's exchange for each hop.
 
-Sizes of all parts are known behind the questions, so nothing else waits but the search for new nodes, which is one stable sort. Bound by
-those waits. ``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
+Sizes of all parts are known behind the questions, so nothing else waits but the search for new nodes: a table of all nodes' places takes
+the earliest turn in which each is met. Bound by those waits.
+``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from peerlane.device import communicator, group_of
 from peerlane.device.collectives.counts import share_counts
 
+UNSEEN = torch.iinfo(torch.int32).max
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -22,13 +24,15 @@ def runs(first: torch.Tensor, count: torch.Tensor, total: int) -> torch.Tensor:
     return (first - begin).repeat_interleave(count, output_size=total) + torch.arange(total, device=first.device)
 
 
-def new_nodes(nodes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Returns the nodes of ``source`` that are not in ``nodes``, each once, in order of appearance."""
-    known = torch.cat((nodes, source))
-    ascending, order = known.sort(stable=True)
-    fresh = torch.ones_like(known, dtype=torch.bool)
-    fresh[order[1:]] = ascending[1:] != ascending[:-1]
-    return source[fresh[nodes.numel() :]]
+def new_nodes(places: torch.Tensor, source: torch.Tensor, known: int) -> torch.Tensor:
+    """Returns the nodes of ``source`` that are new, each once, in order of appearance, and enters their places, from ``known`` on.
+
+    ``places``: of every node of the graph, int32, below ``known``, or UNSEEN."""
+    turns = torch.arange(known, known + source.numel(), dtype=places.dtype, device=source.device)
+    places.scatter_reduce_(0, source, turns, "amin")
+    fresh = source[places[source] == turns]
+    places[fresh] = turns[: fresh.numel()]
+    return fresh
 
 
 def solution(
@@ -52,12 +56,15 @@ def solution(
         kit.all_to_all_single(result, rows, received, sent)
         return result
 
-    nodes = frontier = seed_nodes.to(torch.int64)
-    places = torch.arange(ranks.world_size + 1, device=nodes.device)
+    frontier = seed_nodes.to(torch.int64)
+    found, known = [frontier], frontier.numel()
+    places = torch.full((node_to_rank.numel(),), UNSEEN, dtype=torch.int32, device=frontier.device)
+    places[frontier] = torch.arange(known, dtype=torch.int32, device=frontier.device)
+    owners = torch.arange(ranks.world_size + 1, dtype=torch.uint8, device=frontier.device)
     sampled: list[tuple[torch.Tensor, ...]] = []
     for fanout in fanouts:
-        owner, order = node_to_rank[frontier].to(torch.int64).sort(stable=True)
-        asked, wanted = shared(torch.searchsorted(owner, places).diff())
+        owner, order = node_to_rank[frontier].to(torch.uint8).sort(stable=True)
+        asked, wanted = shared(torch.searchsorted(owner, owners).diff())
         requests = exchanged(frontier[order], wanted, asked)
         first = local_adj_row_ptr[requests]
         taken = local_adj_row_ptr[requests + 1] - first
@@ -75,10 +82,13 @@ def solution(
         first_edge, degree, begin = ranges.unbind(1)
         total = sum(received)
         source = neighbours[runs(begin, degree, total)].to(torch.int64)
-        sampled.append((source, frontier.repeat_interleave(degree, output_size=total), runs(first_edge, degree, total)))
-        frontier = new_nodes(nodes, source)
-        nodes = torch.cat((nodes, frontier))
+        first_place = known - frontier.numel()
+        targets = torch.arange(first_place, known, device=frontier.device).repeat_interleave(degree, output_size=total)
+        frontier = new_nodes(places, source, known)
+        known += frontier.numel()
+        found.append(frontier)
+        sampled.append((places[source].to(torch.int64), targets, runs(first_edge, degree, total)))
 
-    source, destination, edge = (torch.cat(parts) for parts in zip(*sampled, strict=True)) if sampled else [nodes[:0]] * 3
-    ascending, place = nodes.sort()
-    return nodes, place[torch.searchsorted(ascending, source)], place[torch.searchsorted(ascending, destination)], edge
+    nodes = torch.cat(found)
+    row, col, edge = (torch.cat(parts) for parts in zip(*sampled, strict=True)) if sampled else [nodes[:0]] * 3
+    return nodes, row, col, edge
