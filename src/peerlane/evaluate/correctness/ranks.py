@@ -26,7 +26,7 @@ Steps = tuple[tuple[int, int, int], ...]
 
 
 def too_large(case: Case, than: str, where: str, failure: GroupFailure) -> str:
-    """Why a case was not judged, or not timed; with the bytes that were asked for and those of the GPU, where PyTorch has named them."""
+    """Returns the reason why a case is not judged or not timed, with the bytes that PyTorch asked for and those of the GPU, if named."""
     found = _BYTES.search(failure.message)
     bytes_ = "" if found is None else f" ({found[1]} more, on a GPU of {found[2]} that has {found[3]} left)"
     return f"{case.key} needs more memory than {than}: {where}{bytes_}; use more ranks, a smaller preset, or larger GPUs"
