@@ -4,7 +4,8 @@
 
 Inputs, references and oracles run on tensors without contents, which shows what is alive at the worst moment. A line for each problem, in
 GiB: inputs and outputs of a slot on a rank, what a call of the reference and an oracle take besides, slots of the timed block, and for the
-whole GPU what judging and timing take. `-` is not known: contents decide it. Reference attention counts as on a CPU, with all its scores.
+whole GPU what judging and timing take. Each is the larger of the first and the last rank's, and counts for all ranks. `-` is not known:
+contents decide it. Reference attention by PyTorch's operator counts as on a CPU, with all its scores.
 A problem that exceeds the memory is marked, with the largest part.
 """
 
@@ -15,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,21 +108,35 @@ class Bytes:
         }
 
 
-def bytes_of(problem: Problem, case: Case) -> Bytes:
-    """Of rank 0; raises RuntimeError if contents decide how large the inputs are."""
+class Sent:
+    """A message between tensors without contents, which needs no time."""
+
+    def wait(self) -> None: ...
+
+
+def bytes_of(problem: Problem, case: Case, me: int) -> Bytes:
+    """Of the rank ``me``, in a process group of its own; raises RuntimeError if contents decide how large the inputs are."""
+    dist.init_process_group("fake", store=FakeStore(), rank=me, world_size=case.world_size)
+    try:
+        return _bytes_of(problem, case, me)
+    finally:
+        dist.destroy_process_group()
+
+
+def _bytes_of(problem: Problem, case: Case, me: int) -> Bytes:
     groups = {}
     for name, members_of in problem.process_groups(case).items():
         made = [(dist.new_group(list(members)), members) for members in members_of]
-        groups[name] = next((group for group, members in made if 0 in members), None)
+        groups[name] = next((group for group, members in made if me in members), None)
 
     def inputs(rank: int) -> tuple[Any, ...]:
         return problem.inputs(case, rank, _Shapes(secret="", case_key=case.key, slot=0, block=0, rank=rank, device="meta"))
 
-    tree = strip_overlap(inputs(0))
+    tree = strip_overlap(inputs(me))
     args = resolve_groups(tree, groups.__getitem__)
     returned, reference = measured(lambda: problem.reference_of(case.variant)(*args))
     everyone = [inputs(rank) for rank in range(case.world_size)]
-    expected, oracle = measured(lambda: problem.oracle(case, everyone, 0))
+    expected, oracle = measured(lambda: problem.oracle(case, everyone, me))
     outputs = 0
     if reference >= 0:
         outputs = place_slots([describe_answer(problem.answer(returned, args))])[1]
@@ -132,7 +147,8 @@ def bytes_of(problem: Problem, case: Case) -> Bytes:
 
 def row(problem: Problem, case: Case, ranks: int, memory: float) -> tuple[str, bool]:
     """The line of a case, and whether it fits into ``memory`` bytes of a GPU that ``ranks`` ranks share."""
-    found = bytes_of(problem, case)
+    first, last = (vars(bytes_of(problem, case, rank)) for rank in (0, case.world_size - 1))
+    found = Bytes(**{name: max(first[name], last[name]) for name in first})
     slots = slots_that_fit(_MOST_CALLS, max(1, found.slot), _ARENA_SHARE * memory / ranks)
     judging, timing = found.judging(ranks, case.world_size, slots), found.timing(ranks, slots)
     parts = max(judging, timing, key=lambda item: sum(item.values()))
@@ -153,7 +169,7 @@ def main() -> int:
     parser.add_argument("--problem", default="1-87")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world_size)
+    dist.batch_isend_irecv = cast(Any, lambda transfers: [Sent() for _ in transfers])
     names = ("inputs", "outputs", "call", "oracle")
     print(f"{'GiB':38s}{''.join(f'{name:>9s}' for name in names)}{'slots':>6s}{'judging':>9s}{'timing':>9s}")
     refused = []
@@ -169,7 +185,6 @@ def main() -> int:
                 line, fits = f"{problem.id:3d} {problem.slug:34s} contents decide the size of its inputs", True
             print(line, flush=True)
             refused += [] if fits else [problem.id]
-    dist.destroy_process_group()
     print(f"do not fit: {', '.join(map(str, refused)) or 'none'}")
     return 0
 

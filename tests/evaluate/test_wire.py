@@ -53,7 +53,7 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (wire.KeepDeviceBusy(0.5), wire.Done()),
     (wire.CollectOutputs("case", [0], [1], [{"kind": "tensor"}], []), wire.CollectedBytes(4096)),
     (wire.DiscardOutputs("case"), wire.Done()),
-    (wire.JudgeOutputs("case", True), wire.Judgement([SCORE, wire.SlotScore(1, mismatch="a list")], ["weight"], REGION)),
+    (wire.JudgeOutputs("case", True, [1, 0]), wire.Judgement([SCORE, wire.SlotScore(1, mismatch="a list")], ["weight"], REGION)),
     (wire.SaveOutput("case", 1), wire.Done()),
     (wire.CompareOutput("case"), wire.OutputComparison(None, None)),
     (wire.MeasureMargins(CASE), wire.MeasuredMargins({"faults": []})),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,16 +37,29 @@ class Judging(TrustedRank):
         return sizes
 
 
-def judged(rank: int, world_size: int, folder: str) -> tuple[list[int], bool, int]:
+def judged(rank: int, world_size: int, folder: str, judge: int | None = None) -> tuple[Any, bool, int]:
     """What a rank got of all ranks, whether no other had its turn meanwhile, and how many answers it kept."""
     me = Judging(rank, world_size, Path(folder))
     inputs = torch.full((100 + rank,), rank + 1, dtype=torch.uint8)
     padded = torch.zeros(WIDTH, dtype=torch.uint8)
     padded[: inputs.numel()] = inputs
     snapshot = Snapshot(0, 0, "random", {}, [torch.ones(1)], padded)
-    return me._judge_in_turn(None, snapshot, WIDTH), me.alone, len(snapshot.tensors)  # type: ignore[arg-type, return-value]
+    current = SimpleNamespace(
+        problem=SimpleNamespace(replicated=("sums",), is_replicated=("sums").__eq__), case=SimpleNamespace(key="case")
+    )
+    me._output_names["case"] = ["sums"]
+    return me._judge_in_turn(current, snapshot, WIDTH, judge), me.alone, len(snapshot.tensors)  # type: ignore[arg-type]
 
 
 def test_every_rank_sees_the_inputs_of_all_in_its_turn(rank_pool: Callable[[int], RankPool], tmp_path: Path) -> None:
     expected = [(100 + rank) * (rank + 1) for rank in range(4)]
     assert rank_pool(4).run(judged, str(tmp_path)) == [(expected, True, 0)] * 4
+
+
+def test_the_only_judge_sees_the_inputs_of_all_and_the_others_keep_their_checksums(
+    rank_pool: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    scores, _, kept = zip(*rank_pool(4).run(judged, str(tmp_path), 2), strict=True)
+    others = [score.digests for rank, score in enumerate(scores) if rank != 2]
+    assert scores[2] == [(100 + rank) * (rank + 1) for rank in range(4)] and kept == (0,) * 4
+    assert [name for name, _ in others[0]] == ["sums"] and others.count(others[0]) == 3

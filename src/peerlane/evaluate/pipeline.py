@@ -25,6 +25,7 @@ from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidate_group import CandidateGroup
 from peerlane.evaluate.candidates import runs_emulated
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
+from peerlane.evaluate.correctness.ranks import too_large
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
@@ -48,11 +49,11 @@ from peerlane.settings import CANDIDATE_WAIT_S, StressRules, TimingRules
 from peerlane.words import counted
 
 CHECKED_SLOTS = 4
-CHECKED_SLOW_SLOTS, SLOW_JUDGING_S = 2, 1.0
+CHECKED_SLOW_SLOTS, _SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
 _WHOLE_S = 40.0  # for an evaluation of one case: races that begin late have less time
 _TIMED_SHARE = 1 / 4  # of that time, that is left for timing at least
-_AUDITED_SHARE = 1 / 10  # that the audit needs
+_AUDITED_SHARE, _AUDITED_CALLS = 1 / 10, 8  # that the audit needs, or the time for comparing so many calls
 _FEWEST_CALLS = 12  # of a candidate that is right; half of what correctness and stress take, for the first may be slower
 _TELLING_S = 2.0  # a kernel whose wait has timed out is heard of within that
 _RAISED = ("runtime_error", "import_error", "cuda_error")
@@ -139,10 +140,8 @@ class EvaluationPipeline:
             self.group.healthy, self.missed_deadline = False, failure.kind in ("hang", "no_answer")
             self.stuck = failure.stuck
             if failure.kind == "out_of_memory" and self.case is not None and not self.group.loaded:
-                return self._too_large(
-                    f"{self.case.key} needs more memory than there is: the reference ran out of it in {failure.phase}, in the ranks that "
-                    "the candidate gets; use more ranks, a smaller preset, or larger GPUs"
-                )
+                where = f"the reference ran out of it in {failure.phase}, in the ranks that the candidate gets"
+                return self._too_large(too_large(self.case, "there is", where, failure))
             return self._blame(failure)
         except OutOfTime as out:
             self.group.healthy = False
@@ -325,7 +324,7 @@ class EvaluationPipeline:
             if first:
                 runner.check("first_call", limits.first_call, [0])
         with self._in("correctness"):
-            if first and runner.judge_s > SLOW_JUDGING_S:
+            if first and runner.judge_s > _SLOW_JUDGING_S:
                 checked = min(CHECKED_SLOW_SLOTS, checked)
             rest, first_s = (range(1, checked), None) if first else (range(checked), limits.first_call)
             runner.check("correctness", limits.calls, rest, first_s=first_s)  # other shapes may be compiled or tuned for
@@ -344,14 +343,15 @@ class EvaluationPipeline:
     def _time(self, checked: CaseRunner, begin: float) -> Benchmark:
         """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there. ``begin``: of
         the evaluation."""
-        end = max(time.monotonic() + _TIMED_SHARE * _WHOLE_S, begin + (1 - _AUDITED_SHARE) * _WHOLE_S)
+        audit_s = max(_AUDITED_SHARE * _WHOLE_S, _AUDITED_CALLS * checked.judge_s)
+        end = max(time.monotonic() + _TIMED_SHARE * _WHOLE_S, begin + _WHOLE_S - audit_s)
         if self.limit is not None and math.isfinite(self.limit.seconds):
             end = min(end, self.limit.end - _AUDITED_SHARE * self.limit.seconds)
         speed = self._baseline(checked, {}, end)
         if speed.broken:  # a group in which a capture failed is in a state that nobody knows: another one, without that mode
             self.group.reusable = False
             speed = self._baseline(checked, speed.unmeasurable, end)
-        speed.runner.judge_s = checked.judge_s
+        speed.runner.judge_s, speed.runner.samples_ranks = checked.judge_s, checked.samples_ranks
         self._load()
         with self._in("timing"):
             speed.first_calls()
@@ -429,7 +429,7 @@ class EvaluationPipeline:
                 if isinstance(item, ModeSpeed):
                     auditor.audit_block(speed, item.mode)
             auditor.count_timed(runner.collectives)
-        auditor.audit_calls(runner)
+        auditor.audit_calls(runner, called=0 if speed is None else max(speed.calls.values(), default=0))
         if (integrity_failure := auditor.integrity_failure) is not None:
             raise Rejected(integrity_failure)
         if self.node.place.has_gpus:
@@ -479,8 +479,8 @@ class EvaluationPipeline:
     def _result(self, verdict: Verdict, log: str) -> Result:
         job = self.job
         correct = isinstance(verdict, Correct)
-        if any(runner.aliased for runner in self.runners):
-            self.flags.add("aliased_output")
+        self.flags |= {"aliased_output" for runner in self.runners if runner.aliased}
+        self.flags |= {"ranks_sampled" for runner in self.runners if runner.samples_ranks}
         if needs_multicast(verdict, self.source or "", lacking=self.node.node_class.lacks_multicast):
             self.flags.add(NEEDS_MULTICAST)
         return Result(

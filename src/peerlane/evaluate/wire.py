@@ -384,10 +384,12 @@ class DiscardOutputs(Request[Done]):
 
 @dataclass(frozen=True)
 class JudgeOutputs(Request[Judgement]):
-    """Compares all collected outputs with the oracle. ``at_rest``: the candidate alone has touched the inputs since they were published."""
+    """Compares all collected outputs with the oracle. ``at_rest``: the candidate alone has touched the inputs since they were published.
+    ``judges``: for each of them the one rank whose output is compared; empty: those of all ranks are."""
 
     space: str
     at_rest: bool
+    judges: list[int]
 
 
 @dataclass(frozen=True)

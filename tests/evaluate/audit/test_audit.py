@@ -35,7 +35,7 @@ def recorded(device: dict[str, int] | None = None, **changes: Any) -> wire.Recor
 class Answers:
     """Stands in for a trial or a speed trial of four slots on two ranks, which answer with these recordings."""
 
-    slots = 4
+    slots, samples_ranks = 4, False
     calls: ClassVar = {"graph": 4}
 
     def __init__(self, recording: wire.Recording, *, collectives: int = 0, rank_1: wire.Recording | None = None) -> None:
@@ -45,10 +45,12 @@ class Answers:
         self.discard = lambda: None
         self.case = SimpleNamespace(world_size=2)
         self.runner = self
+        self.checked: list[int] = []
 
     def refresh_inputs(self, slots: int, *, mixed: bool) -> None: ...
 
     def check(self, phase: str, deadline_s: float, slots: Sequence[int], marker: str | None = None) -> list[wire.Called]:
+        self.checked += slots
         return [wire.Called([{}], False, [recording] if marker else [], self.collectives) for recording in self.of_ranks]
 
     def profile_block(self, mode: str, marker: str) -> list[wire.Recording]:
@@ -128,6 +130,15 @@ def test_the_evaluators_own_functions_may_be_replaced_in_no_track() -> None:
 def test_a_record_names_the_most_frequent_operators_only() -> None:
     record = auditor(recorded(host={f"c10d::made_up_{number}": 1 + number for number in range(100)})).record()
     assert record is not None and len(record.operators) == 32 and "c10d::made_up_99" in record.operators
+
+
+@pytest.mark.parametrize(("samples_ranks", "called", "checked"), [(False, 4, 8), (True, 1, 4), (True, 2, 2)])
+def test_few_calls_are_audited_where_comparing_takes_long(samples_ranks: bool, called: int, checked: int) -> None:
+    runner: Any = Answers(recorded())
+    runner.samples_ranks = samples_ranks
+    made = Auditor(GPUS)
+    made.audit_calls(runner, called=called)
+    assert len(runner.checked) == checked and made.audited >= 1
 
 
 def test_no_calls_no_record() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from peerlane import problems
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
+from peerlane.evaluate.correctness import case_runner
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.requirements import missing_on_virtual_node
@@ -115,3 +116,36 @@ def test_the_requests_that_run_code_of_the_candidate() -> None:
 def test_what_ranks_that_share_a_gpu_cannot_do(message: str, missing: str | None) -> None:
     found = missing_on_virtual_node(message)
     assert found is None if missing is None else missing in str(found)
+
+
+class Comparing(Ranks):
+    """Trusted ranks that take ``seconds`` for a comparison on the clock of a test."""
+
+    def __init__(self, clock: list[float], seconds: list[float]) -> None:
+        super().__init__(None)
+        self._clock, self._seconds, self.judges = clock, seconds, list[list[int]]()
+
+    def ask(self, request: Any, *_: Any, **__: Any) -> Any:
+        self._clock[0] += self._seconds.pop(0)
+        self.judges.append(request.judges)
+        return [wire.Judgement([wire.SlotScore(0)], [], None)] * 4
+
+
+@pytest.mark.parametrize(
+    ("shares_gpus", "seconds", "sampled"),
+    [(True, [1.5, 0.4, 0.4], False), (True, [7.6, 0.4, 0.4], True), (True, [1.5, 0.9, 0.3], True), (False, [7.6, 7.6, 7.6], False)],
+)
+def test_one_rank_is_compared_where_comparing_takes_long_on_a_shared_gpu(
+    shares_gpus: bool, seconds: list[float], sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(case_runner, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    made, _ = runner(None, None)
+    trusted, session = Comparing(clock, seconds), cast(Any, made.session)
+    session.trusted, session.place, made.layouts = trusted, SimpleNamespace(shares_gpus=shares_gpus), [cast(Any, None)] * 4
+    for phase in ("first_call", "correctness", "stress"):
+        made._waiting = ["random"]
+        made.judge(cast(Any, phase))
+    assert trusted.judges[0] == [] and made.samples_ranks is sampled
+    assert [len(judges) for judges in trusted.judges[2:]] == [int(sampled)]
+    assert all(judge in range(4) for judges in trusted.judges for judge in judges)

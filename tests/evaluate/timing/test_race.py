@@ -44,6 +44,7 @@ class World:
     now_s: float = 0.0
     slots: int = 128
     judge_s: float = 0.0
+    samples_ranks: bool = False
     slot_bytes: float = 1.0
     collected: list[int] = field(default_factory=list)
     deadlines: list[tuple[int, float]] = field(default_factory=list)

@@ -40,6 +40,9 @@ from peerlane.results.verdict import (
 )
 
 _MOST_WAITING_BYTES = 512 << 20  # of inputs and outputs of calls at rest, that a rank keeps to judge them together
+SLOW_JUDGING_S = 0.5
+"""Where comparing one call takes longer on ranks that share a GPU, one rank's output is compared from then on: they compute in turns."""
+_WARM_UP = 4.0  # times as long the first comparison may take: libraries are loaded then
 _PATIENCE = 50.0  # a candidate may take so many times as long as the reference
 _dice = random.SystemRandom()
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
@@ -118,6 +121,8 @@ class CaseRunner:
     """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
     judge_s: float = 0.0
     """what comparing one slot took, last time"""
+    samples_ranks: bool = False
+    """of every further call only the output of one rank, at random, is compared: an oracle takes long, and the ranks share a GPU"""
     reference_s: float = 0.0
     """the longest that one call of the reference took on a rank, at this time and on this machine"""
     quickest_s: float = 0.0
@@ -290,10 +295,13 @@ class CaseRunner:
         """Has the trusted ranks compare what was collected; raises :class:`Rejected`. ``at_rest``: nobody else has touched any inputs since
         they were published, so that all of them are looked at, and what lies between them."""
         begin = time.monotonic()
-        answers = self.trusted.judge_outputs(at_rest=at_rest)
+        judges = [_dice.randrange(len(self.layouts)) for _ in self._waiting] if self.samples_ranks else []
+        answers = self.trusted.judge_outputs(at_rest=at_rest, judges=judges)
         kinds, self._waiting = self._waiting, []
         if kinds:
             self.judge_s = (time.monotonic() - begin) / len(kinds)
+            slow_s = SLOW_JUDGING_S if self.evidence.slots else _WARM_UP * SLOW_JUDGING_S
+            self.samples_ranks |= self.judge_s > slow_s and self.session.place.shares_gpus
         self._raise_if_wrong(phase, answers)
         self.evidence.slots += len(kinds)
         self.evidence.integer_slots += kinds.count(INTEGER)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -18,9 +19,17 @@ from peerlane.evaluate.processes.session import Session, case_id
 from peerlane.problems.contract.spec import Case
 from peerlane.results.verdict import Phase
 
+_BYTES = re.compile(r"allocate ([\d.]+ \w+)\. GPU \d+ has a total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 A = TypeVar("A", bound=wire.Answer)
 Steps = tuple[tuple[int, int, int], ...]
 """of :class:`SlotSwaps`"""
+
+
+def too_large(case: Case, than: str, where: str, failure: GroupFailure) -> str:
+    """Returns the reason why a case is not judged or not timed, with the bytes that PyTorch asked for and those of the GPU, if named."""
+    found = _BYTES.search(failure.message)
+    bytes_ = "" if found is None else f" ({found[1]} more, on a GPU of {found[2]} that has {found[3]} left)"
+    return f"{case.key} needs more memory than {than}: {where}{bytes_}; use more ranks, a smaller preset, or larger GPUs"
 
 
 class Trusted:
@@ -51,8 +60,8 @@ class Trusted:
     def discard_outputs(self) -> None:
         self._ask(wire.DiscardOutputs(self._space))
 
-    def judge_outputs(self, *, at_rest: bool) -> list[wire.Judgement]:
-        return self._ask(wire.JudgeOutputs(self._space, at_rest))
+    def judge_outputs(self, *, at_rest: bool, judges: Sequence[int] = ()) -> list[wire.Judgement]:
+        return self._ask(wire.JudgeOutputs(self._space, at_rest, [*judges]))
 
     def save_output(self, slot: int) -> None:
         self._ask(wire.SaveOutput(self._space, slot))
@@ -124,10 +133,8 @@ class Trusted:
             tail = self._session.trusted.log_tail()
             self._session.drop_trusted()
             if failure.kind == "out_of_memory":
-                raise CaseTooLarge(
-                    f"{key} needs more memory than there is beside the candidate: the evaluator's rank {failure.rank} ran out of "
-                    f"it at {op}; use more ranks, a smaller preset, or larger GPUs"
-                ) from None
+                where = f"the evaluator's rank {failure.rank} ran out of it at {op}"
+                raise CaseTooLarge(too_large(self._case, "there is beside the candidate", where, failure)) from None
             if failure.kind == "cuda_error" and self._session.shares_faults:
                 # The trusted ranks ran code of ours alone; what they report here is a fault of the candidate's that they share.
                 shared = f"a fault ended all ranks that share a GPU, the evaluator's at {op} of {key}: {failure.message}"

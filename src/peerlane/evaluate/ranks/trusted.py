@@ -11,7 +11,7 @@ process's private memory, and an arena is cleared before it is handed out.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +27,7 @@ from peerlane.evaluate.memory.layouts import Layouts, find_layouts
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_us
-from peerlane.problems.contract.judge import expected_leaves, same_bits, type_mismatch
+from peerlane.problems.contract.judge import digests, expected_leaves, same_bits, type_mismatch
 from peerlane.problems.contract.tree import (
     Description,
     GroupRef,
@@ -50,6 +50,8 @@ class TrustedRank(Rank):
         self._secret = ""
         self._open: dict[str, OpenCase] = {}
         self._layouts: dict[tuple[int, str, int, float], Layouts] = {}
+        self._output_names: dict[str, list[str]] = {}
+        """by case, in the order of the output's tensors, once an answer was judged"""
         self.handlers |= {
             wire.TakeSecret: self.take_secret,
             wire.OpenCase: self.open_case,
@@ -207,40 +209,43 @@ class TrustedRank(Rank):
         if at_rest:
             changes += [change for slot in range(len(current.kinds)) for change in _changes(current, slot, slot)]
         return wire.Judgement(
-            slots=[*self._judge_all(current, snapshots)],
+            slots=[*self._judge_all(current, snapshots, request.judges or [None] * len(snapshots))],
             changed_arguments=changed_names(changes),
             out_of_bounds=_out_of_bounds(current) if at_rest else None,
         )
 
-    def _judge_all(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[wire.SlotScore]:
+    def _judge_all(self, current: OpenCase, snapshots: list[Snapshot], judges: Sequence[int | None]) -> Iterator[wire.SlotScore]:
         """Judges one snapshot after the other. Where ranks share a GPU, they take turns with large ones: an answer takes many times its
-        size in float64, and ranks that compute at once gain nothing."""
+        size in float64, and ranks that compute at once gain nothing. ``judges``: the only rank that compares a snapshot; None: all do."""
         large = current.slot_bytes > _GATHERED_BYTES
         widths = [aligned(max(1, *(span.stop - span.start for span in current.spans(snapshot.source)))) for snapshot in snapshots]
         begin = 0
         while begin < len(snapshots):
             if large and self.shares_gpu:
-                yield self._judge_in_turn(current, snapshots[begin], widths[begin])
+                yield self._judge_in_turn(current, snapshots[begin], widths[begin], judges[begin])
                 begin += 1
                 continue
             end, offsets = begin, [0]
             while end < len(snapshots) and (end == begin or offsets[-1] + widths[end] <= _GATHERED_BYTES):
                 offsets.append(offsets[-1] + widths[end])
                 end += 1
-            waiting = iter(snapshots[begin:end])
+            waiting = iter(zip(snapshots[begin:end], judges[begin:end], strict=True))
             for inputs in self._all_inputs(current, snapshots[begin:end], offsets):
-                snapshot = next(waiting)
-                yield self._judge(current, snapshot, inputs)
+                snapshot, judge = next(waiting)
+                yield self._judge(current, snapshot, inputs) if judge in (None, self.rank) else self._not_judged(current, snapshot)
                 snapshot.tensors.clear()
                 del inputs  # before those of the next slot are gathered
                 if large:
                     self.give_back()
             begin = end
 
-    def _judge_in_turn(self, current: OpenCase, snapshot: Snapshot, width: int) -> wire.SlotScore:
-        """Judges a snapshot while the other ranks wait: one of them at a time holds the inputs of all."""
+    def _judge_in_turn(self, current: OpenCase, snapshot: Snapshot, width: int, judge: int | None = None) -> wire.SlotScore:
+        """Judges a snapshot while the other ranks wait: one of them at a time holds the inputs of all. With a ``judge`` no other does."""
         own, score = _padded(snapshot.inputs, width), None
-        for reader in range(self.world_size):
+        if judge not in (None, self.rank):
+            score = self._not_judged(current, snapshot)
+            snapshot.tensors.clear()
+        for reader in range(self.world_size) if judge is None else [judge]:
             everyone = own.new_empty((self.world_size, width)) if reader == self.rank else None
             dist.gather(own, None if everyone is None else [*everyone], dst=reader)
             if everyone is not None:
@@ -252,11 +257,19 @@ class TrustedRank(Rank):
         assert score is not None, "every rank has its turn"
         return score
 
+    def _not_judged(self, current: OpenCase, snapshot: Snapshot) -> wire.SlotScore:
+        """The score of an answer that is compared on another rank. What must be the same on all ranks is compared all the same."""
+        names = self._output_names[current.case.key] if current.problem.replicated else []
+        alike = [(name, tensor) for name, tensor in zip(names, snapshot.tensors, strict=False) if current.problem.is_replicated(name)]
+        sums = digests([tensor for _, tensor in alike])
+        return wire.SlotScore(snapshot.slot, digests=tuple(zip([name for name, _ in alike], sums, strict=True)))
+
     def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> wire.SlotScore:
         problem, case, slot = current.problem, current.case, snapshot.slot
         expected = problem.oracle(case, inputs, self.rank)
         if (reason := _claimed_mismatch(snapshot.described, expected, self.device)) is not None:
             return wire.SlotScore(slot, mismatch=reason)
+        self._output_names[case.key] = [leaf.name for leaf in expected_leaves(expected)]
         got = rebuild(current.output_layout[slot], iter(snapshot.tensors), current.groups.__getitem__)
         if (mismatch := type_mismatch(got, expected)) is not None:
             raise RuntimeError(f"{case.key}: the reference and the oracle disagree about the output's type: {mismatch}")

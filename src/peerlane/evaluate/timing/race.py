@@ -150,7 +150,8 @@ class Race(Rounds):
         self._build()
         limit_s = runner.deadline(runner.session.deadlines.first_call, self.calls)
         answers = runner.candidate.profile_block(self.calls, marker, limit_s, timeline=timeline)
-        runner.collect_from([answer.outputs for answer in answers], self._plan.copied, "audit")
+        chosen = _dice.sample(self._plan.copied, 1) if runner.samples_ranks else self._plan.copied
+        runner.collect_from([answer.outputs for answer in answers], chosen, "audit")
         runner.judge("audit")
         return [answer.recording for answer in answers]
 
