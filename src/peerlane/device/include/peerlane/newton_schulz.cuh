@@ -38,28 +38,50 @@ __device__ inline void emit_mirrored(const typename Shape::Sum& sum, int row, in
     }
 }
 
-// Copies what `emit_mirrored` has handed over; `each` as in `store_sum`.
-template <class Shape, class Consumer, class Each>
-__device__ inline void store_mirrored(Consumer& out, int row, int column, const Each& each) {
-    bool held = false;  // the slot before is being read
-    const auto copy = [&](int x, int y) {
-        const auto& piece = out.wait();
+// The storer's end of a group's pieces: one is being read while the next is waited for.
+template <class Consumer>
+class PieceStorer {
+  public:
+    __device__ explicit PieceStorer(Consumer& out) : out_(out) {}
+
+    // Starts the copies of the next piece; `copies` begins them, for one thread.
+    template <class Copies>
+    __device__ void next(const Copies& copies) {
+        const auto& piece = out_.wait();
         if (ptx::elect_one()) {
-            each([&](const TensorMap* map) { piece.store(map, {x, y, 0}); });
+            copies(piece);
             ptx::bulk_commit();
             ptx::bulk_wait_read<1>();
         }
-        if (held) out.release();
-        held = true;
+        if (held_) out_.release();
+        held_ = true;
+    }
+
+    // Behind the last piece, if there was any.
+    __device__ void finish() {
+        if (!held_) return;
+        if (ptx::elect_one()) ptx::bulk_wait_read<0>();
+        out_.release();
+    }
+
+  private:
+    Consumer& out_;
+    bool held_ = false;  // the slot before is being read
+};
+
+// Copies what `emit_mirrored` has handed over; `each` as in `store_sum`.
+template <class Shape, class Consumer, class Each>
+__device__ inline void store_mirrored(Consumer& out, int row, int column, const Each& each) {
+    PieceStorer pieces(out);
+    const auto copy = [&](int x, int y) {
+        pieces.next([&](const auto& piece) { each([&](const TensorMap* map) { piece.store(map, {x, y, 0}); }); });
     };
 #pragma unroll 1
     for (int j = 0; j < Shape::columns; j += panel_columns) {
         if (column + j >= row) copy(column + j, row);
         if (column + j > row) copy(row, column + j);
     }
-    if (!held) return;
-    if (ptx::elect_one()) ptx::bulk_wait_read<0>();
-    out.release();
+    pieces.finish();
 }
 
 // sum = scale sum + share (the tile of the residual, which comes in `parts` parts)
@@ -122,16 +144,25 @@ struct PartsProductRoles : GemmRoles<Shape, Parameters> {
         typename Shape::Sum sum;
         multiply_steps<Shape>(sum, group, Shape::steps(this->parameters.k), in);
         add_share<Shape, 2>(sum, this->parameters, group, tile.column * Shape::columns, in);
-        emit<Shape>(sum, out);
-        if constexpr (in_parts) {
-            sum.template subtract_rounded<Result>();
-            emit<Shape>(sum, out);
+        if constexpr (!in_parts) return emit<Shape>(sum, out);
+#pragma unroll
+        for (int j = 0; j < Shape::columns; j += panel_columns) {
+            sum.store(out.acquire(), j);
+            out.commit();
+            sum.store_remainder(out.acquire(), j);
+            out.commit();
         }
     }
     __device__ void store(const Tile& tile, u32 group, OutputConsumer<PartsProductRoles>& out) const {
         const Place3 at = {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0};
-        store_sum<Shape>(out, &this->parameters.c, at);
-        if constexpr (in_parts) store_sum<Shape>(out, &this->parameters.c_low, at);
+        if constexpr (!in_parts) return store_sum<Shape>(out, &this->parameters.c, at);
+        PieceStorer pieces(out);
+#pragma unroll 1
+        for (int j = 0; j < Shape::columns; j += panel_columns) {
+            pieces.next([&](const auto& piece) { piece.store(&this->parameters.c, {at.x + j, at.y, 0}); });
+            pieces.next([&](const auto& piece) { piece.store(&this->parameters.c_low, {at.x + j, at.y, 0}); });
+        }
+        pieces.finish();
     }
 };
 

@@ -184,15 +184,23 @@ struct SumTile {
         }
     }
 
-    // Leaves what rounding to E takes away.
+    // As `store`, of what rounding to E leaves of the sum.
     template <class E>
-    __device__ void subtract_rounded() {
+    __device__ void store_remainder(SharedTile<E, 64, panel_columns>& tile, int first) const {
+        const int lane = threadIdx.x % 32;
+        const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-        for (int i = 0; i < N / 2; i += 2) {
-            float rounded[2];
-            E::widen(E::narrow(value + i), rounded);
-            value[i] -= rounded[0];
-            value[i + 1] -= rounded[1];
+        for (int j = 0; j < panel_columns; j += 16) {
+            u32 word[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const float* own = value + (first + j) / 2 + 2 * w;
+                float left[2];
+                E::widen(E::narrow(own), left);
+                left[0] = own[0] - left[0], left[1] = own[1] - left[1];
+                word[w] = E::narrow(left);
+            }
+            ptx::store_matrices(tile.data + tile.offset(row, j + lane / 16 * 8), word);
         }
     }
 
