@@ -62,7 +62,9 @@ def run(folder: Path, source: str, calls: list[list[tuple[torch.Tensor, ...]]], 
 def found_in_gram(folder: Path, tiling: Tiling, world_size: int) -> set[str]:
     """Ranks of unequal depth; two calls. Returns the kinds of findings, and ``wrong_result``."""
     depths = (72, 13, 64, 8)[:world_size]
-    calls = [[(signs(ROWS, depth, 10 * call + rank),) for rank, depth in enumerate(depths)] for call in range(2)]
+    calls: list[list[tuple[torch.Tensor, ...]]] = [
+        [(signs(ROWS, depth, 10 * call + rank),) for rank, depth in enumerate(depths)] for call in range(2)
+    ]
     outcome = run(folder, GRAM, calls, tiling)
     kinds = {finding.kind for finding in outcome.findings}
     if outcome.failure is not None:
@@ -70,7 +72,7 @@ def found_in_gram(folder: Path, tiling: Tiling, world_size: int) -> set[str]:
             raise outcome.failure[1]
         return kinds
     for operands, outputs in zip(calls, outcome.outputs, strict=True):
-        expected = sum(x.float() @ x.float().T for (x,) in operands)
+        expected = torch.stack([x.float() @ x.float().T for (x,) in operands]).sum(0)
         if not all(torch.equal(got.float(), expected) for got in outputs):
             kinds.add("wrong_result")
     return kinds
