@@ -207,12 +207,24 @@ def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings
     return rank_tilings(m, n, k, sm_count, parts, tilings)[0]
 
 
-def rank_tilings(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> list[Tiling]:
-    """Tilings by their time in the model, the best first."""
+def tile_count(tiling: Tiling, m: int, n: int) -> int:
+    """Tiles of an (m, n) result."""
+    return math.prod(tiling.grid(m, n))
+
+
+def rank_tilings(
+    m: int,
+    n: int,
+    k: int,
+    sm_count: int,
+    parts: int = 1,
+    tilings: Sequence[Tiling] = TILINGS,
+    count: Callable[[Tiling, int, int], int] = tile_count,
+) -> list[Tiling]:
+    """Tilings by their time in the model, the best first. ``count``: how many tiles of an (m, n) result are computed."""
 
     def time_us(tiling: Tiling) -> float:
-        rows, columns = tiling.grid(m, n)
-        tiles, clusters = parts * rows * columns, sm_count // tiling.blocks
+        tiles, clusters = parts * count(tiling, m, n), sm_count // tiling.blocks
         flops = 2 * tiling.block_rows * tiling.columns * k
         loaded = (tiling.block_rows + tiling.columns / tiling.blocks) * k * ELEMENT_BYTES
         loading_us = loaded * max(1 / _SM_BYTES_PER_US, min(tiles, clusters) * tiling.blocks / _L2_BYTES_PER_US)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Major, Tiling
+from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, Major, Tiling
 from peerlane.errors import UsageError
 
 FIELDS: Mapping[str, Field] = {
@@ -37,7 +38,8 @@ class SumPlan:
     n: int
     dtype: torch.dtype
     tiling: Tiling
-    tiles: GroupedTiles
+    tiles: ctypes.Structure
+    """what numbers tiles, for the kernel"""
     numbers: int
     """tiles that a rank owns at most"""
     slot_rows: int

@@ -162,10 +162,10 @@ __device__ inline void load_partial(Producer& in, const TensorMap* map, Place3 a
 }
 
 template <class Shape, class Consumer>
-__device__ inline void add_partial(typename Shape::Sum& sum, u32 group, Consumer& in) {
+__device__ inline void add_partial(typename Shape::Sum& sum, u32 group, Consumer& in, float factor = 1) {
 #pragma unroll
     for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
-        sum.add(in.wait().partial, 64 * group, column);
+        sum.add(in.wait().partial, 64 * group, column, factor);
         in.release();
     }
 }

@@ -35,9 +35,17 @@ struct GemmAllReduceRoles : OwnerSum<Shape, W, Parameters, 1> {
     __device__ void store(const Tile& tile, u32 group, OutputConsumer<Shape>& out) const {
         if (tile.owner < 0) return;
         if (tile.owner != this->arena.rank) return this->store_partial(tile, group, out);
-        store_sum<Shape>(out, {tile.column, tile.row + Shape::first_row(group), 0}, [&](const auto& store) {
+        store_sum<Shape>(out, {tile.column, tile.row + Shape::first_row(group), 0}, everywhere());
+        tell(tile, group);
+    }
+    // What copies a piece to all ranks' results, this one's first.
+    __device__ auto everywhere() const {
+        return [this](const auto& store) {
             for (int k = 0; k < W; ++k) store(&this->parameters.out[rank_after<W>(this->arena.rank, k)]);
-        });
+        };
+    }
+    // All ranks that this group's rows of an own tile have come.
+    __device__ void tell(const Tile& tile, u32 group) const {
         this->peers(storer).signal_all(finished() + Base::flag_of(tile, group), this->epoch);
     }
 

@@ -96,13 +96,18 @@ struct OwnerSum : Shape {
     __device__ void compute(const Tile& tile, u32 group, InputConsumer<Shape>& in, OutputProducer<Shape>& out) const {
         if (tile.owner < 0) return;
         typename Shape::Sum sum;
+        add_up(sum, tile, group, in);
+        emit<Shape>(sum, out);
+    }
+
+    // This rank's part of a tile; of an own tile, all ranks' sum and its epilogue.
+    __device__ void add_up(typename Shape::Sum& sum, const Tile& tile, u32 group, InputConsumer<Shape>& in) const {
         const int row = tile.row + Shape::first_row(group);
         multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in, {parameters.a_scales, parameters.b_scales, row, tile.column});
         if (tile.owner == arena.rank) {
             for (int before = 1; before < W; ++before) add_partial<Shape>(sum, group, in);
             apply_epilogue<Shape>(sum, parameters, group, tile.column, in);
         }
-        emit<Shape>(sum, out);
     }
 
     // Another rank's tile, to its owner.

@@ -170,9 +170,43 @@ struct SumTile {
         }
     }
 
-    // Adds rows [row, row + 64) and all rows' columns of the tile to columns [first, first + tile's columns).
+    // The same, transposed: row r of the tile gets column first + r.
+    template <class E>
+    __device__ void store_transposed(SharedTile<E, 64, panel_columns>& tile, int first) const {
+        const int lane = threadIdx.x % 32;
+        const int column = threadIdx.x / 32 % 4 * 16 + lane / 8 % 2 * 8;
+#pragma unroll
+        for (int j = 0; j < panel_columns; j += 16) {
+            u32 word[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) word[w] = E::narrow(value + (first + j) / 2 + 2 * w);
+            ptx::store_matrices_transposed(tile.data + tile.offset(j + lane / 16 * 8 + lane % 8, column), word);
+        }
+    }
+
+    // As `store`, of what rounding to E leaves of the sum.
+    template <class E>
+    __device__ void store_remainder(SharedTile<E, 64, panel_columns>& tile, int first) const {
+        const int lane = threadIdx.x % 32;
+        const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int j = 0; j < panel_columns; j += 16) {
+            u32 word[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                const float* own = value + (first + j) / 2 + 2 * w;
+                float left[2];
+                E::widen(E::narrow(own), left);
+                left[0] = own[0] - left[0], left[1] = own[1] - left[1];
+                word[w] = E::narrow(left);
+            }
+            ptx::store_matrices(tile.data + tile.offset(row, j + lane / 16 * 8), word);
+        }
+    }
+
+    // Adds rows [row, row + 64) and all rows' columns of the tile, times `factor`, to columns [first, first + tile's columns).
     template <class E, int Rows, int Columns>
-    __device__ void add(const SharedTile<E, Rows, Columns>& tile, int row, int first) {
+    __device__ void add(const SharedTile<E, Rows, Columns>& tile, int row, int first, float factor = 1) {
         const int lane = threadIdx.x % 32;
         const int own_row = row + threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
@@ -183,8 +217,8 @@ struct SumTile {
             for (int w = 0; w < 4; ++w) {
                 float term[2];
                 E::widen(word[w], term);
-                value[(first + j) / 2 + 2 * w] += term[0];
-                value[(first + j) / 2 + 2 * w + 1] += term[1];
+                value[(first + j) / 2 + 2 * w] += factor * term[0];
+                value[(first + j) / 2 + 2 * w + 1] += factor * term[1];
             }
         }
     }
