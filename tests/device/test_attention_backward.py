@@ -21,14 +21,16 @@ CALLER = """
 from peerlane.device.attention.backward import attention_backward
 
 def solution(dout, q, k, v, out, logarithms, causal, offset):
-    return attention_backward(dout, q, k, v, out, logarithms, causal=causal, offset=offset)
+    return attention_backward(dout, q, k, v, out, logarithms, causal=causal, offset=offset, fused=True, ordered={ordered})
 """
 
 
-def run(folder: Path, tensors: tuple[torch.Tensor, ...], causal: bool, schedules: int = 1) -> tuple[solution_run.Outcome, float]:
+def run(
+    folder: Path, tensors: tuple[torch.Tensor, ...], causal: bool, schedules: int = 1, ordered: bool = True
+) -> tuple[solution_run.Outcome, float]:
     """What came of it, and the largest error of a gradient, relative to its norm."""
     file = folder / "differentiates.py"
-    file.write_text(CALLER)
+    file.write_text(CALLER.format(ordered=ordered))
     wide = [tensor.double().requires_grad_() for tensor in tensors]
     out, logarithms = expected(wide[0], wide[1], wide[2], None, causal)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
@@ -88,6 +90,12 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
 def test_fused_sums_do_not_depend_on_the_schedule(tmp_path: Path) -> None:
     outcome, worst = run(tmp_path, operands(130, 200), False, schedules=4)
     assert worst < 6e-3 and not outcome.findings, outcome.findings
+
+
+@pytest.mark.slow
+def test_fused_sums_in_any_order_are_right(tmp_path: Path) -> None:
+    _, worst = run(tmp_path, operands(130, 200), False, ordered=False)
+    assert worst < 6e-3
 
 
 @pytest.mark.slow

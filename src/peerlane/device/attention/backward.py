@@ -232,10 +232,13 @@ def attention_backward(
     causal: bool = False,
     offset: int | None = None,
     group: Group | None = None,
+    fused: bool = False,
+    ordered: bool = True,
 ) -> Gradients:
     """Gradients of :func:`peerlane.device.attention.forward.attention` with respect to q, k and v, from that of its result, ``dout``.
 
-    ``out`` and ``logarithms`` are what it returned for the other arguments. The gradients are the same in every call."""
+    ``out`` and ``logarithms`` are what it returned for the other arguments. ``fused``: by one kernel instead of two, for more than 64
+    queries and keys. The gradients are the same in every call, unless ``fused`` is not ``ordered``."""
     check_operands(q, k, v)
     if dout.shape != out.shape or out.shape != (*q.shape[:3], v.shape[3]) or dout.dtype != q.dtype:
         raise UsageError(
@@ -244,8 +247,8 @@ def attention_backward(
         )
     sizes, member = Sizes.of(q, k, causal, offset), group or group_of()
     known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(member, dout, out, logarithms)}
-    if min(sizes.queries, sizes.keys) > 64:  # else the pair has smaller tiles
-        return fused_gradients(member, known, sizes, scale)
+    if fused and min(sizes.queries, sizes.keys) > 64:
+        return fused_gradients(member, known, sizes, scale, ordered=ordered)
     (dq,) = gradients(member, known, sizes, scale, of_keys=False)
     dk, dv = gradients(member, known, sizes, scale, of_keys=True)
     return dq, dk, dv

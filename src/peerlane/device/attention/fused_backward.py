@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,18 +164,20 @@ def gradient_scale(scale: float | None, depth: int) -> float:
 
 
 def fused_gradients(
-    group: Group, known: Mapping[str, torch.Tensor], sizes: Sizes, scale: float | None
+    group: Group, known: Mapping[str, torch.Tensor], sizes: Sizes, scale: float | None, *, ordered: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk and dv. ``known``: q, k, v, dout and numbers, as ``query_numbers`` gives them. The same bits in every call."""
+    """dq, dk and dv. ``known``: q, k, v, dout and numbers, as ``query_numbers`` gives them. ``ordered``: the same bits in every call."""
     tensors = {name: aligned(known[name]) for name in ("q", "k", "v", "dout")}
     results = {f"d{name}": tensors[name].new_empty(known[name].shape) for name in ("q", "k", "v")}
-    tiling = choose_tiling(max(known["q"].shape[3], known["v"].shape[3]))
+    tiling = replace(choose_tiling(max(known["q"].shape[3], known["v"].shape[3])), ordered=ordered)
     pieces = tiling.pieces(sizes)
     sums = known["numbers"].new_empty((pieces, tiling.piece_floats))
+    if not ordered:
+        sums.zero_()
     zeros = torch.zeros(pieces + 1, dtype=torch.int32, device=sums.device)
     tensors |= {**results, "numbers": known["numbers"], "sums": sums, "turns": zeros[:pieces], "claims": zeros[pieces:]}
-    key = sizes, scale, layouts(group, *tensors.values())
+    key = tiling, sizes, scale, layouts(group, *tensors.values())
     FUSED_ATTENTION_BACKWARD.reserve(group).launches.get(key, lambda: bind(group, tensors, sizes, scale, tiling))()
-    key = sizes, scale, layouts(group, sums, results["dq"])
+    key = tiling, sizes, scale, layouts(group, sums, results["dq"])
     QUERY_GRADIENTS.reserve(group).launches.get(key, lambda: bind_queries(group, sums, results["dq"], sizes, scale, tiling))()
     return results["dq"], results["dk"], results["dv"]
