@@ -35,7 +35,7 @@ def small(number: int, label: str, world_size: int) -> tuple[Case, list[tuple[An
     return case, arguments(case)
 
 
-# Problem, preset, world size, rank; egress and ingress in MB, GFLOP: as published to two or three digits (57: less, where ranks share heads).
+# Problem, preset, world size, rank; egress and ingress in MB, GFLOP: as published to two or three digits; less for 57, by shared heads.
 FIGURES = [
     (15, "pkb", 8, 0, 0.0573, 0.0573, 0.067),
     (15, "production_llama3_8b_mlp", 8, 0, 3.67, 3.67, 120),

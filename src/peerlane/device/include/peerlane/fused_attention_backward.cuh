@@ -6,8 +6,6 @@
 // tiles add to a block from the last one that sees it to the first, each when the one before has: then results do not differ from call to call. Tiles are
 // claimed in this order, so that whoever is waited for is at work. Under a causal mask tiles meet their diagonal first: those that begin together never
 // wait for the same block. `write_query_gradients` turns the sums into dq.
-//
-// With `Overlap` the products of a step's dq and dk run while the next one's weights are made, and those of dv while ds is.
 #pragma once
 
 #include <peerlane/attention_backward.cuh>
