@@ -149,3 +149,10 @@ def test_one_rank_is_compared_where_comparing_takes_long_on_a_shared_gpu(
     assert trusted.judges[0] == [] and made.samples_ranks is sampled
     assert [len(judges) for judges in trusted.judges[2:]] == [int(sampled)]
     assert all(judge in range(4) for judges in trusted.judges for judge in judges)
+
+
+def test_every_rank_has_its_turn_to_be_compared() -> None:
+    made, _ = runner(None, None)
+    made.layouts = [cast(Any, None)] * 4
+    turns = [[made._next_judge() for _ in range(4)] for _ in range(30)]
+    assert all({*turn} == {0, 1, 2, 3} for turn in turns) and len({*map(tuple, turns)}) > 1

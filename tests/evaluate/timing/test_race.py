@@ -205,6 +205,13 @@ def test_calls_that_take_long_are_few_and_their_race_keeps_to_its_budget(clock: 
     assert clock[-1].now_s < 30, "probe, baseline and race"
 
 
+def test_every_rank_has_its_turn_in_three_rounds(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "case", World.problem.cases("small", 4)[0])
+    slow = {"reference_us": 500_000.0, "candidate_us": 250_000.0, "judge_s": 5.0}
+    assert measure(clock, end_s=0.0, samples_ranks=True, **slow).rounds == 3 and len(clock[-1].collected) == 4
+    assert len(measure(clock, end_s=0.0, **slow) and clock[-1].collected) <= 3, "on all ranks"
+
+
 def test_a_race_that_begins_late_has_few_rounds_and_says_so(clock: list[World]) -> None:
     slow = {"reference_us": 500_000.0, "candidate_us": 250_000.0}
     late = measure(clock, end_s=0.0, **slow)

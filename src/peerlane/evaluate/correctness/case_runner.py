@@ -122,7 +122,8 @@ class CaseRunner:
     judge_s: float = 0.0
     """what comparing one slot took, last time"""
     samples_ranks: bool = False
-    """of every further call only the output of one rank, at random, is compared: an oracle takes long, and the ranks share a GPU"""
+    """of every further call only the output of one rank is compared: an oracle takes long, and the ranks share a GPU. Every rank has its
+    turn, in random order."""
     reference_s: float = 0.0
     """the longest that one call of the reference took on a rank, at this time and on this machine"""
     quickest_s: float = 0.0
@@ -131,6 +132,8 @@ class CaseRunner:
     """what as many calls as a block has took the candidate, one behind the other"""
     call_s: float = 0.0
     """what one call took at rest, messages included, last time"""
+    _judges: list[int] = field(default_factory=list)
+    """ranks whose turn is still to come"""
     _waiting: list[str] = field(default_factory=list)
     """kinds of the contents whose outputs wait to be judged"""
 
@@ -289,13 +292,18 @@ class CaseRunner:
     def discard(self) -> None:
         """Forgets what was collected and not judged."""
         self.trusted.discard_outputs()
-        self._waiting = []
+        self._waiting, self._judges = [], []
+
+    def _next_judge(self) -> int:
+        if not self._judges:
+            self._judges = _dice.sample(range(len(self.layouts)), len(self.layouts))
+        return self._judges.pop()
 
     def judge(self, phase: Phase, *, at_rest: bool = False) -> None:
         """Has the trusted ranks compare what was collected; raises :class:`Rejected`. ``at_rest``: nobody else has touched any inputs since
         they were published, so that all of them are looked at, and what lies between them."""
         begin = time.monotonic()
-        judges = [_dice.randrange(len(self.layouts)) for _ in self._waiting] if self.samples_ranks else []
+        judges = [self._next_judge() for _ in self._waiting] if self.samples_ranks else []
         answers = self.trusted.judge_outputs(at_rest=at_rest, judges=judges)
         kinds, self._waiting = self._waiting, []
         if kinds:

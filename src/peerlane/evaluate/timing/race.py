@@ -28,6 +28,7 @@ _JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer
 _RECHECKED_SHARE = 1 / 3
 _FEWEST_COMPARED, _FEWEST_SLOW_COMPARED = 2, 1
 _SLOW_JUDGING_S = 1.0
+_LEAST_SAMPLED = 2  # in the first round: four ranks have their turns in three rounds
 _USUAL_ROUNDS = 30
 _HOPELESS = 1.5  # times the budget, by an estimate from so few rounds
 _MOST_WAITING_BYTES = 1 << 30
@@ -62,6 +63,8 @@ class Race(Rounds):
     cut_short: bool = False
     """There was too little time for the usual number of rounds."""
     _plan: wire.BlockPlan = field(init=False)
+    _compared: int = 0
+    """outputs of the candidate, so far"""
     _rounds_since: int = 0
     """rounds since the plan was drawn"""
 
@@ -198,6 +201,7 @@ class Race(Rounds):
         """Has outputs kept, to be judged after the race, or now where they are large. After some blocks, at random, the last output is
         looked at once more, for it must not change any more."""
         runner, chosen = self.runner, self._choose_compared()
+        self._compared += len(chosen)
         if chosen:
             outputs = [answer.outputs for answer in runner.candidate.describe_outputs(self.calls)]
             contents = contents_at_calls(self._plan.swaps, self.calls)
@@ -209,8 +213,11 @@ class Race(Rounds):
 
     def _choose_compared(self) -> Sequence[int]:
         """The copied slots, or as many of them at random as can be judged in time, and wait in little memory. The r-th round has one with a
-        chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too."""
+        chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too. Where only one
+        rank's output is compared, every round has one until all ranks had their turn."""
         copied, rounds = self._plan.copied, len(self.others) + 1
+        if self.runner.samples_ranks and (left := self.runner.case.world_size - self._compared) > 0:
+            return sorted(_dice.sample(copied, min(len(copied), left, _LEAST_SAMPLED if rounds == 1 else 1)))
         affordable = _JUDGING_S / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
         fewest = _FEWEST_COMPARED if self.runner.judge_s < _SLOW_JUDGING_S else _FEWEST_SLOW_COMPARED
         affordable = max(affordable, min(1.0, fewest / rounds))
