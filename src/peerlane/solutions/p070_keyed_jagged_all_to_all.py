@@ -24,6 +24,32 @@ using namespace peerlane;
 constexpr u32 piece_bytes = 4096;
 struct Segment { u64 from, to, count; };  // elements
 
+// By a warp. Where source and target lie differently in their vectors, words are read and vectors stored: links carry few large stores.
+__device__ inline void copy_piece(char* target, const char* source, u32 bytes) {
+    const u64 both = reinterpret_cast<u64>(target) | reinterpret_cast<u64>(source);
+    if (both % sizeof(u32) != 0 || both % sizeof(Vec16) == 0) return copy_bytes(Warp{}, target, source, bytes);
+    const u32 before = min(bytes, u32(-reinterpret_cast<u64>(target) % sizeof(Vec16)));
+    copy_bytes(Warp{}, target, source, before);
+    const u32* words = reinterpret_cast<const u32*>(source + before);
+    Vec16* vectors = reinterpret_cast<Vec16*>(target + before);
+    const u32 count = (bytes - before) / sizeof(Vec16), done = before + count * sizeof(Vec16);
+    constexpr u32 at_once = 4;
+    for (u32 first = Warp{}.thread(); first < count; first += at_once * warp_threads) {
+        Vec16 value[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            const u32 v = first + k * warp_threads;
+#pragma unroll
+            for (u32 w = 0; w < 4; ++w) value[k].word[w] = v < count ? words[4 * v + w] : 0;
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; ++k) {
+            if (const u32 v = first + k * warp_threads; v < count) vectors[v] = value[k];
+        }
+    }
+    copy_bytes(Warp{}, target + done, source + done, bytes - done);
+}
+
 extern "C" __global__ void __launch_bounds__(512)
     jagged_exchange(const __grid_constant__ Arena arena, const __grid_constant__ JaggedExchange args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), features = args.first[WORLD_SIZE];
@@ -68,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(512)
         char* target = arena.peer(owner_of(feature), out + segment.to * bytes);
         for (u32 piece = (turn + all_warps - before % all_warps) % all_warps; piece < pieces; piece += all_warps) {
             const u64 at = u64(piece) * piece_bytes;
-            copy_bytes(Warp{}, target + at, in + segment.from * bytes + at, min(total - at, u64(piece_bytes)));
+            copy_piece(target + at, in + segment.from * bytes + at, u32(min(total - at, u64(piece_bytes))));
         }
         before += pieces;
     }
