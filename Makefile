@@ -12,12 +12,12 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-change test-long test-all test-trainers check docs site lock clean
+.PHONY: help setup demo test test-quick test-long test-all test-trainers check docs site lock clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
-	@echo "make test    run the quick tests, in about five minutes: something of everything"
-	@echo "make test-change  run the quick and the slow tests, in one run: what every change has to pass"
+	@echo "make test    run the tests that every change has to pass"
+	@echo "make test-quick  run those of them that take no seconds each: something of everything, in a few minutes"
 	@echo "make test-all run every test"
 	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
 	@echo "make check   the gate: lint, format, types, generated docs, all tests"
@@ -45,20 +45,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/peerlane demo
 
-test: $(STAMP)
-	$(PYTEST) -m "not slow and not long"
-
-test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not long"
-
 # In one run: tests are collected once, and the slow ones find what the quick ones have compiled and started.
-test-change: $(STAMP)
+test: $(STAMP)
 	$(PYTEST) -m "not long"
+
+test-quick: $(STAMP)
+	$(PYTEST) -m "not slow and not long"
 
 test-long: $(STAMP)
 	$(PYTEST) -m long
 
-test-all: test-change test-long
+test-all: test test-long
 
 # Trainers conflict with each other: each has a virtual environment of its own, on top of .venv.
 test-trainers: $(STAMP)
