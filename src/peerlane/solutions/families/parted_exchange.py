@@ -8,7 +8,7 @@ import torch
 
 from peerlane.device import Group
 from peerlane.device.collectives.strided import exchange_axes, exchange_part
-from peerlane.solutions.families.side_stream import side_stream
+from peerlane.device.host.side_stream import side_stream
 
 PART_BYTES, MOST_PARTS = 32 << 20, 4
 """A part is at least this large behind the first transform: smaller ones leave the GPU idle between launches."""
