@@ -20,20 +20,6 @@ struct Asked {
     u32 count, first;  // of the rows that a rank asks this one for: how many, and where they begin in its result
 };
 
-// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By all blocks.
-template <class From, class To>
-__device__ void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
-    if (!vectors) {
-        each_row(count, [&](u32 i) { copy_bytes(Warp{}, to(i), from(i), bytes); });
-        return;
-    }
-    const u32 each = bytes / sizeof(Vec16);
-    for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < u64(count) * each; at += gridDim.x * blockDim.x) {
-        const u32 i = static_cast<u32>(at / each), v = static_cast<u32>(at % each);
-        reinterpret_cast<Vec16*>(to(i))[v] = reinterpret_cast<const Vec16*>(from(i))[v];
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(512)
     embedding_lookup(const __grid_constant__ Arena arena, const __grid_constant__ EmbeddingLookup args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), warp = threadIdx.x / warp_threads;

@@ -18,20 +18,6 @@ SOURCE = r"""
 #include <peerlane/moe.cuh>
 using namespace peerlane;
 
-// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By all blocks: short rows by single vectors, others by warps.
-template <class From, class To>
-__device__ void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
-    if (!vectors || bytes >= warp_threads * sizeof(Vec16)) {
-        each_row(count, [&](u32 i) { copy_bytes(Warp{}, to(i), from(i), bytes); });
-        return;
-    }
-    const u32 each = bytes / sizeof(Vec16);
-    for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < u64(count) * each; at += gridDim.x * blockDim.x) {
-        const u32 i = static_cast<u32>(at / each), v = static_cast<u32>(at % each);
-        reinterpret_cast<Vec16*>(to(i))[v] = reinterpret_cast<const Vec16*>(from(i))[v];
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(512)
     sparse_push(const __grid_constant__ Arena arena, const __grid_constant__ SparsePush args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), count = args.start[WORLD_SIZE];

@@ -69,6 +69,21 @@ __device__ inline void each_row(u32 rows, const Use& use) {
     for (u32 row = threadIdx.x / warp_threads * gridDim.x + blockIdx.x; row < rows; row += gridDim.x * warps) use(row);
 }
 
+// Rows of `bytes` from `from(i)` to `to(i)`, for i < count. By all blocks. `vectors`: all addresses and `bytes` are
+// multiples of 16, so that short rows are moved by single vectors; others by warps.
+template <class From, class To>
+__device__ inline void copy_rows(u32 count, u32 bytes, bool vectors, const From& from, const To& to) {
+    if (!vectors || bytes >= warp_threads * sizeof(Vec16)) {
+        each_row(count, [&](u32 i) { copy_bytes(Warp{}, to(i), from(i), bytes); });
+        return;
+    }
+    const u32 each = bytes / sizeof(Vec16);
+    for (u64 at = blockIdx.x * blockDim.x + threadIdx.x; at < u64(count) * each; at += gridDim.x * blockDim.x) {
+        const u32 i = static_cast<u32>(at / each), v = static_cast<u32>(at % each);
+        reinterpret_cast<Vec16*>(to(i))[v] = reinterpret_cast<const Vec16*>(from(i))[v];
+    }
+}
+
 // use(column) for the first of every eight columns of the caller's lane.
 template <class Use>
 __device__ inline void each_column(u32 columns, const Use& use) {
