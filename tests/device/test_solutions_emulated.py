@@ -57,7 +57,7 @@ TWINS = [
     (82, "both_bf16", "args.target[token] / args.columns", "args.target[token] % WORLD_SIZE"),
     (83, "partial_chunk_bf16", "(blockIdx.x * TEAMS + number) * round_packets", "number * round_packets"),
     (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
-    (59, "plain", "joined=d1, cut=d0)", "joined=d1, cut=d0).flip(d0)"),
+    (59, "plain", "joined=d1, cut=d0, nbytes=nbytes)", "joined=d1, cut=d0, nbytes=nbytes).flip(d0)"),
     (60, "plain", "weights[:1].fill_(1.0)", "pass"),
     (64, "two_hops", "ranges[order] = torch.cat", "ranges[:] = torch.cat"),
     (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
@@ -77,7 +77,8 @@ TWINS = [
     (85, "uneven_fp32", "for rank in range(parts)", "for rank in reversed(range(parts))"),
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
     (75, "four_value_heads_fp32", "+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
-    (86, "quintic_bf16", "kit.all_reduce(gram)", "step or kit.all_reduce(gram)"),
+    (86, "quintic_fp32", "kit.all_reduce(gram)", "step or kit.all_reduce(gram)"),
+    (86, "quintic_bf16", "kit.all_reduce(norm)", "norm.mul_(ranks.world_size)"),
     (77, "padded_own_bf16", "keys[:, :, first:end]", "keys[:, :, : end - first]"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
