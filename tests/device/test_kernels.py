@@ -54,7 +54,7 @@ def targets() -> Iterator[Any]:
             yield pytest.param(kernel, *target, marks=pytest.mark.slow if turn == number % len(FURTHER) else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("kernel", "world_size", "dtype", "arch"), targets())
+@pytest.mark.parametrize(("kernel", "world_size", "dtype", "arch"), [*targets()])
 def test_a_kernel_fits_its_budget_and_obeys_the_rules(kernel: str, world_size: int, dtype: torch.dtype, arch: str) -> None:
     cubin = compile_kernel(kernel, world_size, dtype, arch)
     assert lint(cubin.ptx()) == []
