@@ -45,5 +45,5 @@ def test_missing_runs_say_so_and_others_count_verdicts(tmp_path: Path) -> None:
 def test_kernels_that_became_quicker_are_listed_with_both_times() -> None:
     before, now = (result(speed=(measured("eager", 60.0, us), measured("graph", 60.0, us))) for us in (50.0, 20.0))
     lines = changes_lines([before, now])
-    assert lines[1].startswith("Kernels that were changed") and "| graph | 60 | 50 | 20 | 2.50 |" in lines[-1].replace(".0", "")
+    assert lines[1].startswith("Kernels that became quicker") and "| graph | 60 | 50 | 20 | 2.50 |" in lines[-1].replace(".0", "")
     assert changes_lines([before, before]) == [] and changes_lines([now, before]) == []
