@@ -62,7 +62,7 @@ TWINS = [
     (64, "two_hops", "ranges[order] = torch.cat", "ranges[:] = torch.cat"),
     (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
     (66, "uneven", "index_add_(0, seed_inverse_ids, received)", "index_add_(0, seed_inverse_ids.flip(0), received)"),
-    (67, "uneven_bf16", "    meet_ranks(peers, arena, 0, epoch);", "    __syncthreads();"),
+    (67, "uneven_bf16", "result, rows[order], received", "result, rows, received"),
     (70, "unequal_batches", "peers.barrier(blockIdx.x, epoch);", "peers.signal_all(blockIdx.x, epoch);"),
     (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
     (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),

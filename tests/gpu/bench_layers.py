@@ -11,6 +11,7 @@ where there are fewer GPUs than ranks: then times are a virtual node's, whose li
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -74,6 +75,9 @@ def replay(call: Call) -> Call:
 
 def microseconds(calls: dict[str, Call], count: int) -> dict[str, float]:
     """Of each kind of call, the slowest rank's median. Kinds take turns. One that cannot be captured has no time."""
+    for call in calls.values():  # torch's workspace grows and moves: a graph that was captured before would read what is gone
+        with contextlib.suppress(Exception):
+            call()
     graphs: dict[str, Call] = {}
     for name, call in calls.items():
         try:

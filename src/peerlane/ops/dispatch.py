@@ -33,7 +33,7 @@ class DispatchConfig:
     expert_alignment: int = 1
     """rows of each expert begin at a multiple of it; zeros fill up"""
     num_sms: int | None = None
-    """SMs that dispatch and combine may take, so that others run beside them; None: 32"""
+    """SMs that dispatch and combine may take, so that others run beside them; None: all, which takes least time alone"""
 
     def sizes(self, ranks: int, slots: int) -> tuple[int, ...]:
         """Returns those of :class:`Routing`. Raises UsageError for impossible ones."""

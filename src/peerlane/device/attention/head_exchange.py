@@ -3,8 +3,9 @@
     exchange = head_exchange(group, shape)          collective
     for piece in range(shape.pieces):
         exchange.send(piece, tensors)               dout, q, k, v of this rank's tokens, and numbers of its queries
+    for piece in range(shape.pieces):
         whole = exchange.arrived(piece)             the same of all tokens, for this rank's heads of the piece
-            exchange.bring(piece, gradients)            dq, dk, dv of those
+        exchange.bring(piece, gradients)            dq, dk, dv of those
     exchange.results                                dq, dk, dv of this rank's tokens
 
 Rank r has the key heads r h_kv / W to (r + 1) h_kv / W and the query heads that share them, in equal pieces. Each exchange is one launch
@@ -20,18 +21,18 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from peerlane.device.attention.backward import PADDING
 from peerlane.device.collectives.strided import StridedBlock
-from peerlane.device.host.declare import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, array
+from peerlane.device.host.declare import U32, U64, BoundKernel, BoundLaunches, Buffer, DeclaredKernel, Epochs, Field, Flags, array, layouts
 from peerlane.device.host.group import Group, per_group
 from peerlane.device.products.gemm import ELEMENT_BYTES
 
-_TENSORS = 5
+_SENT = "dout", "q", "k", "v", "numbers"
 BLOCKS_BESIDE, _BLOCKS_ALONE, _THREADS = 32, 128, 512
 _UNIT = 16 // ELEMENT_BYTES
 
@@ -68,8 +69,8 @@ HEAD_EXCHANGE = DeclaredKernel(
     kept=Buffer(align=1024),
     flags=Flags(),
     epochs=Epochs(),
-    **{name: array(U64, _TENSORS) for name in ("from", "to")},
-    blocks=Field("StridedBlock", StridedBlock, _TENSORS),
+    **{name: array(U64, len(_SENT)) for name in ("from", "to")},
+    blocks=Field("StridedBlock", StridedBlock, len(_SENT)),
     count=U32,
     numbers=U32,
 )
@@ -138,6 +139,7 @@ class HeadExchange:
             end = self._take(f"d{name}", end, math.prod(shape.shard(name)) * ELEMENT_BYTES)
         grid = min(group.sm_count, BLOCKS_BESIDE if shape.pieces > 1 else _BLOCKS_ALONE)
         self._bound: BoundKernel = HEAD_EXCHANGE.bind(group, grid=grid, block=_THREADS, sizes={"kept": end, "flags": grid})
+        self._launches: BoundLaunches[tuple[Hashable, ...]] = BoundLaunches()
         self._kept = self._bound.tensor("kept", (end,), torch.uint8)
         numbers = self._part("numbers", (shape.pieces, *shape.numbers(group.world_size)), torch.float32)
         tokens = group.world_size * shape.length
@@ -166,38 +168,47 @@ class HeadExchange:
 
     def send(self, piece: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Collective: the piece's heads of dout, q, k, v (this rank's tokens, ``aligned``) and numbers, to the ranks that have them."""
+        key = "send", piece, layouts(self.group, *(tensors[name] for name in _SENT))
+        self._launches.get(key, lambda: self._sending(piece, tensors))()
+
+    def bring(self, piece: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Collective: dq, dk and dv of all tokens of the piece's heads, contiguous, to the ranks that have the tokens."""
+        key = "bring", piece, layouts(self.group, *gradients)
+        self._launches.get(key, lambda: self._bringing(piece, gradients))()
+
+    def _sending(self, piece: int, tensors: Mapping[str, torch.Tensor]) -> BoundKernel:
         shape, world = self.shape, self.group.world_size
-        launches = []
+        parts = []
         for name in ("dout", "q", "k", "v"):
             x, target = tensors[name], shape.piece(name, world)
             batch, _, heads, depth = target
             own, to = x.stride()[:3], _strides(target)
             block = _block((batch, shape.length, heads, depth), own, to, (shape.pieces * heads * own[2], shape.length * to[1]), _UNIT)
             at = self._offsets[name] + piece * math.prod(target) * ELEMENT_BYTES
-            launches.append((self.group.address(x) + piece * heads * own[2] * ELEMENT_BYTES, at, block))
+            parts.append((self.group.address(x) + piece * heads * own[2] * ELEMENT_BYTES, at, block))
         numbers, target = tensors["numbers"], shape.numbers(world)
         heads, own, to = target[2], numbers.stride(), _strides(target)
         counts = 2 * shape.batch, heads, 1, shape.length
         block = _block(counts, (own[1], own[2], 0), (*to[1:], 0), (shape.pieces * heads * own[2], shape.length), 1)
         at = self._offsets["numbers"] + piece * math.prod(target) * 4
-        launches.append((self.group.address(numbers) + piece * heads * own[2] * 4, at, block))
-        self._launch(launches, numbers=1 << 4)
+        parts.append((self.group.address(numbers) + piece * heads * own[2] * 4, at, block))
+        return self._bind(parts, numbers=1 << _SENT.index("numbers"))
 
-    def bring(self, piece: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Collective: dq, dk and dv of all tokens of the piece's heads, contiguous, to the ranks that have the tokens."""
-        shape, launches = self.shape, []
+    def _bringing(self, piece: int, gradients: Sequence[torch.Tensor]) -> BoundKernel:
+        shape, parts = self.shape, []
         for name, x in zip(("q", "k", "v"), gradients, strict=True):
             batch, _, heads, depth = x.shape
             own, to = _strides(x.shape), _strides(shape.shard(name))
             all_heads = shape.pieces * heads * depth
             block = _block((batch, shape.length, heads, depth), own, to, (shape.length * own[1], all_heads), _UNIT)
-            launches.append((self.group.address(x), self._offsets[f"d{name}"] + piece * heads * depth * ELEMENT_BYTES, block))
-        self._launch(launches)
+            parts.append((self.group.address(x), self._offsets[f"d{name}"] + piece * heads * depth * ELEMENT_BYTES, block))
+        return self._bind(parts)
 
-    def _launch(self, launches: Sequence[tuple[int, int, StridedBlock]], numbers: int = 0) -> None:
-        missing = _TENSORS - len(launches)
-        sources, targets, blocks = zip(*launches, *[(0, 0, StridedBlock())] * missing, strict=True)
-        self._bound(**{"from": sources}, to=targets, blocks=blocks, count=len(launches), numbers=numbers)
+    def _bind(self, parts: Sequence[tuple[int, int, StridedBlock]], numbers: int = 0) -> BoundKernel:
+        """The launch that pushes parts: where each lies, where it goes in the arena, and how. ``numbers``: a bit for each of words."""
+        missing = len(_SENT) - len(parts)
+        sources, targets, blocks = zip(*parts, *[(0, 0, StridedBlock())] * missing, strict=True)
+        return self._bound.again(**{"from": sources}, to=targets, blocks=blocks, count=len(parts), numbers=numbers)
 
 
 @per_group

@@ -1,8 +1,8 @@
 """Gradients of attention over a sequence that is sharded across ranks, by the kernels of ``attention_backward.cuh``.
 
 Each rank gets some heads of the whole sequence, computes their gradients, and sends them back. So 7 (W - 1) / W shards of one tensor move,
-where gathering dout, q, k and v moves 4 (W - 1). Every rank has the same work under a causal mask, and sums stay in registers until they
-are rounded. Heads come in pieces, which travel while others are computed."""
+where gathering dout, q, k and v moves 4 (W - 1). Every rank has the same work under a causal mask. Heads come
+in pieces, which travel while others are computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from peerlane.device.attention.backward import Gradients, attention_backward, gradients, pad_numbers, query_numbers
+from peerlane.device.attention.backward import Gradients, all_gradients, attention_backward, gradients, pad_numbers, query_numbers
 from peerlane.device.attention.forward import Sizes, aligned, supports
 from peerlane.device.attention.head_exchange import HeadShape, head_exchange
 from peerlane.device.collectives.communicator import Communicator, communicator
@@ -111,9 +111,7 @@ def _by_heads(ring: Group, own: Known, replicas: Communicator | None) -> Gradien
         arrival()
         known = exchange.arrived(piece)
         sizes = Sizes.of(known["q"], known["k"], own.causal, 0)
-        (dq,) = gradients(ring, known, sizes, own.scale, of_keys=False)
-        dk, dv = gradients(ring, known, sizes, own.scale, of_keys=True)
-        kept.append((dq, dk, dv))
+        kept.append(all_gradients(ring, known, sizes, own.scale))
         side.follow()
         with side():
             exchange.bring(piece, _average(replicas, kept[-1]))

@@ -39,7 +39,6 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32
 FP8, SCALE_COLUMNS, LARGEST_FP8, SMALLEST_SCALE = torch.float8_e4m3fn, 128, 448.0, 1e-12  # of dispatch.cuh
 FP8_DTYPES = torch.bfloat16, torch.float16
 """of tokens that may travel as fp8"""
-_DEFAULT_SMS = 32
 
 DISPATCH = r"""
 #include <peerlane/dispatch.cuh>
@@ -152,7 +151,7 @@ class TokenDispatch:
     def load(self) -> None:
         """Compiles what tokens that are not quantised need."""
         for routed in (True, False):
-            self._bind(routed, min(_DEFAULT_SMS, self.group.waiting_blocks), None)
+            self._bind(routed, self.group.waiting_blocks, None)
 
     def _bound(self, routed: bool, grid: int, quantised: torch.dtype | None) -> BoundKernel:
         """``quantised``: the dtype of tokens that travel as fp8."""
@@ -196,7 +195,7 @@ class TokenCombine:
 
     def load(self, dtype: torch.dtype) -> None:
         """Compiles what rows of this dtype need."""
-        self._bind(dtype, min(_DEFAULT_SMS, self.group.waiting_blocks))
+        self._bind(dtype, self.group.waiting_blocks)
 
     def _bound(self, dtype: torch.dtype, grid: int) -> BoundKernel:
         return self._reserved.bind(
@@ -216,7 +215,7 @@ def _check(group: Group, room: int, k: int, own: int, row_bytes: int) -> None:
 
 
 def _blocks(group: Group, routing: Routing) -> int:
-    return min(routing.num_sms or _DEFAULT_SMS, group.waiting_blocks)
+    return min(routing.num_sms or group.waiting_blocks, group.waiting_blocks)
 
 
 def _vectors(x: torch.Tensor) -> torch.Tensor:
