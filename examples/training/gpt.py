@@ -1,28 +1,55 @@
-"""A small GPT, its data and its training, for the examples of this folder."""
+"""A GPT of several sizes, its data and its training, for the examples of this folder."""
 
 import argparse
+import gc
+import json
 import os
-from collections.abc import Callable
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from peerlane.hardware.virtual_node import share_gpus
 
-VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS, BATCH = 64, 32, 128, 8, 2, 16
-HEAD = WIDTH // HEADS
+SYMBOLS = 64  # tokens that occur in the data
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a GPT and of a step, and how it is trained."""
+
+    vocabulary: int
+    context: int
+    width: int
+    head: int  # elements of a head
+    layers: int
+    batch: int  # sequences of a step: of each rank where ranks have data of their own
+    rate: float  # of learning
+    dtype: torch.dtype  # of products and activations; weights and their optimizer are float32
+
+
+SIZES = {
+    "tiny": Size(64, 32, 128, 16, 2, 16, 1e-3, torch.float32),
+    "400m": Size(50_304, 1024, 1024, 64, 24, 8, 3e-4, torch.bfloat16),
+    "1.4b": Size(50_304, 2048, 2048, 128, 24, 4, 2e-4, torch.bfloat16),
+}
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = size.head
+        self.qkv, self.out = nn.Linear(size.width, 3 * size.width), nn.Linear(size.width, size.width)
 
-    def heads(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values (batch, heads, tokens, HEAD) of the heads that this rank has."""
-        return [layer(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values (batch, heads, tokens, head) of the heads that this rank has: they lie head by head."""
+        return self.qkv(x).unflatten(-1, (-1, 3 * self.head)).transpose(1, 2).chunk(3, -1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = functional.scaled_dot_product_attention(*self.heads(x), is_causal=True)
@@ -30,10 +57,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Attention()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(size.width), nn.LayerNorm(size.width), Attention(size)
+        self.up, self.down = nn.Linear(size.width, 4 * size.width), nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -41,11 +68,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.token, self.position = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
@@ -54,29 +81,55 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(device: torch.device) -> GPT:
-    """A GPT whose weights are the same on all ranks."""
+def build(size: Size, device: torch.device) -> GPT:
+    """A GPT whose weights are the same on all ranks. Frees first what models that are gone have left."""
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
-    return GPT().to(device)
+    with device:
+        return GPT(size)
 
 
-def batch(step: int, part: int, device: torch.device) -> torch.Tensor:
-    """Tokens (BATCH, CONTEXT + 1): four of five follow from the token before, the others are random."""
-    generator = torch.Generator().manual_seed(1000 * step + part)
-    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
-    follows = torch.rand(tokens.shape, generator=generator) < 0.8
-    for place in range(1, CONTEXT + 1):
-        tokens[:, place] = torch.where(follows[:, place], (5 * tokens[:, place - 1] + 3) % VOCABULARY, tokens[:, place])
-    return tokens.to(device)
+def follower(token: torch.Tensor) -> torch.Tensor:
+    """The token that the rule of the data has behind ``token``."""
+    return (5 * token + 3) % SYMBOLS
 
 
-def train(
-    model: Callable[[torch.Tensor], torch.Tensor], parameters: object, part: int, device: torch.device, steps: int, dtype: torch.dtype
-):
-    """The loss of this rank's part of the data at every step."""
-    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-3, foreach=False), []
-    for step in range(steps):
-        tokens = batch(step, part, device)
+def batch(size: Size, step: int, part: int, device: torch.device) -> torch.Tensor:
+    """Tokens (batch, context + 1): four of five follow from the token before, the others are random."""
+    generator, shape = torch.Generator().manual_seed(1000 * step + part), (size.batch, size.context + 1)
+    tokens = torch.randint(SYMBOLS, shape, generator=generator)
+    follows = torch.rand(shape, generator=generator) < 0.8
+    cycle = [torch.tensor(0)]  # the rule passes through all tokens before it comes back
+    while len(cycle) < SYMBOLS:
+        cycle.append(follower(cycle[-1]))
+    cycle, places = torch.stack(cycle), torch.arange(shape[1])
+    drawn = torch.where(follows, 0, places).cummax(1).values  # the last place with a random token
+    return cycle[(cycle.argsort()[tokens.gather(1, drawn)] + places - drawn) % SYMBOLS].to(device)
+
+
+def batches(size: Size, steps: int, part: int, device: torch.device) -> list[torch.Tensor]:
+    """The data of all steps, made before them so that no step waits for it."""
+    return [batch(size, step, part, device) for step in range(steps)]
+
+
+@dataclass(frozen=True)
+class Training:
+    losses: torch.Tensor
+    ms: list[float]  # milliseconds of every step
+
+    def quartiles_ms(self) -> list[float]:
+        """Of the steps after the first quarter, which warms up."""
+        return torch.tensor(self.ms[len(self.ms) // 4 :]).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+
+
+def train(model: nn.Module, size: Size, data: list[torch.Tensor], dtype: torch.dtype) -> Training:
+    """Trains for a step with each batch, with ``dtype`` by autocast."""
+    device, parameters = data[0].device, list(model.parameters())
+    kinds = ([p for p in parameters if isinstance(p, DTensor)], [p for p in parameters if not isinstance(p, DTensor)])
+    optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds if kind], lr=size.rate, fused=True)  # no kernel takes both kinds
+    losses, moments = [], [moment(device)]
+    for tokens in data:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             logits = model(tokens[:, :-1])
         loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -84,13 +137,31 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return torch.stack(losses)
+        moments.append(moment(device))
+    losses = torch.stack(losses)
+    losses.cpu()  # waits
+    return Training(losses, [between_ms(*pair) for pair in pairwise(moments)])
+
+
+def moment(device: torch.device) -> torch.cuda.Event | float:
+    """Now: on a GPU when it has done what it was given so far, without a wait of the host."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between_ms(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    return (end - start) * 1e3 if isinstance(end, float) else start.elapsed_time(end)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
+    parser.add_argument("--json", type=Path, help="a file to which the numbers are appended, as a line")
     return parser.parse_args()
 
 
@@ -109,15 +180,28 @@ def baseline(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def compare(ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
-    """Prints the losses, averaged over ranks, and raises AssertionError where they differ by more than ``limit`` of them."""
-    both = torch.stack([ours, theirs]).double()
+def compare(ours: Training, theirs: Training, options: argparse.Namespace, limit: float) -> None:
+    """Prints losses, averaged over ranks, and times of a step. Raises AssertionError where losses differ by more than ``limit`` of them."""
+    both = torch.stack([ours.losses, theirs.losses]).double()
     dist.all_reduce(both)
-    ours, theirs = both.cpu() / dist.get_world_size()
+    losses = both.cpu() / dist.get_world_size()
+    sides = {"peerlane": ours, "torch.distributed": theirs}
     if dist.get_rank() == 0:
-        shown = sorted({0, len(ours) // 4, len(ours) // 2, 3 * len(ours) // 4, len(ours) - 1})
+        shown = sorted({0, options.steps // 4, options.steps // 2, 3 * options.steps // 4, options.steps - 1})
         print("step             ", *(f"{step + 1:8}" for step in shown))
-        print("peerlane         ", *(f"{ours[step]:8.5f}" for step in shown))
-        print("torch.distributed", *(f"{theirs[step]:8.5f}" for step in shown))
-        print(f"largest relative difference {((ours - theirs) / theirs).abs().max():.1e}, allowed {limit:.0e}", flush=True)
-    torch.testing.assert_close(ours, theirs, rtol=limit, atol=0.0)
+        for name, row in zip(sides, losses, strict=True):
+            print(f"{name:17}", *(f"{row[step]:8.5f}" for step in shown))
+        print(f"largest relative difference {((losses[0] - losses[1]) / losses[1]).abs().max():.1e}, allowed {limit:.0e}")
+        times = (f"{name} {{1:.1f}} ({{0:.1f}} to {{2:.1f}})".format(*side.quartiles_ms()) for name, side in sides.items())
+        print("ms a step:", ", ".join(times), flush=True)
+        rows = zip(sides.items(), losses.tolist(), strict=True)
+        store(options, {name: {"losses": row, "ms": side.ms, "quartiles_ms": side.quartiles_ms()} for (name, side), row in rows})
+    torch.testing.assert_close(*losses, rtol=limit, atol=0.0)
+
+
+def store(options: argparse.Namespace, sides: dict[str, object]) -> None:
+    """Appends the numbers of both libraries to the file that the options name."""
+    if options.json is not None:
+        row = {"model": options.model, "ranks": dist.get_world_size(), "steps": options.steps, "sides": sides}
+        with options.json.open("a") as file:
+            print(json.dumps(row), file=file)

@@ -1,22 +1,27 @@
-"""The examples of ``examples/training`` with all their steps: losses and tokens beside those of NCCL, on ranks that may share a GPU.
+"""The examples of ``examples/training``: losses, tokens and times of a step beside those of NCCL, on ranks that may share a GPU.
 
     PYTHONPATH=src python tests/gpu/train_examples.py [--ranks 4] [--steps 200] [--limit-s 150] [NAME ...]
+    PYTHONPATH=src python tests/gpu/train_examples.py --ranks 2 --model 1.4b --steps 20 --out training.jsonl ddp fsdp2 tensor_parallel
 
-Prints what each example prints. Exits with 1 where one fails or runs longer than the limit.
+Prints what each example prints. ``--out`` appends a JSON object for each, with losses, milliseconds of every step and the environment. Each
+example trains with one library after the other. Exits with 1 where one fails or runs longer than the limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+from peerlane.hardware.environment import record
 from peerlane.hardware.virtual_node import share_gpus
 
 FOLDER = Path(__file__).parents[2] / "examples" / "training"
@@ -29,16 +34,28 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(name: str, ranks: int, steps: int, limit_s: float, environment: dict[str, str]) -> bool:
-    """Runs an example on all ranks and tells whether it ended well."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    command, start = [sys.executable, str(FOLDER / f"{name}.py"), "--steps", str(steps)], time.monotonic()
+def run(name: str, options: argparse.Namespace, environment: dict[str, str]) -> bool:
+    """Runs an example on all ranks, stores its numbers and tells whether it ended well."""
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = Path(folder) / "numbers.json"
+        good = run_ranks(name, options, environment, numbers)
+        if options.out is not None and numbers.exists():
+            row = {"example": name, "good": good, **json.loads(numbers.read_text()), "environment": record()}
+            with options.out.open("a") as out:
+                print(json.dumps(row, default=str), file=out)
+    return good
+
+
+def run_ranks(name: str, options: argparse.Namespace, environment: dict[str, str], numbers: Path) -> bool:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.ranks)}
+    command, start = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(numbers)], time.monotonic()
+    command += [part for key in ("model", "steps", "compiler") for part in (f"--{key}", str(getattr(options, key)))]
     children = [
         subprocess.Popen(command, env={**os.environ, **environment, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
+        for rank in range(options.ranks)
     ]
     while any(child.poll() is None for child in children):
-        if time.monotonic() - start > limit_s or any(child.poll() for child in children):
+        if time.monotonic() - start > options.limit_s or any(child.poll() for child in children):
             time.sleep(1)
             for child in children:
                 child.kill()
@@ -52,15 +69,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", default=list(NAMES))
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--model", default="tiny", help="a size of examples/training/gpt.py")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--limit-s", type=float, default=150.0)
+    parser.add_argument("--out", type=Path, help="a file to which JSON lines are appended")
     options = parser.parse_args()
     node = share_gpus(options.ranks, torch.cuda.device_count())
     if node is None:
         parser.error("there is no GPU here, expected at least one")
     with node.daemon() as daemon:
         environment = {} if daemon is None else daemon.environment
-        good = [run(name, options.ranks, options.steps, options.limit_s, environment) for name in options.names]
+        good = [run(name, options, environment) for name in options.names]
     raise SystemExit(not all(good))
 
 
