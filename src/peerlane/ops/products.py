@@ -27,7 +27,7 @@ from peerlane.ops import replicated
 from peerlane.ops.check import same_call
 from peerlane.ops.collectives import Gradient, replicates
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
-from peerlane.ops.shapes import cast, product, require_product, require_terms, rows
+from peerlane.ops.shapes import cast, product, require_product, require_terms, right_gradient, rows
 from peerlane.ops.sharding import takes_dtensors
 from peerlane.ops.transport import transport
 
@@ -147,7 +147,7 @@ def _gather_gradients(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, 
         whole_grad = given[0][1] if len(given) == 1 else torch.cat([grad for _, grad in given], 1)
         da = _gemm_reduce_scatter(whole_grad, whole_b.T, None, None, "none", ctx.scale, ctx.group)
     whole = rows if ctx.keeps or not needs_b else _gathered_again(rows, ctx.group)
-    dbs = [None if grad is None or not needs_b else _right_gradient(whole, grad, b, ctx.scale) for b, grad in zip(bs, grads, strict=False)]
+    dbs = [None if grad is None or not needs_b else right_gradient(whole, grad, b, ctx.scale) for b, grad in zip(bs, grads, strict=False)]
     dbiases = [None if grad is None else grad.sum(0) for grad in grads[: ctx.biases]]
     return (da, dbs, dbiases, None, None, None, None)
 
@@ -159,12 +159,6 @@ def _gathered_again(x: torch.Tensor, group: str) -> torch.Tensor:
 
 def _flat(needed: Any) -> Sequence[bool]:
     return needed if isinstance(needed, list | tuple) else [bool(needed)]
-
-
-def _right_gradient(a: torch.Tensor, grad: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns the gradient of a right operand (k, n), laid out as the operand."""
-    product = a.T @ grad if b.stride(1) == 1 else (grad.T @ a).T
-    return product * scale if scale != 1 else product
 
 
 def _without_activation(activation: str) -> None:
@@ -235,7 +229,7 @@ def _scatter_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         whole = _gathered_again(grad, ctx.group)
     if needs[1]:
         assert whole is not None
-        db = _right_gradient(a, whole, b, ctx.scale)
+        db = right_gradient(a, whole, b, ctx.scale)
     return (da, db, *_epilogue_gradients(ctx, grad), None, None, None)
 
 
@@ -243,7 +237,7 @@ def _sum_gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     _without_activation(ctx.activation)
     (a, b), needs, whole = ctx.saved_tensors, ctx.needs_input_grad, torch.ops.peerlane.all_reduce(grad, ctx.group)
     da = (whole @ b.T) * ctx.scale if needs[0] else None
-    db = _right_gradient(a, whole, b, ctx.scale) if needs[1] else None
+    db = right_gradient(a, whole, b, ctx.scale) if needs[1] else None
     return (da, db, *_epilogue_gradients(ctx, grad), None, None, None)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from peerlane.errors import UsageError
 from peerlane.ops.groups import rank, world_size
+from peerlane.ops.shapes import right_gradient
 
 
 class AllReduce(torch.autograd.Function):
@@ -67,7 +68,8 @@ class GemmAllReduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (a, b), (has_bias, has_residual) = ctx.saved_tensors, ctx.has
         own = grad * ctx.scale if ctx.scale != 1 else grad
-        return own @ b.T, a.T @ own, grad.sum(0) if has_bias else None, grad if has_residual else None, None, None, None
+        terms = grad.sum(0) if has_bias else None, grad if has_residual else None
+        return own @ b.T, right_gradient(a, own, b), *terms, None, None, None
 
 
 class GemmAllGather(torch.autograd.Function):
@@ -84,7 +86,7 @@ class GemmAllGather(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         a, b = ctx.saved_tensors
         own = grad.narrow(1, rank(ctx.group) * b.shape[1], b.shape[1])
-        return own @ b.T, a.T @ own, None
+        return own @ b.T, right_gradient(a, own, b), None
 
 
 class ColumnProduct(torch.autograd.Function):
@@ -99,7 +101,8 @@ class ColumnProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         a, b = ctx.saved_tensors
-        return torch.ops.peerlane.gemm_all_reduce(grad, b.T, None, None, "none", 1.0, ctx.group), a.T @ grad, None
+        da = torch.ops.peerlane.gemm_all_reduce(grad, b.T, None, None, "none", 1.0, ctx.group)
+        return da, right_gradient(a, grad, b), None
 
 
 class Replicate(torch.autograd.Function):

@@ -96,3 +96,10 @@ def product(
         return call(a, b, bias, residual)
     result = call(a.flatten(0, -2), b, bias, None if residual is None else residual.flatten(0, -2))
     return result.view(a.shape[0] // parts, *a.shape[1:-1], result.shape[1])
+
+
+def right_gradient(a: torch.Tensor, grad: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Returns the gradient of the right operand (k, n) of ``scale * (a @ b)``, laid out as the operand: that of a layer's weight is not
+    copied."""
+    product = a.T @ grad if b.stride(1) == 1 else (grad.T @ a).T
+    return product * scale if scale != 1 else product
