@@ -410,13 +410,14 @@ def symmetric_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, dict[str, C
     buffer = symmetric.empty(nbytes // 2, dtype=torch.bfloat16, device=at.device)
     buffer.zero_()
     symmetric.rendezvous(buffer, name)
+    waited = torch.ops._c10d_functional.wait_tensor  # they run on streams of their own
     return {
         "all_reduce": {
             "torch one_shot": lambda: operators.one_shot_all_reduce(buffer, "sum", name),
             "torch two_shot": lambda: operators.two_shot_all_reduce_(buffer, "sum", name),
         },
-        "all_gather": {"torch low_contention": lambda: operators._low_contention_all_gather(buffer, name)},
-        "reduce_scatter": {"torch low_contention": lambda: operators._low_contention_reduce_scatter(buffer, "sum", name)},
+        "all_gather": {"torch low_contention": lambda: waited(operators._low_contention_all_gather(buffer, name))},
+        "reduce_scatter": {"torch low_contention": lambda: waited(operators._low_contention_reduce_scatter(buffer, "sum", name))},
     }
 
 

@@ -27,11 +27,11 @@ def collectives_report(path: Path) -> str:
     return f"{table.markdown()}\n{_where(document)}\n"
 
 
-def backend_report(path: Path) -> str:
-    """Returns a table, by size, of microseconds of a captured call on the backend ``peerlane``, on NCCL and, where there is one, on the
-    fastest operator of torch's symmetric memory; from ``tests/gpu/check_backend.py``."""
+def backend_report(path: Path, mode: str = "graph") -> str:
+    """Returns a table, by size, of microseconds of a call in a launch mode on the backend ``peerlane``, on NCCL and, where there is one, on
+    the fastest operator of torch's symmetric memory; from ``tests/gpu/check_backend.py``."""
     document = _read(path, rows="table", world_size="ranks")
-    rows = [row for row in document["table"] if row["mode"] == "graph"]
+    rows = [row for row in document["table"] if row["mode"] == mode]
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     table = TextTable(("size", *operations), right=("size", *operations))
     for size in sorted({row["bytes"] for row in rows}):
@@ -97,6 +97,15 @@ LAYERS: dict[str, dict[str, tuple[str, ...]]] = {
         "unfused": ("unfused_us",),
         "no all-gather: kit": ("scatter_us",),
         "no all-gather: unfused": ("unfused_scatter_us",),
+    },
+    "fp8": {
+        "tokens": ("tokens",),
+        "inner columns": ("inner",),
+        **{
+            f"{step}: {name}": (f"{step}{key}_us",)
+            for step in ("gather", "scatter")
+            for name, key in {"kit": "", "torch": "_torch", "unfused": "_unfused", "kit in bfloat16": "_bf16"}.items()
+        },
     },
     "dispatch": {
         "tokens": ("tokens",),

@@ -21,6 +21,7 @@ from peerlane.report.production import production_section
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines
+from peerlane.report.training import training_report
 from peerlane.results.reader import read_results
 from peerlane.selftest import outcome
 from peerlane.selftest.calibrate import read_calibrations
@@ -90,6 +91,9 @@ CORPUS = Path("tests/adversarial") / FILE
 RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "types", "precision", "races", "memory", "tracks", "isolation")
 """Of the corpus; each has a page."""
 
+_ON_H100 = ("gather", "all_reduce")
+"""Parts of ``bench_layers.py`` whose newest run was on two H100."""
+
 SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
@@ -108,12 +112,15 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
     "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
+    "backend_of_two_h200": (TWO_GPUS / "backend.json", backend_report),
+    "backend_eager_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_report, mode="eager")),
+    **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", partial(layers_report, part=part)) for part in _ON_H100},
     **{
-        f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", partial(layers_report, part=part))
+        f"layers_{part}_of_two_h200": (TWO_GPUS / "layers.jsonl", partial(layers_report, part=part))
         for part in LAYERS
-        if part != "dispatch"
+        if part not in _ON_H100
     },
-    "layers_dispatch_of_two_h200": (TWO_GPUS / "layers.jsonl", partial(layers_report, part="dispatch")),
+    "training_of_two_h200": (TWO_GPUS / "training.jsonl", training_report),
     "backend_virtual": (ONE_GPU / "backend.json", backend_report),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
@@ -141,6 +148,7 @@ DOCUMENTS = (
     Path("docs/calibration.md"),
     Path("docs/ops-support.md"),
     Path("docs/device/collectives.md"),
+    Path("docs/tutorials/train.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),
     Path("docs/integrity/outcomes.md"),
