@@ -101,6 +101,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     cuda = SimpleNamespace(
         device=lambda device: contextlib.nullcontext(),
+        current_device=lambda: 0,
         current_stream=lambda device=None: machine.current,
         Stream=machine.new_stream,
         stream=machine.on,

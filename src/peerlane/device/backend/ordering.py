@@ -145,24 +145,25 @@ class CudaLane:
         self._side: torch.cuda.Stream | None = None
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
+        if self.device.index not in (None, torch.cuda.current_device()):  # rare, and a context costs as much as a launch
+            with torch.cuda.device(self.device):
+                return self.run(call, tensors, asynchronous=asynchronous)
         # Without the lock: ``call`` takes that of its group first, as operators do.
-        with torch.cuda.device(self.device):
-            current = torch.cuda.current_stream()
-            # On the caller's stream: works of other libraries release their tensors once a stream has waited, and here they are reused.
-            self._lane.follow_others(capture_of(current.cuda_stream))
-            if not asynchronous:
-                call()
-                return FinishedWork(tensors)
-            if self._side is None:
-                self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side = self._side
-            side.wait_stream(current)
-            with torch.cuda.stream(side):
-                call()
-                end = side.record_event()
-            for tensor in tensors:
-                tensor.record_stream(side)
-            return StreamWork(side, end, tensors)
+        # On the caller's stream: works of other libraries release their tensors once a stream has waited, and here they are reused.
+        self._lane.follow_others()
+        if not asynchronous:
+            call()
+            return FinishedWork(tensors)
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = self._side
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+            end = side.record_event()
+        for tensor in tensors:
+            tensor.record_stream(side)
+        return StreamWork(side, end, tensors)
 
     def before_child(self) -> None:
         with torch.cuda.device(self.device), self.lock:

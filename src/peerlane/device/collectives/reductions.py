@@ -5,6 +5,7 @@ The device side is ``collectives/reductions.cuh``."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,20 +43,28 @@ class Reduction:
 SUM = Reduction()
 
 
+@cache
+def _kinds() -> dict[int, tuple[Any, Reduction]]:
+    """By their hashes, PyTorch's kinds of reductions and ours."""
+    return {hash(kind): (kind, Reduction(name.lower())) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
+
+
 def reduction_of(op: Any) -> Reduction:
     """Returns the reduction of a name or of a ``ReduceOp``, which the kit may not have. Raises UsageError for a factor that is a tensor."""
     if isinstance(op, str):
         return Reduction(op)
-    kinds = dist.ReduceOp.RedOpType.__members__
-    name = next((name for name, kind in kinds.items() if op == kind), str(op)).lower()
-    if name != "premul_sum":
-        return Reduction(name)
+    kind, reduction = _kinds().get(hash(op), (None, SUM))  # every eager collective asks: two look-ups, no comparison with each kind
+    if kind is None or op != kind:
+        return Reduction(str(op).lower())
+    if reduction.name != "premul_sum":
+        return reduction
     _, factor = op.__getstate__()
     if isinstance(factor, torch.Tensor):
         raise UsageError("ReduceOp.PREMUL_SUM with a tensor as its factor; the kit takes a number")
-    return Reduction(name, float(factor))
+    return Reduction(reduction.name, float(factor))
 
 
+@cache
 def refusal(name: str, dtype: torch.dtype) -> str:
     """Returns the reason why the kit does not reduce ``dtype`` with the operation ``name``; empty if it does."""
     if name not in _FORMS:

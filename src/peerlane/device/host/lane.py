@@ -84,14 +84,16 @@ class Lane:
         """Another library has started something in the lane. ``wait`` makes PyTorch's current stream wait for its end."""
         self._others[key] = wait, capture
 
-    def follow_others(self, capture: int, stream: int | None = None) -> None:
-        """Make ``stream``, or the current one, wait for what other libraries have started."""
+    def follow_others(self, capture: int | None = None, stream: int | None = None) -> None:
+        """Make ``stream``, or the current one, wait for what other libraries have started. ``capture``: its own, if it is known."""
         if not self._others:
             return
+        current = torch.cuda.current_stream().cuda_stream
+        capture = capture_of(current if stream is None else stream) if capture is None else capture
         with self.lock:
             waits = [wait for wait, known in self._others.values() if known == capture]
             self._others.clear()
-        if stream is None or stream == torch.cuda.current_stream().cuda_stream:
+        if stream is None or stream == current:
             for wait in waits:
                 wait()
             return
