@@ -44,13 +44,19 @@ def _accuracy(path: Path) -> str:
     return accuracy(read_results(path))
 
 
-_REPEATED = {"first": "references", "second": "references_again", "third": "references_third", "virtual node": "virtual_references"}
-"""Runs of the references as their own candidates on one GPU, and their files."""
+_REPEATED = {
+    "first": "h100x1/references.jsonl",
+    "second": "h100x1/references_again.jsonl",
+    "third": "h100x1/references_third.jsonl",
+    "virtual node": "h100x1/virtual_references.jsonl",
+    "two H200": "h200x2/references_present.jsonl",
+}
+"""Runs of the references as their own candidates, and their files."""
 
 
 def _acceptance(first: Path) -> str:
-    """Returns the table of the runs beside the first one."""
-    runs = {name: read_results(first.with_stem(file)) for name, file in _REPEATED.items()}
+    """Returns the table of the runs, the first one among them."""
+    runs = {name: read_results(first.parents[1] / file) for name, file in _REPEATED.items()}
     nodes = {line: None for results in runs.values() for line in environment_lines(results)}
     return acceptance_table(runs).markdown() + "\n" + "\n\n".join(nodes)
 

@@ -220,18 +220,6 @@ def gradients(
     return tuple(results.values())
 
 
-def all_gradients(
-    group: Group, known: Mapping[str, torch.Tensor], sizes: Sizes, scale: float | None, *, fused: bool = True, ordered: bool = True
-) -> Gradients:
-    """dq, dk and dv. ``known``: q, k, v, dout and numbers, as ``query_numbers`` gives them. ``fused``: by one kernel, for more than 64
-    queries and keys; else by two. They are the same in every call, unless ``fused`` is not ``ordered``."""
-    if fused and min(sizes.queries, sizes.keys) > 64:
-        return fused_gradients(group, known, sizes, scale, ordered=ordered)
-    (dq,) = gradients(group, known, sizes, scale, of_keys=False)
-    dk, dv = gradients(group, known, sizes, scale, of_keys=True)
-    return dq, dk, dv
-
-
 def attention_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -249,7 +237,8 @@ def attention_backward(
 ) -> Gradients:
     """Gradients of :func:`peerlane.device.attention.forward.attention` with respect to q, k and v, from that of its result, ``dout``.
 
-    ``out`` and ``logarithms`` are what it returned for the other arguments; see :func:`all_gradients` for ``fused`` and ``ordered``."""
+    ``out`` and ``logarithms`` are what it returned for the other arguments. ``fused``: by one kernel, for more than 64 queries and keys;
+    else by two. The gradients are the same in every call, unless ``fused`` is not ``ordered``."""
     check_operands(q, k, v)
     if dout.shape != out.shape or out.shape != (*q.shape[:3], v.shape[3]) or dout.dtype != q.dtype:
         raise UsageError(
@@ -258,4 +247,8 @@ def attention_backward(
         )
     sizes, member = Sizes.of(q, k, causal, offset), group or group_of()
     known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(member, dout, out, logarithms)}
-    return all_gradients(member, known, sizes, scale, fused=fused, ordered=ordered)
+    if fused and min(sizes.queries, sizes.keys) > 64:
+        return fused_gradients(member, known, sizes, scale, ordered=ordered)
+    (dq,) = gradients(member, known, sizes, scale, of_keys=False)
+    dk, dv = gradients(member, known, sizes, scale, of_keys=True)
+    return dq, dk, dv

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from peerlane.device.attention.backward import Gradients, all_gradients, attention_backward, gradients, pad_numbers, query_numbers
+from peerlane.device.attention.backward import Gradients, attention_backward, gradients, pad_numbers, query_numbers
 from peerlane.device.attention.forward import Sizes, aligned, supports
 from peerlane.device.attention.head_exchange import HeadShape, head_exchange
 from peerlane.device.collectives.communicator import Communicator, communicator
@@ -111,7 +111,10 @@ def _by_heads(ring: Group, own: Known, replicas: Communicator | None) -> Gradien
         arrival()
         known = exchange.arrived(piece)
         sizes = Sizes.of(known["q"], known["k"], own.causal, 0)
-        kept.append(all_gradients(ring, known, sizes, own.scale))
+        # By two kernels: tiles of the fused one wait for each other, which costs more than it saves beside exchanges that hold SMs.
+        (dq,) = gradients(ring, known, sizes, own.scale, of_keys=False)
+        dk, dv = gradients(ring, known, sizes, own.scale, of_keys=True)
+        kept.append((dq, dk, dv))
         side.follow()
         with side():
             exchange.bring(piece, _average(replicas, kept[-1]))
