@@ -16,6 +16,7 @@ from peerlane.device.attention.fused_backward import FusedTiling
 from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
+from representatives import first
 
 CALLER = """
 from peerlane.device.attention.backward import attention_backward
@@ -78,7 +79,7 @@ TWINS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
     monkeypatch.setattr(kit, "ATTENTION_BACKWARD", twin(kit.ATTENTION_BACKWARD, line, instead, "attention_backward.cuh"))
@@ -114,7 +115,7 @@ FUSED_TWINS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FUSED_TWINS)
+@pytest.mark.parametrize("name", first(FUSED_TWINS, 2))
 def test_broken_twins_of_the_fused_kernel_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = FUSED_TWINS[name]
     broken = twin(fused.FUSED_ATTENTION_BACKWARD, line, instead, "fused_attention_backward.cuh")

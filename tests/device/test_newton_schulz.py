@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,8 +129,15 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("tiling", [TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in TILINGS[1:])], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+def tiled_kernels() -> Iterator[Any]:
+    """Every kernel with its first tiling and every second one of the others; with the rest in the long tests."""
+    for number, kernel in enumerate(KERNELS):
+        for turn, tiling in enumerate(TILINGS):
+            marks = () if turn == 0 else pytest.mark.slow if (turn + number) % 2 else pytest.mark.long
+            yield pytest.param(tiling, kernel, marks=marks, id=f"{kernel}-{tiling}")
+
+
+@pytest.mark.parametrize(("tiling", "kernel"), [*tiled_kernels()])
 def test_kernels_keep_to_their_registers_and_their_memory(tiling: Tiling, kernel: str) -> None:
     source, roles, major = KERNELS[kernel]
     more = {"WORLD_SIZE": 4, "IN_PARTS": 1, "RESULT": "peerlane::Float16"}
