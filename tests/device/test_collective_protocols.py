@@ -424,6 +424,10 @@ LONG = (
     "sums_sent_without_credit",
     "wait_without_acquire",
     "a_round_posted_with_its_first_tile",
+    "signal_when_the_tile_was_read",
+    "sums_copied_before_they_come",
+    "progress_posted_without_release",
+    "progress_of_a_tile_that_was_not_posted",
 )
 
 

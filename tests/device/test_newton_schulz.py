@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.products import newton_schulz as ns
 from peerlane.device.products.gemm import TILINGS, Tiling
 from peerlane.errors import UsageError
+from representatives import every_second
 
 SMALL, TALL, PAIR = Tiling(1, 64, 2), Tiling(2, 64, 2), Tiling(1, 128, 2, blocks=2)
 ROWS, COLUMNS = 136, 72
@@ -129,16 +128,8 @@ KERNELS = {
 }
 
 
-def tiled_kernels() -> Iterator[Any]:
-    """Every kernel with its first tiling and every second one of the others; with the rest in the long tests."""
-    for number, kernel in enumerate(KERNELS):
-        for turn, tiling in enumerate(TILINGS):
-            marks = () if turn == 0 else pytest.mark.slow if (turn + number) % 2 else pytest.mark.long
-            yield pytest.param(tiling, kernel, marks=marks, id=f"{kernel}-{tiling}")
-
-
-@pytest.mark.parametrize(("tiling", "kernel"), [*tiled_kernels()])
-def test_kernels_keep_to_their_registers_and_their_memory(tiling: Tiling, kernel: str) -> None:
+@pytest.mark.parametrize(("kernel", "tiling"), every_second(KERNELS, TILINGS))
+def test_kernels_keep_to_their_registers_and_their_memory(kernel: str, tiling: Tiling) -> None:
     source, roles, major = KERNELS[kernel]
     more = {"WORLD_SIZE": 4, "IN_PARTS": 1, "RESULT": "peerlane::Float16"}
     layout = f"static_assert(sizeof(RoleMemory<{roles}>) == {tiling.shared_bytes});\n"
