@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+
+# Before torch is imported: tests run side by side, and threads of theirs would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import gc
 import sys
 import warnings
