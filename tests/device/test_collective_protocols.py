@@ -261,7 +261,9 @@ def rounds_workload(world_size: int, kernels: tuple[str, ...], dtype: torch.dtyp
     return Collectives(world_size, kernels, dtype, headers, LATE, packet_buffer_bytes=buffer_bytes, packet_threads=ROOM_THREADS)
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.int32), (3, torch.bfloat16), (4, torch.float8_e4m3fn)], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(2, torch.int32), (3, torch.bfloat16), pytest.param(4, torch.float8_e4m3fn, marks=pytest.mark.long)], ids=str
+)
 def test_messages_that_no_packet_buffer_holds_go_in_rounds(world_size: int, dtype: torch.dtype) -> None:
     """On one block and on two, one behind the other and between kernels of one round, with a rank that is late."""
     work = rounds_workload(world_size, (*BY_PACKETS, *IN_ROUNDS), dtype)
@@ -422,6 +424,10 @@ LONG = (
     "sums_sent_without_credit",
     "wait_without_acquire",
     "a_round_posted_with_its_first_tile",
+    "signal_when_the_tile_was_read",
+    "sums_copied_before_they_come",
+    "progress_posted_without_release",
+    "progress_of_a_tile_that_was_not_posted",
 )
 
 

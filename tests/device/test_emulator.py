@@ -153,7 +153,7 @@ def test_what_a_kernel_prints_is_shown_once(capsys: pytest.CaptureFixture[str]) 
     assert sorted(capsys.readouterr().err.splitlines()) == ["thread 0 has 0", "thread 1 has 0"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_loop_without_an_end_is_a_finding() -> None:
     finding = only(run("polls_without_volatile", block=1, schedules=100))
     assert finding.kind == "endless" and finding.schedules == 1 and "ptx:: loads or volatile" in str(finding)

@@ -40,17 +40,22 @@ def test_the_budget_covers_all_kernels() -> None:
     assert set(REGISTER_BUDGET) == set(KERNELS)
 
 
-MOST_REGISTERS = [(8, torch.float16, "sm_90a"), (8, torch.bfloat16, "sm_100a")]
-FURTHER = [(2, torch.float8_e4m3fn, "sm_90a"), (3, torch.float8_e5m2, "sm_90a"), (4, torch.int32, "sm_90a"), (2, torch.float32, "sm_100a")]
+MOST_REGISTERS = (8, torch.float16, "sm_90a")
+FURTHER = [
+    (8, torch.bfloat16, "sm_100a"),
+    (2, torch.float8_e4m3fn, "sm_90a"),
+    (3, torch.float8_e5m2, "sm_90a"),
+    (4, torch.int32, "sm_90a"),
+    (2, torch.float32, "sm_100a"),
+]
 """World sizes, dtypes and architectures; kernels that differ from others by rounds alone are compiled where they take most registers."""
 
 
 def targets() -> Iterator[Any]:
     """Every kernel where it takes most registers, and for one further target in turn; for the others in the long tests."""
     for number, kernel in enumerate(KERNELS):
-        yield pytest.param(kernel, *MOST_REGISTERS[0])
-        yield pytest.param(kernel, *MOST_REGISTERS[1], marks=pytest.mark.slow)
-        for turn, target in enumerate(() if kernel.endswith(ROUNDS) else FURTHER):
+        yield pytest.param(kernel, *MOST_REGISTERS)
+        for turn, target in enumerate(FURTHER[:1] if kernel.endswith(ROUNDS) else FURTHER):
             yield pytest.param(kernel, *target, marks=pytest.mark.slow if turn == number % len(FURTHER) else pytest.mark.long)
 
 

@@ -15,6 +15,7 @@ from peerlane.device.products.gemm_all_gather import GEMM_ALL_GATHER
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
 from peerlane.errors import LaunchError
+from representatives import every_second
 
 FUSED = {
     "GemmReduceScatterRoles<Shape, WORLD_SIZE, GemmReduceScatter>": GEMM_REDUCE_SCATTER.source,
@@ -26,13 +27,8 @@ FUSED = {
 EVERYTHING = gemm.Epilogue("silu", bias=True, residual=True, scale=True)
 
 
-@pytest.mark.parametrize(
-    "tiling",
-    [TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in TILINGS[1:])],
-    ids=lambda tiling: f"{tiling.rows}x{tiling.columns} by {tiling.blocks}",
-)
-@pytest.mark.parametrize("kernel", FUSED)
-def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: Tiling, kernel: str) -> None:
+@pytest.mark.parametrize(("kernel", "tiling"), every_second(FUSED, TILINGS))
+def test_kernels_keep_to_their_registers_and_their_shared_memory(kernel: str, tiling: Tiling) -> None:
     layout = f"using namespace peerlane;\nstatic_assert(sizeof(RoleMemory<{kernel}>) == {tiling.shared_bytes});\n"
     layout += f"static_assert(Shape::roles.threads() == {tiling.threads});\n"
     report = compiler_report(FUSED[kernel] + layout, defines={**tiling.defines(torch.bfloat16, "k", "mn"), "WORLD_SIZE": 4, "SCATTERS": 0})

@@ -20,6 +20,7 @@ from peerlane.device.host.declare import LocalKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gathering, gemm
 from peerlane.device.products.gemm import Tiling
+from representatives import first
 
 SMALL = Tiling(groups=1, columns=64, slots=2)
 
@@ -84,7 +85,7 @@ def test_a_product_is_right_and_nothing_in_it_is_unordered() -> None:
     assert report.clean, str(report)
 
 
-@pytest.mark.parametrize("b_major", ["mn", "k"])
+@pytest.mark.parametrize("b_major", first(["k", "mn"]))
 def test_blocks_of_a_cluster_share_an_operand(b_major: gemm.Major) -> None:
     report = check(emulated.plain_product(136, 136, 136, PAIR, grid=4, majors=("k", b_major)), schedules=4)
     assert report.clean, str(report)

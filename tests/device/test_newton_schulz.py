@@ -14,6 +14,7 @@ from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.products import newton_schulz as ns
 from peerlane.device.products.gemm import TILINGS, Tiling
 from peerlane.errors import UsageError
+from representatives import every_second
 
 SMALL, TALL, PAIR = Tiling(1, 64, 2), Tiling(2, 64, 2), Tiling(1, 128, 2, blocks=2)
 ROWS, COLUMNS = 136, 72
@@ -127,9 +128,8 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("tiling", [TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in TILINGS[1:])], ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_keep_to_their_registers_and_their_memory(tiling: Tiling, kernel: str) -> None:
+@pytest.mark.parametrize(("kernel", "tiling"), every_second(KERNELS, TILINGS))
+def test_kernels_keep_to_their_registers_and_their_memory(kernel: str, tiling: Tiling) -> None:
     source, roles, major = KERNELS[kernel]
     more = {"WORLD_SIZE": 4, "IN_PARTS": 1, "RESULT": "peerlane::Float16"}
     layout = f"static_assert(sizeof(RoleMemory<{roles}>) == {tiling.shared_bytes});\n"

@@ -15,6 +15,7 @@ from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gemm, perceptron
 from peerlane.device.tools.lint import lint
+from representatives import first
 
 LOCAL_K, INNER, OUT = 40, 72, 24
 """Two columns of tiles in the first product, one in the second. Up to 64 rows are one row of tiles."""
@@ -59,7 +60,7 @@ TWINS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
     text = (INCLUDE_DIR / "peerlane" / "perceptron.cuh").read_text()

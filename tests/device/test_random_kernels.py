@@ -29,7 +29,7 @@ def left_behind(source: str | Ptx, module: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "module", [0, *(pytest.param(i, marks=pytest.mark.slow if i < 4 else pytest.mark.long) for i in range(1, MODULES))]
+    "module", [0, *(pytest.param(i, marks=pytest.mark.slow if i < 2 else pytest.mark.long) for i in range(1, MODULES))]
 )
 def test_random_kernels_leave_the_same_bits_from_source_and_ptx(module: int) -> None:
     source = kernels.source(module)

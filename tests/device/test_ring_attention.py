@@ -21,6 +21,7 @@ from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import BlockNeeds
+from representatives import first
 
 CALLER = """
 from peerlane.device.attention.forward import AttentionTiling
@@ -120,7 +121,7 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
     assert outcome.findings or worst > 0.01
 
 
-@pytest.mark.parametrize("tiling", [item for item in TILINGS if item.groups == 2 and item.keys != 176], ids=str)
+@pytest.mark.parametrize("tiling", first((item for item in TILINGS if item.groups == 2 and item.keys != 176), 3), ids=str)
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: AttentionTiling) -> None:
     shared = replace(tiling, output_slots=1).shared_bytes + PARCELS * PARCEL_BYTES
     layout = f"static_assert(sizeof(RoleMemory<Roles>) == {shared});\n"

@@ -18,6 +18,7 @@ from peerlane.device.host.jit import compiler_report
 from peerlane.device.products import gemm, row_gather_gemm
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.row_gather_gemm import RowGatherGemm
+from representatives import first
 
 SMALL, PAIR = Tiling(groups=1, columns=64, slots=2), Tiling(groups=1, columns=128, slots=2, blocks=2)
 EVERYTHING = Epilogue("relu", bias=True, residual=True, scale=True)
@@ -75,7 +76,7 @@ def found(
 @pytest.mark.parametrize(
     ("world_size", "widths", "major", "keeps"),
     [
-        (2, [72], "k", False),
+        pytest.param(2, [72], "k", False, marks=pytest.mark.long),
         (2, [72, 8, 64], "mn", True),
         pytest.param(3, [72, 130], "k", True, marks=pytest.mark.long),
         pytest.param(4, [64, 40], "mn", False, marks=pytest.mark.long),
@@ -130,9 +131,7 @@ def test_a_broken_twin_of_the_row_gather_is_refused(name: str, monkeypatch: pyte
     assert found(3, 40, 320, [72, 8], keeps=True, calls=3)
 
 
-@pytest.mark.parametrize(
-    "tiling", [gemm.TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in gemm.TILINGS[1:])], ids=str
-)
+@pytest.mark.parametrize("tiling", first(gemm.TILINGS, 3), ids=str)
 def test_the_row_gather_keeps_to_its_registers_and_memory(tiling: Tiling) -> None:
     kernel = "RowGatherGemmRoles<Shape, WORLD_SIZE, KEEPS, RowGatherGemm>"
     layout = f"using namespace peerlane;\nstatic_assert(sizeof(RoleMemory<{kernel}>) == {tiling.shared_bytes});\n"

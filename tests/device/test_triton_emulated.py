@@ -51,7 +51,14 @@ def test_a_right_triton_kernel_is_right_and_clean(name: str) -> None:
         assert torch.equal(output, wanted)
 
 
-@pytest.mark.parametrize("twin", slow_but([f"{name}-{broken}" for name in NAMES for broken in (1, 2)], "one_shot-1", "gather_gemm-2"))
+TWINS = [
+    pytest.param(f"{name}-{broken}", marks=pytest.mark.slow if broken == 1 + number % 2 else pytest.mark.long)
+    for number, name in enumerate(NAMES)
+    for broken in (1, 2)
+]
+
+
+@pytest.mark.parametrize("twin", TWINS)
 def test_a_broken_twin_is_told_with_both_lines(twin: str) -> None:
     name, _, broken = twin.partition("-")
     _, found = raced(name, int(broken))

@@ -16,6 +16,7 @@ from peerlane.device.attention.forward import choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
+from representatives import first
 
 CALLER = """
 from peerlane.device.attention.ulysses import attend_by_heads
@@ -59,7 +60,7 @@ SHORT_TWINS = {
 }
 
 
-@pytest.mark.parametrize("name", SHORT_TWINS)
+@pytest.mark.parametrize("name", first(SHORT_TWINS))
 def test_a_twin_for_short_sequences_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = SHORT_TWINS[name]
     monkeypatch.setattr(short, "SHORT_ATTENTION", twin(short.SHORT_ATTENTION, line, instead))
@@ -78,7 +79,7 @@ TWINS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
     monkeypatch.setattr(

@@ -143,9 +143,9 @@ class Dying:
         return Outcome("runtime_error", asked[0].phase)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("one_case")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if kind == "correct" else ()) for kind in PHASES])
+@pytest.mark.parametrize("kind", PHASES)
 def test_a_kill_at_every_boundary(kind: str, fork_server: ForkServer, board: Switchboard, tmp_path: Path) -> None:
     candidate = GOOD
     if kind == "wrong_result":

@@ -14,6 +14,7 @@ from e2e.runs import GOOD as GOOD_ONE
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import Result
 from peerlane.hardware.toolkit import find_nvcc
+from representatives import first
 
 RUN = f"verdicts-{os.getpid()}"  # marks this run's processes
 
@@ -62,9 +63,7 @@ def test_output_of_a_failure_is_kept(results: dict[str, tuple[Result, Result]]) 
     assert '"verdict": "correct"' in results["1_exits_with_status_0_pytorch"][0].log_tail
 
 
-@pytest.fixture(
-    scope="module", params=["pytorch", pytest.param("triton", marks=pytest.mark.slow), pytest.param("libraries", marks=pytest.mark.long)]
-)
+@pytest.fixture(scope="module", params=first(["pytorch", "triton", "libraries"]))
 def good_results(request: pytest.FixtureRequest) -> dict[Path, Result]:
     files = [path for path in GOOD if path.parent.name == request.param]
     return dict(zip(files, judge(*files, deadlines=PATIENT), strict=True))

@@ -50,10 +50,11 @@ def test_operators_on_cpu_ranks(name: str, found: dict[str, str | None]) -> None
     assert found[name] is None, found[name]
 
 
-THOROUGH = {"compiled": pytest.mark.slow, "compiled_autocast opcheck dispatch_and_combine_obey_torch": pytest.mark.long}
+THOROUGH = ("compiled", "compiled_autocast opcheck dispatch_and_combine_obey_torch")
 
 
-@pytest.mark.parametrize("names", [pytest.param(names, marks=mark) for names, mark in THOROUGH.items()])
+@pytest.mark.long
+@pytest.mark.parametrize("names", THOROUGH)
 def test_operators_compile_on_one_and_three_ranks(names: str) -> None:
     found = outcomes("--thorough", *names.split())
     assert set(found.values()) == {None}, found

@@ -20,9 +20,9 @@ FP64 = torch.float64
 LAYERS = (31, 32, 49, 50, 51)
 
 
-def small_cases(*numbers: int, worlds: Sequence[int] = (2, 4)) -> list[Any]:
+def small_cases(*numbers: int, worlds: Sequence[int] = (2, 4), marks: Any = ()) -> list[Any]:
     return [
-        pytest.param(case, id=case.key)
+        pytest.param(case, id=case.key, marks=marks)
         for number in numbers
         for world in worlds
         for variant in problems.get(number).variants
@@ -274,7 +274,7 @@ def chosen_gap(hidden: torch.Tensor, gate_weight: torch.Tensor, gate_bias: torch
     return torch.zeros_like(logits).scatter_(1, best.indices[:, :k], 1.0), gap
 
 
-@pytest.mark.parametrize("case", small_cases(*LAYERS, worlds=(2, 4, 8)))
+@pytest.mark.parametrize("case", [*small_cases(*LAYERS, worlds=(2, 8)), *small_cases(*LAYERS, worlds=(4,), marks=pytest.mark.long)])
 def test_routing_is_the_same_in_any_precision(case: Case) -> None:
     for args in arguments(case):
         hidden = args[0].reshape(-1, args[0].shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -73,9 +74,15 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+@functools.cache
+def commands() -> typing.Any:
+    """Returns the commands of peerlane by name."""
+    return typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent.name != "problems"], ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist(path: Path) -> None:
-    verbs = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    verbs = commands()
     for words in commands_in(path.read_text(encoding="utf-8")):
         assert words[0] in verbs, f"{path.name} names the command {words[0]}"
         verb = verbs[words[0]]

@@ -69,7 +69,12 @@ def reference_source(problem: Problem, variant: str = "default") -> str:
     Helpers keep their text, comments and docstrings. A helper is renamed only where two modules use one name for different things.
     """
     function = inspect.unwrap(problem.reference_of(variant))
-    root = Definition(function.__module__, function.__name__)
+    return _source_of(Definition(function.__module__, function.__name__))
+
+
+@functools.cache
+def _source_of(root: Definition) -> str:
+    """Returns the source of a function and of everything that it names."""
     inlined = _Inlined()
     _collect(root, inlined)
     names = _choose_names(root, inlined)

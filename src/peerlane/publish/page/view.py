@@ -135,7 +135,7 @@ class View:
         """In the order of the leaderboard, by which they have their colours."""
         return [row.author for row in self.rows]
 
-    @property
+    @functools.cached_property
     def presets(self) -> int:
         """The number of presets on the board."""
         return len({item.sample.task.preset for item in self.items})

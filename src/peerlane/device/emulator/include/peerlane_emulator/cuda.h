@@ -1,9 +1,12 @@
 // CUDA's own names for device code that is compiled by g++ for the emulator. Included before the first line of every source.
 #pragma once
 
+#include <cstddef>
+// libstdc++ would bring the special functions of C++17, half of all that g++ reads for a kernel. GPUs do not have them.
+#undef _GLIBCXX_USE_STD_SPEC_FUNCS
+
 #include <cassert>
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
