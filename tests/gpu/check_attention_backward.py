@@ -150,10 +150,10 @@ def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers, "claims": torch.zeros(1, dtype=torch.int32, device="cuda")}
     tensors |= {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
     calls: dict[str, Callable[[], Any]] = {
-        "kit": lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group),
-        "kit fused": lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group, fused=True),
+        "kit": lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group, fused=False),
+        "kit fused": lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group),
         "kit fused unordered": lambda: backward.attention_backward(
-            dout, q, k, v, out, logarithms, causal=causal, group=group, fused=True, ordered=False
+            dout, q, k, v, out, logarithms, causal=causal, group=group, ordered=False
         ),
         "numbers": lambda: query_numbers(group, dout, out, logarithms),
     }
