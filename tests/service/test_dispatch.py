@@ -179,9 +179,10 @@ def test_a_batch_is_judged_in_a_process_of_its_own(tmp_path: Path) -> None:
 SLURM = {
     "sbatch": """
 grep -q partition=full "$1" && { echo "sbatch: error: the partition is full" >&2; exit 1; }
-cp "$1" "$(dirname "$0")/script"
+script=$(dirname "$0")/script
+cp "$1" "$script"
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
-for task in $(seq 0 "$last"); do SLURM_JOB_ID=7$task SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=$task bash "$(dirname "$0")/script" >/dev/null 2>&1 & done
+for task in $(seq 0 "$last"); do SLURM_JOB_ID=7$task SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=$task bash "$script" >/dev/null 2>&1 & done
 echo Submitted batch job 7""",
     "srun": 'shift 5; exec "$@"',
     "sacct": "echo 'JobID|State|NodeList'",
