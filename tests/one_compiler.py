@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peerlane.device.emulator import gpu_code, ranks
+from peerlane.emulator import gpu_code, ranks
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ import torch
 from peerlane.device import Arena, Group, element_type, group_of, per_group
 from peerlane.device.collectives import plans
 from peerlane.device.collectives.workspace import RINGS, Rings, Workspace, workspace_bytes
-from peerlane.device.emulator import Scenario
 from peerlane.device.host.group import DeviceLaunch
+from peerlane.emulator import Scenario
 
 SOURCE = r"""
 #include <peerlane/collectives/all_reduce.cuh>

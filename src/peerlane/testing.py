@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 if TYPE_CHECKING:
-    from peerlane.device.emulator.findings import Finding
+    from peerlane.emulator.findings import Finding
 
 Parameters = ParamSpec("Parameters")
 
@@ -70,9 +70,9 @@ def race(
 
 
 def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | None, gpu: str | None) -> None:
-    from peerlane.device.emulator.gpu_code import gpu_named
-    from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-    from peerlane.device.emulator.sequence import findings
+    from peerlane.emulator.gpu_code import gpu_named
+    from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+    from peerlane.emulator.sequence import findings
 
     ranks = EmulatedRanks(
         world_size,

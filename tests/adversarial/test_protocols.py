@@ -8,7 +8,7 @@ import ctypes
 import pytest
 import torch
 
-from peerlane.device.emulator import Scenario, check
+from peerlane.emulator import Scenario, check
 from peerlane.selftest.table import load
 
 CORPUS = load()

@@ -11,12 +11,12 @@ import pytest
 
 from peerlane.cli import race as command
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.device.emulator import gpu_code
+from peerlane.emulator import gpu_code
 
 GREET = '''
 import ctypes
 import torch
-from peerlane.device.emulator import Scenario
+from peerlane.emulator import Scenario
 
 SOURCE = """
 #include <peerlane/comm.cuh>

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from peerlane.device.emulator import Buffer, Scenario, solution_run
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.products import all_gather_gemm, gathering, gemm
 from peerlane.device.products.gemm import Tiling
+from peerlane.emulator import Buffer, Scenario, solution_run
 
 GUARD = -7.0
 """What lies where nothing may be written: between the end of a row and the next one."""

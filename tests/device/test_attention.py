@@ -13,9 +13,9 @@ from device.twins import twin
 from peerlane.device.attention import forward as kit
 from peerlane.device.attention.forward import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
-from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
+from peerlane.emulator import solution_run
 from peerlane.errors import UsageError
 from representatives import first
 

@@ -13,9 +13,9 @@ from peerlane.device.attention import backward as kit
 from peerlane.device.attention import fused_backward as fused
 from peerlane.device.attention.backward import TILINGS, BackwardTiling
 from peerlane.device.attention.fused_backward import FusedTiling
-from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
+from peerlane.emulator import solution_run
 from representatives import first
 
 CALLER = """

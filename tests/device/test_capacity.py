@@ -13,14 +13,14 @@ import torch
 from device import emulated
 from peerlane import solutions
 from peerlane.device import group_of
-from peerlane.device.emulator import solution_run
-from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.products import all_gather_gemm, gathering, gemm
 from peerlane.device.products.capacity import capacity
 from peerlane.device.products.gathering import Workspace
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.owner_sum import SumMemory, SumPlan
+from peerlane.emulator import solution_run
+from peerlane.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
 from representatives import first
 
 WORLD, N, K = 2, 16, 8

@@ -20,11 +20,11 @@ from peerlane.device.collectives import messages, plans
 from peerlane.device.collectives.kernels import KERNELS, ROUNDS
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.workspace import Channels, Messages, Rings, Workspace
-from peerlane.device.emulator import Scenario, check
-from peerlane.device.emulator.build import compile_program
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.tools.lint import lint
+from peerlane.emulator import Scenario, check
+from peerlane.emulator.build import compile_program
 
 RINGS = Rings(tile_bytes=256, summing_warps=2, depth=8, stages=6, in_flight=3)  # so short that small messages go round
 BLOCKS = 2

@@ -12,11 +12,11 @@ from device.judged import judge, require_correct
 from device.twins import twin
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin, group_of
-from peerlane.device.emulator.ranks import EmulatedRanks
-from peerlane.device.emulator.sequence import findings
 from peerlane.device.host.element_types import element_type
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.device.tools.lint import lint
+from peerlane.emulator.ranks import EmulatedRanks
+from peerlane.emulator.sequence import findings
 from peerlane.problems.families.conv import from_zigzag, zigzag_shard
 from peerlane.solutions.families import gated_convolution as direct
 from peerlane.solutions.families import long_convolution, sphere_exchange, sphere_taps

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device.emulator import Scenario, check
+from peerlane.emulator import Scenario, check
 
 CORPUS = Path(__file__).parents[1] / "adversarial" / "corpus"
 RANKS, BLOCKS, COUNT = 2, 2, 200

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host.declare import U32, BoundLaunches, DeclaredKernel, Epochs, LocalKernel, Pointer, layouts
 from peerlane.device.host.group import Group
+from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 
 

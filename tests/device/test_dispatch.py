@@ -11,11 +11,11 @@ import torch
 
 from device.twins import twin
 from peerlane.device import group_of
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.moe import dispatch
 from peerlane.device.moe.dispatch import Received, Routing, TokenCombine, TokenDispatch, token_combine, token_dispatch
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
 
 HIDDEN, SLOTS, OWN, MOST = 24, 3, 2, 6

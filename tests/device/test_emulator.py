@@ -14,8 +14,8 @@ import torch
 from peerlane.device import emulator
 from peerlane.device.collectives.kernels import KERNELS
 from peerlane.device.collectives.workspace import Messages, Rings, Workspace, workspace_bytes
-from peerlane.device.emulator import Finding, Report, Scenario, build, check
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.emulator import Finding, Report, Scenario, build, check
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu")
@@ -74,6 +74,14 @@ def test_what_cuda_says_is_done(kernel: str, grid: int, block: int, expected: li
     else:
         report = run(kernel, grid=grid, block=block, expected=words(*expected), more=more)
     assert report.clean, str(report)
+
+
+def test_the_former_name_stands_for_the_same_modules() -> None:
+    from peerlane import emulator
+    from peerlane.device import emulator as former
+    from peerlane.device.emulator import ranks, solution_run
+
+    assert (former, ranks, solution_run) == (emulator, emulator.ranks, emulator.solution_run)
 
 
 def test_conversions_round_as_the_gpu_does() -> None:

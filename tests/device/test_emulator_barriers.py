@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerlane.device.emulator import Report, Scenario, check
-from peerlane.device.emulator.gpu_code import gpu_named
+from peerlane.emulator import Report, Scenario, check
+from peerlane.emulator.gpu_code import gpu_named
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>

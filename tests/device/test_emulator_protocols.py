@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device.emulator import Report, Scenario, check
 from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.emulator import Report, Scenario, check
 
 FOLDER = Path(__file__).parent / "protocols"
 SCHEDULES = 300

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedRanks, RankFailure
-from peerlane.device.emulator.solution_run import load
+from peerlane.emulator.ranks import EmulatedGroup, EmulatedRanks, RankFailure
+from peerlane.emulator.solution_run import load
 
 HARMLESS = {"race", "lost_update", "proxy_fence", "wrong_result"}
 """What the emulator says of data that nobody waited for. Anything else is a crash, a foreign address or a kernel without an end."""

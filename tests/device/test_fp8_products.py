@@ -14,15 +14,15 @@ import torch
 
 from peerlane import ops
 from peerlane.device import group_of
-from peerlane.device.emulator import build
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
 from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.products import fp8, gemm, grouped_gemm, row_gather_gemm
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
 from peerlane.device.products.quantised import E4M3, Quantised, packed, quantise, quantise_rows, quantise_squares
 from peerlane.device.products.scales import Scaling
+from peerlane.emulator import build
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
 
 SCALES = ("tensor", "row", "blocks")

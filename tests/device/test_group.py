@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.device.host import cuda_group, ipc
 from peerlane.device.host.arena import Arena
 from peerlane.device.host.cuda_group import CudaGroup
@@ -23,6 +22,7 @@ from peerlane.device.host.group_cache import GroupCache
 from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.ipc import StoreExchange, shares
 from peerlane.device.host.waits import Waits
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.errors import DeviceTimeout, UsageError
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from peerlane.device import Arena, DeclaredKernel, Epochs, Flags, Group, group_of, per_group
-from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host import group_cache
 from peerlane.device.host.group_cache import GroupCache
+from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 
 RANKS, MOST = 2, 3

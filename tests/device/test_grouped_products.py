@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from peerlane.device import compile_cubin, group_of
-from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host.resources import resources
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.device.moe import layer
 from peerlane.device.products import gemm, grouped_gemm
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.grouped_gemm import GroupedProduct
+from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 
 RESERVED_BYTES = 1024  # of a block's shared memory, which resources() counts

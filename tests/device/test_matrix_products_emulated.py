@@ -15,11 +15,11 @@ from device import emulated
 from device.emulated import SumCalls
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device.emulator import Scenario, build, check, solution_run
 from peerlane.device.host.declare import LocalKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gathering, gemm
 from peerlane.device.products.gemm import Tiling
+from peerlane.emulator import Scenario, build, check, solution_run
 from representatives import first
 
 SMALL = Tiling(groups=1, columns=64, slots=2)

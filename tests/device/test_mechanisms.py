@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from peerlane.cli.bench import print_mechanisms
-from peerlane.device.emulator import Scenario, check
 from peerlane.device.host.resources import resources
 from peerlane.device.tools.lint import lint
 from peerlane.device.tools.mechanisms import (
@@ -25,6 +24,7 @@ from peerlane.device.tools.mechanisms import (
     launches_between_events,
     samples,
 )
+from peerlane.emulator import Scenario, check
 from peerlane.errors import DeviceError
 
 RANKS, NBYTES = 3, 2 * (2 * TILE_BYTES + 48)

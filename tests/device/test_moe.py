@@ -15,8 +15,6 @@ from device.judged import cases, judge, require_correct
 from device.twins import twin
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin, group_of
-from peerlane.device.emulator import build
-from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
@@ -24,6 +22,8 @@ from peerlane.device.host.roles import BlockNeeds
 from peerlane.device.moe import exchange, layer
 from peerlane.device.moe import router as router_kernel
 from peerlane.device.products.gemm import Tiling
+from peerlane.emulator import build
+from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 
 NUMBERS = {"dispatch": 28, "combine": 29}

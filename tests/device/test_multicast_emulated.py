@@ -11,11 +11,11 @@ import torch
 from device import multicast_kernels as kernels
 from device.test_ptx_front_end import MISSING
 from peerlane.device import compile_cubin
-from peerlane.device.emulator import Ptx, Report, Scenario, UnknownPtx, check
-from peerlane.device.emulator.findings import Finding
-from peerlane.device.emulator.ptx_front_end import translate
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
+from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, check
+from peerlane.emulator.findings import Finding
+from peerlane.emulator.ptx_front_end import translate
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device.emulator import build, solution_run
 from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.products import newton_schulz as ns
 from peerlane.device.products.gemm import TILINGS, Tiling
+from peerlane.emulator import build, solution_run
 from peerlane.errors import UsageError
 from representatives import every_second
 

@@ -11,9 +11,9 @@ import torch
 
 from device.twins import twin
 from peerlane.device import group_of
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.device.host.jit import compile_cubin
 from peerlane.device.host.resources import resources
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.solutions.families import nucleus
 from peerlane.solutions.families.nucleus import FILTERED_LOGITS, Filter
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from device.test_attention import expected
 from peerlane import ops
-from peerlane.device.emulator.ranks import EmulatedRanks
-from peerlane.device.emulator.solution_run import run
+from peerlane.emulator.ranks import EmulatedRanks
+from peerlane.emulator.solution_run import run
 from peerlane.errors import UsageError
 
 STEP = """

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from device.test_ops import outputs
 from peerlane import nn, ops
 from peerlane.device import group_of
-from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm_all_gather import gemm_all_gather
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
+from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.errors import UsageError
 
 PERCEPTRON = """

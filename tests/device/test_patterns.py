@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device.emulator import Report, Scenario, check
+from peerlane.emulator import Report, Scenario, check
 
 SOURCE = Path(__file__).with_name("patterns.cu")
 PAGE = (Path(__file__).parents[2] / "docs" / "device" / "patterns.md").read_text()

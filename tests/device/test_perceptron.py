@@ -10,11 +10,11 @@ import torch
 
 from peerlane import solutions
 from peerlane.device import compile_cubin
-from peerlane.device.emulator import solution_run
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gemm, perceptron
 from peerlane.device.tools.lint import lint
+from peerlane.emulator import solution_run
 from representatives import first
 
 LOCAL_K, INNER, OUT = 40, 72, 24

@@ -11,9 +11,9 @@ from device import test_patterns as patterns
 from device.judged import cases, require_correct
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin
-from peerlane.device.emulator import Ptx, Report, Scenario, UnknownPtx, build, check
-from peerlane.device.emulator.job import run_job
-from peerlane.device.emulator.ptx_front_end import translate
+from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, build, check
+from peerlane.emulator.job import run_job
+from peerlane.emulator.ptx_front_end import translate
 from peerlane.evaluate.correctness.emulated import judge_emulated
 from representatives import first
 
@@ -95,7 +95,7 @@ def modules() -> dict[int, str]:
 def of_ptx(name: str, broken: int, modules: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> Report:
     with monkeypatch.context() as patched:
         patched.setattr(patterns, "Scenario", lambda name, _, ranks, defines: Scenario(name, Ptx(modules[defines["BROKEN"]]), ranks))
-        patched.setattr("peerlane.device.emulator.build.translate", lambda ptx: ptx.text)
+        patched.setattr("peerlane.emulator.build.translate", lambda ptx: ptx.text)
         return patterns.run(name, broken)
 
 

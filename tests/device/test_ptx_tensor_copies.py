@@ -9,9 +9,9 @@ import torch
 
 from device.test_ptx_front_end import MISSING
 from peerlane.device import compile_cubin
-from peerlane.device.emulator import Ptx, Report, Scenario, UnknownPtx, check
-from peerlane.device.emulator.ptx_front_end import translate
 from peerlane.device.host.tensor_map import TensorMapSpec
+from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, check
+from peerlane.emulator.ptx_front_end import translate
 
 SOURCE = r"""
 #include <peerlane/ptx_tensor.cuh>

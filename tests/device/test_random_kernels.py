@@ -7,8 +7,8 @@ import torch
 
 from device import random_kernels as kernels
 from peerlane.device import compile_cubin
-from peerlane.device.emulator import Ptx, Scenario, build
-from peerlane.device.emulator.job import run_job
+from peerlane.emulator import Ptx, Scenario, build
+from peerlane.emulator.job import run_job
 
 MODULES = kernels.KERNELS // kernels.KERNELS_OF_A_MODULE
 

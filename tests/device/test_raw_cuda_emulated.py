@@ -9,9 +9,9 @@ import torch
 
 from device import raw_cuda_kernels as kernels
 from device.test_triton_emulated import slow_but
-from peerlane.device.emulator.findings import Finding
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
+from peerlane.emulator.findings import Finding
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
 
 NAMES = ("one_shot", "two_shot", "gather", "push", "ring")
 RANKS = {"ring": 3}

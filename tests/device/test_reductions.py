@@ -14,8 +14,8 @@ from peerlane.device.collectives.kernels import KERNELS, kernel_source
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.reductions import INTEGERS, OPERATIONS, Reduction, fills_packets, reduced_type, refusal
 from peerlane.device.collectives.workspace import Messages, Workspace
-from peerlane.device.emulator import Scenario, check
 from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.emulator import Scenario, check
 from peerlane.errors import UsageError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -18,9 +18,9 @@ from peerlane.device.attention import forward, ring
 from peerlane.device.attention.forward import TILINGS, AttentionTiling
 from peerlane.device.attention.ring import RingPlan, Shape
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
-from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import BlockNeeds
+from peerlane.emulator import solution_run
 from representatives import first
 
 CALLER = """

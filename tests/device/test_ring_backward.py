@@ -12,7 +12,7 @@ from device.twins import twin
 from peerlane.device.attention import head_exchange as exchange
 from peerlane.device.attention import ring_backward
 from peerlane.device.attention.head_exchange import HeadShape
-from peerlane.device.emulator import solution_run
+from peerlane.emulator import solution_run
 from representatives import first
 
 CHOOSES = ring_backward.pieces

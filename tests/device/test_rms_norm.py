@@ -12,9 +12,9 @@ from device.twins import twin
 from peerlane.device import group_of
 from peerlane.device.collectives import rms_norm
 from peerlane.device.collectives.rms_norm import AllReduceRmsNorm, one_shot_rows
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
 from peerlane.device.host.jit import compiler_report
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
 
 COLUMNS, EPSILON = 104, 1e-5

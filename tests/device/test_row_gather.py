@@ -12,12 +12,12 @@ import torch
 from device import emulated
 from device.twins import twin
 from peerlane.device import group_of
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
 from peerlane.device.host.jit import compiler_report
 from peerlane.device.products import gemm, row_gather_gemm
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.row_gather_gemm import RowGatherGemm
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
 from representatives import first
 
 SMALL, PAIR = Tiling(groups=1, columns=64, slots=2), Tiling(groups=1, columns=128, slots=2, blocks=2)

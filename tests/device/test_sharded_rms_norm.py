@@ -16,10 +16,10 @@ from peerlane.device import Communicator, group_of
 from peerlane.device.collectives import sharded_rms_norm as module
 from peerlane.device.collectives.sharded_rms_norm import SHARDED_RMS_NORM, Quantisation, ShardedRmsNorm
 from peerlane.device.collectives.workspace import Rings
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
-from peerlane.device.emulator.solution_run import run
 from peerlane.device.host.jit import compiler_report
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
+from peerlane.emulator.solution_run import run
 from peerlane.errors import UsageError
 
 EPSILON = 1e-5

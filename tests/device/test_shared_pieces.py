@@ -13,8 +13,8 @@ from device.twins import twin
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin
 from peerlane.device.collectives import strided
-from peerlane.device.emulator.solution_run import run
 from peerlane.device.host.declare import F32, U32, DeclaredKernel, Epochs, Packets, Pointer, array, structure
+from peerlane.emulator.solution_run import run
 from peerlane.errors import CompileError, UsageError
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 from peerlane.problems import Case

@@ -13,11 +13,11 @@ from device.twins import twin
 from peerlane import problems, solutions
 from peerlane.device import group_of
 from peerlane.device.collectives import counts
-from peerlane.device.emulator import sequence
-from peerlane.device.emulator.build import Program
-from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import Cubin, compile_cubin
+from peerlane.emulator import sequence
+from peerlane.emulator.build import Program
+from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.problems import Case
 from peerlane.solutions.families import clipping, delta_rule, fp8_history, gated_convolution, nucleus, training_step
 

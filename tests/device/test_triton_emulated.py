@@ -12,11 +12,11 @@ import torch
 import peerlane
 from device import symmetric_kernels
 from device import triton_kernels as kernels
-from peerlane.device.emulator.findings import Finding
-from peerlane.device.emulator.host_libraries import launches_differ
-from peerlane.device.emulator.ranks import EmulatedRanks, RankFailure
-from peerlane.device.emulator.sequence import findings
-from peerlane.device.emulator.solution_run import run
+from peerlane.emulator.findings import Finding
+from peerlane.emulator.host_libraries import launches_differ
+from peerlane.emulator.ranks import EmulatedRanks, RankFailure
+from peerlane.emulator.sequence import findings
+from peerlane.emulator.solution_run import run
 
 NAMES = ("one_shot", "two_shot", "gather_gemm", "moe_push", "ring_sum")
 CALLS = 2

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from peerlane.device.emulator.ranks import EmulatedRanks
-from peerlane.device.emulator.sequence import findings
+from peerlane.emulator.ranks import EmulatedRanks
+from peerlane.emulator.sequence import findings
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device.emulator import Report, Scenario, check
+from peerlane.emulator import Report, Scenario, check
 from peerlane.errors import UsageError
 
 SOURCE = Path(__file__).parent / "protocols" / "two_tiers.cu"

@@ -14,8 +14,8 @@ from peerlane import problems, solutions
 from peerlane.device.attention import shards, short, ulysses
 from peerlane.device.attention.forward import choose_tiling
 from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
-from peerlane.device.emulator import solution_run
 from peerlane.device.host.jit import compiler_report
+from peerlane.emulator import solution_run
 from representatives import first
 
 CALLER = """

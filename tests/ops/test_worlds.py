@@ -11,9 +11,9 @@ import torch
 
 from peerlane import ops
 from peerlane.device import Communicator, communicator, group_of
-from peerlane.device.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
-from peerlane.device.emulator.solution_run import run
 from peerlane.device.host.group import current_group
+from peerlane.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
+from peerlane.emulator.solution_run import run
 from peerlane.ops import preparation
 from representatives import first
 

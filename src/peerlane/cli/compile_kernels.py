@@ -18,7 +18,7 @@ from peerlane.cli.race import imported, scenarios
 from peerlane.errors import CompileError, UsageError
 
 if TYPE_CHECKING:
-    from peerlane.device.emulator.gpu_code import EmulatedGpu
+    from peerlane.emulator.gpu_code import EmulatedGpu
 
 _SM_THREADS = 2048
 
@@ -50,10 +50,10 @@ def compile_kernels(
 
     Exit codes: 0 all compile, 2 usage, 3 one does not.
     """
-    from peerlane.device.emulator.gpu_code import KernelNeeds, gpu_named
     from peerlane.device.host.jit import compile_cubin
     from peerlane.device.host.resources import resources
     from peerlane.device.tools.listing import ptx_listing, sass_listing
+    from peerlane.emulator.gpu_code import KernelNeeds, gpu_named
     from peerlane.hardware.toolkit import find_disassembler
 
     chosen = gpu_named(gpu)
@@ -93,7 +93,7 @@ def _sources(file: Path, gpu: EmulatedGpu, world_size: int, defines: Iterable[st
     if file.suffix in (".cu", ".cuh"):
         pairs = [item.partition("=") for item in defines]
         return [_Source(file, {name: value or "1" for name, _, value in pairs}, {})]
-    from peerlane.device.emulator import Ptx
+    from peerlane.emulator import Ptx
 
     module = imported(file)
     if callable(getattr(module, "race", None)) or not callable(getattr(module, "solution", None)):

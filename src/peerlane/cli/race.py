@@ -21,8 +21,8 @@ from peerlane.cli.output import print_error, print_json
 from peerlane.errors import CompileError, LaunchError, PeerlaneError, UsageError
 
 if TYPE_CHECKING:
-    from peerlane.device.emulator import Scenario
-    from peerlane.device.emulator.gpu_code import EmulatedGpu
+    from peerlane.emulator import Scenario
+    from peerlane.emulator.gpu_code import EmulatedGpu
 
 Item = TypeVar("Item")
 _WATCH_S = 0.3
@@ -71,7 +71,7 @@ def race(
 
     Exit codes: 0 nothing found, 2 usage, 3 something found.
     """
-    from peerlane.device.emulator.gpu_code import gpu_named
+    from peerlane.emulator.gpu_code import gpu_named
 
     asked = _Asked(
         file=file,
@@ -129,7 +129,7 @@ def _race(asked: _Asked) -> bool:
 
 def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any]]:
     """Runs the scenarios that are asked for, and yields what each showed."""
-    from peerlane.device.emulator import check
+    from peerlane.emulator import check
 
     found = [scenario for size in asked.world_sizes for scenario in scenarios(asked.file, module, size)]
     for scenario in _wanted(asked, found, lambda scenario: scenario.name):
@@ -207,7 +207,7 @@ def imported(file: Path) -> ModuleType:
     """Imports the file as a module; raises UsageError, also for what the file raises."""
     import importlib.util
 
-    from peerlane.device.emulator.triton_launches import require_triton, wants_triton
+    from peerlane.emulator.triton_launches import require_triton, wants_triton
 
     if file.is_file() and wants_triton(file.read_text(encoding="utf-8", errors="replace")):
         require_triton()
@@ -224,7 +224,7 @@ def imported(file: Path) -> ModuleType:
 
 def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]:
     """Returns the scenarios of the file's ``race`` for this number of ranks; raises UsageError, also for what the file raises."""
-    from peerlane.device.emulator import Scenario
+    from peerlane.emulator import Scenario
 
     describe = getattr(module, "race", None)
     if not callable(describe):
@@ -236,7 +236,7 @@ def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]
         given = list(described) if isinstance(described, Iterable) else [described]
     if not given or not all(isinstance(scenario, Scenario) for scenario in given):
         kinds = [type(item).__name__ for item in given]
-        raise UsageError(f"race({world_size}) of {file} gave {kinds}; expected one or more peerlane.device.emulator.Scenario")
+        raise UsageError(f"race({world_size}) of {file} gave {kinds}; expected one or more peerlane.emulator.Scenario")
     return given
 
 

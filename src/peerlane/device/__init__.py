@@ -19,7 +19,6 @@ Its rooms, each of which imports only those before it:
     attention     attention on one rank, over a ring, and by heads
     moe           mixtures of experts
     backend       the torch.distributed backend ``peerlane``
-    emulator      ranks without a GPU, and the checker for races
     tools         mechanisms, lint, resources, traces
 
 Device headers lie in ``include/peerlane`` and are included as ``<peerlane/comm.cuh>``.

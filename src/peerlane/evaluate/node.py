@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator import build
+from peerlane.emulator import build
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.processes.sharing import sharing_failure

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from peerlane.device.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here
-from peerlane.device.emulator.job import AT_MOST
-from peerlane.device.emulator.ptx_front_end import NOT_KNOWN
-from peerlane.device.emulator.solution_run import wants_distributed
-from peerlane.device.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
+from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here
+from peerlane.emulator.job import AT_MOST
+from peerlane.emulator.ptx_front_end import NOT_KNOWN
+from peerlane.emulator.solution_run import wants_distributed
+from peerlane.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels

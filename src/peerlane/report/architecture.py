@@ -48,7 +48,7 @@ PURPOSES = {
     "peerlane.evaluate.wire_records": "what they hold",
     "peerlane.evaluate.wire_format": "their plain form",
     "peerlane.device.backend": "torch.distributed",
-    "peerlane.device.emulator": "races without a GPU",
+    "peerlane.emulator": "races without a GPU",
     "peerlane.device.attention": "ring, heads",
     "peerlane.device.moe": "experts",
     "peerlane.device.nvshmem": "kernels that call NVSHMEM",

@@ -4,7 +4,7 @@ The kit's host code asks a group, and nothing else, for ranks, exchange, memory 
 
     peerlane.device.host.ipc               processes of one node, joined by a torch.distributed process group
     peerlane.device.host.local             ranks of one process, each with a stream of its own
-    peerlane.device.emulator.ranks    threads on CPUs, whose kernels run in the emulator
+    peerlane.emulator.ranks    threads on CPUs, whose kernels run in the emulator
 
 ``group_of(group)`` of ``group_of.py`` gives the group of a process group (default: all ranks), or of the caller's emulated rank.
 """

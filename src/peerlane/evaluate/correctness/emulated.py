@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from peerlane.device.emulator.gpu_code import EmulatedGpu
-from peerlane.device.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
-from peerlane.device.emulator.job import TooManyThreads
-from peerlane.device.emulator.ptx_front_end import UnknownPtx
-from peerlane.device.emulator.solution_run import Outcome, run, wants_distributed
-from peerlane.device.emulator.turns import RankMismatch
 from peerlane.device.host.group import Group
+from peerlane.emulator.gpu_code import EmulatedGpu
+from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
+from peerlane.emulator.job import TooManyThreads
+from peerlane.emulator.ptx_front_end import UnknownPtx
+from peerlane.emulator.solution_run import Outcome, run, wants_distributed
+from peerlane.emulator.turns import RankMismatch
 from peerlane.errors import CompileError, MissingDependency
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem

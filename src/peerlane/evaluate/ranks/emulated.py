@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from peerlane import problems
-from peerlane.device.emulator import build
-from peerlane.device.emulator.host_libraries import prepare
-from peerlane.device.emulator.ranks import EmulatedRanks
-from peerlane.device.emulator.sequence import findings
+from peerlane.emulator import build
+from peerlane.emulator.host_libraries import prepare
+from peerlane.emulator.ranks import EmulatedRanks
+from peerlane.emulator.sequence import findings
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.memory.arena import extent, view

@@ -9,8 +9,8 @@ import traceback
 from typing import Any
 
 from peerlane import settings
-from peerlane.device.emulator.ranks import RankFailure
 from peerlane.device.host.arena import faults
+from peerlane.emulator.ranks import RankFailure
 from peerlane.errors import EmulatedFault
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.processes.protocol import Channel

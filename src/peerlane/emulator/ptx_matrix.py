@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from peerlane.device.emulator.ptx_operands import Modifiers, OperandRules, Operands, name_of, split_operands
+from peerlane.emulator.ptx_operands import Modifiers, OperandRules, Operands, name_of, split_operands
 
 _ELEMENTS = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 """Types that tensor cores multiply here, and their bytes."""

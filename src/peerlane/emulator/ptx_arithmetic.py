@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peerlane.device.emulator.ptx_halves import HALVES, HalfRules
-from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
+from peerlane.emulator.ptx_halves import HALVES, HalfRules
+from peerlane.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
 
 ROUNDING = {"rn": 0, "rz": 2, "rm": -1, "rp": 1, "rni": 0, "rzi": 2, "rmi": -1, "rpi": 1}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}

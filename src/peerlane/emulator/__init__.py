@@ -7,12 +7,12 @@ scenario.launch("kernel", grid=2, block=64, args=(arena, out))
 print(check(scenario, schedules=300))
 """
 
-from peerlane.device.emulator.build import Program, compile_program
-from peerlane.device.emulator.check import Report, check
-from peerlane.device.emulator.findings import Finding, Frame, Place, Side
-from peerlane.device.emulator.job import Launch
-from peerlane.device.emulator.ptx_front_end import Ptx, UnknownPtx
-from peerlane.device.emulator.scenario import Buffer, EmulatedArena, Scenario
+from peerlane.emulator.build import Program, compile_program
+from peerlane.emulator.check import Report, check
+from peerlane.emulator.findings import Finding, Frame, Place, Side
+from peerlane.emulator.job import Launch
+from peerlane.emulator.ptx_front_end import Ptx, UnknownPtx
+from peerlane.emulator.scenario import Buffer, EmulatedArena, Scenario
 
 __all__ = [
     "Buffer",

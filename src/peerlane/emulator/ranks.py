@@ -17,18 +17,6 @@ from typing import Any
 import torch
 
 from peerlane.cluster import Cluster
-from peerlane.device.emulator.build import Program
-from peerlane.device.emulator.check import Report
-from peerlane.device.emulator.cuda_core import candidate_code
-from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch
-from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
-from peerlane.device.emulator.host_libraries import emulated_libraries
-from peerlane.device.emulator.host_memory import AddressSpace, Part
-from peerlane.device.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
-from peerlane.device.emulator.scenario import GUARDED_TAKES
-from peerlane.device.emulator.sequence import Builds, Code, LaunchSequence, Step
-from peerlane.device.emulator.triton_launches import compiled_not_interpreted
-from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import Group, Small, entered, one_host
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
@@ -37,6 +25,18 @@ from peerlane.device.host.pool import check_sizes
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_in
+from peerlane.emulator.build import Program
+from peerlane.emulator.check import Report
+from peerlane.emulator.cuda_core import candidate_code
+from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
+from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
+from peerlane.emulator.host_libraries import emulated_libraries
+from peerlane.emulator.host_memory import AddressSpace, Part
+from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
+from peerlane.emulator.scenario import GUARDED_TAKES
+from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
+from peerlane.emulator.triton_launches import compiled_not_interpreted
+from peerlane.emulator.turns import Meeting, Turns
 from peerlane.errors import UsageError
 
 Arguments = tuple[Any, ...]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.device.emulator.emulated_rank import EmulatedRank
-from peerlane.device.emulator.symmetric_memory import SymmetricMemory, empty
 from peerlane.device.host.group import current_group
+from peerlane.emulator.emulated_rank import EmulatedRank
+from peerlane.emulator.symmetric_memory import SymmetricMemory, empty
 from peerlane.errors import UsageError
 
 _BACKEND = "nccl"

@@ -8,10 +8,10 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from peerlane.device.emulator.cuda_core import cuda_core_here
-from peerlane.device.emulator.distributed import distributed_here
-from peerlane.device.emulator.gpu_code import EmulatedGpu
-from peerlane.device.emulator.triton_launches import launched_here, require_triton, wants_triton
+from peerlane.emulator.cuda_core import cuda_core_here
+from peerlane.emulator.distributed import distributed_here
+from peerlane.emulator.gpu_code import EmulatedGpu
+from peerlane.emulator.triton_launches import launched_here, require_triton, wants_triton
 
 DIFFERENT_LAUNCHES = "emulated ranks launch the same kernels in the same order"
 _CUDA_CORE = re.compile(r"^\s*(import|from) cuda\.core\b", re.MULTILINE)

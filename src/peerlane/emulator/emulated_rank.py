@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.group import Group, current_group
+from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import LaunchError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from peerlane.device.emulator.ptx_halves import HALVES
-from peerlane.device.emulator.ptx_operands import NUMBERS, TYPES, Modifiers, OperandRules, Operands, name_of, split_operands
+from peerlane.emulator.ptx_halves import HALVES
+from peerlane.emulator.ptx_operands import NUMBERS, TYPES, Modifiers, OperandRules, Operands, name_of, split_operands
 
 _SCOPES = {"cta": "block_scope", "cluster": "gpu_scope", "gpu": "gpu_scope", "sys": "system_scope"}
 _JOINS = {"add": "add(a, b)", "min": "least(a, b)", "max": "greatest(a, b)", "and": "a & b", "or": "a | b", "xor": "a ^ b"}

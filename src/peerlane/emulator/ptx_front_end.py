@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peerlane.device.emulator.ptx_operands import TYPES, name_of
-from peerlane.device.emulator.ptx_rules import Rules
-from peerlane.device.emulator.ptx_text import Function, Place, Statement, Variable, parse
+from peerlane.emulator.ptx_operands import TYPES, name_of
+from peerlane.emulator.ptx_rules import Rules
+from peerlane.emulator.ptx_text import Function, Place, Statement, Variable, parse
 from peerlane.errors import UsageError
 
 _HEAD = """#include <peerlane_emulator/ptx_code.h>

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator.build import folder
-from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
-from peerlane.device.emulator.ptx_front_end import Ptx
-from peerlane.device.emulator.ptx_operands import TYPES
-from peerlane.device.emulator.ptx_text import Function, parse
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.declare import written_in
 from peerlane.device.host.group import current_group
+from peerlane.emulator.build import folder
+from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
+from peerlane.emulator.ptx_front_end import Ptx
+from peerlane.emulator.ptx_operands import TYPES
+from peerlane.emulator.ptx_text import Function, parse
 from peerlane.errors import CompileError, LaunchError, UsageError
 from peerlane.files import write_atomically
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator.emulated_rank import PtxLaunch, emulated_rank
-from peerlane.device.emulator.gpu_code import EmulatedGpu
-from peerlane.device.emulator.ptx_front_end import Ptx
-from peerlane.device.emulator.ptx_operands import TYPES
-from peerlane.device.emulator.ptx_text import parse
 from peerlane.device.host.group import current_group
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
+from peerlane.emulator.emulated_rank import PtxLaunch, emulated_rank
+from peerlane.emulator.gpu_code import EmulatedGpu
+from peerlane.emulator.ptx_front_end import Ptx
+from peerlane.emulator.ptx_operands import TYPES
+from peerlane.emulator.ptx_text import parse
 from peerlane.errors import MissingDependency, UsageError
 
 _IMPORT = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)

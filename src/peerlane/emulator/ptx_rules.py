@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from peerlane.device.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
-from peerlane.device.emulator.ptx_halves import HALF_OPERATIONS, HALVES
-from peerlane.device.emulator.ptx_matrix import MatrixRules
-from peerlane.device.emulator.ptx_multimem import MultimemRules
-from peerlane.device.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
+from peerlane.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
+from peerlane.emulator.ptx_halves import HALF_OPERATIONS, HALVES
+from peerlane.emulator.ptx_matrix import MatrixRules
+from peerlane.emulator.ptx_multimem import MultimemRules
+from peerlane.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
 
 _SCOPES = {"cta": "block_scope", "gpu": "gpu_scope", "sys": "system_scope"}
 _ORDERS = {"relaxed": "relaxed", "acquire": "acquire", "release": "release", "acq_rel": "acquire_release"}

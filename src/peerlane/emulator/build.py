@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 
 from peerlane import settings
-from peerlane.device.emulator.ptx_front_end import Ptx, translate
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.resources import elf_section
+from peerlane.emulator.ptx_front_end import Ptx, translate
 from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.files import one_process, write_atomically
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peerlane.device.emulator.job import BASE, PAGE_BYTES, Region, whole_pages
+from peerlane.emulator.job import BASE, PAGE_BYTES, Region, whole_pages
 
 MOST_TABLE_BYTES = 1 << 16
 """Memory that may be a table of addresses. What lies behind a larger one must be an argument, or symmetric."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from peerlane.device.emulator.job import Launch
-from peerlane.device.emulator.ptx_front_end import Ptx, kernel_of
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.jit import DEFAULT_ARCH, Cubin, compile_cubin
 from peerlane.device.host.resources import Resources, resources
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
+from peerlane.emulator.job import Launch
+from peerlane.emulator.ptx_front_end import Ptx, kernel_of
 from peerlane.errors import CompileError, LaunchError, MissingDependency, UsageError
 
 Made = TypeVar("Made")

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator.check import Report
-from peerlane.device.emulator.findings import Finding
-from peerlane.device.emulator.gpu_code import EmulatedGpu, KernelNeeds
-from peerlane.device.emulator.host_libraries import prepare
-from peerlane.device.emulator.ranks import Arguments, EmulatedRanks, RankFailure, tensors_of
-from peerlane.device.emulator.sequence import Code, findings
 from peerlane.device.host.group import Group
+from peerlane.emulator.check import Report
+from peerlane.emulator.findings import Finding
+from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds
+from peerlane.emulator.host_libraries import prepare
+from peerlane.emulator.ranks import Arguments, EmulatedRanks, RankFailure, tensors_of
+from peerlane.emulator.sequence import Code, findings
 from peerlane.errors import UsageError
 
 _DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator.build import Program
+from peerlane.emulator.build import Program
 from peerlane.errors import DeviceError, EmulatedFault, UsageError
 
 BASE = 0x2000_0000_0000

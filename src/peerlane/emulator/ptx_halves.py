@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peerlane.device.emulator.ptx_operands import TYPES, Modifiers, OperandRules, Operands, name_of
+from peerlane.emulator.ptx_operands import TYPES, Modifiers, OperandRules, Operands, name_of
 
 HALVES = {"f16": "F16", "bf16": "Bf16", "f16x2": "F16", "bf16x2": "Bf16"}
 """PTX type: what widens and narrows it in C++"""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from peerlane.device.emulator import build
-from peerlane.device.emulator.findings import Finding, Frame, Place, Side, merged
-from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
-from peerlane.device.emulator.job import Answer, Job, Launch, run_job
-from peerlane.device.emulator.scenario import Scenario
 from peerlane.device.host.waits import describe_fault
+from peerlane.emulator import build
+from peerlane.emulator.findings import Finding, Frame, Place, Side, merged
+from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
+from peerlane.emulator.job import Answer, Job, Launch, run_job
+from peerlane.emulator.scenario import Scenario
 from peerlane.errors import UsageError
 
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peerlane.device.emulator.build import HOST_READ, HOST_WRITE, Program, compile_modules, compile_program
-from peerlane.device.emulator.check import Report, check_kernels, report
-from peerlane.device.emulator.findings import Finding, merged
-from peerlane.device.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
-from peerlane.device.emulator.host_memory import Part
-from peerlane.device.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
-from peerlane.device.emulator.ptx_front_end import Ptx
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.source_tokens import token_hash
+from peerlane.emulator.build import HOST_READ, HOST_WRITE, Program, compile_modules, compile_program
+from peerlane.emulator.check import Report, check_kernels, report
+from peerlane.emulator.findings import Finding, merged
+from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
+from peerlane.emulator.host_memory import Part
+from peerlane.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
+from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import EmulatedFault
 
 FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "endless"})

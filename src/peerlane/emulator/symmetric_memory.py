@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator.emulated_rank import EmulatedRank, PtxLaunch
-from peerlane.device.emulator.host_memory import MulticastPart, Part
-from peerlane.device.emulator.ptx_front_end import Ptx
+from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
+from peerlane.emulator.host_memory import MulticastPart, Part
+from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import UsageError
 from peerlane.settings import multicast_allowed
 
