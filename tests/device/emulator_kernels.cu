@@ -1,7 +1,7 @@
 // Small kernels, right and wrong, for the tests of the emulator itself.
 #include <peerlane/comm.cuh>
 
-#include <peerlane/ptx_async.cuh>
+#include <peerlane/ptx/ptx_async.cuh>
 
 using namespace peerlane;
 

@@ -1,7 +1,7 @@
 // Faults of one-sided communication, as collections of them in the literature name them, each beside its repair: BROKEN is 1 or 0.
 // Three ranks, one block. Every kernel ends with a barrier of all ranks, so that launches can follow each other.
 #include <peerlane/comm.cuh>
-#include <peerlane/ptx_async.cuh>
+#include <peerlane/ptx/ptx_async.cuh>
 using namespace peerlane;
 
 #define PATTERN(name) extern "C" __global__ void name(const __grid_constant__ Arena arena, u64 data, u64 flags, u32* out, u32 epoch)

@@ -44,7 +44,7 @@ def source(module: int) -> str:
     """Returns the kernels ``random_<number>`` of a module: (const int* in, int* out), one block of 32 threads."""
     first = module * KERNELS_OF_A_MODULE
     kernels = "\n".join(_kernel(number) for number in range(first, first + KERNELS_OF_A_MODULE))
-    return f"#include <peerlane/ptx.cuh>\nusing namespace peerlane;\n{kernels}\n"
+    return f"#include <peerlane/ptx/ptx.cuh>\nusing namespace peerlane;\n{kernels}\n"
 
 
 def inputs(number: int) -> list[int]:

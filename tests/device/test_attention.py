@@ -104,7 +104,7 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kind = TWINS[name]
-    monkeypatch.setattr(kit, "ATTENTION", twin(kit.ATTENTION, line, instead, "attention.cuh"))
+    monkeypatch.setattr(kit, "ATTENTION", twin(kit.ATTENTION, line, instead, "attention/attention.cuh"))
     tensors = operands(70, 200)
     outcome = run(tmp_path, tensors, causal=True, tiling=AttentionTiling(1, 64, 64, 2))
     if kind == "wrong":

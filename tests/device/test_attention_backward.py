@@ -82,7 +82,7 @@ TWINS = {
 @pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
-    monkeypatch.setattr(kit, "ATTENTION_BACKWARD", twin(kit.ATTENTION_BACKWARD, line, instead, "attention_backward.cuh"))
+    monkeypatch.setattr(kit, "ATTENTION_BACKWARD", twin(kit.ATTENTION_BACKWARD, line, instead, "attention/attention_backward.cuh"))
     outcome, worst = run(tmp_path, operands(40, 70, heads=2), True)
     assert outcome.findings or worst > 0.01
 
@@ -118,7 +118,7 @@ FUSED_TWINS = {
 @pytest.mark.parametrize("name", first(FUSED_TWINS, 2))
 def test_broken_twins_of_the_fused_kernel_are_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = FUSED_TWINS[name]
-    broken = twin(fused.FUSED_ATTENTION_BACKWARD, line, instead, "fused_attention_backward.cuh")
+    broken = twin(fused.FUSED_ATTENTION_BACKWARD, line, instead, "attention/fused_attention_backward.cuh")
     monkeypatch.setattr(fused, "FUSED_ATTENTION_BACKWARD", broken)
     tensors = far_below_zero(70, 70) if "past the end" in name else operands(70, 200)
     outcome, worst = run(tmp_path, tensors, "past the end" not in name, schedules=4 if "turn" in name else 1)

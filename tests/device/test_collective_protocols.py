@@ -362,8 +362,8 @@ class Twin:
     root: int | None = None
 
 
-RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.cuh", "peers.cuh", "store_queue.cuh"
-PROGRESS = "progress.cuh"
+RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.cuh", "peers/peers.cuh", "peers/store_queue.cuh"
+PROGRESS = "peers/progress.cuh"
 TWO_SHOT, STAGED = "collectives/two_shot.cuh", "collectives/staged.cuh"
 CREDIT = "mover.wait(q, here.used_slot(), number + 1 - rings.depth)"
 RELEASE = "            ptx::fence_proxy_async();\n            ptx::fence_system();\n"

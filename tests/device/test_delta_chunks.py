@@ -119,7 +119,7 @@ TWINS = [
 @pytest.mark.usefixtures("small_ring")
 @pytest.mark.parametrize(("number", "local", "old", "new"), TWINS)
 def test_a_broken_kernel_is_refused(number: int, local: int, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_chunks, "DELTA_CHUNKS", twin(DELTA_CHUNKS, old, new, "delta_rule.cuh"))
+    monkeypatch.setattr(delta_chunks, "DELTA_CHUNKS", twin(DELTA_CHUNKS, old, new, "attention/delta_rule.cuh"))
     assert not judge(solutions.files()[number], number, case_of(number, "carried_bf16", 2, heads=2, local=local), schedules=3).correct
 
 

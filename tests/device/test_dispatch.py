@@ -183,7 +183,7 @@ def test_tokens_travel_in_fp8_with_a_scale_for_128_columns(world_size: int) -> N
     ids=["a scale of 64 columns", "scales of the first row"],
 )
 def test_a_broken_twin_in_fp8_is_refused(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "TOKEN_DISPATCH", twin(dispatch.TOKEN_DISPATCH, old, new, "dispatch.cuh"))
+    monkeypatch.setattr(dispatch, "TOKEN_DISPATCH", twin(dispatch.TOKEN_DISPATCH, old, new, "moe/dispatch.cuh"))
     assert found_in_fp8(2) & {"wrong_result", "race"}
 
 
@@ -218,7 +218,7 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_broken_twin_of_dispatch_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, old, new, kinds = TWINS[name]
-    monkeypatch.setattr(dispatch, kernel, twin(getattr(dispatch, kernel), old, new, "dispatch.cuh"))
+    monkeypatch.setattr(dispatch, kernel, twin(getattr(dispatch, kernel), old, new, "moe/dispatch.cuh"))
     assert found(Calls(2, ((6, 5),) * 2, capacity=12, in_a_row=3), schedules=8) & kinds
 
 

@@ -218,14 +218,19 @@ def functions(header: Path) -> set[str]:
     return set(re.findall(head, header.read_text(), re.MULTILINE))
 
 
-TWINS = sorted((build.STAND_INS / "peerlane").glob("*.cuh"))
+TWINS = sorted((build.STAND_INS / "peerlane" / "ptx").glob("*.cuh"))
 
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.name)
 def test_a_stand_in_has_every_function_of_its_header(twin: Path) -> None:
-    device = functions(INCLUDE_DIR / "peerlane" / twin.name)
+    device = functions(INCLUDE_DIR / "peerlane" / "ptx" / twin.name)
     assert len(device) >= 3
     assert device - functions(twin) == set()
+
+
+def test_only_headers_of_instructions_contain_inline_assembly() -> None:
+    headers = {path.relative_to(INCLUDE_DIR / "peerlane"): path.read_text() for path in INCLUDE_DIR.rglob("*.cuh")}
+    assert {path.parent.name for path, text in headers.items() if re.search(r"\basm\b", text)} == {"ptx"}
 
 
 def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

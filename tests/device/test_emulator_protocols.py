@@ -155,10 +155,10 @@ QUEUE_TWINS = {
 @pytest.mark.parametrize("twin", QUEUE_TWINS)
 def test_a_broken_queue_is_caught_in_every_schedule(twin: str, tmp_path: Path) -> None:
     right, wrong = QUEUE_TWINS[twin]
-    text = (INCLUDE_DIR / "peerlane" / "store_queue.cuh").read_text()
+    text = (INCLUDE_DIR / "peerlane" / "peers" / "store_queue.cuh").read_text()
     assert text.count(right) == 1
-    (tmp_path / "peerlane").mkdir()
-    (tmp_path / "peerlane" / "store_queue.cuh").write_text(text.replace(right, wrong))
+    (tmp_path / "peerlane" / "peers").mkdir(parents=True)
+    (tmp_path / "peerlane" / "peers" / "store_queue.cuh").write_text(text.replace(right, wrong))
     made = scenario("queue_push")
     made.include_dirs = (tmp_path,)
     report = run(made)
@@ -182,7 +182,7 @@ def test_ranks_with_different_grids_deadlock_in_every_schedule() -> None:
 
 
 WARPS_KEEP_EACH_OTHER_AWAKE = """
-#include <peerlane/arena.cuh>
+#include <peerlane/peers/arena.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void wait_for_nobody(Arena arena, u32* flag) {

@@ -220,26 +220,26 @@ def test_each_group_of_rows_meets_its_own_matrix_and_scales(by: str) -> None:
 
 
 TWINS = {
-    "scales of another block of k": ("scales.cuh", "const u32 at = step * ", "const u32 at = step / 2 * ", lambda: local("blocks")),
-    "columns' scales of another block of k": ("scales.cuh", "[step * scales.b.block_stride]", "[0]", lambda: local("blocks")),
-    "one scale for both of a thread's rows": ("scales.cuh", "+ 8 * half", "", lambda: local("row")),
+    "scales of another block of k": ("products/scales.cuh", "at = step * ", "at = step / 2 * ", lambda: local("blocks")),
+    "columns' scales of another block of k": ("products/scales.cuh", "[step * scales.b.block_stride]", "[0]", lambda: local("blocks")),
+    "one scale for both of a thread's rows": ("products/scales.cuh", "+ 8 * half", "", lambda: local("row")),
     "a part that is not begun anew": (
-        "gemm.cuh", "operands.b, p * columns, true)", "operands.b, p * columns, step == 0)", lambda: local("row", promoted=True),
+        "products/gemm.cuh", "operands.b, p * columns, true)", "operands.b, p * columns, step == 0)", lambda: local("row", promoted=True),
     ),
     "own scales for gathered rows": (
-        "row_gather_gemm.cuh",
+        "products/row_gather_gemm.cuh",
         "own ? parameters.local : arena.local(this->gathered_memory_of(tile.source))",
         "parameters.local",
         lambda: gathered("row", 2),
     ),
     "scales read before they come": (
-        "gemm.cuh",
+        "products/gemm.cuh",
         "        const auto& operands = in.wait().operands;\n#pragma unroll\n        for (int p",
         "        step_scales.load(scales, step);\n        const auto& operands = in.wait().operands;\n#pragma unroll\n        for (int p",
         lambda: gathered("blocks", 2),
     ),
     "sums that are scaled by their owner": (
-        "owner_sum.cuh", "parameters.a_scales, parameters.b_scales, row,", "parameters.a_scales, parameters.a_scales, row,",
+        "products/owner_sum.cuh", "parameters.a_scales, parameters.b_scales, row,", "parameters.a_scales, parameters.a_scales, row,",
         lambda: summed("product_reduce_scatter", "row", 2),
     ),
 }  # fmt: skip

@@ -165,7 +165,7 @@ def test_memory_of_a_make_that_failed_is_given_back() -> None:
 
 
 SOURCE = """
-#include <peerlane/peers.cuh>
+#include <peerlane/peers/peers.cuh>
 using namespace peerlane;
 extern "C" __global__ void meet_once(const __grid_constant__ Arena arena, const __grid_constant__ MeetOnce args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));

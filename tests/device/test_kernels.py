@@ -125,7 +125,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_broken_sample_is_found(rule: str) -> None:
-    source = '#include <peerlane/ptx_async.cuh>\nusing namespace peerlane;\nextern "C" __global__ void broken(u32* flag, u32* data) {'
+    source = '#include <peerlane/ptx/ptx_async.cuh>\nusing namespace peerlane;\nextern "C" __global__ void broken(u32* flag, u32* data) {'
     findings = lint(compile_cubin(source + BROKEN[rule] + "}").ptx())
     assert [(finding.rule, finding.function) for finding in findings] == [(rule, "broken")]
     assert RULES[rule].reason in str(findings[0])
@@ -133,5 +133,5 @@ def test_a_broken_sample_is_found(rule: str) -> None:
 
 def test_a_full_wait_makes_the_signal_right() -> None:
     body = BROKEN["signal after a .read wait"].replace("ptx::fence_system();", "ptx::bulk_wait<0>(); ptx::fence_system();")
-    source = '#include <peerlane/ptx_async.cuh>\nusing namespace peerlane;\nextern "C" __global__ void k(u32* flag, u32* data) {'
+    source = '#include <peerlane/ptx/ptx_async.cuh>\nusing namespace peerlane;\nextern "C" __global__ void k(u32* flag, u32* data) {'
     assert lint(compile_cubin(source + body + "}").ptx()) == []

@@ -156,53 +156,55 @@ class Twin:
 TWINS = {
     "slot given back to one block of the cluster": Twin(
         "plain_of_pairs",
-        "pipeline.cuh",
+        "tiles/pipeline.cuh",
         "for (u32 block = 0; block < blocks; ++block)",
         "for (u32 block = 0; block < 1; ++block)",
         frozenset({"deadlock", "trap", "misuse"}),
     ),
     "block ends before its neighbour": Twin(
-        "plain_of_pairs", "roles.cuh", "            if constexpr (blocks > 1) in.drain();\n", "", frozenset({"misuse"})
+        "plain_of_pairs", "tiles/roles.cuh", "            if constexpr (blocks > 1) in.drain();\n", "", frozenset({"misuse"})
     ),
     "both blocks load the same part": Twin(
         "plain_of_pairs",
-        "tile.cuh",
+        "tiles/tile.cuh",
         "static_cast<int>(ptx::cluster_rank()) * part;",
         "0;",
         frozenset({"race", "wrong_result"}),
     ),
     "operand steps too short": Twin(
-        "plain", "tile.cuh", "step * (mma_depth * 128)", "step * (mma_depth * 64)", frozenset({"wrong_result"})
+        "plain", "tiles/tile.cuh", "step * (mma_depth * 128)", "step * (mma_depth * 64)", frozenset({"wrong_result"})
     ),
-    "slot given back before it is read": Twin("plain", "gemm.cuh", "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();", frozenset({"race"})),
+    "slot given back before it is read": Twin(
+        "plain", "products/gemm.cuh", "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();", frozenset({"race"})
+    ),
     "no proxy fence before a store": Twin(
-        "reduce_scatter", "pipeline.cuh", "        ptx::fence_proxy_async_shared();\n", "", frozenset({"proxy_fence"})
+        "reduce_scatter", "tiles/pipeline.cuh", "        ptx::fence_proxy_async_shared();\n", "", frozenset({"proxy_fence"})
     ),
     "no signal": Twin(
         "reduce_scatter",
-        "owner_sum.cuh",
+        "products/owner_sum.cuh",
         "peers(storer).signal(tile.owner, flag_of(tile, group), epoch);",
         "",
         frozenset({"deadlock", "trap"}),
     ),
     "wrong slot": Twin(
         "reduce_scatter",
-        "owner_sum.cuh",
+        "products/owner_sum.cuh",
         "Shape::first_row(group), slot_of(arena.rank)}",
         "Shape::first_row(group), slot_of(tile.owner)}",
         frozenset({"wrong_result"}),
     ),
     "no wait": Twin(
         "all_gather",
-        "all_gather_gemm.cuh",
+        "products/all_gather_gemm.cuh",
         "this->wait_for_rows(row, piece, rank_after<W>(arena.rank, W - before));",
         "",
         frozenset({"race", "wrong_result"}),
     ),
-    "wait without acquire": Twin("all_gather", "peers.cuh", "        ptx::load_acquire_system(place);\n", "", frozenset({"race"})),
+    "wait without acquire": Twin("all_gather", "peers/peers.cuh", "        ptx::load_acquire_system(place);\n", "", frozenset({"race"})),
     "rows told of too early": Twin(
         "all_gather",
-        "gathered_pieces.cuh",
+        "products/gathered_pieces.cuh",
         "            for (u32 i = 0; i < now; ++i) {\n",
         "            peers(communicator).signal_all_slots(now, [&](u32 i) { return flag_of_piece(index + i * parts); }, epoch);\n"
         "            for (u32 i = 0; i < now; ++i) {\n",
@@ -210,14 +212,14 @@ TWINS = {
     ),
     "own tile before the others'": Twin(
         "reduce_scatter",
-        "owner_sum.cuh",
+        "products/owner_sum.cuh",
         "distance = 1 + index % (W - 1);",
         "distance = W - index % (W - 1);",
         frozenset({"deadlock", "trap"}),
     ),
     "tile told of before it is stored": Twin(
         "all_reduce",
-        "gemm_all_reduce.cuh",
+        "products/gemm_all_reduce.cuh",
         "        store_sum<Shape>(out, {tile.column",
         "        this->peers(storer).signal_all(finished() + Base::flag_of(tile, group), this->epoch);\n"
         "        store_sum<Shape>(out, {tile.column",
@@ -225,30 +227,30 @@ TWINS = {
     ),
     "tile stored before its rank is ready": Twin(
         "columns_to_all",
-        "gemm_all_gather.cuh",
+        "products/gemm_all_gather.cuh",
         "        if (tile.index < gridDim.x / Shape::cluster_blocks) peers.wait_all(0, epoch);\n",
         "",
         frozenset({"race"}),
     ),
     "columns that are waited for too early": Twin(
         "columns_to_all",
-        "gemm_all_gather.cuh",
+        "products/gemm_all_gather.cuh",
         "        peers.signal_all(1 + tile.index * tile_flags + Shape::group_of_tile(group), epoch);\n",
         "        peers.acknowledge_all(1 + tile.index * tile_flags + Shape::group_of_tile(group), epoch);\n",
         frozenset({"race"}),
     ),
     "end before all tiles have come": Twin(
         "all_reduce",
-        "gemm_all_reduce.cuh",
+        "products/gemm_all_reduce.cuh",
         "            this->peers(storer).wait_slots(owner, finished() + first, end - first, this->epoch);\n",
         "",
         frozenset({"race"}),
     ),
     "one buffer of slots": Twin(
-        "reduce_scatter", "owner_sum.cuh", "epoch % buffers * W + source", "source", frozenset({"race", "wrong_result"})
+        "reduce_scatter", "products/owner_sum.cuh", "epoch % buffers * W + source", "source", frozenset({"race", "wrong_result"})
     ),
     "one buffer for all calls": Twin(
-        "all_gather", "gathered_pieces.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})
+        "all_gather", "products/gathered_pieces.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})
     ),
 }
 
@@ -273,8 +275,9 @@ def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeyp
         else:
             found = SUMS[twin.scenario]().found(tmp_path)
     else:
-        (tmp_path / "peerlane").mkdir()
-        (tmp_path / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
+        broken = tmp_path / "peerlane" / twin.header
+        broken.parent.mkdir(parents=True)
+        broken.write_text(text.replace(twin.line, twin.instead))
         scenario = SCENARIOS[twin.scenario]()
         scenario.include_dirs = (tmp_path,)
         found = {finding.kind for finding in check(scenario, schedules=3).findings}
@@ -282,8 +285,8 @@ def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeyp
 
 
 CLAIMING = r"""
-#include <peerlane/arena.cuh>
-#include <peerlane/gemm.cuh>
+#include <peerlane/peers/arena.cuh>
+#include <peerlane/products/gemm.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

@@ -96,10 +96,10 @@ LAYER_TWINS = {
 @pytest.mark.parametrize("name", LAYER_TWINS)
 def test_a_layer_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kinds = LAYER_TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "moe_layer.cuh").read_text()
+    text = (INCLUDE_DIR / "peerlane" / "moe" / "moe_layer.cuh").read_text()
     assert text.count(line) == 1
     shutil.copytree(INCLUDE_DIR, tmp_path / "include")
-    (tmp_path / "include" / "peerlane" / "moe_layer.cuh").write_text(text.replace(line, instead))
+    (tmp_path / "include" / "peerlane" / "moe" / "moe_layer.cuh").write_text(text.replace(line, instead))
     monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
     found = judged(31, "no_bias_bf16", 2)
     assert {finding.kind for finding in found.outcome.findings} & kinds or ("wrong_result" in kinds and found.wrong is not None)

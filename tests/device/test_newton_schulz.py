@@ -179,11 +179,11 @@ TWINS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin, header = TWINS[name], INCLUDE_DIR / "peerlane" / "newton_schulz.cuh"
+    twin, header = TWINS[name], INCLUDE_DIR / "peerlane" / "products" / "newton_schulz.cuh"
     text = header.read_text()
     assert text.count(twin.line) == 1
     shutil.copytree(INCLUDE_DIR, tmp_path / "include")
-    (tmp_path / "include" / "peerlane" / header.name).write_text(text.replace(twin.line, twin.instead))
+    (tmp_path / "include" / "peerlane" / "products" / header.name).write_text(text.replace(twin.line, twin.instead))
     monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
     found = found_alone(tmp_path, SMALL) if twin.alone else found_in_gram(tmp_path, SMALL, 2)
     assert found & twin.kinds, found

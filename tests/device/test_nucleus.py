@@ -18,7 +18,7 @@ from peerlane.solutions.families import nucleus
 from peerlane.solutions.families.nucleus import FILTERED_LOGITS, Filter
 
 BF16, FP32 = torch.bfloat16, torch.float32
-HEADERS = ("nucleus_search.cuh", "nucleus.cuh")
+HEADERS = ("collectives/nucleus_search.cuh", "collectives/nucleus.cuh")
 
 
 def normal(tokens: int, vocabulary: int) -> torch.Tensor:

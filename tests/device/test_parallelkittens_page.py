@@ -17,7 +17,8 @@ def lines(text: str) -> int:
 
 def device_code(file: str) -> str:
     if file.endswith(".cuh"):
-        return (INCLUDE_DIR / "peerlane" / file).read_text()
+        (header,) = INCLUDE_DIR.glob(f"peerlane/*/{file}")
+        return header.read_text()
     found = re.search(r'^SOURCE = r"""(.*?)"""', (INCLUDE_DIR.parent / file).read_text(), re.DOTALL | re.MULTILINE)
     assert found, file
     return found[1]

@@ -63,10 +63,10 @@ TWINS = {
 @pytest.mark.parametrize("name", first(TWINS))
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "perceptron.cuh").read_text()
+    text = (INCLUDE_DIR / "peerlane" / "products" / "perceptron.cuh").read_text()
     assert text.count(line) == 1
     body = text.replace(line, instead).replace("#pragma once", "")
-    source = perceptron.SOURCE.replace("#include <peerlane/perceptron.cuh>", body)
+    source = perceptron.SOURCE.replace("#include <peerlane/products/perceptron.cuh>", body)
     monkeypatch.setattr(perceptron, "PERCEPTRON", DeclaredKernel("perceptron", source, **perceptron.PERCEPTRON.fields))
     outcome, worst = run(2)
     assert outcome.findings or worst > 0.02

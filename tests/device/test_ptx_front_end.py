@@ -19,7 +19,7 @@ from representatives import first
 
 # Arithmetic with values that come from memory, so that the compiler leaves it to the GPU. Results of the C++ and of the PTX are compared.
 NUMBERS = r"""
-#include <peerlane/ptx.cuh>
+#include <peerlane/ptx/ptx.cuh>
 using namespace peerlane;
 extern "C" __global__ void numbers(const int* in, int* out) {
     const int t = threadIdx.x, a = in[t], b = in[t + 32];

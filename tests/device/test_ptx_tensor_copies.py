@@ -14,7 +14,7 @@ from peerlane.emulator import Ptx, Report, Scenario, UnknownPtx, check
 from peerlane.emulator.ptx_front_end import translate
 
 SOURCE = r"""
-#include <peerlane/ptx_tensor.cuh>
+#include <peerlane/ptx/ptx_tensor.cuh>
 using namespace peerlane;
 extern "C" __global__ void through(const __grid_constant__ TensorMap from, const __grid_constant__ TensorMap to, u32* out) {
     __shared__ alignas(1024) u32 box[256];
@@ -81,7 +81,7 @@ def test_faults_of_tensor_copies_are_found_from_ptx(broken: int, kind: str) -> N
 
 
 EDGES = r"""
-#include <peerlane/ptx_tensor.cuh>
+#include <peerlane/ptx/ptx_tensor.cuh>
 using namespace peerlane;
 #define LOAD(to, map, dimensions, place)                                                                                          \
     asm volatile("cp.async.bulk.tensor." dimensions ".shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, " place \

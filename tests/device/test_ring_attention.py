@@ -115,7 +115,9 @@ TWINS = {
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     balanced, line, instead = TWINS[name]
     monkeypatch.setattr(
-        ring, "RING_ATTENTION", twin(ring.RING_ATTENTION, line, instead, "ring_attention.cuh", "attention.cuh", "parcels.cuh")
+        ring,
+        "RING_ATTENTION",
+        twin(ring.RING_ATTENTION, line, instead, "attention/ring_attention.cuh", "attention/attention.cuh", "attention/parcels.cuh"),
     )
     outcome, worst = run(tmp_path, 2, 130, causal=True, balanced=balanced)
     assert outcome.findings or worst > 0.01

@@ -126,7 +126,7 @@ TWINS = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_a_broken_twin_of_the_row_gather_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken: Any = twin(row_gather_gemm.ROW_GATHER_GEMM, *TWINS[name], "row_gather_gemm.cuh")
+    broken: Any = twin(row_gather_gemm.ROW_GATHER_GEMM, *TWINS[name], "products/row_gather_gemm.cuh")
     monkeypatch.setattr(row_gather_gemm, "ROW_GATHER_GEMM", broken)
     assert found(3, 40, 320, [72, 8], keeps=True, calls=3)
 

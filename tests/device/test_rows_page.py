@@ -37,7 +37,7 @@ def test_a_pull_that_is_left_out_is_found(file: Path) -> None:
 
 
 def test_every_call_of_the_page_is_in_the_headers() -> None:
-    headers = "".join((INCLUDE_DIR / "peerlane" / name).read_text() for name in ("rows.cuh", "packet.cuh"))
+    headers = "".join((INCLUDE_DIR / "peerlane" / name).read_text() for name in ("rows.cuh", "peers/packet.cuh"))
     calls = re.findall(r"^\| `(\w+)\(([^`]*)\)` \| a (?:warp|thread) \|", PAGE, re.MULTILINE)
     assert len(calls) == 8
     for name, parameters in calls:

@@ -151,7 +151,7 @@ def test_roles_share_the_registers_that_a_block_begins_with() -> None:
         "RoleTable{2, 40, 232}.fits() && RoleTable{3, 32, 160}.fits()",
         "RoleTable{2, 32, 240}.fits() || RoleTable{3, 40, 160}.fits()",
     )
-    compile_cubin(f"#include <peerlane/roles.cuh>\nusing namespace peerlane;\nstatic_assert({fits} && !({waits}));\n")
+    compile_cubin(f"#include <peerlane/tiles/roles.cuh>\nusing namespace peerlane;\nstatic_assert({fits} && !({waits}));\n")
 
 
 @pytest.mark.slow

@@ -83,7 +83,9 @@ TWINS = {
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
     monkeypatch.setattr(
-        ulysses, "ULYSSES_ATTENTION", twin(ulysses.ULYSSES_ATTENTION, line, instead, "ulysses_attention.cuh", "attention.cuh")
+        ulysses,
+        "ULYSSES_ATTENTION",
+        twin(ulysses.ULYSSES_ATTENTION, line, instead, "attention/ulysses_attention.cuh", "attention/attention.cuh"),
     )
     outcome, worst = run(tmp_path, 20, causal=True, calls=2)
     assert outcome.findings or worst > 0.01
@@ -95,7 +97,11 @@ def test_a_twin_in_which_one_piece_speaks_for_all_is_caught(tmp_path: Path, monk
     assert not run(tmp_path, 200, causal=False, calls=2)[0].findings
     line = "const u32 come = peers.wait_leading("
     broken = twin(
-        ulysses.ULYSSES_ATTENTION, line, line.replace("peers", "warp_threads + 0 * peers"), "ulysses_attention.cuh", "attention.cuh"
+        ulysses.ULYSSES_ATTENTION,
+        line,
+        line.replace("peers", "warp_threads + 0 * peers"),
+        "attention/ulysses_attention.cuh",
+        "attention/attention.cuh",
     )
     monkeypatch.setattr(ulysses, "ULYSSES_ATTENTION", broken)
     outcome, worst = run(tmp_path, 200, causal=False, calls=2)

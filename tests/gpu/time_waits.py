@@ -21,7 +21,7 @@ from peerlane.device import U32, DeclaredKernel, Epochs, Flags
 from peerlane.device.host.local import LocalRanks
 
 SOURCE = r"""
-#include <peerlane/peers.cuh>
+#include <peerlane/peers/peers.cuh>
 using namespace peerlane;
 
 // A wait without a limit, otherwise as the kit's.

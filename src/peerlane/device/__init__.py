@@ -21,7 +21,9 @@ Its rooms, each of which imports only those before it:
     backend       the torch.distributed backend ``peerlane``
     tools         mechanisms, lint, resources, traces
 
-Device headers lie in ``include/peerlane`` and are included as ``<peerlane/comm.cuh>``.
+Device headers lie in rooms of the same names below ``include/peerlane``, above three lower ones: ``ptx`` has instructions, ``peers`` has
+what ranks say to each other, ``tiles`` has the template of fused kernels. Kernels of any kind include ``<peerlane/comm.cuh>``,
+``<peerlane/rows.cuh>`` and ``<peerlane/grid.cuh>``. The other headers beside the rooms stand for one in a room.
 """
 
 from peerlane.device.collectives.communicator import Communicator, communicator

@@ -26,7 +26,7 @@ _HEAD = """#include <peerlane_emulator/ptx_code.h>
 using namespace peerlane::emulator;
 using namespace peerlane::emulator::ptx_code;
 """
-_TENSOR_COPIES = "#include <peerlane/ptx_tensor.cuh>\n"
+_TENSOR_COPIES = "#include <peerlane/ptx/ptx_tensor.cuh>\n"
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)")
 _STORED = {"pred": "bool", "b8": "u8", "b16": "u16", "b32": "u32", "b64": "u64", "b128": "u128"}
 

@@ -28,7 +28,7 @@ from peerlane.sandbox.hidden_files import is_answer_file
 _NO_KIT = f"emulated ranks run candidates of {KIT}, Triton or cuda.core, and this one imports none of them: use --device cpu or cuda"
 _SET_UP = "calls {names}, which the custom track allows in set-up only: emulated ranks cannot tell; use --device cpu or cuda"
 _REFERENCE = "emulated ranks do not run the reference: use --device cpu or cuda"
-_NVSHMEM = "a GPU: emulated ranks have no NVSHMEM; protocols for it can be checked by `peerlane race`, with <peerlane/remote.cuh>"
+_NVSHMEM = "a GPU: emulated ranks have no NVSHMEM; protocols for it can be checked by `peerlane race`, with <peerlane/peers/remote.cuh>"
 _MOST_KERNELS = 32
 
 

@@ -1,7 +1,7 @@
 """Problem 1, all-reduce (sum): one launch, from the caller's tensor into fresh storage, no copy beforehand and no barrier.
 
 Small tensors go as packets (data and flag in one store), large ones in two trips through rings of tiles:
-``device/include/peerlane/collectives/all_reduce.cuh`` and ``relay.cuh``.
+``peerlane/collectives/all_reduce.cuh`` and ``relay.cuh``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Problem 2, all-gather with stacked output: one launch, which copies the own shard as well.
 
-Small shards go as packets, large ones through rings of tiles by bulk copies: ``device/include/peerlane/collectives/exchange.cuh``.
+Small shards go as packets, large ones through rings of tiles by bulk copies: ``peerlane/collectives/exchange.cuh``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Problem 3, broadcast from one root: one launch.
 
 Large tensors leave the root once, cut into a share for every other rank, which passes its share on to the others: the root's port, which
-would be busy W - 1 times as long otherwise, is the bound either way. ``device/include/peerlane/collectives/relay.cuh``.
+would be busy W - 1 times as long otherwise, is the bound either way. ``peerlane/collectives/relay.cuh``.
 """
 
 from __future__ import annotations

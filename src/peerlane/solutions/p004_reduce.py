@@ -1,7 +1,7 @@
 """Problem 4, reduce (sum) to one root: one launch.
 
 The other ranks each sum a share and send the sum to the root, whose port takes in the tensor once instead of W - 1 times:
-``device/include/peerlane/collectives/relay.cuh``. They return a copy of their own tensor, as the problem wants it, which
+``peerlane/collectives/relay.cuh``. They return a copy of their own tensor, as the problem wants it, which
 the same launch makes.
 """
 

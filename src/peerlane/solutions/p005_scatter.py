@@ -1,4 +1,4 @@
-"""Problem 5, scatter slices of the root's tensor: one launch. ``device/include/peerlane/collectives/exchange.cuh``.
+"""Problem 5, scatter slices of the root's tensor: one launch. ``peerlane/collectives/exchange.cuh``.
 
 The root's leading axis is W k rows, of which everybody gets k; the axis is dropped where k is 1.
 """

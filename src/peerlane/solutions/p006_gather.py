@@ -1,4 +1,4 @@
-"""Problem 6, gather to one root with stacked output: one launch. ``device/include/peerlane/collectives/exchange.cuh``.
+"""Problem 6, gather to one root with stacked output: one launch. ``peerlane/collectives/exchange.cuh``.
 
 The other ranks return the tensor that they were given, as the problem allows.
 """

@@ -1,6 +1,6 @@
 """Problem 7, reduce-scatter (sum) along the first axis: one launch.
 
-Slices are pushed to their owner, who adds them in rank order in fp32 as they come in: ``device/include/peerlane/collectives/exchange.cuh``.
+Slices are pushed to their owner, who adds them in rank order in fp32 as they come in: ``peerlane/collectives/exchange.cuh``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Problem 8, all-to-all with equal splits: one launch, which copies the own block as well.
 
-Small blocks go as packets, large ones through rings of tiles by bulk copies: ``device/include/peerlane/collectives/exchange.cuh``.
+Small blocks go as packets, large ones through rings of tiles by bulk copies: ``peerlane/collectives/exchange.cuh``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Blocks take stretches of ids. They count how many are for which owner, then know the place of each id among its owner's, and send the owner
 the number of the row, four bytes. Owners store rows at their place in the result: in the asker's arena, or in the result itself where the
 asker is the owner. Bound by the links, which carry the rows, and by four meetings of blocks and ranks. The result's size is known, so the
-host waits for nothing, and the call can be captured. Meetings are in ``device/include/peerlane/moe.cuh``."""
+host waits for nothing, and the call can be captured. Meetings are in ``peerlane/moe/moe.cuh``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epoch
 from peerlane.device.moe.exchange import room_for
 
 SOURCE = r"""
-#include <peerlane/moe.cuh>
+#include <peerlane/moe/moe.cuh>
 using namespace peerlane;
 
 struct Asked {

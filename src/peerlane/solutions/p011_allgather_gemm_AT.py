@@ -1,7 +1,7 @@
 """Problem 11, all-gather of K-shards and a matrix product: the kernel of problem 12.
 
 Only the strides of the reference's result differ, and strides are free, so nothing is transposed. The device code is
-``device/include/peerlane/all_gather_gemm.cuh``. float32, which its tensor cores do not take, is one launch more and a product."""
+``peerlane/products/all_gather_gemm.cuh``. float32, which its tensor cores do not take, is one launch more and a product."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 One warp of every block pushes this rank's columns to all others, piece by piece in the order of use, with a signal behind each. The other
 warps compute, each tile from this rank's own columns on, and wait only for the pieces that they need. The device code is
-``device/include/peerlane/all_gather_gemm.cuh``. float32, which its tensor cores do not take, is one launch more and a product.
+``peerlane/products/all_gather_gemm.cuh``. float32, which its tensor cores do not take, is one launch more and a product.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Problem 13, row-parallel matrix product and all-reduce: one persistent kernel.
 
 Each tile of the product has an owner, and goes to it from shared memory. The owner adds all parts in fp32 in a fixed order,
-rounds once, and stores the tile at every rank. The device code is ``device/include/peerlane/gemm_all_reduce.cuh``. float32,
+rounds once, and stores the tile at every rank. The device code is ``peerlane/products/gemm_all_reduce.cuh``. float32,
 which its tensor cores do not take, is a product and one more launch.
 
 The next call overwrites the results, which lie in the arena."""

@@ -1,7 +1,7 @@
 """Problem 14, column-parallel matrix product and all-gather of columns: one persistent kernel.
 
 A finished tile goes from shared memory straight to its place in every rank's result. The device code is
-``device/include/peerlane/gemm_all_gather.cuh``. float32, which its tensor cores do not take, is a product and one more launch.
+``peerlane/products/gemm_all_gather.cuh``. float32, which its tensor cores do not take, is a product and one more launch.
 
 The next call overwrites the results, which lie in the arena."""
 

@@ -2,7 +2,7 @@
 
 A warp of every block sends each rank its rows of this rank's columns, while the tensor cores multiply what is here; the first product ends
 with the activation. The second one is the product with W2: by the same blocks if the first is one wave of tiles, else by a kernel of its
-own. No row is computed twice, and no zero is added. The device code is ``device/include/peerlane/perceptron.cuh`` and
+own. No row is computed twice, and no zero is added. The device code is ``peerlane/products/perceptron.cuh`` and
 ``all_gather_gemm.cuh``. For float32, which its tensor cores do not take, an all-to-all comes first."""
 
 from __future__ import annotations

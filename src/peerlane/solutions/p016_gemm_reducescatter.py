@@ -2,7 +2,7 @@
 
 Every tile of the product goes from shared memory straight to the rank that owns its rows, while the next one is computed; owners add what
 they get to their own tiles before they round. Partial products travel in the inputs' dtype and are added in fp32 in a fixed order.
-``device/include/peerlane/gemm_reduce_scatter.cuh`` is the device code. float32, which its tensor cores do not take, is a product and one
+``peerlane/products/gemm_reduce_scatter.cuh`` is the device code. float32, which its tensor cores do not take, is a product and one
 more launch."""
 
 from __future__ import annotations

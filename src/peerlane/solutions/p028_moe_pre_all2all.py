@@ -2,7 +2,7 @@
 
 The receiver alone knows how many rows of each source are for which of its experts. It tells every source where they go, while rows are
 numbered. A token crosses a link once for all its experts on a rank, which copies it to their rows. The device code is
-``device/include/peerlane/moe.cuh``.
+``peerlane/moe/moe.cuh``.
 
 The next call overwrites the results, which lie in the arena."""
 

@@ -1,7 +1,7 @@
 """Problem 29, combination of experts' rows by token: one kernel pushes rows home, and adds them up there with their weights.
 
 While rows travel, each rank looks up their weights and lists the rows of every token. Sums are kept in fp32 and rounded once. The device
-code is ``device/include/peerlane/moe.cuh``."""
+code is ``peerlane/moe/moe.cuh``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Problem 30, the sum of three gradients over ranks: small ones are packed into packets of one launch, large ones summed one by one.
 
 Bound by the links, which carry 2 (W - 1) / W of the gradients; small gradients by two launches and one trip. Sums are taken in float32 and
-rank order, and do not overwrite the gradients. ``device/include/peerlane/collectives`` has the kernels."""
+rank order, and do not overwrite the gradients. ``peerlane/collectives`` has the kernels."""
 
 from __future__ import annotations
 

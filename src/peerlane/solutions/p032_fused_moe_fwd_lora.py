@@ -1,7 +1,7 @@
 """Problem 32, a mixture-of-experts layer with low-rank adapters: the adapters are added to the weights, and two kernels are the layer.
 
 W z + B (A z) is (W + B A) z. The sum W + B A is rounded once, and costs one pass over the weights. The layer's kernels are those of
-problem 31, so the host waits for nothing. The device code is ``device/include/peerlane/moe_layer.cuh``.
+problem 31, so the host waits for nothing. The device code is ``peerlane/moe/moe_layer.cuh``.
 
 W + B A is a product of the kit. A library's product may launch clusters. Where ranks share a GPU, a cluster may find no room beside the
 blocks of other ranks that already wait for this rank."""

@@ -1,6 +1,6 @@
 """Problem 33, the all-to-all from one axis to another: one kernel stores every run where it belongs in the receiver's result.
 
-Bound by the links: (W - 1) / W of the tensor leaves every rank, and is written once. ``device/include/peerlane/strided.cuh``.
+Bound by the links: (W - 1) / W of the tensor leaves every rank, and is written once. ``peerlane/collectives/strided.cuh``.
 
 The next call overwrites the results, which lie in the arena."""
 

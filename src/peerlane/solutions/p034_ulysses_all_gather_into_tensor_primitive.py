@@ -1,6 +1,6 @@
 """Problem 34, all-gather along the first axis: one launch, packets for small tensors and rings of tiles for large ones.
 
-Bound by the links: W - 1 copies leave every rank. ``device/include/peerlane/collectives/exchange_packets.cuh`` and ``exchange.cuh``."""
+Bound by the links: W - 1 copies leave every rank. ``peerlane/collectives/exchange_packets.cuh`` and ``exchange.cuh``."""
 
 from __future__ import annotations
 

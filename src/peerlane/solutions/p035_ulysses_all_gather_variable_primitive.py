@@ -1,7 +1,7 @@
 """Problem 35, all-gather of unlike lengths: one launch tells the lengths, one moves the tensors to their places.
 
 Bound by one question to the device, as the result's shape follows from what others have, and at large sizes by the links. Another axis
-than the first is moved to the front and back. ``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
+than the first is moved to the front and back. ``device/collectives/counts.py`` and ``peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Problem 36, the Ulysses exchange into attention: one kernel stores every run where it belongs in the receiver's result.
 
-The results lie in the arena, so nothing is copied twice. Padding is not sent. ``device/include/peerlane/strided.cuh``.
+The results lie in the arena, so nothing is copied twice. Padding is not sent. ``peerlane/collectives/strided.cuh``.
 
 The next call overwrites the results, which lie in the arena."""
 

@@ -1,6 +1,6 @@
 """Problem 37, the Ulysses exchange out of attention: one kernel, behind a copy where the sequence has to be padded.
 
-``device/include/peerlane/strided.cuh``.
+``peerlane/collectives/strided.cuh``.
 
 The next call overwrites the results, which lie in the arena."""
 

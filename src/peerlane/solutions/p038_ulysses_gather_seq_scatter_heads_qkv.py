@@ -1,6 +1,6 @@
 """Problem 38, the Ulysses exchange of fused queries, keys and values: one kernel for all three.
 
-The fused axis is cut within each of the three. ``device/include/peerlane/strided.cuh``.
+The fused axis is cut within each of the three. ``peerlane/collectives/strided.cuh``.
 
 The next call overwrites the results, which lie in the arena."""
 

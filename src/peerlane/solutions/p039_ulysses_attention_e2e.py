@@ -1,6 +1,6 @@
 """Problem 39, an attention block with Ulysses exchanges.
 
-The projections are torch's. The exchanges and attention are one persistent kernel, ``device/include/peerlane/ulysses_attention.cuh``. It
+The projections are torch's. The exchanges and attention are one persistent kernel, ``peerlane/attention/ulysses_attention.cuh``. It
 takes queries, keys and values where the projection leaves them, and stores every result where its token lives. Sequences of up to 32
 tokens have a kernel without tensor cores, ``device/attention/short.py``. Longer ones in float32, which tensor cores do not take, are
 exchanged by two launches and computed by torch."""

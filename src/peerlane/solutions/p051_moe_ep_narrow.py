@@ -2,7 +2,7 @@
 
 The first one counts, tells the counts, and pushes every token once to each rank that has an expert of it, while the gated layer
 starts on what has come. The second one is the layer behind it, whose tiles go straight home, and the weighted sum. The host waits for
-nothing. The device code is ``device/include/peerlane/moe_layer.cuh``."""
+nothing. The device code is ``peerlane/moe/moe_layer.cuh``."""
 
 from __future__ import annotations
 

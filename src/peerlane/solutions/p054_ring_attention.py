@@ -1,7 +1,7 @@
 """Problem 54, attention over a sequence in shards: one persistent kernel.
 
 A warp of every block pushes keys and values to the ranks that need them while the others compute. Under a causal mask ranks with little to
-do compute some of the others' tiles. The device code is ``device/include/peerlane/ring_attention.cuh``. float32, which its tensor cores
+do compute some of the others' tiles. The device code is ``peerlane/attention/ring_attention.cuh``. float32, which its tensor cores
 do not take, is gathered and computed by torch.
 
 The next call overwrites the results, which lie in the arena."""

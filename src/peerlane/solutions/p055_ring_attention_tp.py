@@ -1,6 +1,6 @@
 """Problem 55, an attention layer whose heads are shared by one group and whose sequence by another.
 
-The projections are torch's. Attention is one persistent kernel, ``device/include/peerlane/ring_attention.cuh``, which takes queries, keys
+The projections are torch's. Attention is one persistent kernel, ``peerlane/attention/ring_attention.cuh``, which takes queries, keys
 and values where the projection leaves them. The sum over the heads is the kit's all-reduce."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Problem 56, attention layers as stages of a pipeline, each with its sequence in shards.
 
-The projections are torch's. Attention is one persistent kernel, ``device/include/peerlane/ring_attention.cuh``. A large batch goes through
+The projections are torch's. Attention is one persistent kernel, ``peerlane/attention/ring_attention.cuh``. A large batch goes through
 the pipeline entry by entry, so that stages work at the same time. A small kernel hands each entry over."""
 
 from __future__ import annotations

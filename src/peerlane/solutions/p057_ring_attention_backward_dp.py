@@ -1,7 +1,7 @@
 """Problem 57, the backward pass of attention over a sequence in shards, averaged over replicas.
 
 Nothing circulates. Each rank gets some heads of the whole sequence, computes their gradients by the kernels of
-``device/include/peerlane/attention_backward.cuh``, in a fixed order, and pushes them to the ranks that have the tokens. Heads travel in
+``peerlane/attention/attention_backward.cuh``, in a fixed order, and pushes them to the ranks that have the tokens. Heads travel in
 pieces beside the computation, and gradients are averaged over replicas before they go back. Heads that the ranks do not divide are
 gathered. float32, which the tensor cores do not take, is computed by torch.
 

@@ -2,7 +2,7 @@
 
 The reference cuts, stacks, exchanges and joins; the kernel stores every run where it belongs. Large fields go in parts, so that a part is
 exchanged beside the transforms of others. Bound by HBM, which the transforms pass several times, and by the links, which carry (W - 1) / W
-of the spectrum. ``device/include/peerlane/strided.cuh`` has the exchange."""
+of the spectrum. ``peerlane/collectives/strided.cuh`` has the exchange."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The kernel stores every run where it belongs. The bins left out are conjugates and the field is real, so the others count twice, and no bin
 is mirrored. Large spectra go in parts, so that a part is exchanged beside the transforms of others. Bound by HBM, which the transforms pass
-several times, and by the links, which carry (W - 1) / W of the rows. ``device/include/peerlane/strided.cuh`` has the exchange."""
+several times, and by the links, which carry (W - 1) / W of the rows. ``peerlane/collectives/strided.cuh`` has the exchange."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from peerlane.device.collectives.counts import MOST_GIVEN, share_counts
 from peerlane.errors import UsageError
 
 SOURCE = r"""
-#include <peerlane/moe.cuh>
+#include <peerlane/moe/moe.cuh>
 using namespace peerlane;
 
 constexpr u32 at_once = 8;  // entries of a lane that are on their way together

@@ -2,7 +2,7 @@
 
 Sizes of all parts are known behind the questions, so nothing else waits but the search for new nodes: a table of all nodes' places takes
 the earliest turn in which each is met. Bound by those waits.
-``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
+``device/collectives/counts.py`` and ``peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 

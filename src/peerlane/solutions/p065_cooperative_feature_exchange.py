@@ -1,7 +1,7 @@
 """Problem 65, gathered feature rows exchanged in relative order: rows are gathered as the chunks lie, and each part lands at its place.
 
 The reference rolls rows before and behind its exchange; here the places of the parts say all. Bound by HBM, which reads rows twice, and
-the links. ``device/include/peerlane/collectives/exchange.cuh``."""
+the links. ``peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Problem 66, gradients back to the rows that they came from: parts land in the order of the ids, and are added there.
 
 The reference rolls gradients and ids; here the places of the parts say all. Bound by HBM, which writes and reads the received rows
-once, and the links. Sums are float32 additions in memory, in no fixed order. ``device/include/peerlane/collectives/exchange.cuh``."""
+once, and the links. Sums are float32 additions in memory, in no fixed order. ``peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 

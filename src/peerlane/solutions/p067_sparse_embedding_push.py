@@ -1,7 +1,7 @@
 """Problem 67, pairs of ids and rows pushed to their owners: one question to the device for all sizes, and one launch for each tensor.
 
 Bound by the question, since the results' shapes follow from all ranks' ids, and at large sizes by HBM, which sorts rows by owner, and
-the links. ``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
+the links. ``device/collectives/counts.py`` and ``peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 

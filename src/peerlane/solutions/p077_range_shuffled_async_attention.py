@@ -1,7 +1,7 @@
 """Problem 77, attention over key ranges: one launch exchanges keys and one queries; torch attends; results of each range are exchanged.
 
 Strided exchanges put keys into the order of ranges, leave padding out and store results where they belong, so nothing is copied before or
-behind them. The host reads where ranges end while the exchanges run. Bound by the tensor cores. ``device/include/peerlane/strided.cuh``.
+behind them. The host reads where ranges end while the exchanges run. Bound by the tensor cores. ``peerlane/collectives/strided.cuh``.
 
 The next call overwrites the results, which lie in the arena."""
 

@@ -2,7 +2,7 @@
 
 X and its Gram matrix are float16, scaled by powers of two: as many bits as TensorFloat32, twice as fast. The first product sums the Gram
 matrix over ranks while it computes. The second makes the polynomial. Both compute half of their tiles, for the results are symmetric. The
-third adds a X in its epilogue and keeps what rounding leaves of X. ``device/include/peerlane/newton_schulz.cuh`` has them. float32 needs
+third adds a X in its epilogue and keeps what rounding leaves of X. ``peerlane/products/newton_schulz.cuh`` has them. float32 needs
 more bits: its products run in float32, and a sum over ranks follows.
 
 A later Gram matrix follows from the first alone, which would save sums; rounding errors of singular matrices then grow beyond bounds."""

@@ -1,7 +1,7 @@
 """Problem 87, a convolution over an image with sharded rows: border rows go to both neighbours in one launch, and cuDNN convolves.
 
 The exchange does not overlap the convolution, which is by far the longer of the two. Bound by the convolution.
-``device/include/peerlane/collectives/exchange.cuh`` has the exchange."""
+``peerlane/collectives/exchange.cuh`` has the exchange."""
 
 from __future__ import annotations
 

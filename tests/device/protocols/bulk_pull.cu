@@ -2,7 +2,7 @@
 // that the message is there, one at the end that it has been fetched and may be written again.
 #include "protocol.cuh"
 
-#include <peerlane/ptx_async.cuh>
+#include <peerlane/ptx/ptx_async.cuh>
 
 enum Twin : u32 {
     honest,

@@ -1,7 +1,7 @@
 // Two ranks: a message is made in shared memory and sent by a bulk copy; the receiver reads it with ordinary loads. Two buffers take turns.
 #include "protocol.cuh"
 
-#include <peerlane/ptx_async.cuh>
+#include <peerlane/ptx/ptx_async.cuh>
 
 enum Twin : u32 {
     honest,

@@ -1,6 +1,6 @@
 // A sum over two nodes of two ranks: neighbours by the arena, leaders of the nodes by messages. TWIN says which variant this is.
 #include <peerlane/comm.cuh>
-#include <peerlane/remote.cuh>
+#include <peerlane/peers/remote.cuh>
 
 using namespace peerlane;
 

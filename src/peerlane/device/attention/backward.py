@@ -1,4 +1,4 @@
-"""Gradients of attention on one rank: by the fused kernel, or by the two of ``peerlane/attention_backward.cuh``, which shards use."""
+"""Gradients of attention on one rank: by the fused kernel, or by the two of ``attention_backward.cuh``, which shards use."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
 
 
 SOURCE = r"""
-#include <peerlane/attention_backward.cuh>
+#include <peerlane/attention/attention_backward.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 
@@ -143,7 +143,7 @@ def bind(
 
 
 NUMBERS_SOURCE = r"""
-#include <peerlane/attention_backward.cuh>
+#include <peerlane/attention/attention_backward.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_numbers(const __grid_constant__ AttentionNumbers args) {

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/attention.cuh``: which tiles for which sizes, the maps of the operands, and attention on one rank."""
+"""Host side of ``peerlane/attention/attention.cuh``: which tiles for which sizes, the maps of the operands, and attention on one rank."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def operand_map(place: TensorPlace, rows: int) -> TensorMapSpec:
 
 
 SOURCE = r"""
-#include <peerlane/attention.cuh>
+#include <peerlane/attention/attention.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

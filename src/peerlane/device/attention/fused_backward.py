@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/fused_attention_backward.cuh``: gradients of attention by one kernel, and a launch that rounds dq."""
+"""Host side of ``peerlane/attention/fused_attention_backward.cuh``: gradients of attention by one kernel, and a launch that rounds dq."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def defines(tiling: FusedTiling, dtype: torch.dtype) -> dict[str, str | int]:
 
 
 SOURCE = r"""
-#include <peerlane/fused_attention_backward.cuh>
+#include <peerlane/attention/fused_attention_backward.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 
@@ -88,7 +88,7 @@ FUSED_ATTENTION_BACKWARD = LocalKernel(
 )
 
 QUERIES_SOURCE = r"""
-#include <peerlane/fused_attention_backward.cuh>
+#include <peerlane/attention/fused_attention_backward.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(256) query_gradients(const __grid_constant__ QueryGradients args) {

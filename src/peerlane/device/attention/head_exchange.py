@@ -14,7 +14,7 @@ of few blocks, for the stream beside the one that computes. Data is stored where
 A launch pushes at once. What a call sends lands where the gradients of the call before were computed from, and all ranks have brought
 those. What it brings lands where results of the call before were read, and all ranks have sent since. So a call sends all pieces, then
 brings all.
-``device/include/peerlane/strided.cuh``.
+``peerlane/collectives/strided.cuh``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCKS_BESIDE, _BLOCKS_ALONE, _THREADS = 32, 128, 512
 _UNIT = 16 // ELEMENT_BYTES
 
 SOURCE = r"""
-#include <peerlane/strided.cuh>
+#include <peerlane/collectives/strided.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(512)

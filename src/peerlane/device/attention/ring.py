@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/ring_attention.cuh``: attention over a sequence that is sharded across ranks, in one launch."""
+"""Host side of ``peerlane/attention/ring_attention.cuh``: attention over a sequence that is sharded across ranks, in one launch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BALANCED_BLOCKS = 4
 """Tiles of a head from which on ranks compute each other's: with fewer, the launch is over before queries and results have travelled."""
 
 SOURCE = r"""
-#include <peerlane/ring_attention.cuh>
+#include <peerlane/attention/ring_attention.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 using Roles = RingAttentionRoles<Shape, WORLD_SIZE, RingAttention>;

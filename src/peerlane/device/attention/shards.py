@@ -1,4 +1,6 @@
-"""What ring and Ulysses attention share: the plan of shards, memory and launches. Also the host side of ``peerlane/parcels.cuh``."""
+"""What ring and Ulysses attention share: the plan of shards, memory and launches.
+
+Also the host side of ``peerlane/attention/parcels.cuh``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>
-#include <peerlane/numeric.cuh>
+#include <peerlane/peers/numeric.cuh>
 
 // A rank that ends a launch has had all results for its tokens. So all ranks have read what it has pushed, and it may push again.
 // A rank whose tokens have come has begun the launch. So its stream has done what read its results of the launch before.

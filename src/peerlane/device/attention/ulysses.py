@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/ulysses_attention.cuh``: attention whose heads are shared by the ranks and whose sequence lies in shards."""
+"""Host side of ``peerlane/attention/ulysses_attention.cuh``: attention over sharded sequences, each rank for its heads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from peerlane.device.products.gemm import ELEMENT_BYTES
 from peerlane.errors import UsageError
 
 SOURCE = r"""
-#include <peerlane/ulysses_attention.cuh>
+#include <peerlane/attention/ulysses_attention.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 using Roles = UlyssesAttentionRoles<Shape, WORLD_SIZE, UlyssesAttention>;

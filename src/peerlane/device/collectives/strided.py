@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/strided.cuh``: an exchange that cuts one axis of a tensor and joins another, as all-to-alls of attention do."""
+"""Host side of ``peerlane/collectives/strided.cuh``: an exchange that cuts one axis and joins another, as all-to-alls of attention do."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StridedBlock(ctypes.Structure):
 
 
 SOURCE = r"""
-#include <peerlane/strided.cuh>
+#include <peerlane/collectives/strided.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(512)

@@ -31,7 +31,7 @@ INCLUDE_DIR = Path(__file__).parents[1] / "include"
 # Part of every key: raise it when the meaning of a cached file changes.
 _CACHE_FORMAT = "3"
 # Before the first line of every source.
-_STANDARD_NAMES = "#include <peerlane/standard.cuh>\n"
+_STANDARD_NAMES = "#include <peerlane/ptx/standard.cuh>\n"
 # Of another process's compile, which takes seconds at most. Who has waited longer compiles too, which the atomic rename makes harmless.
 _PATIENCE_S = 60.0
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)

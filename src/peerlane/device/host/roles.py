@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/roles.cuh``: the shape of a launch, and whether its blocks can all be resident.
+"""Host side of ``peerlane/tiles/roles.cuh``: the shape of a launch, and whether its blocks can all be resident.
 
 Blocks of a fused kernel wait for other ranks' blocks. One that is not resident can not be waited for, so a grid that does not fit is
 refused before it is launched, rather than found out by a deadline."""

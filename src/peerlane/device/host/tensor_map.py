@@ -80,7 +80,7 @@ class TensorMapSpec:
         return _encode(self)
 
     def emulated(self) -> TensorMap:
-        """The map as the emulator wants it: the description itself (``emulator/include/peerlane/ptx_tensor.cuh``)."""
+        """The map as the emulator wants it: the description itself (``emulator/include/peerlane/ptx/ptx_tensor.cuh``)."""
         size, rank = self.dtype.itemsize, len(self.shape)
         extents = [*reversed(self.shape), *[1] * (5 - rank)]
         strides = [*(stride * size for stride in reversed(self.strides[:-1])), *[0] * (5 - rank)]

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/dispatch.cuh``: tokens to the ranks of their experts, and sums of rows home, in one launch each way.
+"""Host side of ``peerlane/moe/dispatch.cuh``: tokens to the ranks of their experts, and sums of rows home, in one launch each way.
 
     send, add = token_dispatch(group, *sizes), token_combine(group, *sizes)    the first calls for a size are collective
     received = send(x, topk_idx, topk_weights, routing)                        received.x (capacity, H), by expert
@@ -41,7 +41,7 @@ FP8_DTYPES = torch.bfloat16, torch.float16
 """of tokens that may travel as fp8"""
 
 DISPATCH = r"""
-#include <peerlane/dispatch.cuh>
+#include <peerlane/moe/dispatch.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(512)
@@ -59,7 +59,7 @@ TOKEN_DISPATCH = DeclaredKernel(
 )  # fmt: skip
 
 COMBINE = r"""
-#include <peerlane/dispatch.cuh>
+#include <peerlane/moe/dispatch.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(512)

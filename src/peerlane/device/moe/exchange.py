@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/moe.cuh``: rows of tokens to their experts' ranks and back, one launch each way."""
+"""Host side of ``peerlane/moe/moe.cuh``: rows of tokens to their experts' ranks and back, one launch each way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAST_TOKENS = 128
 MAP_TYPES = {torch.bool: "u8", torch.uint8: "u8", torch.int32: "int", torch.int64: "long long", torch.float32: "float"}
 
 DISPATCH = r"""
-#include <peerlane/moe.cuh>
+#include <peerlane/moe/moe.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(512)
@@ -80,7 +80,7 @@ MOE_DISPATCH = DeclaredKernel(
 """A token goes to a rank once, however many of its experts are there, and the number of a row's token for each row. Rows are made there."""
 
 COMBINE = r"""
-#include <peerlane/moe.cuh>
+#include <peerlane/moe/moe.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(512)

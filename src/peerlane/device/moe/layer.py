@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/moe_layer.cuh``: the experts of a mixture on their ranks, in two launches."""
+"""Host side of ``peerlane/moe/moe_layer.cuh``: the experts of a mixture on their ranks, in two launches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TILINGS = (Tiling(2, 256, 3), Tiling(2, 128, 5), Tiling(1, 128, 6))
 """They leave shared memory for the layout."""
 
 _SOURCE = r"""
-#include <peerlane/moe_layer.cuh>
+#include <peerlane/moe/moe_layer.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

@@ -72,7 +72,7 @@ class World:
         return tensor
 
     def remote(self, nbytes: int) -> RemoteView:
-        """Returns zeroed symmetric memory as kernels with <peerlane/remote.cuh> get it, which run in the emulator too."""
+        """Returns zeroed symmetric memory as kernels with <peerlane/peers/remote.cuh> get it, which run in the emulator too."""
         return RemoteView(self.zeros(nbytes, dtype=torch.uint8).data_ptr(), 0, self.rank, self.world_size)
 
     def kernel(self, program: Cubin, name: str) -> Kernel:

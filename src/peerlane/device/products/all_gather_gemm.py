@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/all_gather_gemm.cuh``: a product whose left operand lies in columns on all ranks, in one launch."""
+"""Host side of ``peerlane/products/all_gather_gemm.cuh``: a product whose left operand lies in columns on all ranks, in one launch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FIELDS: Mapping[str, Field] = {
 
 
 SOURCE = r"""
-#include <peerlane/all_gather_gemm.cuh>
+#include <peerlane/products/all_gather_gemm.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

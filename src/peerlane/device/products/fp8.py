@@ -1,4 +1,4 @@
-"""Products of operands in e4m3 with scales: the kernels of 16 bits, with another matrix instruction and scales (``peerlane/scales.cuh``).
+"""Products of operands in e4m3 with scales: the kernels of 16 bits, with another matrix instruction and scales, ``products/scales.cuh``.
 
     x8, w8 = quantise(x, "row"), quantise(weight, "row")          (m, k) and (n, k), contiguous along k
     y = product(group, x8, w8.t())                                x @ weight.t() in bfloat16

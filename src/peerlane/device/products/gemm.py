@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/gemm.cuh``: which tiles for which size, the maps of the operands, and the plain product."""
+"""Host side of ``peerlane/products/gemm.cuh``: which tiles for which size, the maps of the operands, and the plain product."""
 
 from __future__ import annotations
 
@@ -344,7 +344,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 SOURCE = r"""
-#include <peerlane/gemm.cuh>
+#include <peerlane/products/gemm.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/gemm_all_gather.cuh``: products of all ranks side by side, on every rank, in one launch."""
+"""Host side of ``peerlane/products/gemm_all_gather.cuh``: products of all ranks side by side, on every rank, in one launch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from peerlane.device.products.gemm import Epilogue, Major, Tiling
 from peerlane.errors import UsageError
 
 SOURCE = r"""
-#include <peerlane/gemm_all_gather.cuh>
+#include <peerlane/products/gemm_all_gather.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

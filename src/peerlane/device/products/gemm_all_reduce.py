@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/gemm_all_reduce.cuh``: a sum of products over ranks, on every rank, in one launch."""
+"""Host side of ``peerlane/products/gemm_all_reduce.cuh``: a sum of products over ranks, on every rank, in one launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
 
 SOURCE = r"""
-#include <peerlane/gemm_all_reduce.cuh>
+#include <peerlane/products/gemm_all_reduce.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/gemm_reduce_scatter.cuh``: rows of a sum of products over ranks, in one launch."""
+"""Host side of ``peerlane/products/gemm_reduce_scatter.cuh``: rows of a sum of products over ranks, in one launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
 
 SOURCE = r"""
-#include <peerlane/gemm_reduce_scatter.cuh>
+#include <peerlane/products/gemm_reduce_scatter.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/grouped_gemm.cuh``: groups of rows, each with a matrix of its own, in one launch on one rank."""
+"""Host side of ``peerlane/products/grouped_gemm.cuh``: groups of rows, each with a matrix of its own, in one launch on one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_GROUPS = 511  # of grouped_gemm.cuh
 
 
 SOURCE = r"""
-#include <peerlane/grouped_gemm.cuh>
+#include <peerlane/products/grouped_gemm.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

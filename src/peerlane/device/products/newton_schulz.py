@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/newton_schulz.cuh``: the three products of a Newton-Schulz iteration X <- a X + (b G + c G^2) X, G = X X^T."""
+"""Host side of ``peerlane/products/newton_schulz.cuh``: products of a Newton-Schulz iteration X <- a X + (b G + c G^2) X, G = X X^T."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _choose(group: Group, m: int, k: int) -> Tiling:
 
 
 _INCLUDES = r"""
-#include <peerlane/newton_schulz.cuh>
+#include <peerlane/products/newton_schulz.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

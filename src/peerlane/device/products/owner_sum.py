@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/owner_sum.cuh``: what products whose tiles are summed by their owners share."""
+"""Host side of ``peerlane/products/owner_sum.cuh``: what products whose tiles are summed by their owners share."""
 
 from __future__ import annotations
 

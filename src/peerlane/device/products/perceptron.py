@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/perceptron.cuh``: a perceptron of two layers whose input lies in columns on all ranks, in one launch."""
+"""Host side of ``peerlane/products/perceptron.cuh``: a perceptron of two layers whose input lies in columns on all ranks, in one launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST_PIECE_ROWS = 8
 
 
 SOURCE = r"""
-#include <peerlane/perceptron.cuh>
+#include <peerlane/products/perceptron.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

@@ -118,7 +118,7 @@ def opened(rows: torch.Tensor, scaling: Scaling, count: int) -> Quantised:
 # --- kernels: one pass over what a product, a norm or an activation leaves ---
 
 ROWS_SOURCE = r"""
-#include <peerlane/quantise.cuh>
+#include <peerlane/products/quantise.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(256) quantise_rows(const __grid_constant__ QuantiseRows args) {
@@ -134,7 +134,7 @@ QUANTISE_ROWS = LocalKernel(
     **dict.fromkeys(("rows", "columns", "code_stride", "scale_stride"), U32),
 )
 SQUARES_SOURCE = r"""
-#include <peerlane/quantise.cuh>
+#include <peerlane/products/quantise.cuh>
 using namespace peerlane;
 
 extern "C" __global__ void __launch_bounds__(square_threads) quantise_squares(const __grid_constant__ QuantiseSquares args) {

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/row_gather_gemm.cuh``: products whose left operand lies in rows on all ranks, in one launch.
+"""Host side of ``peerlane/products/row_gather_gemm.cuh``: products whose left operand lies in rows on all ranks, in one launch.
 
 With GEMM + reduce-scatter it is the pair of kernels of a tensor-parallel layer whose activations are sharded along the sequence: this one
 in front of a column-parallel product, that one behind a row-parallel one, and the other way round for their gradients.
@@ -67,7 +67,7 @@ FIELDS: Mapping[str, Field] = {
 }
 
 SOURCE = r"""
-#include <peerlane/row_gather_gemm.cuh>
+#include <peerlane/products/row_gather_gemm.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 

@@ -1,4 +1,4 @@
-"""Host side of ``peerlane/scales.cuh``: scales of operands in e4m3, as kernels read them."""
+"""Host side of ``peerlane/products/scales.cuh``: scales of operands in e4m3, as kernels read them."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _HEAD_START_US, _LONGEST_HEAD_START_US = 200.0, 500_000.0
 _CYCLES_PER_US = 2_000  # about that of the fastest SM clock: a head start may be longer, not shorter
 
 _SOURCE = """
-#include <peerlane/mechanisms.cuh>
+#include <peerlane/peers/mechanisms.cuh>
 using namespace peerlane;
 #define MOVE(name, call, threads) extern "C" __global__ void __launch_bounds__(threads) name( \\
     const __grid_constant__ Arena arena, u64 flags, u64 data, char* local, u64 bytes, u32 count) { call; }

@@ -14,7 +14,7 @@ from peerlane.device import F32, U32, BoundKernel, Buffer, DeclaredKernel, Epoch
 from peerlane.device.host.declare import Map
 
 SOURCE = r"""
-#include <peerlane/delta_rule.cuh>
+#include <peerlane/attention/delta_rule.cuh>
 using namespace peerlane;
 using Shape = DeltaShape<DEPTH, GROUPS, SLOTS, BY_CHANNEL>;
 static_assert(sizeof(Shape::Scan) <= SHARED_BYTES && THREADS / Shape::team_threads * sizeof(Shape::Preparation) <= SHARED_BYTES);

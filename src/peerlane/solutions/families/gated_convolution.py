@@ -25,7 +25,7 @@ from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Fl
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 
 SOURCE = r"""
-#include <peerlane/ptx_mma.cuh>
+#include <peerlane/ptx/ptx_mma.cuh>
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 

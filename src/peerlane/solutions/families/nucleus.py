@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens under top-k and top-p, and their gradients, with a sharded vocabulary (problems 82 to 84).
 
 The filter is found without a sort, by teams of warps. Up to 93 largest: each rank sends its own k largest. Else ranks count their logits in
-bins, and send sums over bins until they know which one holds the threshold. ``include/peerlane/nucleus.cuh``, ``nucleus_search.cuh``.
+bins, and send sums over bins until they know which one holds the threshold. ``peerlane/collectives/nucleus.cuh``, ``nucleus_search.cuh``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.errors import UsageError
 
 SOURCE = r"""
-#include <peerlane/nucleus_search.cuh>
+#include <peerlane/collectives/nucleus_search.cuh>
 using namespace peerlane;
 
 struct TeamMemory {

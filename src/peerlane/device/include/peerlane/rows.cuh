@@ -2,7 +2,7 @@
 #pragma once
 
 #include <peerlane/comm.cuh>
-#include <peerlane/numeric.cuh>
+#include <peerlane/peers/numeric.cuh>
 
 namespace peerlane {
 

@@ -1,6 +1,6 @@
 // What device code that was compiled for the CPU asks of the emulator.
 //
-// Headers that stand in for the kit's lowest layer (peerlane/ptx*.cuh beside this folder) are written in these terms alone. Every function
+// Headers that stand in for the kit's lowest layer (peerlane/ptx beside this folder) are written in these terms alone. Every function
 // takes the place of its caller in the source from its return address, so wrappers around them are PEERLANE_INLINE.
 #pragma once
 

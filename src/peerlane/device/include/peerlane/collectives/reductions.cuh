@@ -7,7 +7,7 @@
 // Sums of floats are finished in fp32, so all of these round once.
 #pragma once
 
-#include <peerlane/numeric.cuh>
+#include <peerlane/peers/numeric.cuh>
 
 namespace peerlane {
 

@@ -8,7 +8,7 @@
 // gets sums from every other rank, all of which own.
 #pragma once
 
-#include <peerlane/ptx.cuh>
+#include <peerlane/ptx/ptx.cuh>
 
 namespace peerlane {
 

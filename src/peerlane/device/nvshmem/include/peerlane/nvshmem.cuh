@@ -30,7 +30,7 @@ using cuda::std::is_unsigned;
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include <peerlane/ptx.cuh>
+#include <peerlane/ptx/ptx.cuh>
 
 #define PEERLANE_NVSHMEM 1
 
