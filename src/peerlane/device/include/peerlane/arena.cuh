@@ -1,0 +1,1 @@
+#include <peerlane/peers/arena.cuh>

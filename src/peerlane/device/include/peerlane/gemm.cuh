@@ -1,0 +1,1 @@
+#include <peerlane/products/gemm.cuh>

@@ -1,0 +1,1 @@
+#include <peerlane/moe/moe.cuh>

@@ -1,0 +1,1 @@
+#include <peerlane/ptx/ptx.cuh>

@@ -1,0 +1,1 @@
+#include <peerlane/tiles/roles.cuh>

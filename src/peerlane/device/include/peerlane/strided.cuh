@@ -1,0 +1,1 @@
+#include <peerlane/collectives/strided.cuh>
