@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from peerlane import problems
-from peerlane.cluster import CLUSTERS, Cluster
+from peerlane.common.cluster import CLUSTERS, Cluster
+from peerlane.common.place import CPU, EMULATED, GPUS, VIRTUAL
 from peerlane.errors import UsageError
-from peerlane.place import CPU, EMULATED, GPUS, VIRTUAL
 from peerlane.results.identity import NodeClass
 
 

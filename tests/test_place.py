@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from peerlane.place import CPU, EMULATED, GPUS, VIRTUAL, Device, NodeKind, Place
+from peerlane.common.place import CPU, EMULATED, GPUS, VIRTUAL, Device, NodeKind, Place
 from peerlane.results.identity import NodeClass
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from peerlane.version import __version__ as __version__
+from peerlane.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from peerlane import evaluate as evaluate

@@ -13,7 +13,7 @@ from peerlane import cli, problems
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate import discover
-from peerlane.scaffolds import scaffold
+from peerlane.problems.scaffolds import scaffold
 
 
 @pytest.mark.parametrize("backend", ["kit", "cuda", "nvshmem", "triton", "pytorch"])

@@ -7,7 +7,7 @@ import pytest
 from peerlane import problems
 from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import compile_cubin
-from peerlane.scaffolds import scaffold
+from peerlane.problems.scaffolds import scaffold
 from peerlane.solutions import p018_tp_rms_norm
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120")

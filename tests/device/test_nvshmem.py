@@ -23,7 +23,7 @@ from peerlane.evaluate.audit.library import team_collectives
 from peerlane.evaluate.candidates import candidate_file, candidate_text, runs_emulated
 from peerlane.evaluate.requirements import missing_before, missing_on_virtual_node
 from peerlane.hardware.doctor import check_nvshmem
-from peerlane.scaffolds import scaffold
+from peerlane.problems.scaffolds import scaffold
 
 HEADER = """
 #pragma once

@@ -10,8 +10,8 @@ import pytest
 import peerlane as pl
 from peerlane import problems
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
+from peerlane.problems.scaffolds import scaffold
 from peerlane.results.verdict import BuildError, CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
-from peerlane.scaffolds import scaffold
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
 GATHER = r'''

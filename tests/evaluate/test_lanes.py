@@ -12,12 +12,12 @@ from typing import cast
 import pytest
 
 import peerlane as pl
+from peerlane.common.place import CPU, EMULATED, GPUS
 from peerlane.evaluate import lanes
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.lanes import Lanes
 from peerlane.evaluate.plan import make_jobs
 from peerlane.evaluate.processes.session import Session
-from peerlane.place import CPU, EMULATED, GPUS
 from peerlane.settings import PoolSettings
 
 RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    dist.all_reduce(tensor := tensor.clone())\n    return tensor\n"

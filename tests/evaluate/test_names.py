@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from peerlane.common.problem_files import slugs
 from peerlane.errors import CandidateNotFound
 from peerlane.evaluate import discover
-from peerlane.problem_files import slugs
-from peerlane.problem_names import OLDER_NAMES, PUBLIC_SLUGS, resolve
+from peerlane.evaluate.problem_names import OLDER_NAMES, PUBLIC_SLUGS, resolve
 
 
 def test_a_folder_of_old_numbers_and_public_slugs_is_resolved(tmp_path: Path) -> None:

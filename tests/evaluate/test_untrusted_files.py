@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from peerlane import files
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.runs import run_to_judge
+from peerlane.common import files
 from peerlane.errors import CandidateChanged, CandidateNotFound
 from peerlane.evaluate import candidates, discover
 from peerlane.evaluate.candidates import candidate_file

@@ -16,8 +16,8 @@ import peerlane as pl
 from generate.shared_memory import SharedMemory
 from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode
+from peerlane.problems.scaffolds import scaffold
 from peerlane.results.verdict import BuildError, NotRun
-from peerlane.scaffolds import scaffold
 from ranks.pool import RankPool
 
 EXAMPLES = files("peerlane.generate") / "prompts" / "examples"

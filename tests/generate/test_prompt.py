@@ -111,7 +111,7 @@ def test_cuda_is_taught_by_nvrtc_first() -> None:
 
 
 def test_the_kit_has_one_host_interface_everywhere() -> None:
-    folder, new = ROOT / "src" / "peerlane" / "generate" / "prompts", ROOT / "src" / "peerlane" / "scaffolds" / "kit.txt"
+    folder, new = ROOT / "src" / "peerlane" / "generate" / "prompts", ROOT / "src" / "peerlane" / "problems" / "scaffolds" / "kit.txt"
     files = [*folder.rglob("*kit.*"), new]
     assert len(files) == 4
     for file in files:

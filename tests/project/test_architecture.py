@@ -8,7 +8,7 @@ import re
 import grimp
 import networkx
 
-from peerlane.version import PACKAGE
+from peerlane.common.version import PACKAGE
 
 # Strings that look like modules and are none.
 NO_MODULES = {"peerlane.lock"}

@@ -15,8 +15,8 @@ from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from peerlane.common.version import __version__
 from peerlane.selftest.table import load
-from peerlane.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from peerlane.common.version import PACKAGE
 from peerlane.sandbox.hidden_files import everything_but, hidden_paths, holds_program, with_other_paths
-from peerlane.version import PACKAGE
 
 MOUNTS = r"""
 22 1 254:0 / / rw - ext4 /dev/vda rw

@@ -39,8 +39,8 @@ def bench(
     except OSError as error:
         raise UsageError(f"cannot make the folder {out}: {error.strerror}; name one that can be written with --out") from None
 
+    from peerlane.common.files import write_atomically
     from peerlane.device.tools.mechanisms import measure_mechanisms
-    from peerlane.files import write_atomically
     from peerlane.hardware.environment import record
     from peerlane.report.mechanisms import FILE, MeasuredMechanisms
 

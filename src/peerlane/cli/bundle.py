@@ -15,9 +15,9 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import one_of
 from peerlane.cli.output import PIPED_TABLE, console, print_json, print_table
 from peerlane.cli.progress import progress
+from peerlane.common.place import Device
+from peerlane.common.words import counted
 from peerlane.errors import UsageError
-from peerlane.place import Device
-from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.evaluate.candidates import CandidateFile
@@ -63,7 +63,7 @@ def verify(
 
     Example: peerlane verify model-a.peerlane.zip --sample 20
     """
-    from peerlane.files import write_atomically
+    from peerlane.common.files import write_atomically
     from peerlane.publish.bundle import read_bundle
     from peerlane.publish.verify import plans, verification, verification_file
     from peerlane.results.reader import FILE, newest, read_results

@@ -19,9 +19,9 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import positive_integers
 from peerlane.cli.output import console, print_error, print_json, print_table
 from peerlane.cli.progress import progress
+from peerlane.common.place import Device, Place
+from peerlane.common.version import PACKAGE
 from peerlane.errors import UsageError
-from peerlane.place import Device, Place
-from peerlane.version import PACKAGE
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile

@@ -13,7 +13,7 @@ import typer
 
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.output import console, print_json, print_table
-from peerlane.place import Device, Place
+from peerlane.common.place import Device, Place
 
 if TYPE_CHECKING:
     from peerlane.hardware.ceilings import Ceilings

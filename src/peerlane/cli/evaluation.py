@@ -16,9 +16,9 @@ from peerlane.cli.options import Disguise, ProblemFolders, one_of, positive_inte
 from peerlane.cli.output import PIPED_TABLE, console, print_json, print_refused, print_table
 from peerlane.cli.progress import progress
 from peerlane.cli.runs import run_to_judge
+from peerlane.common.place import Device, Place
+from peerlane.common.words import counted
 from peerlane.errors import RunStopped, UsageError
-from peerlane.place import Device, Place
-from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.results.result import Result

@@ -9,7 +9,7 @@ import typer
 
 from peerlane.cli.output import print_error, read_result_files
 from peerlane.cli.prompt import BACKEND_HELP, TRACK_HELP
-from peerlane.words import counted
+from peerlane.common.words import counted
 
 export = typer.Typer(help="Write the suite, or a model's scores, for the Hugging Face Hub.", no_args_is_help=True)
 
@@ -60,7 +60,7 @@ def results(
 
     Example: peerlane export results runs/model-a --dataset owner/peerlane
     """
-    from peerlane.files import write_atomically
+    from peerlane.common.files import write_atomically
     from peerlane.generate.run_folder import RunFolder
     from peerlane.publish.dataset import FASTER
     from peerlane.publish.eval_results import eval_results

@@ -25,7 +25,7 @@ def new(
     """Write a candidate with the problem's signature, which is right as it comes: the reference, with one kernel that moves all data."""
     from peerlane import problems
     from peerlane.evaluate.candidates import candidate_file
-    from peerlane.scaffolds import scaffold, scaffold_name
+    from peerlane.problems.scaffolds import scaffold, scaffold_name
 
     problem = problems.named(problem_name)
     text, file = scaffold(problem, backend, variant), out or Path(scaffold_name(problem, backend))

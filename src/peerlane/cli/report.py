@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from peerlane.cli.output import console, print_error, print_markdown, print_table, read_result_files
+from peerlane.common.words import counted
 from peerlane.errors import UsageError
-from peerlane.words import counted
 
 
 def report(

@@ -13,8 +13,8 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import one_of
 from peerlane.cli.output import console, print_json, print_table
 from peerlane.cli.progress import progress
+from peerlane.common.place import Device, Place
 from peerlane.errors import UsageError
-from peerlane.place import Device, Place
 
 if TYPE_CHECKING:
     from peerlane.report.selftest import Judged

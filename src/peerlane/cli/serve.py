@@ -9,7 +9,7 @@ import typer
 
 from peerlane.cli.evaluation import ISOLATION_HELP, RANKS_PER_GPU_HELP, Tier, choose_device, default_world_sizes, parse_ranks_per_gpu
 from peerlane.cli.options import ProblemFolders, one_of
-from peerlane.place import Place
+from peerlane.common.place import Place
 
 
 def serve(

@@ -25,8 +25,8 @@ from peerlane.cli.exit_codes import exit_code
 from peerlane.cli.options import ProblemFolders, one_of
 from peerlane.cli.output import PIPED_TABLE, console, print_json, print_table
 from peerlane.cli.progress import progress
+from peerlane.common.place import Place
 from peerlane.errors import MissingDependency, UsageError
-from peerlane.place import Place
 
 if TYPE_CHECKING:
     from peerlane.evaluate.audit.timeline import Timeline
@@ -148,8 +148,8 @@ class _Files:
 
     def add(self, result: Result) -> list[str]:
         """Adds a side and writes both files; says what is lacking, such as why a side has no timeline."""
+        from peerlane.common.files import write_atomically
         from peerlane.evaluate.audit.timeline import Timeline, perfetto
-        from peerlane.files import write_atomically
         from peerlane.report.timeline import draw_timelines
 
         recorded = {mode: self.recorded / f"{result.candidate.name}.{mode}.json" for mode in (self.mode, "call")}

@@ -14,11 +14,11 @@ from functools import cache
 from pathlib import Path
 
 from peerlane import settings
+from peerlane.common.files import one_process, write_atomically
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.resources import elf_section
 from peerlane.emulator.ptx_front_end import Ptx, translate
 from peerlane.errors import CompileError, MissingDependency, UsageError
-from peerlane.files import one_process, write_atomically
 
 COMPILER = "g++"
 _HERE = Path(__file__).parent

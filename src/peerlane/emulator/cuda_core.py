@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from peerlane.common.files import write_atomically
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.declare import written_in
 from peerlane.device.host.group import current_group
@@ -32,7 +33,6 @@ from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.emulator.ptx_operands import TYPES
 from peerlane.emulator.ptx_text import Function, parse
 from peerlane.errors import CompileError, LaunchError, UsageError
-from peerlane.files import write_atomically
 
 _SYSTEM = "cuda.core"
 _OWN_CODE = ("peerlane.", "torch.")  # reads host memory where tensors lie

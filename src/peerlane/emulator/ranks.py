@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
 from peerlane.device.host.group import Group, Small, entered, one_host
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from peerlane.common.files import find_files, read_regular, shown_path
+from peerlane.common.problem_files import slugs
+from peerlane.common.version import PACKAGE, __version__
 from peerlane.errors import CandidateChanged, CandidateNotFound, FileRefused
-from peerlane.files import find_files, read_regular, shown_path
-from peerlane.problem_files import slugs
-from peerlane.problem_names import resolve
+from peerlane.evaluate.problem_names import resolve
 from peerlane.results.record import Track
 from peerlane.results.result import CandidateInfo
-from peerlane.version import PACKAGE, __version__
 
 Backend = Literal["pytorch", "cuda", "triton", "reference"]
 

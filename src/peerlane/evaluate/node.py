@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from peerlane.common.place import Device, Place
+from peerlane.common.words import counted
 from peerlane.emulator import build
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan
@@ -18,10 +20,8 @@ from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.profiles import HardwareProfile, profile_for
 from peerlane.hardware.roofline import Peaks, datasheet_peaks, measured_peaks
 from peerlane.hardware.virtual_node import Sharing, VirtualNode, share_gpus
-from peerlane.place import Device, Place
 from peerlane.results.identity import NodeClass
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation, choose
-from peerlane.words import counted
 
 
 class TooFewGpus(Exception):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
+from peerlane.common.place import Place
+from peerlane.common.words import counted
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
@@ -37,7 +39,6 @@ from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
-from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.record import Mode
 from peerlane.results.result import BELOW_NETWORK_BOUND, NEEDS_MULTICAST, Audit, CaseEvidence, NetworkBytes, Result
@@ -46,7 +47,6 @@ from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
 from peerlane.settings import CANDIDATE_WAIT_S, StressRules, TimingRules
-from peerlane.words import counted
 
 CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, _SLOW_JUDGING_S = 2, 1.0

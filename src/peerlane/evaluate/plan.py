@@ -11,19 +11,19 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 
 from peerlane import problems
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
+from peerlane.common.place import Device, Place
+from peerlane.common.version import __version__
+from peerlane.common.words import counted
 from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile, candidate_info
 from peerlane.hardware.virtual_node import Baseline
-from peerlane.place import Device, Place
 from peerlane.problems.contract.spec import BANDWIDTH, Problem
 from peerlane.results.identity import Identity, NodeClass, hash_rules, source_hash
 from peerlane.results.record import Mode, Track
 from peerlane.results.result import Asked, ProblemInfo
 from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
-from peerlane.version import __version__
-from peerlane.words import counted
 
 Cases = Literal["all", "timed"]
 MAX_RANKS_PER_GPU = 8

@@ -14,9 +14,9 @@ from inspect_ai.model import ChatMessage, GenerateConfig, ModelAPI, ModelOutput,
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from peerlane import problems
+from peerlane.common.version import PACKAGE
 from peerlane.errors import UsageError
 from peerlane.problems.reference_source import reference_source
-from peerlane.version import PACKAGE
 
 _PROBLEM = re.compile(r"^Problem (\d+):", re.MULTILINE)
 _CHARACTERS_PER_TOKEN = 4

@@ -24,14 +24,14 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from peerlane.common.files import read_regular, write_atomically
+from peerlane.common.version import __version__
 from peerlane.errors import FileRefused, UsageError
-from peerlane.files import read_regular, write_atomically
 from peerlane.generate.attempts import Attempt, Speedup, Usage
 from peerlane.generate.machine import Machine
 from peerlane.generate.reply import Status
 from peerlane.results.record import Mode
 from peerlane.results.sanitize import sanitize
-from peerlane.version import __version__
 
 FORMAT = 1
 RUN_FILE = "run.json"
@@ -258,7 +258,7 @@ class RunFolder:
         write_atomically(folder / "step.json", (record.model_dump_json(indent=2) + "\n").encode())
 
     def read(self, path: Path, limit: int = MOST_CODE_BYTES) -> bytes:
-        """Reads a file in the run, which strangers may have made; raises FileRefused, see :mod:`peerlane.files`."""
+        """Reads a file in the run, which strangers may have made; raises FileRefused, see :mod:`peerlane.common.files`."""
         return read_regular(path, limit, self.path)
 
     def sample(self, key: SampleKey) -> SampleRecord:

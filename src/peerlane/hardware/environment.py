@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from peerlane.common.version import PACKAGE, __version__
 from peerlane.hardware.topology import Topology, discover
-from peerlane.version import PACKAGE, __version__
 
 _RECORDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
 _RECORDED_NAMES = (

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from peerlane.common.version import PACKAGE
 from peerlane.hardware.ceilings import Ceilings, Measurement, save_ceilings
 from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.topology import Topology, discover
-from peerlane.version import PACKAGE
 
 DEFAULT_BUDGET_S = 40.0
 _POLL_S = 0.02

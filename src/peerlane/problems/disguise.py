@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.files import write_atomically
 from peerlane.errors import UsageError
-from peerlane.files import write_atomically
 from peerlane.problems.contract.registry import get
 from peerlane.problems.contract.spec import Preset, Problem
 from peerlane.problems.contract.tree import Tree

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
+from peerlane.common.files import open_regular
 from peerlane.errors import UsageError
-from peerlane.files import open_regular
 
 _MOST_BYTES, _MOST_DIRECTORY_BYTES = 1 << 30, 16 << 20
 _END, _LONGER_END_BYTES, _END_BYTES, _MOST_COMMENT_BYTES = b"PK\5\6", 20, 22, 1 << 16

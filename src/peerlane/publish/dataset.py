@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.version import __version__
 from peerlane.errors import UsageError
 from peerlane.generate.prompt import PromptSettings, render_prompt, template_version, timed_world_size
 from peerlane.hardware.profiles import H200_SXM
@@ -17,7 +18,6 @@ from peerlane.problems.reference_source import reference_source
 from peerlane.publish.yaml_text import to_yaml
 from peerlane.report.tables import TextTable
 from peerlane.report.tiers import regime, tiers
-from peerlane.version import __version__
 
 ROWS_FILE = "data/test.jsonl"
 TASKS_FOLDER = "tasks"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from peerlane.common.version import __version__
 from peerlane.errors import UsageError
 from peerlane.generate import metrics
 from peerlane.generate.judgements import attempts_of, setting_of, settings_of
@@ -12,7 +13,6 @@ from peerlane.generate.run_folder import RunFolder
 from peerlane.problems import suite
 from peerlane.publish.dataset import CORRECT, FASTER
 from peerlane.results.result import Result
-from peerlane.version import __version__
 
 
 def eval_results(run: RunFolder, results: Sequence[Result], dataset: str, source_url: str | None = None) -> list[dict[str, Any]]:

@@ -14,14 +14,14 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from peerlane.common.files import read_regular
+from peerlane.common.version import __version__
 from peerlane.errors import FileRefused, UsageError
-from peerlane.files import read_regular
 from peerlane.generate.attempts import UNJUDGED
 from peerlane.publish.bundle import Bundle
 from peerlane.results.record import Record
 from peerlane.results.result import Result
 from peerlane.results.speed_record import ModeSpeed
-from peerlane.version import __version__
 
 Agreement = Literal["confirmed", "verdict_only", "differs", "not_judged"]
 """confirmed: the verdict, and the speeds if any were claimed. verdict_only: claimed speeds were not measured again on such a machine, or

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from peerlane.common.words import counted
 from peerlane.report.tables import TextTable
-from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.selftest.table import Corpus, Entry

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.words import counted
 from peerlane.errors import UsageError
 from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import size_text
 from peerlane.report.tables import TextTable
-from peerlane.words import counted
 
 
 def collectives_report(path: Path) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peerlane import problems
+from peerlane.common.words import counted
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import MeasuredMechanisms, size_text
-from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.results.result import Result

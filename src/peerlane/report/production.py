@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from peerlane.common.words import counted
 from peerlane.report.comparison import comparison_report, summary
 from peerlane.report.sweep import MODES
 from peerlane.report.tables import TextTable, microseconds
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import Result
-from peerlane.words import counted
 
 CHANGED = 1.1
 """times as fast as before, from which a kernel is listed"""

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.words import counted
 from peerlane.hardware.environment import node_class
 from peerlane.report.tables import TextTable
-from peerlane.words import counted
 
 SIDES = ("peerlane", "torch.distributed")
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import Field
 
+from peerlane.common.place import NodeKind, Place
+from peerlane.common.problem_files import OWN_FOLDER, OWN_PACKAGE, ProblemFile, problem_files
 from peerlane.hardware.virtual_node import Baseline, Sharing
-from peerlane.place import NodeKind, Place
-from peerlane.problem_files import OWN_FOLDER, OWN_PACKAGE, ProblemFile, problem_files
 from peerlane.results.definitions import Packages
 from peerlane.results.judged_source import JudgedSource
 from peerlane.results.record import Mode, Record

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
+from peerlane.common.files import lock
 from peerlane.errors import HarnessError, UsageError
-from peerlane.files import lock
 
 _PATIENCE_S = 5.0  # with other runs that append to the file, which takes milliseconds; any other holder of its lock is ignored
 _BEGINNING = b'{"schema_version"'  # of every record

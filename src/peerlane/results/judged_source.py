@@ -153,7 +153,8 @@ class _Writer:
     def _name(self, names: Sequence[str]) -> Iterator[_Token]:
         found = self._packages.find(".".join([self._definition.module, *names]))
         if found is None:
-            yield ".".join([self._imports.get(names[0], names[0]), *names[1:]])
+            name = ".".join([self._imports.get(names[0], names[0]), *names[1:]])
+            yield name.replace("peerlane.common.", "peerlane.", 1)  # where these lay when results were stored
             return
         yield found[0]
         for attribute in found[1]:

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from peerlane.common.files import read_regular
+from peerlane.common.words import counted
 from peerlane.errors import FileRefused, UsageError
-from peerlane.files import read_regular
 from peerlane.results.json_lines import is_json, is_torn
 from peerlane.results.result import SCHEMA_VERSION, EnvironmentLine, Result
-from peerlane.words import counted
 
 FILE = "results.jsonl"
 MOST_BYTES = 4 << 30

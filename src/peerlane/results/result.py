@@ -13,15 +13,15 @@ from typing import Any, Final, Literal, NamedTuple, Self, get_args
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from peerlane.common.place import Device
+from peerlane.common.words import counted
 from peerlane.errors import UsageError
-from peerlane.place import Device
 from peerlane.results.feedback import feedback
 from peerlane.results.identity import Identity, NodeClass, environment_hash
 from peerlane.results.record import Mode, Ratio, Record, Track
 from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Estimate, ModeSpeed, Speed
 from peerlane.results.verdict import Correct, Verdict
-from peerlane.words import counted
 
 RewardKind = Literal["correct", "log_speedup", "fast_p"]
 MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nvshmem", "nccl_device", "nccl", "gloo"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from peerlane.place import Place
+from peerlane.common.place import Place
 from peerlane.sandbox import linux, seccomp
 from peerlane.sandbox.hidden_files import everything_but
 from peerlane.sandbox.process_tree import kill_user, kill_within_reach

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
-from peerlane.version import PACKAGE
+from peerlane.common.version import PACKAGE
 
 PACKAGES = ("peerlane.solutions", "peerlane.ops")
 """Candidates cannot import these. The device kit is no answer: it is a backend."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from peerlane.common.place import Place
 from peerlane.errors import UsageError
-from peerlane.place import Place
 from peerlane.sandbox import confine
 from peerlane.sandbox.confine import Confinement
 from peerlane.sandbox.hidden_files import hidden_paths

@@ -9,9 +9,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from peerlane.common.place import Device
 from peerlane.errors import UsageError
 from peerlane.hardware.environment import node_class
-from peerlane.place import Device
 from peerlane.results.json_lines import whole_lines
 from peerlane.results.record import Record
 from peerlane.results.result import Result

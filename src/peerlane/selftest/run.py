@@ -12,13 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from peerlane.common.place import Device, Place
+from peerlane.common.version import __version__
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
 from peerlane.evaluate.evaluator import Progress, Silent, evaluate
 from peerlane.evaluate.node import choose_isolation
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.hardware.topology import discover
 from peerlane.hardware.virtual_node import share_gpus
-from peerlane.place import Device, Place
 from peerlane.results.json_lines import append_lines, make_appendable
 from peerlane.results.result import Result
 from peerlane.sandbox.isolation import Tier
@@ -26,7 +27,6 @@ from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Entry
 from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_POOL_SETTINGS, SELFTEST_RULES
-from peerlane.version import __version__
 
 MOST_LANES = 8
 FEWEST_PER_LANE = 8

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+from peerlane.common.place import Device, Place
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.place import Device, Place
 from peerlane.results.record import Record
 from peerlane.results.verdict import Phase
 

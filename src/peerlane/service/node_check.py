@@ -95,8 +95,8 @@ def check_node(device: str, isolation: str | None = None, cheats: Sequence[str] 
 
 def conditions_of(device: str, isolation: str | None, world_sizes: Sequence[int], ranks_per_gpu: int) -> dict[str, Any]:
     """Returns as JSON what results from this node have in common."""
+    from peerlane.common.version import __version__
     from peerlane.evaluate.evaluator import Evaluator
-    from peerlane.version import __version__
 
     evaluator = Evaluator(world_sizes[0], device, isolation=isolation, ranks_per_gpu=ranks_per_gpu)
     classes = {str(size): evaluator.node_of(size).node_class.model_dump() for size in world_sizes}

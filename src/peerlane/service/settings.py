@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.place import Device
 from peerlane.errors import UsageError
-from peerlane.place import Device
 from peerlane.sandbox.isolation import Tier
 from peerlane.settings import PoolSettings
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
 from peerlane.evaluate.audit.network import bytes_between
 from peerlane.evaluate.ranks.connections import tcp_connections
 from peerlane.evaluate.wire import Connection

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane import problems
+from peerlane.common.place import GPUS
 from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness import case_runner as runner_module
@@ -32,7 +33,6 @@ from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import candidate
 from peerlane.evaluate.ranks.trusted import TrustedRank
 from peerlane.evaluate.timing import cache_flush
-from peerlane.place import GPUS
 from peerlane.problems.contract import Draw, describe, tensor_descriptions
 from peerlane.results.verdict import Unstable, WrongResult
 from peerlane.settings import Deadlines, StressRules

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from peerlane.common.place import GPUS
 from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
 from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator, wire
 from peerlane.evaluate.processes import machine_faults
@@ -23,7 +24,6 @@ from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure
 from peerlane.evaluate.ranks import builds
 from peerlane.hardware.memory import GpuMemory, parse_smi_memory
-from peerlane.place import GPUS
 from peerlane.results.store import ResultsStore
 from peerlane.settings import PoolSettings
 from sample_results import result

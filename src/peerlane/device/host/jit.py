@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 
 from peerlane import settings
+from peerlane.common.files import one_process, write_atomically
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.errors import CompileError, UsageError
-from peerlane.files import one_process, write_atomically
 
 DEFAULT_ARCH = "sm_90a"
 """What is compiled for where there is no GPU to ask."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.results.result import NetworkBytes

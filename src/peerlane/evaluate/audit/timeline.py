@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from peerlane.common.files import write_atomically
 from peerlane.errors import UsageError
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.activity import COMMUNICATION, kernel_kind
 from peerlane.evaluate.wire_records import RoleStamp
-from peerlane.files import write_atomically
 
 HOST_LANE = -1
 _MOST_NAMES_SAID = 8

@@ -9,7 +9,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
+from peerlane.common.place import Device, Place
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.processes import prestart
@@ -18,7 +19,6 @@ from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
 from peerlane.hardware.architecture import extension_architectures
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
-from peerlane.place import Device, Place
 from peerlane.problems.contract.spec import Case
 from peerlane.sandbox import linux
 from peerlane.sandbox.confine import NOT_DUMPABLE

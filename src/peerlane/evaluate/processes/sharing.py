@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch
 
+from peerlane.common.place import Device
+from peerlane.common.version import __version__
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.hardware.virtual_node import VirtualNode
-from peerlane.place import Device
 from peerlane.sandbox.isolation import Isolation
 from peerlane.settings import Deadlines, PoolSettings, cache_dir
-from peerlane.version import __version__
 
 _ONE_ATTEMPT = PoolSettings(warm_groups=1, start_attempts=1)
 _MACHINE = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/version"))

@@ -23,8 +23,8 @@ import torch
 from torch.utils import cpp_extension  # takes half a second, and the fork server has it before ranks are forked
 from torch.utils._cpp_extension_versioner import Entry, ExtensionVersioner
 
+from peerlane.common.files import one_process
 from peerlane.evaluate.ranks.extension_calls import ExtensionCall
-from peerlane.files import one_process
 from peerlane.sandbox.caches import cache_variables
 from peerlane.settings import ARCHITECTURE, cache_dir
 

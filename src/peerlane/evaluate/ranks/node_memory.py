@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
 
 _c10d: Any = _distributed_c10d
 

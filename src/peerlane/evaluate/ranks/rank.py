@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane import problems
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
+from peerlane.common.place import Place
 from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.memory.arena import Arena
@@ -27,7 +28,6 @@ from peerlane.evaluate.ranks.node_memory import keep_symmetric_memory_within_nod
 from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
 from peerlane.evaluate.timing.cores import Pin, cores_of_rank
-from peerlane.place import Place
 from peerlane.problems.contract.spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Any], wire.Answer | list[wire.Answer]]

@@ -13,11 +13,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from peerlane.common.version import __version__
 from peerlane.errors import UsageError
 from peerlane.publish.boards import boards
 from peerlane.publish.gather import Gathered
 from peerlane.publish.page.view import Item, View
-from peerlane.version import __version__
 
 INLINE_CANDIDATES = 200
 """Above this number of candidates each has a file of its own, beside the page."""

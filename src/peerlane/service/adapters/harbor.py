@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peerlane.common.version import PACKAGE, __version__
 from peerlane.errors import HarnessError, PeerlaneError, UsageError
 from peerlane.generate.machine import choose_machine
 from peerlane.generate.prompt import PromptSettings, render_prompt
 from peerlane.problems import Problem, select
 from peerlane.results.result import Result
-from peerlane.version import PACKAGE, __version__
 
 _TOML = """schema_version = "1.4"
 artifacts = ["/app/candidate.py"]

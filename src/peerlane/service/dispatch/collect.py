@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from peerlane.common.version import __version__
+from peerlane.common.words import counted
 from peerlane.errors import HarnessError, RunStopped
 from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.evaluator import Progress
@@ -15,8 +17,6 @@ from peerlane.results.identity import Identity, NodeClass
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
 from peerlane.sandbox.isolation import Tier
-from peerlane.version import __version__
-from peerlane.words import counted
 
 FILE = "conditions.json"
 

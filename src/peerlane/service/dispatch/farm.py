@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from peerlane.common.words import counted
 from peerlane.errors import HarnessError, RunStopped
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
@@ -18,7 +19,6 @@ from peerlane.service.dispatch.batch import batch_plan, read_batch
 from peerlane.service.dispatch.collect import Collector, Conditions, group
 from peerlane.service.dispatch.launch import BatchTask, CheckTask
 from peerlane.service.node_check import NodeReport
-from peerlane.words import counted
 
 EVALUATION_S = 600.0
 """for one evaluation, where the plan sets no limit"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
+from peerlane.common.version import __version__
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
@@ -11,7 +12,6 @@ from peerlane.results.identity import NodeClass
 from peerlane.results.result import Result
 from peerlane.service.client import Client
 from peerlane.service.dispatch.collect import Collector, Conditions
-from peerlane.version import __version__
 
 _REQUESTS = 32
 

@@ -4,4 +4,4 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]

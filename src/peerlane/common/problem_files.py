@@ -20,7 +20,7 @@ from peerlane.settings import problem_folders
 
 ENTRY_POINTS = "peerlane.problems"
 OWN_PACKAGE = "peerlane.problems"
-OWN_FOLDER = Path(__file__).parent / "problems"
+OWN_FOLDER = Path(__file__).parents[1] / "problems"
 INTERNODE = "internode"
 """The package within peerlane's own that holds problems which run on several nodes."""
 _NAME = re.compile(r"p(\d{3,})_(\w+)\.py")
