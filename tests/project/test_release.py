@@ -46,6 +46,12 @@ def test_the_wheel_has_the_corpus(installed: Path, tmp_path: Path) -> None:
     assert Path(folder) == installed / "peerlane" / "selftest" / "corpus"
 
 
+def test_the_wheel_has_all_device_code(installed: Path) -> None:
+    package = ROOT / "src" / "peerlane"
+    sources = {path.relative_to(package) for ending in ("cuh", "h", "cpp") for path in package.rglob(f"*.{ending}")}
+    assert len(sources) > 90 and [path for path in sorted(sources) if not (installed / "peerlane" / path).is_file()] == []
+
+
 def test_the_wheel_lists_and_prompts(installed: Path, tmp_path: Path) -> None:
     assert len(json.loads(run(installed, tmp_path, "-m", "peerlane", "list", "--json", "--nodes", "1"))["problems"]) == 87
     assert "solution" in run(installed, tmp_path, "-m", "peerlane", "prompt", "1")

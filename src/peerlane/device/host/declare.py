@@ -178,7 +178,7 @@ class DeclaredKernel:
         self.struct = "".join(word.capitalize() for word in name.split("_"))
         self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
         self._given = source
-        self._file, self._line = (str(source), 1) if isinstance(source, Path) else written_in(sys._getframe(1).f_code.co_filename, source)
+        self._file, self._line = (source.name, 1) if isinstance(source, Path) else written_in(sys._getframe(1).f_code.co_filename, source)
 
     @property
     def text(self) -> str:
