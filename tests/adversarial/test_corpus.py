@@ -13,10 +13,10 @@ import pytest
 
 from e2e.runs import marked, marked_processes
 from peerlane.evaluate.candidates import candidate_file
+from peerlane.evaluate.selftest.outcome import Outcome, objection
+from peerlane.evaluate.selftest.run import SelftestPlan, selftest
+from peerlane.evaluate.selftest.table import Entry, load
 from peerlane.sandbox.isolation import choose
-from peerlane.selftest.outcome import Outcome, objection
-from peerlane.selftest.run import SelftestPlan, selftest
-from peerlane.selftest.table import Entry, load
 
 RUN = f"corpus-{os.getpid()}"  # marks this run's processes
 ROOT = Path(__file__).parents[2]

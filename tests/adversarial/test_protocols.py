@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peerlane.emulator import Scenario, check
-from peerlane.selftest.table import load
+from peerlane.evaluate.selftest.table import load
 
 CORPUS = load()
 WORLD_SIZE, GRID, BLOCK, COUNT, LAUNCHES = 2, 2, 4, 11, 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from peerlane import problems
+from peerlane.evaluate.selftest.calibrate import Calibration, CalibrationPlan, Reach, calibrate, read_calibrations, sound
 from peerlane.report.calibration import calibration_table
-from peerlane.selftest.calibrate import Calibration, CalibrationPlan, Reach, calibrate, read_calibrations, sound
 
 
 def plan(out: Path | None = None) -> CalibrationPlan:

@@ -17,11 +17,11 @@ from e2e.runs import DEADLINES, GOOD, MARK, STRESS, marked_processes, wait_for, 
 from peerlane.errors import HarnessError
 from peerlane.evaluate import EvaluationPlan, Result, discover
 from peerlane.evaluate.evaluator import Silent
-from peerlane.selftest import run
-from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
-from peerlane.selftest.outcome import read_outcomes
-from peerlane.selftest.run import SelftestPlan, selftest
-from peerlane.selftest.table import load
+from peerlane.evaluate.selftest import run
+from peerlane.evaluate.selftest.lanes import Lane, divide, evaluate_side_by_side
+from peerlane.evaluate.selftest.outcome import read_outcomes
+from peerlane.evaluate.selftest.run import SelftestPlan, selftest
+from peerlane.evaluate.selftest.table import load
 from peerlane.settings import PoolSettings
 
 CORES = tuple(os.sched_getaffinity(0))

@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from peerlane.evaluate import EvaluationPlan, Result, evaluate
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.evaluator import Silent
+from peerlane.evaluate.selftest.table import Corpus, Entry, load
 from peerlane.hardware.environment import record
-from peerlane.selftest.table import Corpus, Entry, load
 from peerlane.settings import SELFTEST_DEADLINES
 
 LIMIT_S = 5.0

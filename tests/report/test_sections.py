@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from peerlane.errors import UsageError
+from peerlane.evaluate.selftest.table import load
 from peerlane.report import sections
-from peerlane.selftest.table import load
 from sample_results import measured, result, text_of
 
 ROOT = Path(__file__).parents[2]

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate.selftest.calibrate import CalibrationPlan, calibrate
 from peerlane.results.json_lines import append_lines
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
-from peerlane.selftest.calibrate import CalibrationPlan, calibrate
 from sample_results import on_cpu, own_audit, result, wrong
 
 

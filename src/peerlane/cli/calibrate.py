@@ -35,9 +35,9 @@ def calibrate(
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
     rank_device = choose_device(device)
 
+    from peerlane.evaluate.selftest.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
+    from peerlane.evaluate.selftest.calibrate import calibrate as run
     from peerlane.report.calibration import calibration_table
-    from peerlane.selftest.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
-    from peerlane.selftest.calibrate import calibrate as run
 
     shared = parse_ranks_per_gpu(ranks_per_gpu)
     plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(rank_device, shared), rank_device, out, ranks_per_gpu=shared)

@@ -39,11 +39,11 @@ def selftest(
     if gpu and not Place.of(choose_device("auto")).has_gpus:
         raise UsageError("--gpu: no GPU is visible here; leave out --gpu to judge on CPU ranks, or see `peerlane doctor`")
 
+    from peerlane.evaluate.selftest.outcome import totals
+    from peerlane.evaluate.selftest.run import SelftestPlan
+    from peerlane.evaluate.selftest.run import selftest as run
+    from peerlane.evaluate.selftest.table import load
     from peerlane.report.selftest import objections, selftest_table, totals_lines
-    from peerlane.selftest.outcome import totals
-    from peerlane.selftest.run import SelftestPlan
-    from peerlane.selftest.run import selftest as run
-    from peerlane.selftest.table import load
 
     corpus = load()
     device: Device = "cuda" if gpu else "cpu"
@@ -75,7 +75,7 @@ def selftest(
 
 def selftest_exit_code(judged: Judged) -> ExitCode:
     """Returns OK if every outcome is what the table promises."""
-    from peerlane.selftest.outcome import objection
+    from peerlane.evaluate.selftest.outcome import objection
 
     if any(outcome.verdict == "harness_error" for _, outcome in judged):
         return ExitCode.HARNESS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from peerlane.evaluate.selftest.calibrate import Calibration
 from peerlane.report.tables import TextTable
-from peerlane.selftest.calibrate import Calibration
 
 COLUMNS = ("problem", "preset", "W", "cases", "reference", "alternative solutions", "weakest wrong answer", "misses by")
 

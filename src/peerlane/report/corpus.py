@@ -9,7 +9,7 @@ from peerlane.common.words import counted
 from peerlane.report.tables import TextTable
 
 if TYPE_CHECKING:
-    from peerlane.selftest.table import Corpus, Entry
+    from peerlane.evaluate.selftest.table import Corpus, Entry
 
 
 def rules_table(corpus: Corpus) -> TextTable:

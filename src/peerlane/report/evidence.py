@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
+from peerlane.evaluate.selftest.calibrate import Calibration, read_calibrations
 from peerlane.problems.contract.count import Step
 from peerlane.report.tables import shown_speedup
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.record import Record
 from peerlane.results.result import Result
-from peerlane.selftest.calibrate import Calibration, read_calibrations
 
 RESULTS = Path("results")
 NODE = RESULTS / "h200x4"

@@ -8,6 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from peerlane.errors import UsageError
+from peerlane.evaluate.selftest import outcome
+from peerlane.evaluate.selftest.calibrate import read_calibrations
+from peerlane.evaluate.selftest.run import attributed
+from peerlane.evaluate.selftest.table import FILE, load
 from peerlane.report.calibration import calibration_table
 from peerlane.report.comparison import comparison_report, summary
 from peerlane.report.corpus import rule_table, rules_table
@@ -23,10 +27,6 @@ from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines
 from peerlane.report.training import training_report
 from peerlane.results.reader import read_results
-from peerlane.selftest import outcome
-from peerlane.selftest.calibrate import read_calibrations
-from peerlane.selftest.run import attributed
-from peerlane.selftest.table import FILE, load
 
 
 def _speeds(path: Path) -> str:

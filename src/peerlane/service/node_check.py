@@ -72,9 +72,9 @@ def check_node(device: str, isolation: str | None = None, cheats: Sequence[str] 
     device = "cpu" if device == "emulated" else device  # the cheats use torch.distributed, and meet the same processes there
     if broken := [f"{check.name}: {check.detail}" for check in diagnose() if check.status == "fail"]:
         return NodeReport(node, tuple(broken))
-    from peerlane.selftest.outcome import objection
-    from peerlane.selftest.run import SelftestPlan, selftest
-    from peerlane.selftest.table import load
+    from peerlane.evaluate.selftest.outcome import objection
+    from peerlane.evaluate.selftest.run import SelftestPlan, selftest
+    from peerlane.evaluate.selftest.table import load
 
     corpus = load()
     chosen = tuple(entry for entry in corpus.entries if entry.file in cheats or entry.row == "A00")

@@ -18,14 +18,14 @@ from peerlane.evaluate.candidates import CandidateFile, candidate_file, referenc
 from peerlane.evaluate.evaluator import Progress, Silent, evaluate
 from peerlane.evaluate.node import choose_isolation
 from peerlane.evaluate.plan import EvaluationPlan
+from peerlane.evaluate.selftest.lanes import Lane, divide, evaluate_side_by_side
+from peerlane.evaluate.selftest.outcome import FILE, Outcome, identity, read_outcomes
+from peerlane.evaluate.selftest.table import Corpus, Entry
 from peerlane.hardware.topology import discover
 from peerlane.hardware.virtual_node import share_gpus
 from peerlane.results.json_lines import append_lines, make_appendable
 from peerlane.results.result import Result
 from peerlane.sandbox.isolation import Tier
-from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
-from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
-from peerlane.selftest.table import Corpus, Entry
 from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_POOL_SETTINGS, SELFTEST_RULES
 
 MOST_LANES = 8

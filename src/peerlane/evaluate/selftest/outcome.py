@@ -11,12 +11,12 @@ from pydantic import Field, ValidationError
 
 from peerlane.common.place import Device
 from peerlane.errors import UsageError
+from peerlane.evaluate.selftest.table import Entry
 from peerlane.hardware.environment import node_class
 from peerlane.results.json_lines import whole_lines
 from peerlane.results.record import Record
 from peerlane.results.result import Result
 from peerlane.results.speed_record import Estimate
-from peerlane.selftest.table import Entry
 
 FILE = "selftest.jsonl"
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from peerlane.common.place import Device, Place
+from peerlane.common.version import PACKAGE
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
 from peerlane.results.record import Record
@@ -162,8 +163,8 @@ def load(root: Path | None = None) -> Corpus:
 
 def corpus_home() -> Path:
     """Returns the folder of the corpus: in the package, as wheels have it, or else in the checkout that the package lies in."""
-    package = Path(__file__).resolve().parent
-    places = (package, package.parents[2] / "tests" / "adversarial")
+    room = Path(__file__).resolve().parent
+    places = (room, PACKAGE.parents[1] / "tests" / "adversarial")
     home = next((place for place in places if (place / FILE).is_file()), None)
     if home is None:
         raise UsageError(f"there is no {FILE} in {' or '.join(map(str, places))}: install peerlane again, or run it from a whole checkout")

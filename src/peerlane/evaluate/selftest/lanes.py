@@ -79,7 +79,7 @@ class _Running:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with this)
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(lane.gpus)} if lane.gpus else {})}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "peerlane.selftest.lanes"],
+            [sys.executable, "-P", "-m", "peerlane.evaluate.selftest.lanes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
