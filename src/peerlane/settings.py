@@ -314,6 +314,10 @@ class PoolSettings:
     """before the second attempt; twice as long before every further one"""
 
 
+TIMING_PROTOCOL = 2
+"""The version of the protocol of speed. Figures of different versions are never in one mean; docs/evaluating.md has their differences."""
+
+
 @dataclass(frozen=True)
 class TimingRules:
     """The protocol of speed. docs/evaluating.md has the table of these settings, which a test compares with this one."""

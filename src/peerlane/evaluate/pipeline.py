@@ -45,7 +45,7 @@ from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
-from peerlane.settings import CANDIDATE_WAIT_S, StressRules, TimingRules
+from peerlane.settings import CANDIDATE_WAIT_S, TIMING_PROTOCOL, StressRules, TimingRules
 from peerlane.words import counted
 
 CHECKED_SLOTS = 4
@@ -487,6 +487,7 @@ class EvaluationPipeline:
             **job.asked(self.node.node_class, self.session.isolation.tier, self.node.rules_hash)._asdict(),
             run_id=self.node.run_id,
             device=self.node.device,
+            timing_protocol=TIMING_PROTOCOL,
             verdict=verdict,
             correctness=tuple(CaseEvidence(case=case, **vars(found)) for case, found in self.evidence.items() if found.slots),
             speed=tuple(self.speeds) if correct else (),

@@ -60,11 +60,14 @@ class Setting:
     world_size: int
     variant: str = "default"
     cases: str = "all"
+    superseded_protocol: int | None = None
+    """version of the protocol of speed, where it is not the current one"""
 
     def __str__(self) -> str:
         variant = "" if self.variant == "default" else f", variant {self.variant}"
         cases = "" if self.cases == "all" else f", {self.cases} case only"
-        return f"track {self.track}, preset {self.preset}, {self.world_size} ranks, {self.node_class}{variant}{cases}"
+        timing = "" if self.superseded_protocol is None else f", timing protocol {self.superseded_protocol}"
+        return f"track {self.track}, preset {self.preset}, {self.world_size} ranks, {self.node_class}{variant}{cases}{timing}"
 
 
 @dataclass(frozen=True)

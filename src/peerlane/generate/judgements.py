@@ -14,7 +14,8 @@ from peerlane.results.result import NEEDS_MULTICAST, Result
 
 def setting_of(result: Result) -> Setting:
     """Returns the setting under which a candidate was judged."""
-    return Setting(result.track, str(result.node), result.preset, result.world_size, result.problem.variant, result.cases)
+    variant, cases = result.problem.variant, result.cases
+    return Setting(result.track, str(result.node), result.preset, result.world_size, variant, cases, result.superseded_protocol)
 
 
 def settings_of(run: RunFolder, results: Iterable[Result]) -> list[Setting]:

@@ -21,6 +21,7 @@ from peerlane.results.record import Mode, Ratio, Record, Track
 from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Estimate, ModeSpeed, Speed
 from peerlane.results.verdict import Correct, Verdict
+from peerlane.settings import TIMING_PROTOCOL
 from peerlane.words import counted
 
 RewardKind = Literal["correct", "log_speedup", "fast_p"]
@@ -177,6 +178,7 @@ class Result(Record):
     track: Track
     node: NodeClass
     rules_hash: str | None = Field(default=None, description="of the settings of timing, stress and deadlines; None: not recorded")
+    timing_protocol: int = Field(default=1, ge=1, description="version of the protocol of speed; 1: not every output was copied")
     environment_hash: str = Field(default="", description="names the line of type environment that describes the machine and its software")
     verdict: Verdict
     correctness: tuple[CaseEvidence, ...] = ()
@@ -220,6 +222,11 @@ class Result(Record):
     def correct(self) -> bool:
         """True for a correct verdict and nothing else."""
         return isinstance(self.verdict, Correct)
+
+    @property
+    def superseded_protocol(self) -> int | None:
+        """Returns the version of the protocol of speed if it is not the current one and speed was asked for. Such figures stay apart."""
+        return self.timing_protocol if self.modes and self.timing_protocol != TIMING_PROTOCOL else None
 
     @property
     def identity(self) -> Identity:

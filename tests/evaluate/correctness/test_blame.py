@@ -84,7 +84,7 @@ def test_a_slow_reference_gives_a_candidate_more_time() -> None:
 def test_the_requests_that_run_code_of_the_candidate() -> None:
     """Only those can hang."""
     made, _ = runner(None, None)
-    candidate, plan = made.candidate, wire.BlockPlan(1, (), ())
+    candidate, plan = made.candidate, wire.BlockPlan(1, ())
     candidate.attach_case(made.case, [{}])  # type: ignore[list-item]
     candidate.call([0], "first_call", 1.0)
     candidate.call_under_stress([wire.CallUnderStress("check", [], [], [], [], ())], 1.0)
