@@ -368,7 +368,7 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
     turns: list[str] = []
 
     class Examined:
-        missed_deadline = False
+        late = False
         short_of_memory = False
         group = SimpleNamespace(healthy=False, reusable=False, no_ranks=False, end=lambda: None)
 

@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from peerlane.evaluate.processes.logs import LogTail
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.sandbox.confine import Confinement
+from peerlane.sandbox.core_time import CoreClock
 from peerlane.sandbox.limits import LOOK_S, Limits, Watch
 from peerlane.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
 from peerlane.sandbox.stillness import Stillness
@@ -115,6 +116,19 @@ def _watch(config: dict[str, Any]) -> Watch | None:
     return watch
 
 
+def _answer(control: Channel, clock: CoreClock) -> bool:
+    """Does what the supervisor asks of a leader; False if that is to end the group."""
+    while (message := control.pop()) is not None:
+        if "core_time" not in message:
+            return False
+        if message["core_time"] == "mark":
+            clock.mark(descendants(os.getpid()))
+            continue
+        with contextlib.suppress(OSError):
+            control.send({"core_time": clock.since(descendants(os.getpid()))})
+    return True
+
+
 def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     """Starts the ranks and watches them until the group is to end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -135,7 +149,7 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (rank, pid))
     for fd in {*fds} - {fds[FDS_PER_RANK * (rank + 1)] for rank in range(config["world_size"])}:
         os.close(fd)
-    running, stillness = True, Stillness()
+    running, stillness, clock = True, Stillness(), CoreClock()
     while running:
         if watch is not None and (exceeded := watch.look()) is not None:
             watch = None
@@ -147,7 +161,7 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
                 control.send({"still_s": still_s})
         for key, _ in selector.select(None if watch is None else LOOK_S):
             if key.data is None:
-                running = False  # a word from the supervisor or its end: both mean stop
+                running = control.feed() and _answer(control, clock)
                 continue
             if isinstance(key.data, LogTail):
                 if not key.data.pump():
