@@ -85,6 +85,8 @@ class ScriptedSession:
     def start_warm_groups(self, expected: int) -> None:
         self.stage.log.append(f"warm groups {expected}")
 
+    def import_ahead(self, source: str) -> None: ...
+
     def mark_core_time(self, group: ScriptedGroup) -> None: ...
 
     def strain(self, group: ScriptedGroup) -> Strain:

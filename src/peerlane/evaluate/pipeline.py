@@ -296,6 +296,7 @@ class EvaluationPipeline:
     def _spawn(self) -> None:
         with self._in("spawn"):
             if self.group.ranks is None:
+                self.session.import_ahead(self.source or "")
                 needed = max(1, groups_needed(self.job, self.node.place)) + self.groups_still_needed
                 self.session.start_warm_groups(needed)
                 self.group.take()

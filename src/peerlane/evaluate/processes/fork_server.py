@@ -223,6 +223,17 @@ def _end_leader(leaders: dict[int, str], folder: str) -> None:
         time.sleep(0.005)
 
 
+def _import(module: str) -> None:
+    """Imports a module for all processes that are forked from now on."""
+    gc.disable()  # an import leaves little to collect and looks for it again and again
+    importlib.import_module(module)
+    gc.enable()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
+    gc.collect()
+    gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
+
+
 def main(fd: int, confinement: Confinement, folders: list[str], program: str) -> None:
     """Imports ``program``, the module whose ``serve`` every rank runs, then serves orders until the supervisor's end closes, and then
     removes the run's folders."""
@@ -231,19 +242,17 @@ def main(fd: int, confinement: Confinement, folders: list[str], program: str) ->
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     adopt_orphans()
     orders = socket.socket(fileno=fd)
-    gc.disable()  # an import leaves little to collect and looks for it again and again
-    importlib.import_module(program)  # and torch with it, the slow part, before any fork
-    gc.enable()
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
-    gc.collect()
-    gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
+    _import(program)  # and torch with it, the slow part, before any fork
     with contextlib.suppress(BrokenPipeError):  # the supervisor has ended, as the wait for an order tells
         orders.send(b"ready")
     leaders: dict[int, str] = {}
     while (order := _receive_order(orders)) is not None:
         config, fds = order
         _clear_up(leaders)
+        if "import" in config:
+            with contextlib.suppress(ImportError):  # the candidate's own import says why
+                _import(config["import"])
+            continue
         if "end" in config:
             _end_leader(leaders, config["end"])
             with contextlib.suppress(OSError):  # the supervisor has ended meanwhile

@@ -133,6 +133,8 @@ class RankGroup:
         self._kills = out_of_memory_kills()
         self.spaces = set[str]()
         """in which its ranks have a case attached"""
+        self.imported_ahead = False
+        """its ranks need not import torch's slow part, see :mod:`~peerlane.evaluate.processes.import_ahead`"""
         self.pids: tuple[int, ...] = ()
         """of the ranks, known once they are up"""
         self.limit: Limit | None = None

@@ -15,6 +15,7 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.processes import prestart
 from peerlane.evaluate.processes.fork_client import FILE_BYTES, ForkServer, fork_server_environment
+from peerlane.evaluate.processes.import_ahead import wants_import
 from peerlane.evaluate.processes.machine_faults import cores, kept_from_cores_s
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
@@ -223,6 +224,12 @@ class Session:
             self._suspected = True
         if self._suspected:
             self.drop_trusted()
+
+    def import_ahead(self, source: str) -> None:
+        """Has the fork server import what a candidate with this source may want, which would take seconds in every rank."""
+        if wants_import(source):
+            self.fork_server.import_ahead()
+            self._pool.drop_without_imports()
 
     def start_warm_groups(self, expected: int) -> None:
         """Keeps warm groups ahead, but no more than the groups that the run may still take. They use cores and GPUs until
