@@ -33,7 +33,8 @@ TOKENS = Tokens((("one", TOKEN), ("two", OTHER)))
 
 
 class StandIn:
-    """Judges by comments: ``# wrong``, ``# hang``, ``# harness``, ``# harness once``, ``# not run``, ``# busy``, ``# raise``, ``# sleep SECONDS``."""
+    """Judges by comments: ``# wrong``, ``# hang``, ``# harness``, ``# harness once``, ``# not run``, ``# busy``, ``# raise``,
+    ``# sleep SECONDS``."""
 
     def __init__(self, judged: Counter[str]) -> None:
         self.judged, self.gave_up, self.capacity = judged, None, 1

@@ -98,8 +98,6 @@ class EvaluationPipeline:
     """the outputs of all cases were right, at rest and under stress"""
     short_of_memory: bool = False
     """the evaluator's own ranks had too little memory on the GPU"""
-    begun: float = 0.0
-    """when its ranks were up"""
     runners: list[CaseRunner] = field(default_factory=list)
     """of the cases that were opened, in their order"""
     late: bool = False
@@ -145,7 +143,7 @@ class EvaluationPipeline:
             self.group.healthy, self.late = False, failure.kind in ("hang", "no_answer")
             self.stuck = failure.stuck
             if self.late and not self.stuck:
-                self._strain(time.monotonic() - self.begun)
+                self._strain()
             if failure.kind == "out_of_memory" and self.case is not None and not self.group.loaded:
                 where = f"the reference ran out of it in {failure.phase}, in the ranks that the candidate gets"
                 return self._too_large(too_large(self.case, "there is", where, failure))
@@ -178,12 +176,13 @@ class EvaluationPipeline:
         key, dtype = (None, None) if self.case is None else (self.case.key, dtype_name(self.case.dtype))
         return TooSlow(phase=self.phase, case=key, dtype=dtype, limit_s=out.seconds, calls_s=round(out.called_s, 3))
 
-    def _strain(self, seconds: float) -> float:
-        """Notes the share of ``seconds`` in which others kept the ranks from their cores; returns for how long our own ranks computed."""
+    def _strain(self, seconds: float | None = None) -> float:
+        """Notes the share of ``seconds``, or of the time of these ranks, in which others kept them from their cores; returns for how long
+        our own ranks computed."""
         if self.group.ranks is None:
             return 0.0
         strain = self.session.strain(self.group.ranks)
-        self.kept_share = strain.kept_s / seconds
+        self.kept_share = strain.kept_s / (seconds or strain.seconds)
         return strain.own_s
 
     def _case_in(self, failure: GroupFailure) -> Case | None:
@@ -301,7 +300,6 @@ class EvaluationPipeline:
                 self.session.start_warm_groups(needed)
                 self.group.take()
                 self.session.start_warm_groups(needed - 1)
-        self.begun = time.monotonic()
         if self.limit is not None:
             self.limit.end += self.stage_seconds["spawn"]  # no candidate is to blame for it
 
@@ -504,7 +502,7 @@ class EvaluationPipeline:
         with self._in("exit"):
             if stuck := self.group.leave():
                 self.late = True
-                self._strain(time.monotonic() - self.begun)
+                self._strain()
                 raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=self.session.deadlines.exit))
 
     def _audit_record(self) -> Audit | None:

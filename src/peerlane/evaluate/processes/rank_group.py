@@ -226,9 +226,10 @@ class RankGroup:
                 now, building = time.monotonic(), bool(self.building.ranks)
                 left = min(last_end - now, self.building.left_s if building else end - now)
                 stuck = not building and min(self._still_s, now - begin) >= quiet_s
-                if counts_cpu and left <= 0 and now < last_end and not building and (more_s := self._cpu_left_s(deadline_s, now - begin)):
-                    end = now + more_s
-                    continue
+                if counts_cpu and end <= now < last_end and failure is None and not building:
+                    end = now + self._cpu_left_s(deadline_s, now - begin)
+                    if end > now:
+                        continue
                 expired = left <= 0 or stuck
                 ready = selector.select(0 if stuck else max(min(left, told_next - now), 0))
                 if building:

@@ -44,6 +44,8 @@ class Strain(NamedTuple):
     """in which other programs kept its ranks from their cores"""
     own_s: float = 0.0
     """in which the evaluator's own ranks computed"""
+    seconds: float = 1.0
+    """since the mark"""
 
 
 class Session:
@@ -260,7 +262,7 @@ class Session:
         seconds, asked = time.monotonic() - self._marked, [ranks for ranks in (group, self._trusted) if ranks is not None and ranks.alive]
         told = [(ranks, times) for ranks in asked if (times := ranks.core_time()) is not None]
         own_s = max((times.longest_run_s for ranks, times in told if ranks is self._trusted), default=0.0)
-        return Strain(kept_from_cores_s([times for _, times in told], seconds, cores()), own_s)
+        return Strain(kept_from_cores_s([times for _, times in told], seconds, cores()), own_s, seconds)
 
     def let_others_go_first(self) -> None:
         """Gives the candidate at work a smaller share of the cores: it takes long, and may well spin for ever."""
