@@ -254,7 +254,7 @@ class Deadlines:
     build: float = 300.0
     """for all that a process compiles; apart from what it is asked meanwhile"""
     load: float = 60.0
-    """for the import of a candidate"""
+    """for the import of a candidate; where it computes, in CPU seconds, which on a busy machine may take four times as long"""
     first_call: float = 90.0
     calls: float = 30.0
     """for one request that calls the candidate at rest, under stress or to be timed; more where the reference is slow or the node busy"""

@@ -10,6 +10,7 @@ from peerlane.generate.attempts import NO_REPLY, NOT_JUDGED, Attempt, Setting
 from peerlane.generate.judging import speedups_of
 from peerlane.generate.run_folder import RunFolder, SampleKey
 from peerlane.results.result import NEEDS_MULTICAST, Result
+from peerlane.results.verdict import SAYS_NOTHING
 
 
 def setting_of(result: Result) -> Setting:
@@ -43,7 +44,8 @@ def attempt_of(result: Result, sample: int) -> Attempt:
     """Returns a candidate's result as the sample of that number."""
     seen = tuple(item.name for item in result.mechanisms if item.confidence == "seen")
     needs_multicast = NEEDS_MULTICAST in result.flags
-    return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen, needs_multicast=needs_multicast)
+    verdict = NOT_JUDGED if result.says_nothing and result.verdict.kind not in SAYS_NOTHING else result.verdict.kind
+    return Attempt(result.problem.id, sample, verdict, speedups_of(result), seen, needs_multicast=needs_multicast)
 
 
 def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str], Result]) -> tuple[Attempt, Result | None]:

@@ -27,6 +27,7 @@ VerdictKind = Literal[
     "cuda_error",
     "out_of_memory",
     "hang",
+    "too_slow",
     "unstable",
     "integrity_failure",
     "track_violation",

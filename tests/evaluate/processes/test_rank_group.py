@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -86,6 +87,33 @@ def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, F
     assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
 
 
+@pytest.mark.parametrize(
+    ("had", "answered"),
+    [((0.1, 0.2, 0.1, 0.2), True), ((0.3, 0.0, 0.3, 0.0), False), ((0.01, 0.01, 0.01, 0.01), False), (None, False)],
+    ids=["kept_from_cores", "had_its_seconds", "sleeps", "not_told"],
+)
+def test_a_busy_import_has_its_cpu_seconds(
+    had: tuple[float, ...] | None, answered: bool, pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that others keep from its core is waited for beyond the deadline; one that sleeps, or has had its share, is not."""
+    monkeypatch.setattr(rank_group, "_TOLD_S", 10.0 if had else 0.1)
+    group, far = pair
+
+    def lead() -> None:
+        assert far.leader.receive() == {"core_time": "tell"}
+        if had:
+            far.leader.send({"core_time": had})
+        if answered:
+            for channel in far.ranks:
+                channel.send({"ok": True})
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    with contextlib.nullcontext() if answered else pytest.raises(GroupFailure, match="no answer"):
+        assert len(group.ask(wire.UseDevice(), "import", 0.3, counts_cpu=True)) == 2
+    leader.join(10)
+
+
 def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin(wire.RecopyOutput("case", 0), "stress", 0.1, calls=False)
@@ -97,16 +125,16 @@ def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> Non
     assert verdict.kind == "runtime_error" and "rank(s) 1 for 0.1 s to recopy_output" in verdict.reason
 
 
-@pytest.mark.parametrize(("asked_s", "named"), [(0.3, (0, 1)), (0.1, ())], ids=["in_time", "late"])
-def test_a_limit_blames_ranks_that_took_half_of_it(asked_s: float, named: tuple[int, ...], pair: tuple[RankGroup, Far]) -> None:
-    """Else the evaluator took the time, and a call that had just begun is no hang."""
+@pytest.mark.parametrize(("earlier_s", "named"), [(0.0, (0, 1)), (60.0, ())], ids=["one_call", "many_calls"])
+def test_a_limit_names_ranks_whose_one_call_took_half_of_all(earlier_s: float, named: tuple[int, ...], pair: tuple[RankGroup, Far]) -> None:
+    """Else other calls returned, and one that had just begun is no hang."""
     group, _ = pair
-    group.limit = Limit(0.4)
+    group.limit = Limit(0.3)
     group.limit.start()
-    time.sleep(0.4 - asked_s)
+    group.limit.called_s = earlier_s
     with pytest.raises(OutOfTime) as caught:
         group.ask(wire.Call("case", "candidate", [0]), "first_call", 60)
-    assert caught.value.ranks == named
+    assert caught.value.ranks == named and (caught.value.call_s > 0) == bool(named) and caught.value.called_s >= 0.3 + earlier_s - 0.1
     group.limit.close()
 
 
