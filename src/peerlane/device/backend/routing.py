@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from peerlane import settings
 from peerlane.device.backend import kit
-from peerlane.device.backend.kit import Collectives, KitProvider, Provider
+from peerlane.device.backend.kit import Collectives, KitProvider, Messages, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
@@ -65,6 +65,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         """of the kit's kernels for this group"""
         self._kit: Collectives | None = None
+        self._messages: Messages | None = None
         self._kit_device: torch.device | None = None
         self._coalescing: _Coalescing | None = None
         self._store = PrefixStore("peerlane", store)
@@ -107,9 +108,10 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         """Opens the kit on all ranks, or on none. NCCL connects too: messages between some of the ranks may follow, which can not do it."""
         if self._provider.lane(device).capturing():
             raise UsageError("the group's first collective came while a graph was captured; call it once before, on every rank")
-        opened, problem = None, ""
+        opened, messages, problem = None, None, ""
         try:
             opened = self._provider.open(self, device)
+            messages = self._provider.messages(self, device)
         except (PeerlaneError, ImportError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(self._exchange(problem)) if answer]
@@ -118,7 +120,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             if opened is not None:
                 opened.close()
             return
-        self._kit, self._kit_device = opened, device
+        self._kit, self._messages, self._kit_device = opened, messages, device
         if device.type == "cuda":
             self._child(device).eager_connect_single_device(device)
 
@@ -250,7 +252,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
         Nobody waits long for ranks of a group that has stopped, and an aborted group stops here."""
         forget_symmetric_memory(self._name)
-        opened, self._kit = self._kit, None
+        opened, self._kit, self._messages = self._kit, None, None
         device = self._provider.device_of(self)  # also where operators alone have used the group
         if not waits and opened is not None:
             self.waits.stop("this rank has aborted the group")
