@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
+from peerlane.device.backend.neighbours import Seat, share_gpus
 from peerlane.device.backend.ordering import CudaLane, Lane
 from peerlane.device.collectives.alone import Alone
 from peerlane.device.collectives.communicator import communicator
@@ -65,8 +66,12 @@ class Provider(Protocol):
         """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
         ...
 
+    def serves_messages(self, seats: Sequence[Seat]) -> bool:
+        """Tells whether the kit serves messages between ranks on these seats; else NCCL or gloo does."""
+        ...
+
     def messages(self, group: ProcessGroup, device: torch.device) -> Messages | None:
-        """Opens the messages of ``group``; None where another library serves them. All ranks of the group call it."""
+        """Opens the messages of ``group``, whose kit is open; None in a group of one rank. All ranks of the group call it."""
         ...
 
     def close(self, group: ProcessGroup) -> None:
@@ -94,9 +99,11 @@ class KitProvider:
         with torch.cuda.device(device):
             return Alone() if group.size() == 1 else communicator(group).serving_backend()
 
+    def serves_messages(self, seats: Sequence[Seat]) -> bool:
+        return share_gpus(seats)  # NCCL sends these through sockets, if at all
+
     def messages(self, group: ProcessGroup, device: torch.device) -> Messages | None:
-        ranks = known_group(group)
-        if ranks is None or ranks.ranks_per_device == 1:  # NCCL's messages are faster, but it refuses ranks that share a GPU
+        if (ranks := known_group(group)) is None:
             return None
         with torch.cuda.device(device):
             return point_to_point(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,7 @@ from peerlane.device.backend.kit import Collectives, KitProvider, Messages, Prov
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
+from peerlane.device.collectives.point_to_point import MOST_TRANSFERS, Transfer
 from peerlane.device.host.call_order import call_order
 from peerlane.device.host.ipc import StoreExchange, leave
 from peerlane.device.host.tally import count
@@ -72,6 +74,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._exchange = StoreExchange(PrefixStore("backend", store), rank, world_size)
         own = Seat.own()
         seats = [Seat(host, tuple(gpus)) for host, gpus in self._exchange([own.host, list(own.gpus)])]
+        self._serves_messages = self._provider.serves_messages(seats)
         self._refusal = kit.refused_group(world_size, [seat.host for seat in seats])
         prepare_shared_gpus(seats, f"rank{ranks[rank] if ranks else rank}")  # before gloo, which reads its variables when it starts
         self._children: dict[str, Any] = {"cpu": c10d.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout=timeout)}
@@ -111,7 +114,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         opened, messages, problem = None, None, ""
         try:
             opened = self._provider.open(self, device)
-            messages = self._provider.messages(self, device)
+            if self._serves_messages:
+                messages = self._provider.messages(self, device)
         except (PeerlaneError, ImportError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(self._exchange(problem)) if answer]
@@ -134,6 +138,37 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if isinstance(work, FinishedWork):
             work.check = self._check
         return self._noted(work)
+
+    def _messenger(self, device: torch.device) -> RoutedGroup | None:
+        """Returns the group whose kit takes this group's messages; None if NCCL or gloo does.
+
+        This is the group of all ranks, if its kit is open: then the ranks of a message need not wait for other ranks to open one."""
+        whole = dist.GroupMember.WORLD
+        if isinstance(whole, RoutedGroup) and whole._messages is not None and whole._kit_device == device:
+            return whole
+        if device.type != self._provider.device_type or self._refusal or not self._serves_messages:
+            return None
+        if self._kit is None or self._kit.closed:
+            self._open_kit(device)
+        return self if self._messages is not None and self._kit_device == device else None
+
+    def _start_messages(self, transfers: Sequence[Transfer], tensors: Sequence[torch.Tensor]) -> Work:
+        messages, device = self._messages, self._kit_device
+        assert messages is not None and device is not None
+        self._check()
+        works: list[Work] = []
+        for first in range(0, len(transfers), MOST_TRANSFERS):
+            some = transfers[first : first + MOST_TRANSFERS]
+            keys = {(transfer.peer, transfer.receives, transfer.label): None for transfer in some}
+            call = functools.partial(messages.start, some)
+            try:
+                work = self._provider.lane(device).run_beside(call, tensors[first : first + MOST_TRANSFERS], list(keys))
+            except DeviceTimeout as error:
+                raise dist.DistBackendError(str(error)) from error
+            if isinstance(work, FinishedWork):
+                work.check = self._check
+            works.append(work)
+        return works[0] if len(works) == 1 else JointWork(works)
 
     def _check(self) -> None:
         """Raises DistBackendError if waits of this group have ended early: what its last calls have returned is of no use."""
