@@ -148,15 +148,21 @@ FOUND = """            ptx::fence_system();
             if (!fits(post)) continue;
             ptx::fence_system();
 """
+POSTED = "ptx::exchange_relaxed_system(&there->full"
+READ, GIVEN = "tiles_.length(number));\n", "            if (threadIdx.x == 0) give_back("
+CLEARED = "        __syncthreads();  // thread 0 has cleared the post of the message before\n"
+MORE = "threadIdx.x == 0 && number > 0 && !await_leave"
+TAKEN = "if (ptx::exchange_relaxed_system(taken, 1) == 0) {"
+EARLIER = "!reached(full, earliest))) found = other"
 TWINS = {
-    "latest_first": Twin("!reached(full, earliest))) found = other", "reached(full, earliest))) found = other", found="wrong_result"),
-    "posted_without_release": Twin("        ptx::fence_system();\n        ptx::exchange_relaxed_system(&there->full", "        ptx::exchange_relaxed_system(&there->full"),
+    "latest_first": Twin(EARLIER, EARLIER.removeprefix("!"), found="wrong_result"),
+    "posted_without_release": Twin(f"        ptx::fence_system();\n        {POSTED}", f"        {POSTED}"),
     "found_without_acquire": Twin(FOUND, "if (!fits(post)) continue;\n"),
-    "given_back_unread": Twin("tiles_.length(number));\n            __syncthreads();\n            if (threadIdx.x == 0) give_back(", "tiles_.length(number));\n            if (threadIdx.x == 0) give_back("),
-    "found_before_the_last_is_cleared": Twin("        __syncthreads();  // thread 0 has cleared the post of the message before\n", "", found="wrong_result"),
-    "next_tile_without_leave": Twin("threadIdx.x == 0 && number > 0 && !await_leave", "threadIdx.x == 0 && number > 9 && !await_leave"),
-    "slot_of_another": Twin("if (ptx::exchange_relaxed_system(taken, 1) == 0) {", "if (ptx::exchange_relaxed_system(taken, 1) < 2) {"),
-}  # fmt: skip
+    "given_back_unread": Twin(f"{READ}            __syncthreads();\n{GIVEN}", READ + GIVEN),
+    "found_before_the_last_is_cleared": Twin(CLEARED, "", found="wrong_result"),
+    "next_tile_without_leave": Twin(MORE, MORE.replace("number > 0", "number > 9")),
+    "slot_of_another": Twin(TAKEN, TAKEN.replace("== 0", "< 2")),
+}
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -167,7 +173,11 @@ def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
     broken = tmp_path / "peerlane" / HEADER
     broken.parent.mkdir(parents=True)
     broken.write_text(text.replace(twin.right, twin.wrong))
-    several = [*(Message(0, 1, 70) for _ in range(3)), *(Message(1, 0, 50) for _ in range(3)), *(Message(r, 1 - r, 400, 1) for r in range(2))]
+    several = [
+        *(Message(0, 1, 70) for _ in range(3)),
+        *(Message(1, 0, 50) for _ in range(3)),
+        *(Message(r, 1 - r, 400, 1) for r in range(2)),
+    ]
     work = Messages(several, headers=(tmp_path,))
     work.post([0, 1, 2, 6, 7], [0, 1, 2, 6, 7])
     for number in range(3, 6):
@@ -180,7 +190,9 @@ def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
 def test_a_table_chains_what_has_one_key_and_sends_first() -> None:
     """Blocks of the first carry the others; other sizes, tags, peers and directions have blocks of their own."""
     one = Transfer(8, 100, 1, True, "tag 0")
-    rows, blocks = table([one, Transfer(16, 100, 1, False, "tag 0"), Transfer(24, 100, 1, True, "tag 0"), Transfer(32, 0, 1, True, "tag 0")], SLOTS)
+    rows, blocks = table(
+        [one, Transfer(16, 100, 1, False, "tag 0"), Transfer(24, 100, 1, True, "tag 0"), Transfer(32, 0, 1, True, "tag 0")], SLOTS
+    )
     assert (rows.count, blocks) == (4, 5)
     assert [(row.at, row.first_block, row.next) for row in rows.list[:4]] == [(16, 0, 0), (8, 2, 2), (24, 0xFFFFFFFF, 0), (32, 4, 0)]
 

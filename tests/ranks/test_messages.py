@@ -1,4 +1,4 @@
-"""isend, irecv, send, recv and batches of them where the kit serves messages: every tag, order, dtype and size, in groups and sub-groups."""
+"""Messages of torch.distributed where the kit serves them: single and in batches, of every tag, order, dtype and size, in sub-groups too."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.ranks.pool import RankPool
+from tests.ranks.stand_in_kit import StandInProvider
 from torch.distributed import distributed_c10d as c10d
 
 import peerlane.device.backend as backend
 from peerlane.device.backend import routing
 from peerlane.errors import UsageError
-from tests.ranks.pool import RankPool
-from tests.ranks.stand_in_kit import StandInProvider
 
 RANKS = 3
 
@@ -74,9 +74,9 @@ def any_dtype_and_size(rank: int, world: int) -> None:
     for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.int64, torch.complex64, torch.float8_e4m3fn):
         for size in (0, 1, 3, 70_000):
             mine, got = torch.ones(size).to(dtype), torch.zeros(size).to(dtype)
-            dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, mine, (rank + 1) % world), dist.P2POp(dist.irecv, got, (rank - 1) % world)]
-            )[0].wait()
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, (rank + 1) % world), dist.P2POp(dist.irecv, got, (rank - 1) % world)])[
+                0
+            ].wait()
             assert torch.equal(got.view(torch.uint8), mine.view(torch.uint8)), (dtype, size)
 
 
@@ -91,7 +91,7 @@ def without_gaps(rank: int, world: int) -> None:
 
 
 def sub_groups(rank: int, world: int) -> None:
-    """The group of all is open, so two of three ranks need nobody else, though the group has had no collective. Tags are the group's own."""
+    """The kit of all ranks is open, so two of three need nobody else for the first message of their group. Tags are the group's own."""
     dist.all_reduce(torch.zeros(1))
     group = dist.new_group([0, 2])
     if rank == 0:

@@ -194,7 +194,7 @@ class CudaLane:
                     call()
                     end = side.record_event()
                 if not capture and len(self._ends) > _MOST_ENDS:  # tags may count up
-                    self._ends = {key: (known, 0) for key, (known, within) in self._ends.items() if not within and not known.query()}
+                    self._ends = {key: (known, 0) for key, (known, within) in self._ends.items() if not within and not known.query()}  # type: ignore[no-untyped-call]
                 self._ends |= dict.fromkeys(keys, (end, capture))
             for tensor in tensors:
                 tensor.record_stream(side)
