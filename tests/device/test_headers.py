@@ -42,7 +42,8 @@ def test_there_are_headers_and_examples() -> None:
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 def test_a_header_stands_alone(header: Path) -> None:
-    compile_cubin(f'#include <{header.relative_to(INCLUDE_DIR)}>\nextern "C" __global__ void nothing() {{}}\n', defines=RINGS.defines())
+    source = f'#include <{header.relative_to(INCLUDE_DIR)}>\nextern "C" __global__ void nothing() {{}}\n'
+    compile_cubin(source, defines={**RINGS.defines(), **Slots().defines()})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

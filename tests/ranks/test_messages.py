@@ -1,4 +1,4 @@
-"""Messages of torch.distributed where the kit serves them: single and in batches, of every tag, order, dtype and size, in sub-groups too."""
+"""Messages of torch.distributed where the kit serves them: one by one and in batches, of every tag, order, dtype and size."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         opened, messages, problem = None, None, ""
         try:
             opened = self._provider.open(self, device)
-            if self._serves_messages:
+            if self._serves_messages and _whole(device) is None:
                 messages = self._provider.messages(self, device)
         except (PeerlaneError, ImportError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -143,8 +143,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         """Returns the group whose kit takes this group's messages; None if NCCL or gloo does.
 
         This is the group of all ranks, if its kit is open: then the ranks of a message need not wait for other ranks to open one."""
-        whole = dist.GroupMember.WORLD
-        if isinstance(whole, RoutedGroup) and whole._messages is not None and whole._kit_device == device:
+        if (whole := _whole(device)) is not None:
             return whole
         if device.type != self._provider.device_type or self._refusal or not self._serves_messages:
             return None
@@ -303,6 +302,12 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
             self._children["cpu"].barrier(opts).wait(opts.timeout)
             self._provider.close(self)
+
+
+def _whole(device: torch.device) -> RoutedGroup | None:
+    """Returns the group of all ranks, if its kit takes messages of tensors on ``device``."""
+    whole = dist.GroupMember.WORLD
+    return whole if isinstance(whole, RoutedGroup) and whole._messages is not None and whole._kit_device == device else None
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Any:
