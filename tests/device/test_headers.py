@@ -14,6 +14,7 @@ import torch
 
 from peerlane.device import ArenaView, compile_cubin
 from peerlane.device.collectives import workspace
+from peerlane.device.collectives.point_to_point import Slots
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.remote import RemoteView
