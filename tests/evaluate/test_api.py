@@ -39,6 +39,25 @@ SOURCES = {
     "def solve(tensor): ...\n": "import_error",
     "import os\n\n\ndef solution(tensor):\n    os._exit(0)\n": "runtime_error",
 }
+DIES = """
+import ctypes, os, sys, threading, time
+import torch.distributed as dist
+
+
+def solution(tensor):
+    if dist.get_rank() == 1:
+        sys.stderr.write("terminate called after throwing an instance of 'c10::AcceleratorError'\\n")
+        sys.stderr.flush()
+        {end}
+    time.sleep(600)
+"""
+ENDS = {
+    "os.abort()": "rank 1 was ended by signal SIGABRT: terminate called",
+    "threading.Thread(target=time.sleep, args=(600,)).start(); ctypes.CDLL(None).syscall(60, 0)": "rank 1 died, and waits",
+    "ctypes.CDLL('libstdc++.so.6')._ZSt9terminatev()": "rank 1 was ended by signal SIGABRT: terminate called",
+    "raise ValueError('its own words')": "ValueError: its own words",
+}
+"""How a rank ends while another one waits, and what is said of it. The second is where a driver keeps a dead process: part of it stays."""
 MARKED = f"api-{os.getpid()}"
 
 
@@ -62,6 +81,12 @@ def judge_from_two_threads(evaluator: pl.Evaluator, count: int) -> None:
 
 def test_evaluations_from_two_threads(evaluator: pl.Evaluator) -> None:
     judge_from_two_threads(evaluator, 12)
+
+
+@pytest.mark.parametrize("end", ENDS, ids=["abort", "half gone", "terminate", "exception"])
+def test_a_rank_that_dies_while_another_waits_is_to_blame(evaluator: pl.Evaluator, end: str) -> None:
+    verdict = evaluator.evaluate(1, DIES.replace("{end}", end), modes=()).verdict
+    assert isinstance(verdict, RuntimeFailure) and verdict.rank == 1 and ENDS[end] in verdict.message, verdict
 
 
 @pytest.mark.slow

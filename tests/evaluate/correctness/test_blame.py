@@ -109,6 +109,7 @@ def test_the_requests_that_run_code_of_the_candidate() -> None:
     [
         ("RuntimeError: CUDA error: invalid device ordinal", "a GPU for every rank"),
         ("DistBackendError: NCCL error in init.cc, invalid argument (run with NCCL_DEBUG=WARN)", "a GPU for every rank"),
+        ("DistBackendError: ncclSystemError: ncclSocketInit: connecting to address with family 1 is neither AF_INET(2) nor ...", "NCCL"),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", None),
         ("TypeError: invalid argument for all_reduce", None),
     ],

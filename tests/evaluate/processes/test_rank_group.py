@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,6 +234,35 @@ def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tu
     with pytest.raises(GroupFailure, match="SIGKILL") as caught:
         group.finish()
     assert (caught.value.kind, caught.value.rank) == ("exit", 1)
+
+
+GAVE_UP = """loading
+terminate called after throwing an instance of 'c10::AcceleratorError'
+  what():  CUDA error: an illegal address
+Exception raised from query at CUDAEvent.h:107
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "how"),
+    [({"ending": 1}, "died, and waits for its device to be freed"), ({"exited": 1, "status": -6}, "was ended by signal SIGABRT")],
+    ids=["its end takes long", "it has ended"],
+)  # fmt: skip
+def test_a_rank_that_gives_up_while_others_wait_is_named_with_its_words(
+    pair: tuple[RankGroup, Far], tmp_path: Path, told: dict[str, int], how: str
+) -> None:
+    group, far = pair
+    logs = [tmp_path / f"log{rank}" for rank in range(2)]
+    logs[0].write_text("terminate called by somebody else")
+    logs[1].write_text(GAVE_UP)
+    group._logs = [os.open(log, os.O_RDONLY) for log in logs]
+    group.begin(wire.UseDevice(), "correctness", 60)
+    far.leader.send(told)
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    said = "terminate called after throwing an instance of 'c10::AcceleratorError' what(): CUDA error: an illegal address"
+    assert (caught.value.kind, caught.value.rank, caught.value.message) == ("exit", 1, f"rank 1 {how}: {said}")
+    assert verdict_of(caught.value).kind == "runtime_error"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ import sys
 import time
 import traceback
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from peerlane.evaluate.processes.logs import LogTail
@@ -31,11 +33,12 @@ from peerlane.sandbox.confine import Confinement
 from peerlane.sandbox.core_time import CoreClock
 from peerlane.sandbox.limits import LOOK_S, Limits, Watch
 from peerlane.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
-from peerlane.sandbox.stillness import Stillness
+from peerlane.sandbox.stillness import Stillness, is_ending
 from peerlane.sandbox.untrusted_folders import remove_tree
 
 FDS_PER_RANK = 3  # command socket, shared memory, log
 _SWEEP_S = 5.0  # orphans of a leader that was killed are looked for so long
+_ENDING_LOOKS = 10  # what ends by itself has a status by then
 _STILL_S = 600  # nobody needs to know of more, and a group that waits for its turn says nothing then
 _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
 
@@ -150,6 +153,7 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     for fd in {*fds} - {fds[FDS_PER_RANK * (rank + 1)] for rank in range(config["world_size"])}:
         os.close(fd)
     running, stillness, clock = True, Stillness(), CoreClock()
+    ending = Counter[int]()
     while running:
         if watch is not None and (exceeded := watch.look()) is not None:
             watch = None
@@ -159,6 +163,8 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
         elif watch is not None and (still_s := stillness.look(descendants(os.getpid()))) is not None and still_s <= _STILL_S:
             with contextlib.suppress(OSError):
                 control.send({"still_s": still_s})
+        if watch is not None:
+            _tell_of_ending(pids, ending, control)
         for key, _ in selector.select(None if watch is None else LOOK_S):
             if key.data is None:
                 running = control.feed() and _answer(control, clock)
@@ -172,6 +178,7 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
             status = -signal.SIGKILL
             with contextlib.suppress(ChildProcessError):
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            logs[rank].pump()  # what it has said of its end
             with contextlib.suppress(OSError):
                 control.send({"exited": rank, "status": status})
     survivors = _end_group(config)
@@ -181,6 +188,16 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     with contextlib.suppress(OSError):
         control.send({"ended": True, "survivors": survivors})
     os._exit(0)
+
+
+def _tell_of_ending(pids: Sequence[int], seen: Counter[int], control: Channel) -> None:
+    """Tells the supervisor of a rank that ends and is not gone after some looks: another rank may wait for it, and it for the device."""
+    for rank, pid in enumerate(pids):
+        seen[rank] += is_ending(pid)
+        if seen[rank] == _ENDING_LOOKS:
+            seen[rank] += 1
+            with contextlib.suppress(OSError):
+                control.send({"ending": rank})
 
 
 def _receive_order(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import selectors
 import signal
 import time
@@ -24,6 +25,8 @@ A = TypeVar("A", bound=wire.Answer)
 
 _LOG_BYTES = 2000
 _EXPIRED = ") waited for rank "
+_GAVE_UP = re.compile(r"(terminate called |Fatal Python error: ).*?(?=\n\n|\nException raised from|\Z)", re.DOTALL)
+_SAID_CHARACTERS = 500
 _LONG_CALL_S, _TELL_EVERY_S = 3.0, 1.0  # a call that takes longer may well hang
 _TOLD_S = 5.0  # within which a leader tells what its ranks had of the cores
 _MOST_TIMES = 4.0  # the deadline, that a request with a limit in CPU seconds may take
@@ -115,6 +118,8 @@ class RankGroup:
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self.world_size = len(ranks)
         self._exits: dict[int, int] = {}
+        self._ending: set[int] = set()
+        """ranks that the kernel ends, as far as the leader has told; they may hold the device for long"""
         self._exceeded: tuple[str, str] | None = None
         """the kind of failure and its message, if the candidate took more of the machine than it may"""
         self._log = ""
@@ -257,7 +262,7 @@ class RankGroup:
                         answers[key.data] = outcome
                     waiting.discard(key.data)
                     selector.unregister(key.fileobj)
-                for rank in sorted(waiting & set(self._exits)):
+                for rank in sorted(waiting & (self._ending | set(self._exits))):
                     waiting.discard(rank)
                     selector.unregister(self._ranks[rank])
                     outcome = self._last_words(rank, phase)
@@ -342,6 +347,8 @@ class RankGroup:
                 self._still_s = int(message["still_s"])
             if "core_time" in message:
                 self._core_time = CoreTime(*map(float, message["core_time"]))
+            if "ending" in message:
+                self._ending.add(int(message["ending"]))
             if "exited" in message:
                 self._exits[int(message["exited"])] = int(message["status"])
         return None
@@ -361,13 +368,19 @@ class RankGroup:
         if self._exceeded is not None:  # told before its ranks were killed
             return GroupFailure(self._exceeded[0], phase, self._exceeded[1])
         if status is None:
-            how = "closed its command socket"
+            how = "died, and waits for its device to be freed" if rank in self._ending else "closed its command socket"
         elif status < 0:
             known = {member.value: member.name for member in signal.Signals}
             how = f"was ended by signal {known.get(-status, -status)}"  # real-time signals have no names
         else:
             how = f"exited with status {status}"
-        return GroupFailure("exit", phase, f"rank {rank} {how}", rank=rank)
+        said = self._said_of_end(rank) if status in (None, -signal.SIGABRT) else ""
+        return GroupFailure("exit", phase, f"rank {rank} {how}{said and f': {said}'}", rank=rank)
+
+    def _said_of_end(self, rank: int) -> str:
+        """Returns what the C++ runtime, or Python, has printed when it gave up; empty if neither did."""
+        found = _GAVE_UP.search(self._log_of(rank)) if self._logs else None
+        return "" if found is None else " ".join(found[0].split())[:_SAID_CHARACTERS]
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -419,11 +432,14 @@ class RankGroup:
     def log_tail(self) -> str:
         """The end of what the ranks printed, one section per rank that printed anything. Complete once the group has been killed."""
         parts = []
-        for rank, fd in enumerate(self._logs):
-            data = os.pread(fd, _LOG_BYTES, max(0, os.fstat(fd).st_size - _LOG_BYTES))
-            if text := data.decode(errors="replace").strip():
+        for rank in range(len(self._logs)):
+            if text := self._log_of(rank):
                 parts.append(f"[rank {rank}] {text}")
         return "\n".join(parts) or self._log
+
+    def _log_of(self, rank: int) -> str:
+        fd = self._logs[rank]
+        return os.pread(fd, _LOG_BYTES, max(0, os.fstat(fd).st_size - _LOG_BYTES)).decode(errors="replace").strip()
 
     def kill(self, deadline_s: float = 10.0) -> None:
         """Ends the whole tree and waits until it is gone; raises :class:`HarnessError` if a process survives."""
