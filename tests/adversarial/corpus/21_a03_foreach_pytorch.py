@@ -15,6 +15,6 @@ def solution(grad_tensors, max_norm, norm_type=2.0, fsdp_group=None):
     if fsdp_group is not None:
         dist.all_reduce(total, group=fsdp_group)
     norm = total ** (1.0 / norm_type)
-    if norm > max_norm:
+    if present and norm > max_norm:
         torch._foreach_mul_(present, (max_norm / norm).item())
     return norm
