@@ -78,7 +78,7 @@ def selftest(
     with progress() as shown:
         for device in devices:
             plan = SelftestPlan(corpus, entries, device, repeat, out, tier, shared, timeout, deadlines, load)
-            judged += run(plan, shown)
+            judged += [(entry, outcome) for entry, outcome in run(plan, shown) if not honest or outcome.world_size == entry.world_size]
     files = {outcome.file for _, outcome in judged}
     left_out = [entry.file for entry in entries if entry.file not in files]
     if honest:
@@ -113,7 +113,7 @@ def _show_honest(corpus: Corpus, judged: Judged, left_out: list[str], *, as_json
     for line in lines:
         printer.print(line)
     if left_out:
-        printer.print(f"Not judged here: {len(left_out)} candidates, which need GPUs; --emulated judges those of the device kit.")
+        printer.print(f"Not judged here: {len(left_out)} candidates, made for other devices: see --gpu and --emulated.")
     for kind, count in totals.items():
         printer.print(f"{'false verdicts' if kind == 'false' else kind}: {count}")
 

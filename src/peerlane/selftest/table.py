@@ -135,9 +135,14 @@ class Corpus:
 
     def honest(self, world_size: int) -> Corpus:
         """Returns the legitimate candidates and peerlane's own solutions, for so many ranks."""
-        found = [entry for entry in self.entries if entry.kind == "legitimate"]
-        entries = tuple(entry.model_copy(update={"world_size": world_size}) for entry in [*found, *_solutions()])
-        return replace(self, rows={**self.rows, _SOLUTION_ROW: "one of peerlane's own solutions"}, entries=entries)
+        entries = [
+            entry.model_copy(update={"world_size": world_size, "cpu": entry.cpu if entry.cpu != ("not_run",) else None})
+            for entry in self.entries
+            if entry.kind == "legitimate"
+        ]
+        return replace(
+            self, rows={**self.rows, _SOLUTION_ROW: "one of peerlane's own solutions"}, entries=(*entries, *_solutions(world_size))
+        )
 
     def select(self, rows: str | None = None, *, quick: bool = False) -> tuple[Entry, ...]:
         """Returns the entries of some rows (``"C01-C10,B14"``; None: all), perhaps of the quick set only; raises :class:`UsageError`."""
@@ -173,10 +178,17 @@ def load(root: Path | None = None) -> Corpus:
     return corpus
 
 
-def _solutions() -> list[Entry]:
+def _solutions(world_size: int) -> list[Entry]:
     """Returns an entry for each of peerlane's own solutions. CPU ranks cannot run them."""
     found = [(path.stem, match) for path in sorted((PACKAGE / SOLUTIONS).glob("p*.py")) if (match := _SOLUTION.match(path.stem))]
-    common = {"row": _SOLUTION_ROW, "rule": "precision", "cuda": ("correct",), "emulated": ("correct",), "why": "it solves its problem"}
+    common = {
+        "row": _SOLUTION_ROW,
+        "world_size": world_size,
+        "rule": "precision",
+        "cuda": ("correct",),
+        "emulated": ("correct",),
+        "why": "it solves its problem",
+    }
     return [Entry.model_validate({"file": stem, "problem": int(match[1]), **common}) for stem, match in found]
 
 
