@@ -254,7 +254,7 @@ class Deadlines:
     build: float = 300.0
     """for all that a process compiles; apart from what it is asked meanwhile"""
     load: float = 60.0
-    """for the import of a candidate"""
+    """for the import of a candidate; where it computes, in CPU seconds, which on a busy machine may take four times as long"""
     first_call: float = 90.0
     calls: float = 30.0
     """for one request that calls the candidate at rest, under stress or to be timed; more where the reference is slow or the node busy"""
@@ -312,6 +312,10 @@ class PoolSettings:
     """to get a rank group up, before an evaluation ends as harness_error"""
     back_off_s: float = 1.0
     """before the second attempt; twice as long before every further one"""
+
+
+TIMING_PROTOCOL = 2
+"""The version of the protocol of speed. Figures of different versions are never in one mean; docs/evaluating.md has their differences."""
 
 
 @dataclass(frozen=True)
