@@ -1,75 +1,40 @@
-"""``peerlane docs``: the generated documentation: pages of problems, pictures, and tables of committed results and of the corpus."""
+"""``python -m docs.build``: writes or checks what is generated in the documentation, or lays out its site."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from peerlane.cli.exit_codes import ExitCode
+from docs.build.generated import generated, stale, write
+from docs.build.staging import stage
 from peerlane.errors import UsageError
 
+ROOT = Path(__file__).parents[2]
 
-def docs(
-    context: typer.Context,
-    write: Annotated[bool, typer.Option("--write", help="Write the pages.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the pages do not match the code.")] = False,
-    site: Annotated[
-        Path | None, typer.Option("--site", metavar="FOLDER", help="Copy all pages into this folder, ready for a site generator.")
-    ] = None,
-    folder: Annotated[Path, typer.Option(help="Where the pages are.")] = Path("docs/problems"),
-) -> None:
-    """Write or check what is generated in the documentation: problems, command line, tables, and the times that `peerlane show` prints."""
-    asked = [name for name, wanted in (("--write", write), ("--check", check), ("--site", site is not None)) if wanted]
-    if len(asked) != 1:
-        raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
-    from peerlane import problems
-    from peerlane.cli import command_reference
-    from peerlane.report import architecture, evidence, figures, navigation, pages, sections, tutorial_figures
-    from peerlane.report.site import stage
 
-    if site is not None:
-        pages.must_exist(folder)
-        print(f"{stage(folder.parent.parent, site)} pages in {site}")
-        return
-    (pages.must_exist if check else pages.make)(folder)
-    root, command = folder.parent.parent, context.find_root().command
-    measured = evidence.read_evidence(root)
-    generated = pages.generate(problems.suite(None), measured)
-    documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
-    own = (
-        (figures.figures(problems.suite(), measured, root), architecture.pictures(root), tutorial_figures.pictures(root))
-        if documents
-        else ()
-    )
-    pictures = {path: picture for group in own for path, picture in group.items()}
-    if write:
-        changes = pages.write(folder, generated)
-        if documents:
-            changes += [
-                *evidence.write(root, measured),
-                *sections.write(root),
-                *command_reference.write(root, command),
-                *figures.write(root, pictures),
-                *navigation.write(root, problems.suite()),
-            ]
-        for change in changes:
-            print(f"written: {change}")
-        print(f"{len(generated)} files in {folder}")
-        return
-    changes = pages.stale(folder, generated)
-    if documents:
-        changes += [
-            *evidence.stale(root, measured),
-            *sections.stale(root),
-            *command_reference.stale(root, command),
-            *figures.stale(root, pictures),
-            *navigation.stale(root, problems.suite()),
-        ]
-    for change in changes:
-        print(change)
-    if changes:
-        print("run `peerlane docs --write`")
-        raise typer.Exit(ExitCode.CHECK_FAILED)
-    print(f"{len(generated)} files in {folder} match the code")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status: 1 if what is generated is out of date, 2 for a wrong command."""
+    parser = argparse.ArgumentParser(prog="python -m docs.build", description=__doc__)
+    command = parser.add_mutually_exclusive_group(required=True)
+    command.add_argument("--write", action="store_true", help="write what is generated")
+    command.add_argument("--check", action="store_true", help="exit with 1 if it does not match its sources")
+    command.add_argument("--site", type=Path, metavar="FOLDER", help="copy all pages here, with their pictures, for a site generator")
+    options = parser.parse_args(arguments)
+    try:
+        if options.site is not None:
+            print(f"{stage(ROOT, options.site)} pages in {options.site}")
+            return 0
+        files = generated(ROOT)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    changes = write(ROOT, files) if options.write else stale(ROOT, files)
+    print("".join(f"{'written: ' if options.write else ''}{change}\n" for change in changes), end="")
+    print(f"{len(files)} files are generated" if options.write or not changes else "run `make docs`")
+    return int(options.check and bool(changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """The picture of the code for contributors: rooms (folders) and floors, drawn from the import contracts in ``pyproject.toml``.
 
-``lint-imports`` proves that the code obeys these contracts, and ``peerlane docs --check`` that the picture shows them.
+``lint-imports`` proves that the code obeys these contracts, and ``make check`` that the picture shows them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PURPOSES = {
     "peerlane.service": "HTTP, queue, farm",
     "peerlane.generate": "candidates from models",
     "peerlane.scaffolds": "files of peerlane new",
-    "peerlane.report": "tables, plots, pictures, documentation",
+    "peerlane.report": "tables, plots, pages of problems",
     "peerlane.selftest": "runs the corpus",
     "peerlane.evaluate": "verdict and speed of a candidate",
     "peerlane.results": "records, store",
@@ -111,8 +111,8 @@ class Box:
     width: float
 
 
-def pictures(root: Path) -> dict[Path, str]:
-    """Returns path in a checkout -> SVG, like ``figures.figures``."""
+def picture(root: Path) -> dict[Path, str]:
+    """Returns path -> SVG of the picture of the checkout at ``root``."""
     return {PICTURE: architecture(root)}
 
 

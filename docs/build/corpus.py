@@ -1,41 +1,50 @@
-"""The adversarial corpus as the documentation shows it: its rules, and the candidates of each."""
+"""The adversarial corpus as the documentation shows it: its rules, the candidates of each, and the outcomes of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from peerlane.report.tables import TextTable
+from docs.build.tables import table
+from peerlane.report.selftest import Judged, selftest_table, totals_lines
+from peerlane.selftest.table import Corpus, Entry
 from peerlane.words import counted
 
-if TYPE_CHECKING:
-    from peerlane.selftest.table import Corpus, Entry
 
-
-def rules_table(corpus: Corpus) -> TextTable:
+def rules_table(corpus: Corpus) -> str:
     """Returns a table with a line per rule: its page, and the rows that try or honour it."""
-    table = TextTable(("rule", "cheats and bugs", "legitimate"))
-    for rule, title in corpus.rules.items():
-        rows = list(dict.fromkeys(entry.row for entry in corpus.entries if entry.rule == rule))
-        bad = [row for row in rows if not row.startswith("A")]
-        table.add(f"[{title}]({rule}.md)", ", ".join(bad), ", ".join(row for row in rows if row not in bad) or "-")
-    return table
+
+    def rows(rule: str, honour: bool) -> str:
+        named = dict.fromkeys(entry.row for entry in corpus.entries if entry.rule == rule)
+        return ", ".join(row for row in named if row.startswith("A") == honour) or "-"
+
+    columns: dict[str, Callable[[str], str]] = {
+        "rule": lambda rule: f"[{corpus.rules[rule]}]({rule}.md)",
+        "cheats and bugs": lambda rule: rows(rule, honour=False),
+        "legitimate": lambda rule: rows(rule, honour=True),
+    }
+    return table(corpus.rules, columns, words=columns)
 
 
-def rule_table(corpus: Corpus, rule: str) -> TextTable:
+def rule_table(corpus: Corpus, rule: str) -> str:
     """Returns a table with a line per candidate of a rule: what it does, the verdicts that are right for it, and why."""
-    table = TextTable(("row", "what it does", "candidate", "on CPU", "on GPU", "why"))
-    for entry in corpus.entries:
-        if entry.rule == rule:
-            table.add(
-                entry.row,
-                corpus.rows[entry.row],
-                f"`{entry.file}`{_condition(entry)}",
-                _either(entry.cpu),
-                _either(entry.cuda),
-                entry.why if entry.wins_at_most is None else f"{entry.why}; wins at most: {entry.wins_at_most}",
-            )
-    return table
+    columns: dict[str, Callable[[Entry], str]] = {
+        "row": lambda entry: entry.row,
+        "what it does": lambda entry: corpus.rows[entry.row],
+        "candidate": lambda entry: f"`{entry.file}`{_condition(entry)}",
+        "on CPU": lambda entry: _either(entry.cpu),
+        "on GPU": lambda entry: _either(entry.cuda),
+        "why": lambda entry: entry.why if entry.wins_at_most is None else f"{entry.why}; wins at most: {entry.wins_at_most}",
+    }
+    return table([entry for entry in corpus.entries if entry.rule == rule], columns, words=columns)
+
+
+def selftest_report(corpus: Corpus, judged: Judged) -> str:
+    """Returns the table of a selftest, its totals, and where it was taken, as Markdown."""
+    nodes = dict.fromkeys(
+        f"Node: {outcome.node}; torch {outcome.torch}; isolation {outcome.isolation}; evaluator {outcome.evaluator_version}."
+        for _, outcome in judged
+    )
+    return "\n".join([selftest_table(corpus, judged).markdown(), *(f"* {line}" for line in totals_lines(judged)), "", *nodes])
 
 
 def _condition(entry: Entry) -> str:

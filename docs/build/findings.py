@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
+from docs.build.tables import table
 from peerlane.report.mechanisms import size_text
 from peerlane.report.plots import BLACK, COLOURS, sweep_bytes
-from peerlane.report.tables import TextTable
 from peerlane.results.reader import read_results
 from peerlane.results.result import Result
 from peerlane.selftest import outcome
 from peerlane.selftest.run import attributed
-from peerlane.selftest.table import load
+from peerlane.selftest.table import Entry, load
 
 MODES_FILES = ("h200x4/references.jsonl", "h200x2/references.jsonl", "h100x2/solutions.jsonl", "h200x4/production.jsonl")
 SWEEP = "h200x2/sweep.jsonl"
@@ -57,21 +57,17 @@ def gains(results: Iterable[Result]) -> list[Gain]:
 
 def launch_modes_table(folder: Path) -> str:
     """Returns a row for each file of results below ``folder``: how much faster references are in graphs, as Markdown."""
-    columns = ("machine", "sizes", "references", "geometric mean", "largest", f"within {SAME:.0%}")
-    table = TextTable(columns, right=columns[2:])
-    for name in MODES_FILES:
-        results = [result for result in read_results(folder / name) if result.correct]
-        found = gains(results)
-        ratios = [gain.ratio for gain in found]
-        table.add(
-            f"[{results[0].node.gpus}x {_short(results[0].node.gpu or '')}](../results/{name})",
-            ", ".join(dict.fromkeys(gain.preset.partition("_")[0] for gain in found)),
-            str(len(found)),
-            f"{geometric_mean(ratios):.2f}",
-            f"{ratios[0]:.1f} (problem {found[0].problem})",
-            str(sum(abs(ratio - 1) < SAME for ratio in ratios)),
-        )
-    return table.markdown()
+    files = {name: [result for result in read_results(folder / name) if result.correct] for name in MODES_FILES}
+    found = {name: gains(results) for name, results in files.items()}
+    columns: dict[str, Callable[[str], str]] = {
+        "machine": lambda name: f"[{files[name][0].node.gpus}x {_short(files[name][0].node.gpu or '')}](../results/{name})",
+        "sizes": lambda name: ", ".join(dict.fromkeys(gain.preset.partition("_")[0] for gain in found[name])),
+        "references": lambda name: str(len(found[name])),
+        "geometric mean": lambda name: f"{geometric_mean(gain.ratio for gain in found[name]):.2f}",
+        "largest": lambda name: f"{found[name][0].ratio:.1f} (problem {found[name][0].problem})",
+        f"within {SAME:.0%}": lambda name: str(sum(abs(gain.ratio - 1) < SAME for gain in found[name])),
+    }
+    return table(files, columns, words=("machine", "sizes"))
 
 
 def launch_modes(figure: Any, folder: Path) -> None:
@@ -111,12 +107,18 @@ def rungs_table(folder: Path) -> str:
         rung: attributed(corpus, [item for name in names for item in outcome.read_outcomes(folder / name) if _on(rung, item.node)])
         for rung, names in RUNGS.items()
     }
-    table = TextTable(("row", "fault", "kernel", *RUNGS))
-    for entry in corpus.entries:
-        if entry.rule == "races" and entry.kind != "legitimate" and entry.file.endswith("_cuda"):
-            verdicts = [_counted([found.verdict for mine, found in judged[rung] if mine.file == entry.file]) for rung in RUNGS]
-            table.add(entry.row, corpus.rows[entry.row], f"`{re.sub(r'^1_|_cuda$', '', entry.file)}`", *verdicts)
-    return table.markdown()
+    entries = [entry for entry in corpus.entries if entry.rule == "races" and entry.kind != "legitimate" and entry.file.endswith("_cuda")]
+
+    def verdicts(rung: str) -> Callable[[Entry], str]:
+        return lambda entry: _counted([found.verdict for mine, found in judged[rung] if mine.file == entry.file])
+
+    columns: dict[str, Callable[[Entry], str]] = {
+        "row": lambda entry: entry.row,
+        "fault": lambda entry: corpus.rows[entry.row],
+        "kernel": lambda entry: f"`{re.sub(r'^1_|_cuda$', '', entry.file)}`",
+        **{rung: verdicts(rung) for rung in RUNGS},
+    }
+    return table(entries, columns, words=columns)
 
 
 def _short(gpu: str) -> str:

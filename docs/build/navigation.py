@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
+from docs.build.pages import page_name
 from peerlane.errors import UsageError
 from peerlane.problems import Problem
-from peerlane.report.pages import page_name
 
 FILE = Path("mkdocs.yml")
-BEGIN, END = "      # problems:begin, written by `peerlane docs --write`\n", "      # problems:end\n"
+BEGIN, END = "      # problems:begin, written by `make docs`\n", "      # problems:end\n"
 
 
 def navigation(suite: Sequence[Problem]) -> str:
@@ -39,15 +39,6 @@ def filled(text: str, suite: Sequence[Problem]) -> str:
     return f"{head}{begin}{navigation(suite)}{end}{tail}"
 
 
-def stale(root: Path, suite: Sequence[Problem]) -> list[str]:
-    """Returns ``mkdocs.yml`` with the reason, if it does not list the problems; else nothing."""
-    text = (root / FILE).read_text(encoding="utf-8")
-    return [] if filled(text, suite) == text else [f"{FILE}: its list of problems differs from the suite"]
-
-
-def write(root: Path, suite: Sequence[Problem]) -> list[str]:
-    """Writes the problems into ``mkdocs.yml``; returns what changed."""
-    changes = stale(root, suite)
-    if changes:
-        (root / FILE).write_text(filled((root / FILE).read_text(encoding="utf-8"), suite), encoding="utf-8")
-    return changes
+def file(root: Path, suite: Sequence[Problem]) -> dict[Path, str]:
+    """Returns path -> text of the ``mkdocs.yml`` below ``root``, with these problems."""
+    return {FILE: filled((root / FILE).read_text(encoding="utf-8"), suite)}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
-from peerlane.report.comparison import comparison_report, summary
-from peerlane.report.sweep import MODES
-from peerlane.report.tables import TextTable, microseconds
+from docs.build.comparison import MODES, comparison_report, summary
+from docs.build.tables import table
+from peerlane.report.tables import microseconds
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import Result
 from peerlane.words import counted
 
 CHANGED = 1.1
 """times as fast as before, from which a kernel is listed"""
-_CHANGED = ("reference", "kernel before", "kernel now", "times as fast")
 SLOWER = 0.95
 """A speedup below this is explained."""
 
@@ -43,7 +43,7 @@ def production_section(path: Path) -> str:
 
 def changes_lines(results: Sequence[Result]) -> list[str]:
     """Returns a table of the kernels that are quicker now than in an earlier correct run of the same question; nothing without any."""
-    table = TextTable(["problem", "mode", "reference", "kernel before", "kernel now", "times as fast"], right=set(_CHANGED))
+    rows = []
     right = [result for result in results if result.correct and result.speed]
     for now in sorted(last_right(right), key=lambda item: item.problem.id):
         question = now.problem.id, now.preset, now.world_size, now.node, now.candidate.name
@@ -53,10 +53,13 @@ def changes_lines(results: Sequence[Result]) -> list[str]:
             if len(speeds) < 2 or (ratio := speeds[0].candidate_us.median / speeds[-1].candidate_us.median) < CHANGED:
                 continue
             last = speeds[-1]
-            times = (last.reference_us, speeds[0].candidate_us, last.candidate_us)
-            table.add(f"{now.problem.id} {now.problem.slug}", mode, *map(microseconds, times), f"{ratio:.2f}")
+            times = map(microseconds, (last.reference_us, speeds[0].candidate_us, last.candidate_us))
+            rows.append((f"{now.problem.id} {now.problem.slug}", mode, *times, f"{ratio:.2f}"))
             break
-    return ["", "Kernels that became quicker, with times in microseconds.", "", table.markdown()] if table.rows else []
+    names = ("problem", "mode", "reference", "kernel before", "kernel now", "times as fast")
+    columns = {name: itemgetter(place) for place, name in enumerate(names)}
+    made = table(rows, columns, words=names[:2])
+    return ["", "Kernels that became quicker, with times in microseconds.", "", made] if rows else []
 
 
 def slower_lines(results: Sequence[Result]) -> list[str]:

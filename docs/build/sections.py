@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from docs.build.comparison import MODES, comparison_report, summary
+from docs.build.corpus import rule_table, rules_table, selftest_report
+from docs.build.evidence import (
+    CALIBRATIONS,
+    MECHANISMS,
+    NODE,
+    ONE_GPU,
+    PRODUCTION,
+    PRODUCTION_OF_TWO,
+    REFERENCES,
+    RESULTS,
+    TWO_GPUS,
+    read_evidence,
+)
+from docs.build.figures import headroom_table
+from docs.build.findings import launch_modes_table, rungs_table
+from docs.build.kernels import LAYERS, backend_table, collectives_table, fused_table, layers_table, product_table, training_table
+from docs.build.operators import operators_table
+from docs.build.production import production_section
+from docs.build.tables import Row, table
+from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.report.calibration import calibration_table
-from peerlane.report.comparison import comparison_report, summary
-from peerlane.report.corpus import rule_table, rules_table
-from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
-from peerlane.report.findings import launch_modes_table, rungs_table
-from peerlane.report.kernels import LAYERS, backend_report, collectives_report, fused_report, layers_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
-from peerlane.report.noise import acceptance_table, accuracy
-from peerlane.report.operators import operators_table
-from peerlane.report.production import production_section
-from peerlane.report.selftest import selftest_report
-from peerlane.report.sweep import MODES, sweep_table
-from peerlane.report.tables import environment_lines
-from peerlane.report.training import training_report
+from peerlane.report.noise import ACCEPTANCE, Acceptance, Reached, accuracy, reached
+from peerlane.report.plots import sweep_bytes
+from peerlane.report.tables import environment_lines, microseconds
 from peerlane.results.reader import read_results
+from peerlane.results.record import Mode
+from peerlane.results.result import Result
 from peerlane.selftest import outcome
 from peerlane.selftest.calibrate import read_calibrations
 from peerlane.selftest.run import attributed
@@ -55,28 +71,78 @@ _REPEATED = {
 
 
 def _acceptance(first: Path) -> str:
-    """Returns the table of the runs, the first one among them."""
+    """Returns the table of the runs, the first one among them, and where they were measured."""
     runs = {name: read_results(first.parents[1] / file) for name, file in _REPEATED.items()}
     nodes = {line: None for results in runs.values() for line in environment_lines(results)}
-    return acceptance_table(runs).markdown() + "\n" + "\n\n".join(nodes)
+    return acceptance_table(runs) + "\n" + "\n\n".join(nodes)
+
+
+def acceptance_table(runs: Mapping[str, Sequence[Result]]) -> str:
+    """Returns a line per run and launch mode: what was promised, what was measured, and whether that is enough."""
+    rows = [
+        (run, mode, promised, found)
+        for run, results in runs.items()
+        for mode, promised in ACCEPTANCE.items()
+        if (found := reached(results, mode)) is not None
+    ]
+    columns: Mapping[str, Callable[[tuple[str, Mode, Acceptance, Reached]], str]] = {
+        "run": lambda row: row[0],
+        "mode": lambda row: row[1],
+        "problems": lambda row: str(row[3].problems),
+        "near 1": lambda row: f"{row[3].within / row[3].problems:.0%} within {row[2].most:.0%}",
+        "promised near 1": lambda row: f"{row[2].share:.0%}",
+        "largest deviation": lambda row: f"{row[3].largest:.1%}",
+        "promised at most": lambda row: f"{row[2].every:.0%}",
+        "met": lambda row: "yes" if row[3].met else "no",
+        "called faster": lambda row: str(row[3].faster),
+    }
+    return table(rows, columns, words=("run", "mode", "met"))
 
 
 def _sweep(path: Path) -> str:
+    """Returns for each launch mode a table with a line for each size: microseconds of a problem's first candidate and of the reference."""
     results = read_results(path)
-    tables = [f"{mode.capitalize()} mode:\n\n{sweep_table(results, mode).markdown()}" for mode in MODES]
-    return "\n".join([*tables, *environment_lines(results)])
+    parts = []
+    for mode in MODES:
+        sizes: dict[int, Row] = {}
+        first = {result.problem.id: result.candidate.name for result in reversed(results)}
+        for result in results:
+            if (size := sweep_bytes(result.preset)) is not None and result.candidate.name == first[result.problem.id]:
+                speed = result.speed_in(mode)
+                times = "-" if speed is None else f"{microseconds(speed.candidate_us)} / {microseconds(speed.reference_us)}"
+                sizes.setdefault(size, {"bytes": size})[result.problem.slug] = times
+        slugs = {result.problem.id: result.problem.slug for result in results}
+        columns = {"size": "bytes", **{slugs[number]: slugs[number] for number in sorted(slugs)}}
+        parts.append(f"{mode.capitalize()} mode:\n\n{table([sizes[size] for size in sorted(sizes)], columns)}")
+    return "\n".join([*parts, *environment_lines(results)])
 
 
 def _margins(path: Path) -> str:
     return calibration_table(read_calibrations(path)).markdown()
 
 
+def _coverage(_: Path) -> str:
+    """Returns how many problems there are of each kind of parallelism, and which; a problem counts once for every tag that it has."""
+    suite = problems.suite()
+    kinds = Counter(tag for item in suite for tag in item.parallelism)
+    columns: Mapping[str, Any] = {
+        "parallelism": lambda kind: kind.replace("_", " "),
+        "count": lambda kind: str(kinds[kind]),
+        "problems": lambda kind: ", ".join(str(item.id) for item in suite if kind in item.parallelism),
+    }
+    return table([kind for kind, _ in kinds.most_common()], columns, words=("parallelism", "problems"))
+
+
+def _headroom(path: Path) -> str:
+    return headroom_table(read_evidence(path.parents[2]))
+
+
 def _rules(path: Path) -> str:
-    return rules_table(load(path.parent)).markdown()
+    return rules_table(load(path.parent))
 
 
 def _candidates_of(rule: str) -> Callable[[Path], str]:
-    return lambda path: rule_table(load(path.parent), rule).markdown()
+    return lambda path: rule_table(load(path.parent), rule)
 
 
 def _selftest(path: Path) -> str:
@@ -116,28 +182,26 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "production_of_two_h200": (TWO_GPUS / "production_solutions.jsonl", production_section),
     "production_virtual_h200": (RESULTS / "h200x1" / "virtual_production.jsonl", production_section),
     "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
-    "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
-    "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
-    "backend_of_two_h200": (TWO_GPUS / "backend.json", backend_report),
-    "backend_eager_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_report, mode="eager")),
-    **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", partial(layers_report, part=part)) for part in _ON_H100},
-    **{
-        f"layers_{part}_of_two_h200": (TWO_GPUS / "layers.jsonl", partial(layers_report, part=part))
-        for part in LAYERS
-        if part not in _ON_H100
-    },
-    "training_of_two_h200": (TWO_GPUS / "training.jsonl", training_report),
-    "backend_virtual": (ONE_GPU / "backend.json", backend_report),
+    "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_table),
+    "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", partial(backend_table, mode="graph")),
+    "backend_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_table, mode="graph")),
+    "backend_eager_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_table, mode="eager")),
+    **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", layers_table(part)) for part in _ON_H100},
+    **{f"layers_{part}_of_two_h200": (TWO_GPUS / "layers.jsonl", layers_table(part)) for part in LAYERS if part not in _ON_H100},
+    "training_of_two_h200": (TWO_GPUS / "training.jsonl", training_table),
+    "backend_virtual": (ONE_GPU / "backend.json", partial(backend_table, mode="graph")),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "launch_modes": (REFERENCES, lambda path: launch_modes_table(path.parents[1])),
     "races_by_rung": (TWO_GPUS / outcome.FILE, lambda path: rungs_table(path.parents[1])),
-    "operators": (Path("src/peerlane/ops/support.py"), _operators),
+    "coverage": (Path("src/peerlane/problems/__init__.py"), _coverage),
+    "headroom": (REFERENCES, _headroom),
+    "operators": (Path("docs/build/operators.py"), _operators),
     "mechanisms": (MECHANISMS, _mechanisms),
-    "collectives": (NODE / "collectives.json", collectives_report),
-    "fused": (NODE / "fused.json", fused_report),
-    "fused_of_two": (TWO_GPUS / "fused.json", fused_report),
-    "product_of_two": (TWO_GPUS / "product.json", product_report),
+    "collectives": (NODE / "collectives.json", collectives_table),
+    "fused": (NODE / "fused.json", fused_table),
+    "fused_of_two": (TWO_GPUS / "fused.json", fused_table),
+    "product_of_two": (TWO_GPUS / "product.json", product_table),
     "margins_cpu": (CALIBRATIONS[0], _margins),
     "margins_gpu": (CALIBRATIONS[1], _margins),
     "corpus_rules": (CORPUS, _rules),
@@ -151,6 +215,7 @@ DOCUMENTS = (
     Path("docs/measurements.md"),
     *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "layers", "production", "virtual-node")),
     Path("docs/science.md"),
+    Path("docs/suite.md"),
     Path("docs/calibration.md"),
     Path("docs/ops-support.md"),
     Path("docs/device/collectives.md"),
@@ -178,16 +243,6 @@ def filled(text: str, root: Path) -> str:
     return re.sub(rf"<!-- ({known}):begin -->\n.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
 
 
-def stale(root: Path) -> list[str]:
-    """Returns the documents whose sections do not match the results, each with the reason."""
-    texts = {path: (root / path).read_text(encoding="utf-8") for path in DOCUMENTS}
-    return [f"{path}: differs from what it shows" for path, text in texts.items() if filled(text, root) != text]
-
-
-def write(root: Path) -> list[str]:
-    """Makes all sections anew; returns what changed."""
-    changes = stale(root)
-    for path in DOCUMENTS:
-        text = (root / path).read_text(encoding="utf-8")
-        (root / path).write_text(filled(text, root), encoding="utf-8")
-    return changes
+def documents(root: Path) -> dict[Path, str]:
+    """Returns path -> text of all documents with sections, these made anew from the results below ``root``."""
+    return {path: filled((root / path).read_text(encoding="utf-8"), root) for path in DOCUMENTS}

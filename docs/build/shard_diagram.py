@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from xml.sax.saxutils import escape
 
+from docs.build.dependence import Answer, Dependence
 from peerlane.problems import Cost
 from peerlane.problems.contract.count import Step
-from peerlane.report.dependence import Answer, Dependence
 from peerlane.report.quantities import quantity
 
 MOST_ROWS, MOST_STEPS = 6, 12

@@ -5,8 +5,10 @@ from __future__ import annotations
 import posixpath
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
+from docs.build.figures import COMMENTED, pictures
 from peerlane.errors import UsageError
 
 PARTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "docs", "examples", "results", "src/peerlane/solutions")
@@ -19,7 +21,8 @@ LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)]*)?\)")
 
 
 def stage(root: Path, folder: Path) -> int:
-    """Copies the pages of the repository at ``root`` into ``folder``, which it replaces; returns the number of pages.
+    """Copies the pages of the repository at ``root`` into ``folder``, which it replaces, and draws their pictures; returns the number of
+    pages.
 
     Raises UsageError if ``folder`` holds anything but an earlier site, or if a page links to a file that the site does not hold.
     """
@@ -29,12 +32,17 @@ def stage(root: Path, folder: Path) -> int:
     folder.mkdir(parents=True)
     for part in PARTS:
         if (root / part).is_dir():
-            shutil.copytree(root / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(root / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "build"))
         else:
             shutil.copy(root / part, folder / part)
+    drawn = {folder / path: draw for path, draw in pictures(root).items()}
     pages = sorted(folder.rglob("*.md"))
-    if broken := [f"{page.relative_to(folder)}: {link}" for page in pages for link in _broken_links(page)]:
+    for page in pages:
+        page.write_text(COMMENTED.sub(r"\1", page.read_text(encoding="utf-8")), encoding="utf-8")
+    if broken := [f"{page.relative_to(folder)}: {link}" for page in pages for link in _broken_links(page, drawn)]:
         raise UsageError("links that lead out of the site: " + "; ".join(broken))
+    for path, draw in drawn.items():
+        draw(path)
     (folder / INDEX).write_text(index_for_models(folder), encoding="utf-8")
     return len(pages)
 
@@ -58,6 +66,8 @@ def _address(page: str) -> str:
     return f"{path.rstrip('/')}/" if path.strip("/") else "./"
 
 
-def _broken_links(page: Path) -> list[str]:
-    links = LINK.findall(re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
-    return [link for link in links if "://" not in link and not link.startswith("mailto:") and not (page.parent / link).is_file()]
+def _broken_links(page: Path, drawn: Collection[Path]) -> list[str]:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
+    places = {link: Path(posixpath.normpath(page.parent / link)) for link in links}
+    return [link for link, place in places.items() if not place.is_file() and place not in drawn]

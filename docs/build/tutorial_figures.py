@@ -27,7 +27,7 @@ text { fill: #eef2f5; } .page { fill: #14191e; } .soft { fill: #b3bec8; } .idle 
 
 
 def pictures(root: Path) -> dict[Path, str]:
-    """Returns path in a checkout -> SVG, like ``figures.figures``."""
+    """Returns path -> SVG of the tutorials' pictures, from the results below ``root``."""
     return {FOLDER / "overlap.svg": overlap(root / TRACE), FOLDER / "training.svg": training(root / TRAINING)}
 
 

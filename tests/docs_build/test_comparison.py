@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from peerlane.report.comparison import NONE, comparison_report, comparison_table, summary
+from docs.build.comparison import NONE, comparison_report, comparison_table, summary
 from peerlane.results.result import CandidateInfo, ProblemInfo, Result
 from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import NotRun

@@ -1,45 +1,52 @@
-"""The pictures of the suite count every problem, and agree with the committed results."""
+"""Pictures that are made with the site: pages name all of them, in comments, and they agree with the committed results."""
 
 from __future__ import annotations
 
+import posixpath
 import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from pathlib import Path
 
-from peerlane import problems
-from peerlane.report import evidence, figures
+import pytest
+
+from docs.build.evidence import read_evidence
+from docs.build.figures import COMMENTED, PANELS, headroom, pictures
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def text_of(svg: str) -> str:
-    return " ".join("".join(element.itertext()) for element in ElementTree.fromstring(svg).iter(f"{SVG}text"))
+def text_of(svg: Path) -> str:
+    return " ".join("".join(element.itertext()) for element in ElementTree.parse(svg).iter(f"{SVG}text"))
 
 
-def test_every_problem_has_one_place_in_the_taxonomy() -> None:
-    suite = problems.suite()
-    columns = set(figures.COLUMNS.values())
-    placed = [item.id for part in figures.PARTS for column in columns for item in figures.in_cell(suite, part, column)]
-    placed += [number for numbers in figures.BEYOND.values() for number in numbers]
-    assert Counter(placed) == dict.fromkeys((item.id for item in suite), 1)
-    for part in figures.PARTS:
-        assert set(part.sharded) == {column for column in columns if figures.in_cell(suite, part, column)}, part.title
+def test_every_picture_has_a_page_and_is_not_committed() -> None:
+    named = [
+        posixpath.normpath(page.parent.relative_to(ROOT) / target)
+        for page in (ROOT / "docs").rglob("*.md")
+        for _, target in COMMENTED.findall(page.read_text(encoding="utf-8"))
+    ]
+    drawn = sorted(str(path) for path in pictures(ROOT))
+    assert sorted(named) == drawn and len(drawn) > 90
+    assert [path for path in drawn if (ROOT / path).exists()] == []
 
 
-def test_every_origin_names_a_source() -> None:
-    suite = problems.suite()
-    assert [item.id for item in suite if not figures.sources_of(item)] == []
-    assert {name for item in suite for name in figures.sources_of(item)} == set(figures.SOURCES)
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        ("docs/images/references.svg", "% of the bound"),
+        ("docs/images/solutions.svg", "geometric mean"),
+        ("docs/images/launch-modes.svg", "times as fast in a graph"),
+        ("docs/images/sweep_h100x2.svg", "us per call"),
+        ("docs/device/sweep_of_two.svg", "8 alltoall, 2 ranks"),
+        ("docs/problems/p001_allreduce.svg", "Messages that the answers need"),
+    ],
+)
+def test_pictures_show_the_committed_results(path: str, word: str, tmp_path: Path) -> None:
+    pictures(ROOT)[Path(path)](tmp_path / "picture.svg")
+    assert word in text_of(tmp_path / "picture.svg")
 
 
-def test_the_pictures_are_those_of_the_committed_results(tmp_path: Path) -> None:
-    measured = evidence.read_evidence(ROOT)
-    pictures = figures.figures(problems.suite(), measured, ROOT)
-    assert figures.stale(ROOT, pictures) == [], "run `make docs`"
-    assert len(figures.write(tmp_path, pictures)) == 5 and figures.stale(tmp_path, pictures) == []
-    found = figures.headroom(measured, "pkb", 4)
-    below = sum(item.utilisation < 0.1 for item in found.values())
-    assert f"{below} below 10 %" in text_of(pictures[figures.FOLDER / "references.svg"])
-    assert "geometric mean" in text_of(pictures[figures.FOLDER / "solutions.svg"])
-    assert "send/recv" in text_of(pictures[figures.FOLDER / "taxonomy.svg"])
+def test_the_histogram_counts_references_below_their_bounds(tmp_path: Path) -> None:
+    nearest = headroom(read_evidence(ROOT), *PANELS["pkb on 4x H200"])
+    pictures(ROOT)[Path("docs/images/references.svg")](tmp_path / "picture.svg")
+    assert f"{sum(item.utilisation < 0.1 for item in nearest.values())} below 10 %" in text_of(tmp_path / "picture.svg")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.report.findings import gains, rungs_table
+from docs.build.findings import gains, rungs_table
 from peerlane.results.result import ProblemInfo
 from peerlane.results.speed_record import NotMeasured
 from sample_results import measured, result

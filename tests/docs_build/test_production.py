@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.report import production
-from peerlane.report.production import NO_RUN, changes_lines, production_section, slower_lines
+from docs.build import production
+from docs.build.production import NO_RUN, changes_lines, production_section, slower_lines
 from peerlane.results.reader import last_right
 from peerlane.results.result import ProblemInfo
 from peerlane.results.store import ResultsStore

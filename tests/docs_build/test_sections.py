@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.build import sections
+from docs.build.generated import stale, write
 from peerlane.errors import UsageError
-from peerlane.report import sections
 from peerlane.selftest.table import load
 from sample_results import measured, result, text_of
 
@@ -27,26 +28,26 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_documents_show_the_committed_results() -> None:
-    assert sections.stale(ROOT) == [], "run `make docs`"
+    assert stale(ROOT, sections.documents(ROOT)) == [], "run `make docs`"
 
 
 def test_writing_fills_known_sections_and_leaves_the_rest(checkout: Path) -> None:
-    assert len(sections.stale(checkout)) == len(sections.DOCUMENTS)
-    sections.write(checkout)
+    assert len(stale(checkout, sections.documents(checkout))) == len(sections.DOCUMENTS)
+    write(checkout, sections.documents(checkout))
     text = (checkout / "docs/measurements.md").read_text()
     assert "| 1 allreduce | 7 | 30.0 | 29.8 | 1.01 (noise) | 40.0 | 20.0 | 2.00 |" in text
     assert text.startswith("before\n")
     assert text.endswith("after\n<!-- other:begin -->\nkept\n")
-    assert sections.stale(checkout) == []
-    sections.write(checkout)
+    assert stale(checkout, sections.documents(checkout)) == []
+    write(checkout, sections.documents(checkout))
     assert (checkout / "docs/measurements.md").read_text() == text
 
 
 def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
-    sections.write(checkout)
+    write(checkout, sections.documents(checkout))
     source = checkout / sections.SECTIONS["examples"][0]
     source.write_text(text_of(result(speed=(measured("eager", 40.0, 10.0), measured("graph", 30.0, 29.8)))))
-    assert sections.stale(checkout) == [f"{path}: differs from what it shows" for path in sections.DOCUMENTS]
+    assert stale(checkout, sections.documents(checkout)) == [f"{path}: differs from its source" for path in sections.DOCUMENTS]
 
 
 def test_a_section_without_an_end_is_an_error(checkout: Path) -> None:

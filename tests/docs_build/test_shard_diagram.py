@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from docs.build.dependence import Answer, Dependence, Held, find_dependence
+from docs.build.shard_diagram import COLOURS, MOST_STEPS, shard_diagram
 from peerlane import problems
 from peerlane.problems import Cost
 from peerlane.problems.contract.count import Step
-from peerlane.report.dependence import Answer, Dependence, Held, find_dependence
-from peerlane.report.shard_diagram import COLOURS, MOST_STEPS, shard_diagram
 
 ALL = frozenset(range(4))
 SVG = "{http://www.w3.org/2000/svg}"

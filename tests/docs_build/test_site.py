@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from docs.build.navigation import BEGIN, END, filled
+from docs.build.staging import stage
 from peerlane import problems
 from peerlane.errors import UsageError
-from peerlane.report.navigation import BEGIN, END, filled
-from peerlane.report.site import stage
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,9 +22,12 @@ def checkout(root: Path, page: str) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_site_has_every_page_and_an_index_for_models(tmp_path: Path) -> None:
     site = tmp_path / "site"
     assert stage(ROOT, site) > 100
+    assert "\n![Speedups of all problems" in (site / "docs/measurements.md").read_text() and (site / "docs/images/solutions.svg").is_file()
+    assert (site / "docs/problems/p013_gemm_allreduce.svg").is_file() and not (site / "docs/build").exists()
     lines = (site / "llms.txt").read_text().splitlines()
     assert lines[0] == "# peerlane" and lines[2].startswith("> ")
     targets = [match[1] for line in lines if (match := re.match(r"- \[.+\]\((.+/)\): .", line))]

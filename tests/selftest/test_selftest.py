@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from docs.build.corpus import selftest_report
 from peerlane import cli
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
-from peerlane.report.selftest import objections, selftest_report, totals_lines
+from peerlane.report.selftest import objections, totals_lines
 from peerlane.selftest import run
 from peerlane.selftest.outcome import Outcome, objection, read_outcomes, totals
 from peerlane.selftest.run import SelftestPlan, attributed, deal, order, selftest
