@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import geometric_mean
 from typing import Any
 
+from peerlane.common.words import counted
 from peerlane.report.plots import COLOURS, preset_order
 from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, percent, shown_speedup
 from peerlane.results.reader import newest
 from peerlane.results.record import Mode
 from peerlane.results.result import Result
 from peerlane.results.speed_record import ModeSpeed
-from peerlane.words import counted
 
 MODES: tuple[Mode, ...] = ("graph", "eager")
 LIBRARY = "best library"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from docs.build.tables import table
+from peerlane.common.words import counted
+from peerlane.evaluate.selftest.table import Corpus, Entry
 from peerlane.report.selftest import Judged, selftest_table, totals_lines
-from peerlane.selftest.table import Corpus, Entry
-from peerlane.words import counted
 
 
 def rules_table(corpus: Corpus) -> str:

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from peerlane.evaluate.selftest.calibrate import Calibration, read_calibrations
 from peerlane.problems.contract.count import Step
 from peerlane.report.evidence import Evidence, Measured, PublicTimes, ReferenceTime, SolutionTime
 from peerlane.report.tables import shown_speedup
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import Result
-from peerlane.selftest.calibrate import Calibration, read_calibrations
 
 PACKAGED = Path("src/peerlane/report/measured.jsonl")
 RESULTS = Path("results")

@@ -10,13 +10,13 @@ from statistics import geometric_mean, median
 from typing import Any, NamedTuple
 
 from docs.build.tables import table
+from peerlane.evaluate.selftest import outcome
+from peerlane.evaluate.selftest.run import attributed
+from peerlane.evaluate.selftest.table import Entry, load
 from peerlane.report.mechanisms import size_text
 from peerlane.report.plots import BLACK, COLOURS, sweep_bytes
 from peerlane.results.reader import read_results
 from peerlane.results.result import Result
-from peerlane.selftest import outcome
-from peerlane.selftest.run import attributed
-from peerlane.selftest.table import Entry, load
 
 MODES_FILES = ("h200x4/references.jsonl", "h200x2/references.jsonl", "h100x2/solutions.jsonl", "h200x4/production.jsonl")
 SWEEP = "h200x2/sweep.jsonl"

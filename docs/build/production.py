@@ -8,10 +8,10 @@ from pathlib import Path
 
 from docs.build.comparison import MODES, comparison_report, summary
 from docs.build.tables import table
+from peerlane.common.words import counted
 from peerlane.report.tables import microseconds
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import Result
-from peerlane.words import counted
 
 CHANGED = 1.1
 """times as fast as before, from which a kernel is listed"""

@@ -31,6 +31,10 @@ from docs.build.production import production_section
 from docs.build.tables import Row, table
 from peerlane import problems
 from peerlane.errors import UsageError
+from peerlane.evaluate.selftest import outcome
+from peerlane.evaluate.selftest.calibrate import read_calibrations
+from peerlane.evaluate.selftest.run import attributed
+from peerlane.evaluate.selftest.table import FILE, load
 from peerlane.report.calibration import calibration_table
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import ACCEPTANCE, Acceptance, Reached, accuracy, reached
@@ -39,10 +43,6 @@ from peerlane.report.tables import environment_lines, microseconds
 from peerlane.results.reader import read_results
 from peerlane.results.record import Mode
 from peerlane.results.result import Result
-from peerlane.selftest import outcome
-from peerlane.selftest.calibrate import read_calibrations
-from peerlane.selftest.run import attributed
-from peerlane.selftest.table import FILE, load
 
 
 def _speeds(path: Path) -> str:

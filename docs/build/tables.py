@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from peerlane.common.words import counted
 from peerlane.errors import UsageError
 from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import size_text
 from peerlane.report.tables import TextTable
-from peerlane.words import counted
 
 Row: TypeAlias = dict[str, Any]
 R = TypeVar("R")

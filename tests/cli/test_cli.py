@@ -22,7 +22,7 @@ from peerlane.cli import doctor, exit_codes, progress
 from peerlane.cli.evaluation import print_results
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.device import emulator
-from peerlane.device.emulator import Report
+from peerlane.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
 from peerlane.hardware import topology
 from peerlane.hardware.ceilings import Ceilings, Measurement
@@ -336,7 +336,7 @@ def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(
-        "from peerlane.device.emulator import Scenario\nprint('at import')\n"
+        "from peerlane.emulator import Scenario\nprint('at import')\n"
         "def race(world_size):\n    print('in race')\n    yield Scenario('mine', '', world_size)\n"
     )
     report = Report("mine", 2, 1, 0, 0, (), 0.0)

@@ -9,7 +9,7 @@ import pytest
 from docs.build import sections
 from docs.build.generated import stale, write
 from peerlane.errors import UsageError
-from peerlane.selftest.table import load
+from peerlane.evaluate.selftest.table import load
 from sample_results import measured, result, text_of
 
 ROOT = Path(__file__).parents[2]

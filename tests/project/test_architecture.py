@@ -8,8 +8,8 @@ import re
 import grimp
 import networkx
 
+from peerlane.common.version import PACKAGE
 from peerlane.solutions import files
-from peerlane.version import PACKAGE
 
 # Strings that look like modules and are none.
 NO_MODULES = {"peerlane.lock"}

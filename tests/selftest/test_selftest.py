@@ -16,11 +16,11 @@ from peerlane import cli
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
+from peerlane.evaluate.selftest import run
+from peerlane.evaluate.selftest.outcome import Outcome, objection, read_outcomes, totals
+from peerlane.evaluate.selftest.run import SelftestPlan, attributed, deal, order, selftest
+from peerlane.evaluate.selftest.table import Corpus, Entry, load
 from peerlane.report.selftest import objections, totals_lines
-from peerlane.selftest import run
-from peerlane.selftest.outcome import Outcome, objection, read_outcomes, totals
-from peerlane.selftest.run import SelftestPlan, attributed, deal, order, selftest
-from peerlane.selftest.table import Corpus, Entry, load
 from sample_results import hung, on_cpu, result, wrong
 
 HONEST = (
@@ -230,7 +230,7 @@ def test_outcomes_of_another_version_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
+    monkeypatch.setattr("peerlane.evaluate.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", "--json", "--out", str(root)])
     assert done.exit_code == ExitCode.OK, done.output
     printed = json.loads(done.stdout)
@@ -245,7 +245,7 @@ def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("arguments", [["--repeat", "0"], ["--rows", "C02"], ["--rows", "X01"]])
 def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
+    monkeypatch.setattr("peerlane.evaluate.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", *arguments])
     assert isinstance(done.exception, UsageError)
 

@@ -39,8 +39,8 @@ from peerlane.cli import (
 )
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.output import print_error
+from peerlane.common.version import __version__
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
-from peerlane.version import __version__
 
 __all__ = ["app", "main"]
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from peerlane.evaluate.selftest.outcome import Outcome, objection, totals
 from peerlane.report.tables import TextTable
-from peerlane.selftest.outcome import Outcome, objection, totals
 
 if TYPE_CHECKING:
-    from peerlane.selftest.table import Corpus, Entry
+    from peerlane.evaluate.selftest.table import Corpus, Entry
 
 Judged = Sequence[tuple["Entry", Outcome]]
 
