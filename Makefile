@@ -21,8 +21,8 @@ help:
 	@echo "make test-all run every test"
 	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
 	@echo "make check   the gate: lint, format, types, generated docs, all tests"
-	@echo "make docs    regenerate what is generated in docs"
-	@echo "make site    build the documentation as a site, in site/"
+	@echo "make docs    regenerate what is generated in docs and committed"
+	@echo "make site    draw the pictures and build the documentation as a site, in site/"
 	@echo "make lock    choose versions anew with uv: uv.lock, and constraints.txt from it"
 	@echo "make clean   remove the virtual environment and everything generated"
 
@@ -68,19 +68,18 @@ test-trainers: $(STAMP)
 	$(PYTEST) -m long tests/service/test_trainers.py
 
 check: $(STAMP)
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples docs/build
+	$(BIN)/ruff format --check src tests examples docs/build
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/peerlane docs --check
+	$(BIN)/python -m docs.build --check
 	$(PYTEST)
 
 docs: $(STAMP)
-	$(BIN)/peerlane docs --write
-	$(BIN)/python -m peerlane.report.line_counts > docs/device/lines.md
+	$(BIN)/python -m docs.build --write
 
 site: $(STAMP)
-	$(BIN)/peerlane docs --site build/site
+	$(BIN)/python -m docs.build --site build/site
 	$(BIN)/zensical build --strict
 
 # Versions are chosen once, in uv.lock; uv is on PyPI. Markers go: the lock has one version of each package.
@@ -91,4 +90,4 @@ lock:
 
 clean:
 	rm -rf .venv .venv-* build dist site demo-results peerlane-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -54,7 +54,6 @@ COMMAND_LINE = {
     "serve": "--host --port --out --problems --world-size --device --ranks-per-gpu --isolation --token-file --queue-limit --share "
     "--drain --judges --check",
     "prompt": "problem_name --problems --disguise --backend --track --hardware --world-size --preset --variant --shots --json",
-    "docs": "--write --check --site --folder",
     "generate": "problem --model --problems --disguise --samples --out --backend --track --hardware --world-size --preset --variant "
     "--shots --temperature --top-p --effort --max-tokens --base-url --model-arg --connections --retries --timeout --batch --prices "
     "--max-cost",
@@ -256,7 +255,7 @@ def test_show_leaves_a_sweep_out_unless_it_is_asked_for(peerlane: Callable[..., 
     assert shown("--preset", "sweep,pkb")[0] == [*(item["name"] for item in sweep), "pkb"]
     assert shown("--preset", "sweep_1mib")[0] == ["sweep_1mib"]
     assert peerlane("show", "1") == ExitCode.OK
-    assert capsys.readouterr().out.count("### `sweep`: 2 KiB - 512 MiB") == 1
+    assert capsys.readouterr().out.count("`sweep`: 2 KiB - 512 MiB") == 1
 
 
 def test_show_prints_what_the_page_has_from_any_folder(
@@ -300,10 +299,6 @@ def test_show_for_people_names_its_profile(peerlane: Callable[..., int], capsys:
         (["calibrate", "--problem", "1", "--world-size", "2,3", "--json"], "nothing to calibrate on 3 ranks"),
         (["eval", ""], "got '' for a candidate"),
         (["report", "--noise", "--plot", "x.svg", "results.jsonl"], "--noise got --plot as well"),
-        (["docs"], "docs got nothing to do"),
-        (["docs", "--write", "--check"], "--write and --check"),
-        (["docs", "--check", "--folder", "/nonexistent"], "there is no folder /nonexistent"),
-        (["docs", "--write", "--folder", "/proc/absent"], "cannot make the folder /proc/absent"),
         (["report", "/nonexistent.jsonl"], "there is no file /nonexistent.jsonl"),
         (["report", "/nonexistent.jsonl", "--html", "page.html"], "there is no /nonexistent.jsonl"),
         (["report", "--noise", "--html", "page.html", "results.jsonl"], "--html got --noise or --plot as well"),
@@ -469,24 +464,6 @@ def test_doctor_measures_mechanisms_too(ending: Any, why: str | None, monkeypatc
         assert after.median("nvlink_sm_store_gbps") is not None and after.median("packet_round_us") is not None and len(after.notes) == 1
     else:
         assert after.figures == before.figures and "mechanisms: not measured" in after.notes[1] and why in after.notes[1]
-
-
-def test_docs_are_written_checked_and_found_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(problems, "suite", lambda nodes=1: (problems.get(1),))
-    folder = ["--folder", str(tmp_path / "pages")]
-    assert peerlane("docs", "--write", *folder) == ExitCode.OK
-    assert peerlane("docs", "--check", *folder) == ExitCode.OK
-    page = tmp_path / "pages" / "p001_allreduce.md"
-    page.write_text(page.read_text() + "by hand\n")
-    (tmp_path / "pages" / "p000_old.md").write_text("")
-    capsys.readouterr()
-    assert peerlane("docs", "--check", *folder) == ExitCode.CHECK_FAILED
-    out = capsys.readouterr().out
-    assert "p001_allreduce.md: differs from the code" in out and "p000_old.md: belongs to no problem" in out
-    assert peerlane("docs", "--write", *folder) == ExitCode.OK
-    assert sorted(path.name for path in (tmp_path / "pages").iterdir()) == ["README.md", "p001_allreduce.md", "p001_allreduce.svg"]
 
 
 def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

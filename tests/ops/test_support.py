@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from docs.build.operators import SUPPORT, operators_table
 from ops.whole import CASES, Case
 from peerlane import ops
 from peerlane.errors import UsageError
 from peerlane.ops.sharding import SHARDINGS
-from peerlane.ops.support import SUPPORT
-from peerlane.report.operators import operators_table
 
 NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "ExpertLayers", "close", "memory_report", "prepare", "replicate"}
 OF_PRODUCTS_IN_FP8 = {

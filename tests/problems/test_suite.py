@@ -11,11 +11,10 @@ from typer.testing import CliRunner
 from peerlane import cli, problems
 from peerlane.hardware.profiles import profile_for
 from peerlane.hardware.roofline import datasheet_peaks, roofline
-from peerlane.report.evidence import NODE
 from peerlane.results.reader import read_results
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = sorted(path for path in (ROOT / NODE).glob("*.jsonl") if path.name != "calibration.jsonl")
+RECORDS = sorted(path for path in (ROOT / "results" / "h200x4").glob("*.jsonl") if path.name != "calibration.jsonl")
 
 
 def test_size_and_categories() -> None:

@@ -9,6 +9,7 @@ import grimp
 import networkx
 
 from peerlane.common.version import PACKAGE
+from peerlane.solutions import files
 
 # Strings that look like modules and are none.
 NO_MODULES = {"peerlane.lock"}
@@ -20,6 +21,12 @@ def test_no_circle_of_imports() -> None:
     arrows = [(module, other) for module in graph.modules for other in graph.find_modules_directly_imported_by(module)]
     circles = [sorted(circle) for circle in networkx.strongly_connected_components(networkx.DiGraph(arrows)) if len(circle) > 1]
     assert circles == []
+
+
+def test_no_solution_uses_another_one() -> None:
+    """Solutions are out of a candidate's reach, of theirs too; what they share belongs into the kit, or into families."""
+    other = re.compile(r"peerlane\.solutions(?!\.families\.)")
+    assert [number for number, path in files().items() if other.search(path.read_text())] == []
 
 
 def test_the_kit_has_at_most_five_modules_outside_its_rooms() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from docs.build import tutorial_figures
 from peerlane import cli
 from peerlane.errors import UsageError
-from peerlane.report import tutorial_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"

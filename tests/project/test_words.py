@@ -47,7 +47,7 @@ def long_names(path: Path) -> Iterator[str]:
 @functools.cache
 def offences() -> dict[str, list[str]]:
     """Returns the words to change, by file."""
-    found = {path: [*questions(path)] for path in sorted((ROOT / "src").rglob("*.py"))}
+    found = {path: [*questions(path)] for folder in ("src", "docs/build") for path in sorted((ROOT / folder).rglob("*.py"))}
     found |= {path: [*long_names(path)] for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     return {path.relative_to(ROOT).as_posix(): lines for path, lines in found.items() if lines}
 

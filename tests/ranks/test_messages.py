@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.pool import RankPool
-from tests.ranks.stand_in_kit import StandInProvider
 from torch.distributed import distributed_c10d as c10d
 
 import peerlane.device.backend as backend
 from peerlane.device.backend import routing
 from peerlane.errors import UsageError
+from tests.ranks.pool import RankPool
+from tests.ranks.stand_in_kit import StandInProvider
 
 RANKS = 3
 

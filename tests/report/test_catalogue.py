@@ -8,15 +8,17 @@ import math
 import pytest
 import torch
 
+from docs.build import pages
+from docs.build.evidence import reference_times
+from docs.build.pages import overview
 from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.hardware.profiles import B200_SXM, H200_SXM
 from peerlane.problems import Case, Cost, Draw, GroupRef, KnownWrongAnswer, Problem, Tolerance, case, preset
 from peerlane.problems.contract import describe
-from peerlane.report.catalogue import argument_text, find_profile, plain, problem_detail
-from peerlane.report.evidence import NOTHING, Measured, PublicTimes, SolutionTime, packaged_evidence, reference_times
-from peerlane.report.pages import overview, page_world_size
-from peerlane.report.problem_page import Illustration, page
+from peerlane.report.catalogue import argument_text, find_profile, page_world_size, plain, problem_detail
+from peerlane.report.evidence import Measured, PublicTimes, SolutionTime, packaged_evidence
+from peerlane.report.problem_page import page
 from peerlane.report.problem_speeds import FAR, beside_public
 from sample_results import result
 
@@ -109,10 +111,10 @@ def test_page() -> None:
         "solution(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor",
         "* **Launch modes:** eager (no CUDA graph: it synchronises)",
         "* **May overwrite:** `x`",
-        "| a | bfloat16 | `x`: bfloat16[3, 8], `scale`: 0.5 |",
-        "| b | float32 | only on 2 ranks |",
-        "| public (variant pkb) | bfloat16 | `x`: bfloat16[7, 8], `scale`: 0.5 |",
-        "| bf16 | bfloat16 | `x`: bfloat16[1000000000, 8], `scale`: 0.5 |",
+        "| `small` | a | bfloat16 | `x`: bfloat16[3, 8], `scale`: 0.5 |",
+        "| `small` | b | float32 | only on 2 ranks |",
+        "| `pkb` | bf16, public (variant pkb) | bfloat16 | `x`: bfloat16[7, 8], `scale`: 0.5 |",
+        "| `production_x` | bf16 | bfloat16 | `x`: bfloat16[1000000000, 8], `scale`: 0.5 |",
         "## Cost and roofline on 4 ranks",
         "| `pkb` | 2e+09 bf16 | 4.8 MB | 1.35 MB | 0 B | 3 | nvlink |",
         "The bound is computed from the H200 SXM datasheet; it is not a measurement.",
@@ -174,13 +176,13 @@ def test_profiles_are_found_by_their_first_word() -> None:
 
 
 def test_pages_lead_with_the_reference_and_fold_cases() -> None:
-    shown = Illustration("def reference(x): ...\n", "p900.svg", "../../src/p900.py", "900_sample_cuda.py", "kit")
-    text = page(problem_detail(SAMPLE, world_size=4), Measured(solutions=(SOLUTION,)), shown)
+    problem = problems.get(13)
+    text = pages.page(problem, problem_detail(problem, world_size=4), Measured(solutions=(SOLUTION,)))
     order = (
         "def reference",
-        "](p900.svg)",
-        "peerlane new 900\n",
-        "](../../src/p900.py)",
+        "<!-- ![Problem 13 on 4 ranks",
+        "peerlane new 13\n",
+        "](../../src/peerlane/solutions/p013_gemm_allreduce.py)",
         "| 2x H100 |",
         "## Cost",
         "<summary>The reference's speed",
@@ -190,11 +192,23 @@ def test_pages_lead_with_the_reference_and_fold_cases() -> None:
 
 
 def test_a_long_reference_is_folded_below_its_signature() -> None:
-    shown = Illustration("line\n" * 200, "p900.svg", "", "900_sample_pytorch.py", "pytorch")
-    text = page(problem_detail(SAMPLE, world_size=4), NOTHING, shown)
+    text = pages.opening(problem_detail(SAMPLE, world_size=4), "line\n" * 200)
     assert text.index("solution(x:") < text.index("<summary>The reference in PyTorch, 200 lines</summary>")
-    assert "peerlane new 900 --backend pytorch\npeerlane eval 900_sample_pytorch.py --device cpu" in text
-    assert "There is none yet." in text
+
+
+def test_a_problem_without_a_kit_scaffold_has_pytorch_commands() -> None:
+    problem = problems.all_problems(2)[0]
+    text = pages.page(problem, problem_detail(problem, world_size=4, nodes=2), Measured())
+    assert f"peerlane new {problem.id} --backend pytorch\npeerlane eval " in text and "--device cpu --nodes 2 --world-size 4" in text
+
+
+def test_facts_that_say_nothing_and_equal_limits_take_no_lines() -> None:
+    wide = dataclasses.replace(
+        SAMPLE, mutates=frozenset(), tolerance=lambda case: {f"y{place}": Tolerance(relative=0.5) for place in range(9)}
+    )
+    text = page(problem_detail(wide, world_size=4))
+    assert "May overwrite" not in text and "nothing" not in text.partition("## Facts")[2].partition("\n## ")[0]
+    assert "| 9 outputs | small/a, pkb/bf16, pkb/public, production_x/bf16 | 0.5 |" in text
 
 
 def test_uncertain_speedups_and_virtual_nodes_are_marked() -> None:
@@ -211,7 +225,7 @@ def test_times_compare_with_the_public_reference_and_say_why() -> None:
     detail = problem_detail(sample, world_size=4)
     text = page(detail, measured)
     assert "takes 80 us per call in eager mode on such a node, this one 40 us. A better idiom." in text
-    assert "| `pkb` | 4 | eager | 40 |" in text
+    assert "| `pkb` | 4 | 40 | 30 |" in text
     assert "| 40 | 30 |" in overview([detail], {900: measured})
     assert "not measured | - |" in overview([detail], {})
 

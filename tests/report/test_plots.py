@@ -13,13 +13,13 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
+from docs.build import sections
 from peerlane import cli, problems
 from peerlane.device.tools import mechanisms
 from peerlane.device.tools.mechanisms import Bandwidth, Latency, Mechanisms
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.hardware import environment, topology
 from peerlane.hardware.ceilings import FIGURES
-from peerlane.report import sections
 from peerlane.report.mechanisms import MeasuredMechanisms, as_ceilings, choice_table, mechanisms_report, read_mechanisms, size_text
 from peerlane.report.plots import Point, mechanisms_plot, sweep_bytes, sweep_plot, write_plot
 from peerlane.results.result import CandidateInfo, Result

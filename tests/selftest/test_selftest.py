@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from docs.build.corpus import selftest_report
 from peerlane import cli
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
@@ -24,7 +25,7 @@ from peerlane.evaluate.selftest.busy_cores import busy_cores
 from peerlane.evaluate.selftest.outcome import Outcome, objection, read_outcomes, totals
 from peerlane.evaluate.selftest.run import SelftestPlan, attributed, deal, order, selftest
 from peerlane.evaluate.selftest.table import Corpus, Entry, load
-from peerlane.report.selftest import objections, selftest_report, totals_lines
+from peerlane.report.selftest import objections, totals_lines
 from peerlane.sandbox.process_tree import children
 from sample_results import hung, on_cpu, result, wrong
 

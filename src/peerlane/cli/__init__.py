@@ -21,7 +21,6 @@ from peerlane.cli import (
     calibrate,
     compile_kernels,
     demo,
-    docs,
     doctor,
     evaluation,
     export,
@@ -117,7 +116,6 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "bench": (bench.bench, "Measure how fast data moves between GPUs."),
         "calibrate": (calibrate.calibrate, "Measure how far references are from the exact answers."),
         "selftest": (selftest.selftest, "Judge the corpus of cheats and bugs."),
-        "docs": (docs.docs, "Write or check the generated documentation."),
     },
 }
 """By the heading under which ``--help`` shows it: each command with its line there."""

@@ -22,9 +22,8 @@ def show(
 ) -> None:
     """Show one problem: signature, meaning, presets with shapes, cost and roofline, error model, known wrong answers."""
     from peerlane import problems
-    from peerlane.report.catalogue import find_profile, problem_detail
+    from peerlane.report.catalogue import find_profile, page_world_size, problem_detail
     from peerlane.report.evidence import NOTHING, packaged_evidence
-    from peerlane.report.pages import page_world_size
     from peerlane.report.problem_page import page
 
     problem = problems.named(problem_name)

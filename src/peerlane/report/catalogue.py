@@ -20,6 +20,7 @@ from peerlane.problems.contract.wrong_answers import case_names
 
 Entry = dict[str, Any]
 
+PAGE_WORLD_SIZE = 4
 SMALL_ENOUGH = ("small", "pkb")
 """Presets whose arguments may be drawn for real, on the CPU, to learn their shapes; others may not fit this machine's memory."""
 
@@ -48,6 +49,11 @@ def find_profile(name: str) -> HardwareProfile:
             return profile
     known = ", ".join(profile.name for profile in PROFILES)
     raise UsageError(f"there is no hardware profile {name!r}; there are: {known}")
+
+
+def page_world_size(problem: Problem) -> int:
+    """Returns four ranks, or the largest number below that the problem runs on, or else the smallest."""
+    return max((size for size in problem.world_sizes if size <= PAGE_WORLD_SIZE), default=min(problem.world_sizes))
 
 
 def problem_detail(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,35 +54,14 @@ def deviation(speed: ModeSpeed) -> float:
 def acceptance_lines(results: Sequence[Result]) -> list[str]:
     """Returns a sentence per launch mode: how many problems lie within the accuracy promised, and whether that is enough."""
     return [
-        f"{mode}: {reached.within} of {reached.problems} within {promised.most:.0%} (promised: {promised.share:.0%} of them), "
-        f"largest deviation {reached.largest:.1%} (promised: at most {promised.every:.0%}): {'met' if reached.met else 'not met'}."
+        f"{mode}: {found.within} of {found.problems} within {promised.most:.0%} (promised: {promised.share:.0%} of them), "
+        f"largest deviation {found.largest:.1%} (promised: at most {promised.every:.0%}): {'met' if found.met else 'not met'}."
         for mode, promised in ACCEPTANCE.items()
-        if (reached := _reached(results, mode)) is not None
+        if (found := reached(results, mode)) is not None
     ]
 
 
-def acceptance_table(runs: Mapping[str, Sequence[Result]]) -> TextTable:
-    """Returns a table with a row per run and launch mode: what was promised, what was measured, and whether that is enough."""
-    columns = ("run", "mode", "problems", "near 1", "promised near 1", "largest deviation", "promised at most", "met", "called faster")
-    table = TextTable(columns, right=set(columns) - {"run", "mode", "met"})
-    for name, results in runs.items():
-        for mode, promised in ACCEPTANCE.items():
-            if (reached := _reached(results, mode)) is not None:
-                table.add(
-                    name,
-                    mode,
-                    str(reached.problems),
-                    f"{reached.within / reached.problems:.0%} within {promised.most:.0%}",
-                    f"{promised.share:.0%}",
-                    f"{reached.largest:.1%}",
-                    f"{promised.every:.0%}",
-                    "yes" if reached.met else "no",
-                    str(reached.faster),
-                )
-    return table
-
-
-class _Reached(NamedTuple):
+class Reached(NamedTuple):
     """The accuracy of one launch mode. ``faster``: how often the reference was called faster than itself."""
 
     problems: int
@@ -92,14 +71,15 @@ class _Reached(NamedTuple):
     faster: int
 
 
-def _reached(results: Iterable[Result], mode: Mode) -> _Reached | None:
+def reached(results: Iterable[Result], mode: Mode) -> Reached | None:
+    """Returns the accuracy in one launch mode; None if nothing was timed in it."""
     speeds = [speed for _, speed in _measured(results) if speed.mode == mode]
     if not speeds:
         return None
     promised, deviations = ACCEPTANCE[mode], [deviation(speed) for speed in speeds]
     within, largest = sum(value <= promised.most for value in deviations), max(deviations)
     met = within >= promised.share * len(deviations) and largest <= promised.every
-    return _Reached(len(speeds), within, largest, met, sum(speed.faster for speed in speeds))
+    return Reached(len(speeds), within, largest, met, sum(speed.faster for speed in speeds))
 
 
 def noise_report(results: Iterable[Result]) -> str:

@@ -1,10 +1,9 @@
-"""The page of one problem: for the documentation and, without pictures and folds, for `peerlane show`."""
+"""The page of one problem, as `peerlane show` prints it. The documentation adds the reference, a picture and folds to the same sections."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from peerlane.problems.contract.judge import STANDARD_WRONG_ANSWERS
@@ -15,145 +14,112 @@ from peerlane.report.quantities import quantity, shown_us
 from peerlane.report.tables import TextTable
 
 _NUMBER_OF_RANKS = re.compile(r"/w\d+(x\d+)?$")
-_FEW_CASES, _MANY_CASES = 3, 8
+_FEW_CASES, _MANY = 3, 8
 _BOUNDS = ("relative", "magnitude", "rms", "normwise", "rowwise")
-_LONG_REFERENCE = 70
 
 
-@dataclass(frozen=True)
-class Illustration:
-    """The parts of a page that only the documentation has.
-
-    Attributes:
-        reference: source of the reference as one file.
-        picture: file name of the picture of shards and messages, beside the page.
-        solution: link to the solution's source; empty if there is none.
-        scaffold: name of the file that `peerlane new` writes.
-        backend: of that file.
-        nodes: the smallest number of nodes that the problem runs on.
-    """
-
-    reference: str
-    picture: str
-    solution: str
-    scaffold: str
-    backend: str
-    nodes: int = 1
+def page(detail: Entry, measured: Measured = NOTHING) -> str:
+    """Returns one problem's page, from :func:`problem_detail` and what was measured."""
+    return "\n".join([title(detail), signature(detail), *sections(detail, measured, solution_times(measured), _section)])
 
 
-def page(detail: Entry, measured: Measured = NOTHING, illustration: Illustration | None = None) -> str:
-    """Returns one problem's page, from :func:`problem_detail`, what was measured, and what illustrates it."""
-    presets = "".join(
-        [
-            f"Arguments are those of rank 0 of {detail['world_size']}. All cases are checked; the first one of a preset is timed.\n\n",
-            "\n".join([*(_preset(preset) for preset in detail["presets"]), *_sweep(detail["sweep"])]),
-        ]
-    )
-    sections = {
+def title(detail: Entry) -> str:
+    """Returns the heading and the summary."""
+    return f"# {detail['id']}. {detail['title']}\n\n{detail['summary']}\n"
+
+
+def signature(detail: Entry) -> str:
+    """Returns the signature of a solution as a block of code."""
+    return f"```python\n{detail['signature']}\n```\n"
+
+
+def sections(detail: Entry, measured: Measured, solution: str, minor: Callable[[str, str], str]) -> list[str]:
+    """Returns what follows the signature. ``solution``: text about our solution. ``minor``: puts a title above the text of a section that
+    few readers need."""
+    parts = {
         "The reference's speed on four H200": reference_section(detail, measured),
-        "All presets and cases": presets,
+        "All presets and cases": _presets(detail),
         "Error model: how exact an answer must be": _error_model(detail),
         "Wrong answers that are rejected": _wrong_answers(detail),
     }
-    fold = _section if illustration is None else _folded
-    parts = [
-        f"# {detail['id']}. {detail['title']}\n",
-        f"{detail['summary']}\n",
-        f"```python\n{detail['signature']}\n```\n" if illustration is None else _opening(detail, illustration),
-        *([] if illustration is None else [_start(detail, illustration)]),
-        "## Our solution\n",
-        *([] if illustration is None or not illustration.solution else [f"[Read its source]({illustration.solution}).\n"]),
-        solution_times(measured) if measured.solutions or illustration is None or illustration.solution else "There is none yet.\n",
+    notes = "".join(f"* {note}\n" for note in detail["notes"])
+    return [
+        f"## Our solution\n\n{solution}",
         _cost(detail),
         *_tiers(detail),
-        "## Facts\n",
-        _facts(detail),
-        *(fold(title, text) for title, text in sections.items()),
+        f"## Facts\n\n{_facts(detail)}",
+        *(minor(name, text) for name, text in parts.items()),
+        *([f"## Notes\n\n{notes}"] if notes else []),
     ]
-    if detail["notes"]:
-        parts.append("## Notes\n\n" + "".join(f"* {note}\n" for note in detail["notes"]))
-    return "\n".join(parts)
 
 
-def _section(title: str, text: str) -> str:
-    return f"## {title}\n\n{text}"
-
-
-def _folded(title: str, text: str) -> str:
-    return f"<details markdown>\n<summary>{title}</summary>\n\n{text}\n</details>\n"
-
-
-def _opening(detail: Entry, illustration: Illustration) -> str:
-    """Returns the reference and the picture; a long reference is folded below its signature."""
-    code, lines = f"```python\n{illustration.reference.rstrip()}\n```\n", illustration.reference.count("\n")
-    if lines > _LONG_REFERENCE:
-        code = f"```python\n{detail['signature']}\n```\n\n{_folded(f'The reference in PyTorch, {lines} lines', code)}"
-    alternative = f"Problem {detail['id']} on {detail['world_size']} ranks: arguments, messages and answers"
-    return f"{code}\n![{alternative}]({illustration.picture})\n"
-
-
-def _start(detail: Entry, illustration: Illustration) -> str:
-    """Returns the commands that write a candidate and judge it without a GPU."""
-    emulated = illustration.backend == "kit"
-    backend = "" if emulated else f" --backend {illustration.backend}"
-    nodes = "" if illustration.nodes == 1 else f" --nodes {illustration.nodes} --world-size {detail['world_size']}"
-    where = "[emulated ranks](../laptop.md)" if emulated else "CPU ranks" + (" of [several nodes](../between-nodes.md)" if nodes else "")
-    options = f"--device {'emulated' if emulated else 'cpu'}{nodes} --preset small"
-    return (
-        f"## Write your own\n\nThe first command writes a candidate that is right and slow. The second one judges it on {where}, without a "
-        "GPU. Without `--device` it judges on the GPUs of the machine.\n\n"
-        f"```bash\npeerlane new {detail['id']}{backend}\npeerlane eval {illustration.scaffold} {options}\n```\n"
-    )
+def _section(name: str, text: str) -> str:
+    return f"## {name}\n\n{text}"
 
 
 def _facts(detail: Entry) -> str:
+    """Returns a list of what holds for a problem; a fact that says no more than what holds for most is left out."""
     graph = "" if not detail["graph_reason"] else f" (no CUDA graph: {detail['graph_reason']})"
     facts = {
         "Category": detail["category"],
         "Parallelism": ", ".join(detail["parallelism"]),
         "Origin": detail["origin"],
         "World sizes": ", ".join(map(str, detail["world_sizes"])),
-        **({"Nodes": ", ".join(map(str, detail["nodes"]))} if detail["nodes"] != [1] else {}),
-        "Variants": ", ".join(detail["variants"]),
+        "Nodes": "" if detail["nodes"] == [1] else ", ".join(map(str, detail["nodes"])),
+        "Variants": "" if detail["variants"] == ["default"] else ", ".join(detail["variants"]),
         "Launch modes": ", ".join(detail["modes"]) + graph,
-        "Updates in place, compared after the call": ", ".join(f"`{name}`" for name in detail["updates"]) or "nothing",
-        "May overwrite": ", ".join(f"`{name}`" for name in detail["mutates"]) or "nothing",
+        "Updates in place, compared after the call": ", ".join(f"`{name}`" for name in detail["updates"]),
+        "May overwrite": ", ".join(f"`{name}`" for name in detail["mutates"]),
         "Equal on all ranks": _replicated(detail["replicated"]),
-        "Integer draws": "the answer is then exact and compared bit for bit" if detail["integer_exact"] else "none",
+        "Integer draws": "the answer is then exact and compared bit for bit" if detail["integer_exact"] else "",
     }
-    return "".join(f"* **{name}:** {value}\n" for name, value in facts.items())
+    return "".join(f"* **{name}:** {value}\n" for name, value in facts.items() if value)
 
 
 def _replicated(replicated: bool | list[str]) -> str:
     if not replicated:
-        return "not required"
+        return ""
     which = "all outputs" if replicated is True else ", ".join(f"`{name}`" for name in replicated)
     return f"{which}, checked bit for bit"
 
 
-def _preset(preset: Entry) -> str:
-    table = TextTable(("case", "dtype", "arguments"))
-    for case in preset["cases"]:
-        label = case["label"] if case["variant"] == "default" else f"{case['label']} (variant {case['variant']})"
-        if case["cost"] is None:
-            arguments = f"only on {', '.join(map(str, case['world_sizes']))} ranks"
-        elif case["arguments"] is not None:
-            arguments = ", ".join(f"`{item['name']}`: {item['value']}" for item in case["arguments"])
-        else:
-            arguments = ", ".join(f"{name} = {_text(value)}" for name, value in case["params"].items())
-        table.add(label, case["dtype"], arguments)
-    return f"### `{preset['name']}`\n\n{preset['about']}\n\n{table.markdown()}"
+def _presets(detail: Entry) -> str:
+    """Returns what each preset is, and a table of all cases; those with the same arguments share a row."""
+    about = "".join(f"* `{preset['name']}`: {preset['about']}\n" for preset in detail["presets"])
+    table = TextTable(("preset", "cases", "dtype", "arguments"))
+    for preset in detail["presets"]:
+        labels: dict[tuple[str, str], list[str]] = {}
+        for case in preset["cases"]:
+            labels.setdefault((case["dtype"], _arguments(case)), []).append(_label(case))
+        for (dtype, arguments), together in labels.items():
+            table.add(f"`{preset['name']}`", ", ".join(together), dtype, arguments)
+    return (
+        f"{about}{_sweep(detail['sweep'])}\nArguments are those of rank 0 of {detail['world_size']}. All cases are checked; the first one "
+        f"of a preset is timed.\n\n{table.markdown()}"
+    )
 
 
-def _sweep(sweep: Sequence[Entry]) -> list[str]:
-    """Returns one section for all presets of the sweep; nothing if there is no sweep."""
+def _label(case: Entry) -> str:
+    return str(case["label"]) if case["variant"] == "default" else f"{case['label']} (variant {case['variant']})"
+
+
+def _arguments(case: Entry) -> str:
+    if case["cost"] is None:
+        return f"only on {', '.join(map(str, case['world_sizes']))} ranks"
+    if case["arguments"] is not None:
+        return ", ".join(f"`{item['name']}`: {item['value']}" for item in case["arguments"])
+    return ", ".join(f"{name} = {_text(value)}" for name, value in case["params"].items())
+
+
+def _sweep(sweep: Sequence[Entry]) -> str:
+    """Returns one line for all presets of the sweep; nothing if there is no sweep."""
     if not sweep:
-        return []
+        return ""
     first, last = sweep[0], sweep[-1]
-    return [
-        f"### `sweep`: {first['size']} - {last['size']}\n\n`--preset sweep` chooses all {len(sweep)} presets from `{first['name']}` to "
-        f"`{last['name']}`. Each has one flat bfloat16 case. Its size is that of the larger of a rank's two buffers.\n"
-    ]
+    return (
+        f"* `sweep`: {first['size']} - {last['size']}, which are {len(sweep)} presets from `{first['name']}` to `{last['name']}`. Each has "
+        "one flat bfloat16 case. Its size is that of the larger of a rank's two buffers.\n"
+    )
 
 
 def _text(value: Any) -> str:
@@ -165,19 +131,22 @@ def _text(value: Any) -> str:
 
 
 def _error_model(detail: Entry) -> str:
-    table = TextTable(("output", "cases", *_BOUNDS))
-    groups: dict[tuple[str, ...], list[str]] = {}
+    cases: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for preset in detail["presets"]:
         for case in preset["cases"]:
             for output, tolerance in (case["tolerance"] or {}).items():
-                cells = tuple(f"{tolerance[name]:.3g}" if tolerance[name] else "-" for name in _BOUNDS)
-                groups.setdefault((output, *cells), []).append(f"{preset['name']}/{case['label']}")
-    for (output, *limits), labels in groups.items():
-        table.add(output, ", ".join(labels) if len(labels) <= _MANY_CASES else f"{len(labels)} cases", *limits)
+                limits = tuple(f"{tolerance[name]:.3g}" if tolerance[name] else "-" for name in _BOUNDS)
+                cases.setdefault((output, limits), []).append(f"{preset['name']}/{case['label']}")
+    outputs: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for (output, limits), labels in cases.items():
+        outputs.setdefault((tuple(labels), limits), []).append(output)
+    table = TextTable(("output", "cases", *_BOUNDS))
+    for (together, limits), names in outputs.items():
+        table.add(_counted(names, "outputs"), _counted(together, "cases"), *limits)
     parts = []
-    if detail["error_model"] and groups:
+    if detail["error_model"] and cases:
         parts.append(f"{_paragraph(detail['error_model'])}\n")
-    if groups:
+    if cases:
         parts.append(
             "An answer passes if every check holds: `|got - want| <= relative |want| + magnitude (sum of magnitudes) + rms rms(want)` in "
             "every element, `norm(got - want) <= normwise norm(want)`, and the same in every row.\n"
@@ -187,6 +156,11 @@ def _error_model(detail: Entry) -> str:
         parts.append(f"Compared by the problem's own rule: {_paragraph(detail['comparison'])}\n")
     parts.append("Shape, dtype and structure must be exact. An output without an error model above must be exact too.\n")
     return "\n".join(parts)
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    """Returns the names, or how many they are where they are many."""
+    return ", ".join(names) if len(names) <= _MANY else f"{len(names)} {what}"
 
 
 def _paragraph(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The table of a selftest, row by row, and the corpus as the documentation shows it."""
+"""The table of a selftest, row by row, and its totals."""
 
 from __future__ import annotations
 
@@ -91,22 +91,6 @@ def objections(judged: Judged) -> list[str]:
             before = f", judged after {outcome.after}" if entry.kind == "legitimate" and outcome.after else ""
             lines.append(f"{entry.row} {entry.file}, W={outcome.world_size}: {why}{before}")
     return lines
-
-
-def node_lines(judged: Judged) -> list[str]:
-    """Returns lines that say where and how the outcomes were taken."""
-    return list(
-        dict.fromkeys(
-            f"Node: {outcome.node}; torch {outcome.torch}; isolation {outcome.isolation}; evaluator {outcome.evaluator_version}."
-            for _, outcome in judged
-        )
-    )
-
-
-def selftest_report(corpus: Corpus, judged: Judged) -> str:
-    """Returns the table, its totals, and where it was taken, as Markdown."""
-    parts = [selftest_table(corpus, judged).markdown(), *(f"* {line}" for line in totals_lines(judged)), ""]
-    return "\n".join([*parts, *node_lines(judged)])
 
 
 def _either(kinds: Sequence[str]) -> str:

@@ -1,0 +1,194 @@
+"""Kernels beside their references: one row a problem, both launch modes side by side, and a picture of all speedups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from statistics import geometric_mean
+from typing import Any
+
+from peerlane.common.words import counted
+from peerlane.report.plots import COLOURS, preset_order
+from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, percent, shown_speedup
+from peerlane.results.reader import newest
+from peerlane.results.record import Mode
+from peerlane.results.result import Result
+from peerlane.results.speed_record import ModeSpeed
+
+MODES: tuple[Mode, ...] = ("graph", "eager")
+LIBRARY = "best library"
+NONE = "–"
+"""in a cell without a figure"""
+
+
+def summary(results: Sequence[Result]) -> list[str]:
+    """Returns a line on correctness, one for each launch mode with its geometric mean, and one with the best kernels."""
+    lines = [f"* {counted(len({result.problem.id for result in results if result.correct}), 'problem')} correct."]
+    for mode in MODES:
+        speeds = [speed for result in results if (speed := result.speed_in(mode)) is not None]
+        sure = [speed.speedup.median for speed in speeds if not speed.copies_matter]
+        if sure:
+            faster, left_out = sum(speed.faster for speed in speeds), len(speeds) - len(sure)
+            of = f"the {len(sure)} without (copies)" if left_out else "those timed"
+            lines.append(
+                f"* {mode}: {counted(len(speeds), 'problem')} timed, {faster} faster; geometric mean of {of} {geometric_mean(sure):.2f}."
+            )
+    return [*lines, *_best(results)]
+
+
+def _best(results: Sequence[Result]) -> list[str]:
+    """Returns a line that names the kernel with the largest speedup, and the one that is nearest to its bound; none without speeds."""
+    known = [(speed, mode, result) for mode in MODES for result in results if (speed := result.speed_in(mode)) is not None]
+    speeds = [(speed.speedup.median, mode, result) for speed, mode, result in known if not speed.copies_matter]
+    shares = [(share, result) for result in results if (share := _share_of_bound(result)) is not None]
+    if not speeds or not shares:
+        return []
+    speedup, mode, fastest = max(speeds, key=lambda item: item[0])
+    share, nearest = max(shares, key=lambda item: item[0])
+    names = [f"{result.problem.id} {result.problem.slug}" for result in (fastest, nearest)]
+    return [f"* largest speedup: {speedup:.2f}, of {names[0]} in {mode} mode; nearest to its bound: {names[1]}, at {percent(share)} of it."]
+
+
+def comparison_report(results: Iterable[Result], libraries: Sequence[Result] | None = None) -> str:
+    """Returns :func:`comparison_table` for every class of machine, as Markdown, with the machine and the reasons of empty cells."""
+    groups = by_node(results)
+    parts = []
+    for node, mine in groups.items():
+        head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
+        notes = "\n".join(f"* {line}" for line in _gaps(mine))
+        where = "\n\n".join(environment_lines(mine))
+        parts.append(f"{head}{comparison_table(mine, libraries).markdown()}\n{where}\n\n{notes}".rstrip())
+    return "\n\n".join(parts)
+
+
+def comparison_table(results: Sequence[Result], libraries: Sequence[Result] | None = None) -> TextTable:
+    """Returns one row for each problem and preset: the bound, and for each launch mode the medians of reference and kernel in microseconds,
+    and the speedup; last the share of the bound that the kernel reaches in its faster mode. Columns that are the same in every row are left
+    out. ``libraries``: results of candidates that call a library, the fastest of which gets a column; with None there is none."""
+    presets = len({result.preset for result in results}) > 1
+    per_problem = len({(result.problem.id, result.preset) for result in results}) == len(results)
+    modes = [mode for mode in MODES if any(result.speed_in(mode) is not None for result in results)]
+    bounded = any(_bound_us(result) is not None for result in results)
+    columns = [
+        "problem",
+        *([] if per_problem else ["kernel"]),
+        *(["preset"] if presets else []),
+        *(["bound"] if bounded else []),
+        *(f"{mode}: {what}" for mode in modes for what in ("reference", "kernel", "speedup")),
+        *(["of bound"] if bounded else []),
+        *([] if libraries is None else [LIBRARY]),
+    ]
+    table = TextTable(columns, right=set(columns) - {"problem", "kernel", "preset", LIBRARY})
+    for result in sorted(results, key=lambda item: (item.problem.id, preset_order(item.preset), item.candidate.name)):
+        bound_us = _bound_us(result)
+        table.add(
+            f"{result.problem.id} {result.problem.slug}",
+            *([] if per_problem else [result.candidate.name]),
+            *([_short(result.preset)] if presets else []),
+            *([NONE if bound_us is None else f"{bound_us:.3g}" if bound_us < 100 else f"{bound_us:.0f}"] if bounded else []),
+            *(cell for mode in modes for cell in _cells(result.speed_in(mode))),
+            *([_of_bound(result)] if bounded else []),
+            *([] if libraries is None else [best_library(result, libraries)]),
+        )
+    return table
+
+
+def best_library(result: Result, libraries: Iterable[Result]) -> str:
+    """Returns the fastest library on the same question and class of machine, and its speedup over the reference: in graph mode where that
+    was measured, else in eager mode."""
+    question = result.problem.id, result.problem.variant, result.preset, result.world_size, result.node
+    rivals = [item for item in newest(libraries) if item.correct]
+    rivals = [item for item in rivals if (item.problem.id, item.problem.variant, item.preset, item.world_size, item.node) == question]
+    for mode in ("graph", "eager"):
+        speeds = [(speed.speedup.median, item) for item in rivals if (speed := item.speed_in(mode)) is not None]
+        if speeds and result.speed_in(mode) is not None:
+            speedup, item = max(speeds, key=lambda pair: pair[0])
+            return f"{_library_name(item)} {speedup:.2f}{'' if mode == 'graph' else ' (eager)'}"
+    return NONE
+
+
+def _library_name(result: Result) -> str:
+    """Returns a candidate's name without its problem's number and its backend: ``fused`` of ``16_gemm_reducescatter_fused_pytorch``."""
+    name = result.candidate.name.removesuffix(f"_{result.candidate.backend}").removeprefix(f"{result.problem.id}_")
+    return name.removeprefix(f"{result.problem.slug}_")
+
+
+def speedups(figure: Any, results: Sequence[Result]) -> None:
+    """Draws every problem's speedup in both launch modes on a figure of matplotlib, sorted by that of the graph mode."""
+    area = figure.subplots()
+    known = {result.problem.id: result for result in results if any(result.speed_in(mode) for mode in MODES)}
+    order = sorted(known, key=lambda number: (known[number].speed_in("graph") is None, -_first_speedup(known[number])))
+    places = {number: place for place, number in enumerate(order)}
+    for mode, colour, marker in zip(("eager", "graph"), (COLOURS[1], COLOURS[0]), ("D", "o"), strict=True):
+        speeds = [(places[number], speed) for number in order if (speed := known[number].speed_in(mode)) is not None]
+        points = [(place, speed.speedup.median) for place, speed in speeds]
+        if points:
+            mean = geometric_mean([speed.speedup.median for _, speed in speeds if not speed.copies_matter] or [math.nan])
+            label = f"{mode}: {len(points)} problems, geometric mean {mean:.2f}"
+            area.plot(*zip(*points, strict=True), marker, color=colour, markersize=4.5 if mode == "graph" else 3.5, label=label, alpha=0.9)
+    area.axhline(1.0, color="#555555", linewidth=0.9)
+    area.set_yscale("log")
+    ticks = [tick for tick in (0.5, 1, 2, 3, 5, 10, 20, 50, 100) if tick <= 1.3 * max(area.get_ylim()[1], 2)]
+    area.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
+    area.minorticks_off()
+    area.set_xticks(range(len(order)), [str(number) for number in order], fontsize=6.5, rotation=90)
+    area.set_xlim(-1, len(order))
+    area.set_xlabel("problem, by the speedup of the graph mode; on the right those with an eager one alone", fontsize=9)
+    area.set_ylabel("times as fast as the reference", fontsize=9)
+    area.legend(frameon=False, fontsize=9, loc="upper right")
+    area.spines[["top", "right"]].set_visible(False)
+
+
+def _first_speedup(result: Result) -> float:
+    return next(speed.speedup.median for mode in ("graph", "eager") if (speed := result.speed_in(mode)) is not None)
+
+
+def _cells(speed: ModeSpeed | None) -> tuple[str, str, str]:
+    if speed is None:
+        return NONE, NONE, NONE
+    sure = " (copies)" if speed.copies_matter else "" if speed.faster or speed.speedup.high < 1 else " (noise)"
+    return microseconds(speed.reference_us), microseconds(speed.candidate_us), f"{shown_speedup(speed):.2f}{sure}"
+
+
+def _bound_us(result: Result) -> float | None:
+    found = [item.bound_us for mode in result.modes if (speed := result.speed_in(mode)) is not None for item in speed.utilisation]
+    return found[0] if found else None
+
+
+def _of_bound(result: Result) -> str:
+    share = _share_of_bound(result)
+    return NONE if share is None else "<1%" if share < 0.005 else f"{share:.0%}"
+
+
+def _share_of_bound(result: Result) -> float | None:
+    bound_us, speeds = _bound_us(result), [speed for mode in MODES if (speed := result.speed_in(mode)) is not None]
+    times = [speed.candidate_us.median for speed in speeds if not speed.copies_matter] or [speed.candidate_us.median for speed in speeds]
+    return bound_us / min(times) if bound_us is not None and times else None
+
+
+def _gaps(results: Sequence[Result]) -> list[str]:
+    """Returns why cells are empty: results that are not correct, modes that failed, and the reasons why modes were not measured."""
+    lines: list[str] = []
+    unmeasured: dict[str, set[int]] = {}
+    for result in results:
+        name = f"{result.problem.id} {result.problem.slug}"
+        if not result.correct:
+            lines.append(f"{name}: {result.verdict.kind}: {result.verdict.reason.rstrip('.')}.")
+        for item in result.speed:
+            if item.status == "failed":
+                lines.append(f"{name}, {item.mode}: {item.kind}: {item.reason.rstrip('.')}.")
+            if item.status == "not_measured":
+                unmeasured.setdefault(item.why.partition(":")[0], set()).add(result.problem.id)
+    return [*lines, *(f"{_cause(why)}: {_listed(numbers)}." for why, numbers in unmeasured.items())]
+
+
+def _cause(why: str) -> str:
+    return {"the reference cannot be captured": "The reference cannot be captured in a graph"}.get(why, why[:1].upper() + why[1:])
+
+
+def _listed(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
+
+
+def _short(preset: str) -> str:
+    return preset.removeprefix("production_").removeprefix("sweep_")

@@ -1,0 +1,134 @@
+"""Columns of the tables of what scripts in tests/gpu measured: the kit's kernels and operators beside NCCL, cuBLAS and torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from docs.build.tables import Row, by_operation, measured, read_rows, table, where
+
+_OF_TORCH = ", ".join(f"torch {name}_us" for name in ("one_shot", "two_shot", "low_contention"))
+backend_table = partial(by_operation, operation="operation", figures=f"peerlane_us / nccl_us / {_OF_TORCH}")
+collectives_table = partial(by_operation, operation="op", figures="ours_us / nccl_us")
+_KERNELS = {
+    "gemm_rs": "GEMM + reduce-scatter",
+    "ag_gemm": "all-gather + GEMM",
+    "gemm_ar": "GEMM + all-reduce",
+    "gemm_ag": "GEMM + all-gather",
+}
+fused_table = partial(
+    measured,
+    key="op N",
+    words=("kernel",),
+    columns={
+        "kernel": lambda row: _KERNELS[row["op"]],
+        "N": "N",
+        "product us": "mm_us",
+        "wire us": "comm_us",
+        "kit us": "fused_us",
+        "cuBLAS + NCCL us": "nccl_us",
+        "torch's operator us": "torch_us",
+        "faster by": lambda row: f"{row['ratio']:.2f}x",
+        "of the bound": lambda row: f"{row['of_bound']:.0%}",
+    },
+)
+product_table = partial(
+    measured,
+    key="N",
+    columns={
+        "N": "N",
+        "kit us": "ours_us",
+        "cuBLAS us": "cublas_us",
+        "TFLOP/s": "tflops",
+        "of cuBLAS": lambda row: f"{row['of_cublas']:.0%}",
+    },
+)
+_SIDES = {"kit": "ours_us", "torch": "torch_us", "unfused": "unfused_us"}
+LAYERS: dict[str, tuple[str, Mapping[str, str]]] = {
+    "mlp": (
+        "tokens",
+        {"tokens": "tokens", **{f"{step}: {side}": f"{step}_{key}" for step in ("forward", "backward") for side, key in _SIDES.items()}},
+    ),
+    "gather": ("m k n", {"rows of a rank": "m", "K": "k", "N": "n", "product": "product_us", **_SIDES}),
+    "decode": (
+        "tokens",
+        {
+            "tokens": "tokens",
+            "kit": "ours_us",
+            "kit, fp8": "ours_fp8_us",
+            "kit's all-reduce, then a norm": "kit_then_norm_us",
+            "torch": "torch_one_shot_us, torch_two_shot_us",
+        },
+    ),
+    "norm_prefill": (
+        "tokens",
+        {
+            "tokens": "tokens",
+            "kit": "ours_us",
+            "kit, fp8": "ours_fp8_us",
+            "unfused": "unfused_us",
+            "no all-gather: kit": "scatter_us",
+            "no all-gather: unfused": "unfused_scatter_us",
+        },
+    ),
+    "fp8": (
+        "tokens inner",
+        {
+            "tokens": "tokens",
+            "inner columns": "inner",
+            **{
+                f"{step}: {name}": f"{step}{key}_us"
+                for step in ("gather", "scatter")
+                for name, key in {"kit": "", "torch": "_torch", "unfused": "_unfused", "kit in bfloat16": "_bf16"}.items()
+            },
+        },
+    ),
+    "dispatch": (
+        "tokens",
+        {
+            "tokens": "tokens",
+            "dispatch: kit": "dispatch_us",
+            "kit, fp8": "dispatch_fp8_us",
+            "unfused": "unfused_dispatch_us",
+            "combine: kit": "combine_us",
+            "unfused combine": "unfused_combine_us",
+        },
+    ),
+    "all_reduce": (
+        "bytes",
+        {"size": "bytes", "packets": "packets_us", "stores": "staged_us", "rings": "rings_us", "torch's two shots": "torch_two_shot_us"},
+    ),
+}
+"""By part of ``bench_layers.py``: what tells its rows apart, and its columns."""
+
+
+def layers_table(part: str) -> Callable[[Path], str]:
+    key, columns = LAYERS[part]
+    return partial(measured, key=key, columns=columns, bench=part)
+
+
+def training_table(path: Path) -> str:
+    """Returns the newest run of each example and model that trains: milliseconds a step, as median and quartiles, and losses."""
+
+    def times(side: str) -> Callable[[Row], str]:
+        return lambda row: "{1:.1f} ({0:.1f} to {2:.1f})".format(*row["sides"][side]["quartiles_ms"])
+
+    def losses(side: str) -> Callable[[Row], str]:
+        return lambda row: "{:.3f} to {:.3f}".format(*(row["sides"][side]["losses"][place] for place in (0, -1)))
+
+    def difference(row: Row) -> str:
+        pairs = zip(*(row["sides"][side]["losses"] for side in sides), strict=True)
+        return f"{max(abs(x - y) / y for x, y in pairs):.1e}"
+
+    sides = ("peerlane", "torch.distributed")
+    rows = [row for row in read_rows(path) if all("quartiles_ms" in row["sides"][side] for side in sides)]
+    newest = {(row["example"], row["model"]): row for row in rows}
+    columns: Mapping[str, Any] = {
+        **{name: name for name in ("example", "model", "steps")},
+        **{f"{side}: ms a step": times(side) for side in sides},
+        **{f"{side}: loss": losses(side) for side in sides},
+        "largest difference": difference,
+    }
+    return f"{table([newest[key] for key in sorted(newest)], columns, ('example', 'model'))}\n{where(rows[-1])}\n"

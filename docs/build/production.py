@@ -1,0 +1,80 @@
+"""Production sizes: verdict, speed, bound and best library of every problem, and why some kernels are slower than the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+
+from docs.build.comparison import MODES, comparison_report, summary
+from docs.build.tables import table
+from peerlane.common.words import counted
+from peerlane.report.tables import microseconds
+from peerlane.results.reader import last_right, read_results
+from peerlane.results.result import Result
+
+CHANGED = 1.1
+"""times as fast as before, from which a kernel is listed"""
+SLOWER = 0.95
+"""A speedup below this is explained."""
+
+WHY_ON_SHARES = "probably that its blocks hold a share of the SMs and launch no clusters; the reference's products have all SMs in turn"
+REASONS: Mapping[str, Mapping[int, str]] = {
+    "virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES),
+}
+"""By kind of node and problem, why a kernel is slower than the reference at a production size. Written by hand, here and nowhere else."""
+
+NO_RUN = "No run is recorded here."
+
+
+def production_section(path: Path) -> str:
+    """Returns the table of a file of results below lines that sum it up, and what is slower than the reference, with the reason.
+
+    ``libraries.jsonl`` beside it has the results of libraries. A file that does not exist is a run that has not been made.
+    """
+    if not path.is_file():
+        return NO_RUN
+    every = read_results(path)
+    results, libraries = last_right(every), path.with_name("libraries.jsonl")
+    rivals = read_results(libraries) if libraries.is_file() else []
+    parts = [*summary(results), *_wrong(results), "", comparison_report(results, rivals), "", *slower_lines(results), *changes_lines(every)]
+    return "\n".join(parts).rstrip()
+
+
+def changes_lines(results: Sequence[Result]) -> list[str]:
+    """Returns a table of the kernels that are quicker now than in an earlier correct run of the same question; nothing without any."""
+    rows = []
+    right = [result for result in results if result.correct and result.speed]
+    for now in sorted(last_right(right), key=lambda item: item.problem.id):
+        question = now.problem.id, now.preset, now.world_size, now.node, now.candidate.name
+        runs = [item for item in right if (item.problem.id, item.preset, item.world_size, item.node, item.candidate.name) == question]
+        for mode in ("graph", "eager"):
+            speeds = [speed for item in runs if (speed := item.speed_in(mode)) is not None and not speed.copies_matter]
+            if len(speeds) < 2 or (ratio := speeds[0].candidate_us.median / speeds[-1].candidate_us.median) < CHANGED:
+                continue
+            last = speeds[-1]
+            times = map(microseconds, (last.reference_us, speeds[0].candidate_us, last.candidate_us))
+            rows.append((f"{now.problem.id} {now.problem.slug}", mode, *times, f"{ratio:.2f}"))
+            break
+    names = ("problem", "mode", "reference", "kernel before", "kernel now", "times as fast")
+    columns = {name: itemgetter(place) for place, name in enumerate(names)}
+    made = table(rows, columns, words=names[:2])
+    return ["", "Kernels that became quicker, with times in microseconds.", "", made] if rows else []
+
+
+def slower_lines(results: Sequence[Result]) -> list[str]:
+    """Returns a line for every kernel that is clearly slower than the reference in a launch mode, with the reason if it is known."""
+    lines = []
+    for result in sorted(results, key=lambda item: item.problem.id):
+        speeds = [(mode, speed.speedup.median) for mode in MODES if (speed := result.speed_in(mode)) is not None]
+        if slow := [f"{speedup:.2f} in {mode} mode" for mode, speedup in speeds if speedup < SLOWER]:
+            why = REASONS.get(result.node.kind, {}).get(result.problem.id, "not known yet")
+            lines.append(f"* {result.problem.id} {result.problem.slug}: {', '.join(slow)}. Reason: {why.rstrip('.')}.")
+    return [f"Slower than {SLOWER:g} times the reference:", "", *lines] if lines else []
+
+
+def _wrong(results: Sequence[Result]) -> list[str]:
+    """Returns a line that counts the verdicts other than correct; none without any."""
+    kinds = [result.verdict.kind for result in results if not result.correct]
+    each = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
+    return [f"* {counted(len(kinds), 'problem')} without a speed: {each}."] if kinds else []
