@@ -37,7 +37,7 @@ def margins_on_rank(rank: int, world_size: int, number: int, preset: str, label:
     case = problem.case(preset, label, world_size)
     layout = tuple((name, tuple(tuple(members) for members in each)) for name, each in problem.process_groups(case).items())
     groups = groups_of(layout, rank)
-    return margins(problem, case, rank, secret="test", resolve=lambda tree: resolve_groups(tree, groups.__getitem__))
+    return margins(problem, case, rank, secret="test", resolve=lambda tree: resolve_groups(tree, groups.__getitem__), transport=False)
 
 
 @pytest.mark.parametrize(("problem", "case"), list(small_cases()))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
 
 FP64 = torch.float64

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.matmul import BF16, FP32
 
 _ALL = slice(None)

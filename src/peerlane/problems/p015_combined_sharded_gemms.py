@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.matmul import ACCUMULATION, BF16, FP32, FP64
 
 # Of the elementwise bound, in unit roundoffs u. One rounding errs by 0.41 u (root mean square), so that this is 14 standard deviations.

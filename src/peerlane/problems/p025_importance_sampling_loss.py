@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.codes import eight_bit_floats
+from peerlane.problems.contract.codes import eight_bit_floats
 from peerlane.problems.families.importance import CLAMP, Tokens, evaluate, extremes, global_mean
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32
 from peerlane.problems.families.quant import student_t

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import collective
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32
 
 NAMES = ("grad_fc1_1_lora_A", "grad_fc1_2_lora_A", "grad_fc2_lora_B")

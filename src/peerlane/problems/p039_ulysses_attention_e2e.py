@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
 from peerlane.problems.families.attention import attention
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 FP64 = torch.float64

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
 from peerlane.problems.families.matmul import FLOP_UNIT
 

@@ -13,7 +13,7 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
 from peerlane.problems.families.attention import BF16, FP32, Grid
 from peerlane.problems.families.attention_block import Attend
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 
 
 def reference(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.codes import eight_bit_floats, eight_bits
+from peerlane.problems.contract.codes import eight_bit_floats, eight_bits
 from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members
 
 FP64 = torch.float64

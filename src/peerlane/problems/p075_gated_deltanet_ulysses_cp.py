@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import delta
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.collective import group_layout, group_members, sequential_sum, stale_tail
 from peerlane.problems.families.conv import convolve, full_float32, terms_bound, without_group
 from peerlane.problems.families.matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families.collective import FP32, group_layout, stale_tail
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64
