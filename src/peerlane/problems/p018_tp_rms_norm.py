@@ -187,13 +187,11 @@ PROBLEM = pc.Problem(
             "production_llama3_70b_decode", "64 tokens x hidden 8192: latency", pc.case("bf16", BF16, rows=(64,), hidden=8192, eps=1e-5)
         ),
     ),
+    excused={"neighbours_exchanged": "a sum does not depend on the order of its terms"},
     known_wrong_answers=(
         pc.wrong("not_normalised", "the hidden states times the gain", lambda c: torch.mul(*c.args[:2])),
         pc.wrong(
             "local_statistics", "normalised with the rank's own mean square", lambda c: _from_statistics(c, [c.rank], _shape(c.case)[-1])
-        ),
-        pc.wrong(
-            "drop_last_rank", "the last rank's squares left out of the sum", lambda c: _from_statistics(c, c.ranks[:-1], _count(c.case))
         ),
         pc.wrong("divided_by_local_width", "the sum over all ranks divided by the local width", _divided_by_local_width),
         pc.wrong("every_other_channel", "the mean square of every second channel", _every_other_channel),

@@ -277,14 +277,7 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the norm of the rank's own gradients", lambda c: _with_norm_of(c, [c.rank]), _SEVERAL),
         pc.wrong("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, _SEVERAL),
-        pc.wrong(
-            "drop_last_rank",
-            "the norm without the group's last rank",
-            lambda c: _with_norm_of(c, _members_of(c)[:-1]),
-            _everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny", "below"),
-        ),
         pc.wrong("sum_of_norms", "the sum of the ranks' norms", _sum_of_norms, _everywhere("ragged", "norm_3", "strided_group", "tiny")),
         pc.wrong(
             "every_other_element",

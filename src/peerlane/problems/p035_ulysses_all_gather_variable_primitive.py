@@ -167,7 +167,6 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        *ulysses.gather_wrong_answers(lambda case: int(case["gather_dim"]), shared=tuple(f"small/{label}" for label in _SHARED)),
         pc.wrong(
             "own_length_for_all",
             "all tensors taken to be as long as the rank's own",

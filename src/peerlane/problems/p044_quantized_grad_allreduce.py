@@ -225,10 +225,8 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own gradient, quantised", lambda c: _mean(c, [c.rank], _plain, 1)),
         pc.wrong("not_quantised", "the mean of the gradients", lambda c: _mean(c, _all(c), lambda b: b.to(FP32)), _LOSSY),
         pc.wrong("sum", "not divided by the world size", lambda c: _mean(c, _all(c), _plain, 1)),
-        pc.wrong("drop_last_rank", "the mean without the last rank", lambda c: _mean(c, _all(c)[:-1], _plain)),
         pc.wrong("scale_one", "rounded to integers", lambda c: _mean(c, _all(c), lambda b: _codes(b.to(FP32)))),
         pc.wrong(
             "scale_of_next_block",
@@ -243,7 +241,7 @@ PROBLEM = pc.Problem(
         pc.wrong("no_floor", "no least scale", lambda c: _mean(c, _all(c), _without_floor), ("small/floor_fp32",)),
     ),
     alternative_solutions=(pc.AlternativeSolution("true_division", _by_definition), pc.AlternativeSolution("reciprocal", _by_reciprocal)),
-    excused={"another_rank": "all ranks have the same answer"},
+    excused={**pc.any_order("a sum does not depend on the order of its terms"), "another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(
         "The public benchmark's tolerance hides whether anything was quantised: on 8 ranks the plain mean passes. Here every element "

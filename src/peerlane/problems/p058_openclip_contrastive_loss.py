@@ -353,7 +353,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("local_block", "the rank's own texts only", _chosen(lambda members, place: [members[place]])),
         pc.wrong(
             "local_block_scaled", "the same times the number of ranks", _chosen(lambda members, place: [members[place]] * len(members))
         ),
@@ -401,7 +400,6 @@ PROBLEM = pc.Problem(
             lambda c: _from_moments(c, 2, own=True),
             _SUMMARISED,
         ),
-        pc.wrong("whole_world", "group ignored", lambda c: _loss(c.case, c.inputs, c.rank, c.ranks), ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),

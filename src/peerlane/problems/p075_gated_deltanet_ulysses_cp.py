@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families import delta
 from peerlane.problems.contract.codes import eight_bits
+from peerlane.problems.families import delta
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
@@ -222,11 +222,6 @@ def _reset(context: pc.AnswerContext) -> torch.Tensor:
     return _returned(context.case, torch.cat(chunks, -2)[..., first:, :])
 
 
-def _ranks_reversed(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    return _sequence_of(context, list(members[members.index(context.rank) :])[::-1])
-
-
 def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
     """q, k and v, and o on its way back, come in 8-bit integers."""
     received = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
@@ -318,9 +313,7 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's tokens from a state of zero", lambda c: _sequence_of(c, [c.rank]), _CHECKSUMMING),
         pc.wrong("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        pc.wrong("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, _CHECKSUMMING),
         pc.wrong(
             "drop_first_rank",
             "the sequence without the first rank's tokens",

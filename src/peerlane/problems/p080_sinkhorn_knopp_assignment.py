@@ -198,12 +198,6 @@ def _wrong(*, members: Callable[[pc.AnswerContext], Sequence[int]] | None = None
     return answer
 
 
-def _without_last(context: pc.AnswerContext) -> Sequence[int]:
-    """The ranks whose samples are counted if the last one with any is forgotten; the rank itself always is."""
-    members = [q for q in group_members(context.case, context.rank) if context.inputs[q][0].numel()]
-    return [q for q in group_members(context.case, context.rank) if q != members[-1] or q == context.rank]
-
-
 def _prototypes_last(context: pc.AnswerContext) -> torch.Tensor:
     """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
     members = group_members(context.case, context.rank)
@@ -293,8 +287,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "prototypes balanced over the rank's own samples", _wrong(members=lambda c: [c.rank]), _ITERATED),
-        pc.wrong("last_rank_missing", "prototypes balanced without the last rank's samples", _wrong(members=_without_last), _ITERATED),
         pc.wrong("one_iteration_less", "the last iteration skipped", _wrong(fewer=1), lambda c: c["iterations"] > 1),
         pc.wrong("one_iteration_more", "an iteration too many", _wrong(fewer=-1), _ITERATED),
         pc.wrong("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), _ITERATED),
@@ -304,7 +296,6 @@ PROBLEM = pc.Problem(
         pc.wrong("prototypes_last", "prototypes balanced after the rows", _prototypes_last, _ITERATED),
         pc.wrong("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), _NOT_ITERATED),
         pc.wrong("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), _NOT_ITERATED),
-        pc.wrong("whole_world", "group ignored", _wrong(members=lambda c: c.ranks), ("small/strided_group_fp32",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("scaling_vectors_fp32", _scaling_vectors),

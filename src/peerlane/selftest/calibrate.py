@@ -227,7 +227,9 @@ def _record(job: Job, device: str, of_cases: Sequence[Margins | str]) -> Calibra
             ratio = max(ratios.values(), default=0.0)
             if name not in faults or ratio > faults[name].ratio:
                 faults[name] = Reach(ratio=_rounded(ratio), case=case.label)
-    complaints += [f"transport fault {name}: ratio {reach.ratio:.3g} at most" for name, reach in faults.items() if reach.ratio < WRONG_LIMIT]
+    complaints += [
+        f"transport fault {name}: ratio {reach.ratio:.3g} at most" for name, reach in faults.items() if reach.ratio < WRONG_LIMIT
+    ]
     timed = of_cases[0]
     steps = () if isinstance(timed, str) or not timed.counts else tuple(timed.counts[0].steps)
     return Calibration(

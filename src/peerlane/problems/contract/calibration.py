@@ -211,7 +211,8 @@ def passing_faults(problem: Problem, cases: Sequence[Case], *, secret: str) -> d
             expected = problem.oracle(case, inputs, rank)
             context = _context(problem, case, rank, inputs, expected, secret=secret, device="cpu")
             for name, ratios in _ratios(context, expected, waiting).items():
-                reach[name] = max([reach.get(name, 0.0), *ratios.values()])
+                if ratios:
+                    reach[name] = max(reach.get(name, 0.0), *ratios.values())
             waiting = [fault for fault in waiting if reach.get(fault.name, 0.0) < WRONG_LIMIT]
     return {fault.name: reach[fault.name] for fault in waiting if fault.name in reach}
 

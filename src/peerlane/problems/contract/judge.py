@@ -13,7 +13,7 @@ import torch
 
 from peerlane.problems.contract.draw import INTEGER
 from peerlane.problems.contract.spec import Case, Expected, Problem, Score, Tolerance
-from peerlane.problems.contract.tree import Tree, dtype_name, leaves, map_leaves
+from peerlane.problems.contract.tree import Tree, dtype_name, map_leaves
 
 _PIECE_ELEMENTS = 1 << 26  # compared at a time: a comparison in float64 takes half a dozen tensors of their size
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -184,7 +184,6 @@ def log_probability_wrong_answers(
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
     return (
         pc.wrong("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
-        pc.wrong("local_vocabulary", "filter and softmax over the rank's own shard", lambda c: _local(c, True)),
         pc.wrong("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
         pc.wrong("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, filtered),
         pc.wrong("whole_world", "tp_group ignored", _whole_world, tuple(grouped)),
