@@ -224,12 +224,10 @@ def _record(job: Job, device: str, of_cases: Sequence[Margins | str]) -> Calibra
             if name not in wrong_answers or ratio < wrong_answers[name].ratio:
                 wrong_answers[name] = Reach(ratio=_rounded(ratio), case=case.label)
         for name, ratios in margins.transport.items():
-            ratio = max(ratios.values(), default=0.0)
-            if name not in faults or ratio > faults[name].ratio:
-                faults[name] = Reach(ratio=_rounded(ratio), case=case.label)
-    complaints += [
-        f"transport fault {name}: ratio {reach.ratio:.3g} at most" for name, reach in faults.items() if reach.ratio < WRONG_LIMIT
-    ]
+            if ratios and (ratio := _rounded(max(ratios.values()))) >= faults.get(name, Reach(ratio=0.0, case="")).ratio:
+                faults[name] = Reach(ratio=ratio, case=case.label)
+    weak = {name: reach.ratio for name, reach in faults.items() if reach.ratio < WRONG_LIMIT}
+    complaints += [f"transport fault {name}: ratio {ratio:.3g} at most" for name, ratio in weak.items()]
     timed = of_cases[0]
     steps = () if isinstance(timed, str) or not timed.counts else tuple(timed.counts[0].steps)
     return Calibration(
