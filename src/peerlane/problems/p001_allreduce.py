@@ -32,7 +32,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     elements = torch.Size(case["shape"]).numel()
     payload, world = elements * case.dtype.itemsize, case.world_size
-    port = 2 * (world - 1) / world * payload
+    port = pc.traffic.all_reduce(payload, world)
     return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port, flops={"fp32": (world - 1) / world * elements})
 
 

@@ -48,7 +48,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     elements, world = torch.Size(_shape(case)).numel(), case.world_size
     payload = elements * case.dtype.itemsize
-    port = (world - 1) / world * payload
+    port = pc.traffic.reduce_scatter(payload, world)
     return pc.Cost(
         hbm_bytes=payload + payload / world, egress_bytes=port, ingress_bytes=port, flops={"fp32": (world - 1) / world * elements}
     )

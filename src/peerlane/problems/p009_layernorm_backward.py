@@ -134,7 +134,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     elements, hidden, world = _rows(case, rank) * case["hidden"], case["hidden"], case.world_size
     x_size = _normalised_dtype(case).itemsize
     result = hidden * (case.dtype.itemsize + torch.promote_types(case.dtype, _normalised_dtype(case)).itemsize)
-    port = 2 * (world - 1) / world * result
+    port = pc.traffic.all_reduce(result, world)
     return pc.Cost(
         hbm_bytes=elements * (x_size + case.dtype.itemsize) + result, egress_bytes=port, ingress_bytes=port, flops={"fp32": 3 * elements}
     )

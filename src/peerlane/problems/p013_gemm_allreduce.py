@@ -36,7 +36,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The product is read or written once in full, and once more for the rank's 1/W of the reduction."""
     m, n, depth, world, size = case["m"], case["n"], matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
-    port = 2 * (world - 1) / world * m * n * size
+    port = pc.traffic.all_reduce(m * n * size, world)
     return pc.Cost(
         hbm_bytes=(m * depth + depth * n + m * n + m * n / world) * size,
         egress_bytes=port,

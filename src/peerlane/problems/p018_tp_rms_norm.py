@@ -96,7 +96,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """One float32 per row is all-reduced; a direct exchange with every peer would send W / 2 times as much, and is quicker when few."""
     *leading, local = _shape(case)
     rows, world = torch.Size(leading).numel(), case.world_size
-    port = 2 * (world - 1) / world * rows * FP32.itemsize
+    port = pc.traffic.all_reduce(rows * FP32.itemsize, world)
     moved = rows * local * (case.dtype.itemsize + _answer_dtype(case).itemsize)
     return pc.Cost(
         hbm_bytes=moved + local * _weight_dtype(case).itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": 4 * rows * local}

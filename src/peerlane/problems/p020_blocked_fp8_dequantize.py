@@ -91,7 +91,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Codes and scales travel, and are decoded where they arrive."""
     elements, world = torch.Size(_shape(case)).numel(), case.world_size
     coded = elements * case.dtype.itemsize + _blocks(case) * _scale_dtype(case).itemsize
-    port = (world - 1) / world * coded
+    port = pc.traffic.all_to_all(coded, world)
     return pc.Cost(hbm_bytes=coded + elements * FP32.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": elements})
 
 

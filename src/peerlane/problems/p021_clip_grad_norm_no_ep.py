@@ -110,7 +110,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """One float32 number is all-reduced; a direct exchange with every peer would send W / 2 times as much, and is quicker."""
     hbm_bytes, operations = clipping.traffic(entries(case, rank), clips=case["clips"])
     ranks = len(_members(case, rank))
-    port = 2 * (ranks - 1) / ranks * FP32.itemsize
+    port = pc.traffic.all_reduce(FP32.itemsize, ranks)
     return pc.Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
 
 

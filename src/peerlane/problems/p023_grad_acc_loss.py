@@ -112,7 +112,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """One number is all-reduced."""
     size, world = case.dtype.itemsize, case.world_size
-    port = 2 * (world - 1) / world * size
+    port = pc.traffic.all_reduce(size, world)
     return pc.Cost(hbm_bytes=2 * 8 + 6 * size, egress_bytes=port, ingress_bytes=port, flops={"fp32": 8})
 
 

@@ -202,7 +202,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """The logits of tokens that count are read once; one float32 is all-reduced."""
     rows, world = _layers(case) * (_tokens(case) - sum(_padding(case))), case.world_size
-    port = 2 * (world - 1) / world * FP32.itemsize
+    port = pc.traffic.all_reduce(FP32.itemsize, world)
     return pc.Cost(
         hbm_bytes=rows * case["experts"] * case.dtype.itemsize,
         egress_bytes=port,

@@ -179,7 +179,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Only valid tokens need a product. Five sums, a minimum and a maximum are all-reduced as one message of float32."""
     count, valid, world = _tokens(case), _tokens(case) - _ignored(case, rank), case.world_size
     depth, vocab, size, aux = case["hidden"], case["vocab"], case.dtype.itemsize, _aux_dtype(case).itemsize
-    port = 2 * (world - 1) / world * 7 * FP32.itemsize
+    port = pc.traffic.all_reduce(7 * FP32.itemsize, world)
     head = vocab * depth * size if valid else 0
     return pc.Cost(
         hbm_bytes=head + valid * (depth * size + 2 * aux) + count * (8 + size + max(size, aux)),

@@ -74,7 +74,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     elements, ranks = sum(torch.Size(shape).numel() for shape in _shapes(case)), len(collective.group_members(case, rank))
     payload = elements * case.dtype.itemsize
-    port = 2 * (ranks - 1) / ranks * payload
+    port = pc.traffic.all_reduce(payload, ranks)
     return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port, flops={"fp32": (ranks - 1) / ranks * elements})
 
 

@@ -41,7 +41,7 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     ranks = len(group_members(case, rank))
     payload = torch.Size(_shape(case, ranks)).numel() * case.dtype.itemsize
-    port = (ranks - 1) / ranks * payload
+    port = pc.traffic.all_to_all(payload, ranks)
     return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
 
 

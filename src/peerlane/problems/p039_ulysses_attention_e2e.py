@@ -210,7 +210,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         length = _local_length(case) * ranks
         positions = length * (length + 1) // 2 if case["causal"] else length**2
         pairs = case["batch"] * positions * _heads(case, rank) // ranks
-        port = min(4 * (ranks - 1) / ranks * tokens * width, (ranks - 1) * tokens * hidden) * size
+        port = min(pc.traffic.all_to_all(4 * tokens * width, ranks), (ranks - 1) * tokens * hidden) * size
     return pc.Cost(
         hbm_bytes=(tokens * (hidden + case["out"]) + width * (3 * hidden + case["out"])) * size,
         egress_bytes=port,

@@ -108,8 +108,8 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     blocks so small that scales outweigh codes, the float32 products reduced in place of both."""
     count, world = torch.Size(case["shape"]).numel(), case.world_size
     coded = count + FP32.itemsize * -(-count // case["block"])
-    owners = (world - 1) / world * (coded + count * case.dtype.itemsize)
-    products = 2 * (world - 1) / world * count * FP32.itemsize
+    owners = pc.traffic.all_to_all(coded + count * case.dtype.itemsize, world)
+    products = pc.traffic.all_reduce(count * FP32.itemsize, world)
     port = min(owners, (world - 1) * coded, products)
     return pc.Cost(hbm_bytes=2 * count * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": 5 * count})
 

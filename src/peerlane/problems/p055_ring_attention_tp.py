@@ -88,7 +88,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     tensor, context = _grid(case).lines(rank)
     heads, place, ranks, size = _heads(case), context.index(rank), len(tensor), case.dtype.itemsize
     tokens = case["batch"] * attention.local_length(case, len(context))
-    reduction = 2 * (ranks - 1) / ranks * tokens * case["out"] * size
+    reduction = pc.traffic.all_reduce(tokens * case["out"] * size, ranks)
     sent, received = attention_block.ring_bytes(case, heads, len(context), place)
     return pc.Cost(
         hbm_bytes=(tokens * (case["hidden"] + case["out"]) + heads * case["depth"] * (3 * case["hidden"] + case["out"])) * size,

@@ -182,7 +182,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     sizes, ranks = block_sizes(case, rank), case.world_size
     entries, own = sum(n * n for n in sizes), sum(sizes)
     total = sum(sum(block_sizes(case, q)) for q in range(ranks))
-    scalar = 2 * 8 * (ranks - 1) / ranks
+    scalar = pc.traffic.all_reduce(8, ranks)
     return pc.Cost(
         hbm_bytes=16 * entries + 8 * (3 * own + total),
         egress_bytes=8 * own * (ranks - 1) + scalar,

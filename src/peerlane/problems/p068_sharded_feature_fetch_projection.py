@@ -155,7 +155,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         hbm_bytes=size * (expected_distinct(sum(counts), nodes, skew) / ranks * depth * known + counts[me] * width + depth * width)
         + case.params.get("index", INT64).itemsize * counts[me],
         egress_bytes=row * (sum(distinct) - distinct[me]) / ranks,
-        ingress_bytes=row * distinct[me] * (ranks - 1) / ranks,
+        ingress_bytes=pc.traffic.all_to_all(row * distinct[me], ranks),
         flops={FLOP_UNIT[case.dtype]: 2 * depth * width * distinct[me]},
     )
 

@@ -184,7 +184,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     members = group_members(case, rank)
     place, world, local, taps = members.index(rank), len(members), _local_length(case, rank), _taps(case, rank)
     position = case["batch"] * _groups(case, rank) * case["group_dim"] * case.dtype.itemsize
-    exchanged = 2 * position * local * (world - 1) / world
+    exchanged = pc.traffic.all_to_all(2 * position * local, world)
     peers = [peer for peer in range(world) if peer != place]
     sent = position * sum(_foreign_history(case, peer, place, world, local, taps) for peer in peers)
     received = position * sum(_foreign_history(case, place, peer, world, local, taps) for peer in peers)

@@ -144,7 +144,7 @@ def tolerance(case: pc.Case) -> Mapping[str, pc.Tolerance]:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """Two float32 numbers per token (a shard's log-sum-exp and its target logit) go to one rank that combines them; the loss comes back."""
     tokens, ranks, (_, shard), size = math.prod(case["lead"]), len(group_members(case, rank)), vocabulary(case, rank), case.dtype.itemsize
-    port = (8 + size) * tokens * (ranks - 1) / ranks
+    port = pc.traffic.all_to_all((8 + size) * tokens, ranks)
     return pc.Cost(hbm_bytes=tokens * (shard * size + 8 + size), egress_bytes=port, ingress_bytes=port, flops={"fp32": 4 * tokens * shard})
 
 

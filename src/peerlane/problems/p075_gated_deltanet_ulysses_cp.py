@@ -171,7 +171,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     key_depth, value_depth = case["key_depth"], case["value_depth"]
     tokens = case["batch"] * local
     moved = tokens * (2 * heads * key_depth + 2 * value_heads * value_depth + 2 * value_heads) * size
-    exchanged = moved * (ranks - 1) / ranks
+    exchanged = pc.traffic.all_to_all(moved, ranks)
     state = case["batch"] * value_heads * key_depth * value_depth * size
     operations = min(6 * key_depth * value_depth, 2 * local * ranks * (key_depth + value_depth))
     return pc.Cost(

@@ -162,7 +162,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     taps = local // groups * case["kernel"] ** 3
     elements = case["batch"] * case["outputs"] * torch.Size(_output_size(case)).numel()
     read = case["batch"] * local * torch.Size(case["size"]).numel() + case["outputs"] * taps
-    port = 2 * (ranks - 1) / ranks * elements * case.dtype.itemsize
+    port = pc.traffic.all_reduce(elements * case.dtype.itemsize, ranks)
     return pc.Cost(
         hbm_bytes=(read + elements) * case.dtype.itemsize,
         egress_bytes=port,

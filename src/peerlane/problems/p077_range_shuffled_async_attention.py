@@ -183,7 +183,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     members, used = group_members(case, rank), _used_keys(case)
     ranks, own = len(members), used[members.index(rank)]
     foreign = sum(used) - own
-    queries = 2 * (ranks - 1) / ranks * count * rows * heads * depth
+    queries = pc.traffic.all_to_all(2 * count * rows * heads * depth, ranks)
     pair = 2 * depth
     by_head = max(kv_heads / ranks, 1) * pair
     pairs = heads * rows * sum(last - first for first, last in key_ranges(case))

@@ -131,11 +131,11 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     Each iteration reduces and spreads one float32 per prototype; the mass and the number of samples cancel, unless there is no iteration.
     """
     ranks, iterations, entries = len(group_members(case, rank)), case["iterations"], _rows(case, rank) * case["prototypes"]
-    port = 2 * 4 * case["prototypes"] * iterations if iterations else 2 * 4
+    port = pc.traffic.all_reduce(FP32.itemsize * (case["prototypes"] * iterations or 1), ranks)
     return pc.Cost(
         hbm_bytes=entries * (case.dtype.itemsize + 4),
-        egress_bytes=port * (ranks - 1) / ranks,
-        ingress_bytes=port * (ranks - 1) / ranks,
+        egress_bytes=port,
+        ingress_bytes=port,
         flops={"fp32": entries * max(4 * iterations, 2)},
     )
 

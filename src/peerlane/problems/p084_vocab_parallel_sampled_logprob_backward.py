@@ -163,7 +163,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """
     (batch, sequence), (_, shard), ranks = vocab.shape_of(case, rank), vocab.vocabulary(case, rank), len(group_members(case, rank))
     tokens, upstream = batch * sequence, case.params.get("grad_dtype", case.dtype)
-    port = 8 * tokens * (ranks - 1) / ranks
+    port = pc.traffic.all_to_all(8 * tokens, ranks)
     return pc.Cost(
         hbm_bytes=tokens * (shard * (case.dtype.itemsize + FP32.itemsize) + 8 + upstream.itemsize),
         egress_bytes=port,

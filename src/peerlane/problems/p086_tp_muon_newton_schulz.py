@@ -156,7 +156,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     shared by the ranks, needs TensorFloat32.
     """
     ranks, (rows, local) = len(group_members(case, rank)), _shape(case, rank)
-    gram = 2 * (ranks - 1) / ranks * rows * (rows + 1) / 2 * FP32.itemsize
+    gram = pc.traffic.all_reduce(rows * (rows + 1) / 2 * FP32.itemsize, ranks)
     port = min(gram, (ranks - 1) * rows * local * case.dtype.itemsize)
     side = min(rows, ranks * local)
     unit = "bf16" if case.dtype == BF16 else "fp32"

@@ -1,5 +1,6 @@
 """What authors of problems import: the contract, drawing of inputs, trees of tensors, comparison with the oracle."""
 
+from peerlane.problems.contract import traffic
 from peerlane.problems.contract.draw import (
     INTEGER,
     RANDOM,
@@ -107,6 +108,7 @@ __all__ = [
     "score",
     "seeded_generator",
     "tensor_descriptions",
+    "traffic",
     "transport_faults",
     "where",
     "wrong",

@@ -122,7 +122,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     ranks, experts, depth = len(owners), moe.experts_of(case), case.params.get("low_rank", 0)
     tokens = sum(moe.tokens_of(case, q) for q in owners) / ranks
     pairs = tokens * _ranks_per_token(case, ranks)
-    remote = 0.0 if case.params.get("pattern") == "own" else pairs * (ranks - 1) / ranks
+    remote = 0.0 if case.params.get("pattern") == "own" else pc.traffic.all_to_all(pairs, ranks)
     parameters = 3 * hidden * inner + 2 * inner + hidden + 3 * depth * (hidden + inner)
     port = min(2 * remote * hidden, (ranks - 1) * parameters) * size
     return pc.Cost(

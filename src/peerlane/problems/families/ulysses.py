@@ -76,7 +76,7 @@ def gathering_cost(case: pc.Case, rank: int, shape: Sequence[int], seq_dim: int,
     own = min(max(kept - me * local, 0), local)
     return pc.Cost(
         hbm_bytes=own * position + kept * position / ranks,
-        egress_bytes=(ranks - 1) / ranks * own * position,
+        egress_bytes=pc.traffic.all_to_all(own * position, ranks),
         ingress_bytes=(kept - own) * position / ranks,
     )
 

@@ -118,7 +118,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """
     (batch, sequence), (_, shard), ranks = shape_of(case, rank), vocabulary(case, rank), len(group_members(case, rank))
     tokens = batch * sequence
-    port = 12 * tokens * (ranks - 1) / ranks
+    port = pc.traffic.all_to_all(12 * tokens, ranks)
     return pc.Cost(
         hbm_bytes=tokens * (shard * case.dtype.itemsize + 8 + 4), egress_bytes=port, ingress_bytes=port, flops={"fp32": 4 * tokens * shard}
     )
