@@ -300,8 +300,8 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     excused={
         "eight_bits@small/public_both_bf16": "misses by 9 times only: the case has few tokens, of bfloat16 logits",
-        "tails_lost@small/public_both_bf16/w4": "the filter drops those logits anyway",
-        "neighbours_exchanged@small/public_both_bf16/w4": "the filter drops what both ranks hold",
+        "tails_lost@small/public_both_bf16": "the filter drops those logits anyway",
+        "neighbours_exchanged@small/public_both_bf16": "the filter drops what both ranks hold",
     },
     known_wrong_answers=(
         pc.wrong("target_missing", "-g q alone", lambda c: _assembled(c.case, c.rank, c.args, _kept(c).softmax(-1), False)),
