@@ -15,7 +15,7 @@ import torch
 
 from peerlane.problems.contract.count import Count, counted
 from peerlane.problems.contract.draw import INTEGER, RANDOM, Draw
-from peerlane.problems.contract.faults import DoesNotApply
+from peerlane.problems.contract.faults import GROUP_FAULTS, DoesNotApply
 from peerlane.problems.contract.judge import digests, expected_leaves, rounded, same_bits, score, type_mismatch
 from peerlane.problems.contract.spec import AnswerContext, Case, Inputs, KnownWrongAnswer, Problem
 from peerlane.problems.contract.standard import STANDARD_WRONG_ANSWERS
@@ -206,14 +206,20 @@ def passing_faults(problem: Problem, cases: Sequence[Case], *, secret: str) -> d
     reach: dict[str, float] = {}
     waiting = list(transport_faults(problem))
     for case in cases:
+        tried = waiting if problem.process_groups(case) else [fault for fault in waiting if fault not in GROUP_FAULTS]
+        if not tried:
+            continue
         inputs = draw_all(problem, case, secret=secret)
-        for rank in range(case.world_size) if waiting else ():
+        for rank in range(case.world_size):
             expected = problem.oracle(case, inputs, rank)
             context = _context(problem, case, rank, inputs, expected, secret=secret, device="cpu")
-            for name, ratios in _ratios(context, expected, waiting).items():
+            for name, ratios in _ratios(context, expected, tried).items():
                 if ratios:
                     reach[name] = max(reach.get(name, 0.0), *ratios.values())
             waiting = [fault for fault in waiting if reach.get(fault.name, 0.0) < WRONG_LIMIT]
+            tried = [fault for fault in tried if fault in waiting]
+            if not tried:
+                break
     return {fault.name: reach[fault.name] for fault in waiting if fault.name in reach}
 
 

@@ -179,6 +179,12 @@ def _previous(context: AnswerContext, rank: int) -> Tree:
     return context.previous_inputs[rank]
 
 
+GROUP_FAULTS: tuple[KnownWrongAnswer, ...] = (
+    KnownWrongAnswer("whole_world", "the group is ignored: the whole world communicates", _whole_world),
+    KnownWrongAnswer("contiguous_group", "blocks of neighbouring ranks are taken for the groups", _contiguous_group),
+)
+"""Those that apply to cases with process groups alone."""
+
 TRANSPORT_FAULTS: tuple[KnownWrongAnswer, ...] = (
     KnownWrongAnswer("no_communication", "other ranks' messages are zero: none has arrived", _arriving(_zeros)),
     KnownWrongAnswer("own_repeated", "the rank's own message stands in for every other rank's", _arriving(_own)),
@@ -195,6 +201,5 @@ TRANSPORT_FAULTS: tuple[KnownWrongAnswer, ...] = (
     KnownWrongAnswer(
         "ring_order", "the rank's own message comes first", _in_order(lambda rank, world: [(rank + q) % world for q in range(world)])
     ),
-    KnownWrongAnswer("whole_world", "the group is ignored: the whole world communicates", _whole_world),
-    KnownWrongAnswer("contiguous_group", "blocks of neighbouring ranks are taken for the groups", _contiguous_group),
+    *GROUP_FAULTS,
 )
