@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.problem_files import OWN_FOLDER, OWN_PACKAGE
+from peerlane.common.problem_files import OWN_FOLDER, OWN_PACKAGE
 from peerlane.results.definitions import Packages
 from peerlane.results.judged_source import JudgedSource
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from peerlane.cluster import CLUSTERS, Cluster
+from peerlane.common.cluster import CLUSTERS, Cluster
 from peerlane.errors import UsageError
 from peerlane.hardware.profiles import H200_SXM, PROFILES, HardwareProfile
 from peerlane.hardware.roofline import datasheet_peaks, roofline

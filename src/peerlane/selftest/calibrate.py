@@ -11,6 +11,9 @@ import torch
 from pydantic import ValidationError
 
 from peerlane import problems
+from peerlane.common.place import Device, Place
+from peerlane.common.version import __version__
+from peerlane.common.words import counted
 from peerlane.errors import UsageError
 from peerlane.evaluate import wire
 from peerlane.evaluate.plan import must_have_presets, presets_of
@@ -18,15 +21,12 @@ from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_id
 from peerlane.hardware.environment import record as record_environment
 from peerlane.hardware.virtual_node import VirtualNode, share_gpus
-from peerlane.place import Device, Place
 from peerlane.problems.contract.calibration import WRONG_LIMIT, Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
 from peerlane.problems.contract.spec import Case, Problem
 from peerlane.results.json_lines import append_lines, make_appendable, whole_lines
 from peerlane.results.record import Ratio, Record
 from peerlane.settings import Deadlines
-from peerlane.version import __version__
-from peerlane.words import counted
 
 Ratios = dict[str, Ratio]
 

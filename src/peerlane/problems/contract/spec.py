@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from peerlane.cluster import Cluster
+from peerlane.common.cluster import Cluster
+from peerlane.common.words import counted
 from peerlane.errors import UnknownPreset, UsageError
 from peerlane.problems.contract.draw import Draw
 from peerlane.problems.contract.tree import Tree
-from peerlane.words import counted
 
 # Unit roundoff u: half the distance between 1 and the next representable number (IEEE 754; bfloat16 has 8 significant bits).
 UNIT_ROUNDOFF: Mapping[torch.dtype, float] = {
