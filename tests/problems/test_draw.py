@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peerlane.problems.contract import Draw, constant
-from peerlane.problems.families.codes import eight_bit_floats, eight_bits
+from peerlane.problems.contract.codes import eight_bit_floats, eight_bits
 
 
 def _draw(secret: str, block: int) -> Draw:

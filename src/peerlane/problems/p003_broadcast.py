@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
+from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, sweep
 
 
 def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -86,7 +86,6 @@ PROBLEM = pc.Problem(
             "the tensor of the rank after src",
             lambda c: c.inputs[(root_of(c.args) + 1) % c.case.world_size][0].clone(),
         ),
-        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

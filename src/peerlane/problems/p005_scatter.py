@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
+from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, sweep
 
 
 def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -136,7 +136,6 @@ PROBLEM = pc.Problem(
             lambda c: c.answer.unsqueeze(0),
             ("small/row_bf16", "small/row_bf16_from_last", "small/scalar_int64", "small/unit_axis_bf16"),
         ),
-        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     notes=(
         "In the public benchmark rank r's answer is the constant r+1, always from rank 0 and with one row per rank. Here the bits are "

@@ -95,12 +95,6 @@ PROBLEM = pc.Problem(
     ),
     excused={"echo/own": "off the root the answer is the rank's own tensor"},
     known_wrong_answers=(
-        pc.wrong(
-            "no_communication",
-            "on the root its own tensor W times",
-            lambda c: _at_root(c, lambda c: torch.stack([c.args[0]] * c.case.world_size)),
-        ),
-        pc.wrong("ranks_reversed", "the last rank first", lambda c: _at_root(c, lambda c: c.answer.flip(0))),
         pc.wrong("not_stacked", "the leading axes merged", lambda c: _at_root(c, lambda c: c.answer.flatten(0, 1))),
         pc.wrong(
             "always_to_rank_0",
@@ -109,7 +103,6 @@ PROBLEM = pc.Problem(
             ("small/ragged_bf16_to_last", "small/tiny_int32_to_last"),
         ),
         pc.wrong("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, collective.stale_part)),
-        pc.wrong("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, collective.stale_tail)),
     ),
     notes=(
         "In the public benchmark every slice is a constant known from the rank, always on rank 0. Here the bits are random, and dst is the "

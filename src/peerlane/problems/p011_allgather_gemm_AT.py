@@ -61,7 +61,6 @@ PROBLEM = pc.Problem(
             pc.case("bf16", BF16, m=64, k=8192, n_total=2 * 28672),
         ),
     ),
-    known_wrong_answers=matmul.GATHERED_WRONG_ANSWERS,
     alternative_solutions=matmul.GATHERED_VARIANTS,
     integer_exact=True,
     notes=(

@@ -64,14 +64,6 @@ def _split_depth(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return torch.cat(blocks, dim=1)
 
 
-def _own_block_only(context: pc.AnswerContext) -> torch.Tensor:
-    n = matmul.columns(context.case)
-    answer = torch.zeros_like(context.answer)
-    block = slice(context.rank * n, (context.rank + 1) * n)
-    answer[:, block] = context.answer[:, block]
-    return answer
-
-
 PRESETS = (
     pc.preset(
         "small",
@@ -112,8 +104,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own block, zeros elsewhere", _own_block_only),
-        pc.wrong("own_block_everywhere", "the rank's own block in every place", lambda c: _blocks(c.case, [c.args] * c.case.world_size)),
         pc.wrong("blocks_rotated", "every block in the next rank's place", lambda c: torch.roll(c.answer, matmul.columns(c.case), dims=1)),
         pc.wrong(
             "own_a_for_all",

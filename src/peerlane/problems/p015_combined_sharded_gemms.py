@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import matmul
-from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.matmul import ACCUMULATION, BF16, FP32, FP64
 
 # Of the elementwise bound, in unit roundoffs u. One rounding errs by 0.41 u (root mean square), so that this is 14 standard deviations.
@@ -130,23 +129,6 @@ def _rounded(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return torch.mm(a.to(FP32), w2.to(FP32)).to(case.dtype)
 
 
-def _spoilt_x(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-    """A wrong answer: ``order(rank, world_size)`` names the rank whose shard goes to each place of X; None leaves zeros there."""
-
-    def answer(context: pc.AnswerContext) -> torch.Tensor:
-        x = _x(context.inputs, _rows_of(context.case, context.rank), order(context.rank, context.case.world_size))
-        return _mlp(context.case, x, *context.args[1:])
-
-    return answer
-
-
-def _coded(context: pc.AnswerContext) -> torch.Tensor:
-    """A wrong answer: other ranks' shards of X arrive as 8-bit codes."""
-    rows = _rows_of(context.case, context.rank)
-    shards = [args[0][rows] if q == context.rank else eight_bits(args[0][rows]) for q, args in enumerate(context.inputs)]
-    return _mlp(context.case, torch.cat(shards, dim=1), *context.args[1:])
-
-
 def _other_rows(context: pc.AnswerContext, owner: int) -> torch.Tensor:
     return _mlp(context.case, _x(context.inputs, _rows_of(context.case, owner)), *context.args[1:])
 
@@ -243,15 +225,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong(
-            "no_communication",
-            "the rank's own columns of X, the others zero",
-            _spoilt_x(lambda rank, world: [q if q == rank else None for q in range(world)]),
-        ),
-        pc.wrong("own_everywhere", "the rank's own shard in every place of X", _spoilt_x(lambda rank, world: [rank] * world)),
-        pc.wrong("shards_reversed", "X's shards in reverse order", _spoilt_x(lambda _, world: range(world - 1, -1, -1))),
-        pc.wrong("drop_last_rank", "X without the last rank's shard", _spoilt_x(lambda _, world: [*range(world - 1), None])),
-        pc.wrong("eight_bits", "shards of X sent in 8-bit integers with a scale for every 32 neighbours", _coded),
         pc.wrong("first_rows", "rank 0's rows on every rank", lambda c: _other_rows(c, 0)),
         pc.wrong("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _other_rows(c, c.case.world_size - 1 - c.rank)),
         pc.wrong(

@@ -237,15 +237,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong(
-            "no_communication",
-            "the rank's own shard W times",
-            _arranged(lambda shards, rank: torch.cat([shards[rank]] * len(shards), dim=1)),
-        ),
-        pc.wrong("sources_reversed", "the last rank's tokens first", _arranged(lambda shards, rank: torch.cat(shards[::-1], dim=1))),
-        pc.wrong(
-            "ring_order", "the rank's own tokens first", _arranged(lambda shards, rank: torch.cat(shards[rank:] + shards[:rank], dim=1))
-        ),
         pc.wrong("batch_inside", "batch and ranks in the wrong order", _arranged(_batch_inside), _BATCHED),
         pc.wrong(
             "not_rotated", "queries and keys as they were", _rotation(lambda x, cos, sin: x.to(torch.promote_types(x.dtype, cos.dtype)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -155,11 +155,6 @@ def _with_scales(context: pc.AnswerContext, change: Any) -> Pair:
     return _from(context.inputs, pair)
 
 
-def _of_ranks(context: pc.AnswerContext, ranks: Sequence[int]) -> Pair:
-    codes, scales = (answer.chunk(context.case.world_size) for answer in context.answer)
-    return torch.cat([codes[q] for q in ranks]), torch.cat([scales[q] for q in ranks])
-
-
 def _truncated(context: pc.AnswerContext) -> Pair:
     """Rounded towards zero: one code less where the nearest one lies beyond the quotient."""
     codes, scales = context.answer
@@ -245,8 +240,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own codes and scales W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
-        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, c.ranks[::-1])),
         pc.wrong("scale_one", "elements rounded as they are, scale 1", lambda c: _with_scales(c, lambda a: torch.full_like(a, E4M3_MAX))),
         pc.wrong("constant_codes", "right scales, and every code that of the codes' mean", _constant_codes, _NOT_EMPTY),
         pc.wrong("constant_scales", "right codes, all scales 0.006", lambda c: _scales_as(c, lambda s: torch.full_like(s, 0.006))),

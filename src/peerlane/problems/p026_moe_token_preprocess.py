@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members, neighbours
+from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members
 
 INT64 = torch.int64
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -127,12 +127,6 @@ def _duplicates_merged(context: pc.AnswerContext) -> Four:
     return _metadata(context.case, merged, context.rank, lambda counts: counts)
 
 
-def _contiguous_group(context: pc.AnswerContext) -> Four:
-    """The right members' number, but neighbours for members."""
-    counts = torch.stack([(context.inputs[q][0] != 0).sum((1, 2)) for q in neighbours(context)])
-    return metadata(counts, neighbours(context).index(context.rank), context.case.dtype)
-
-
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     return pc.case(label, dtype, **{"tokens": (59, 83, 0, 71), "experts": 8, "k": 2, "exponent": 0.7, "skew": 0.5, **params})
 
@@ -243,14 +237,6 @@ PROBLEM = pc.Problem(
             "an expert that a token selects twice counted once",
             _duplicates_merged,
             lambda c: bool(c.params.get("replacement")),
-        ),
-        pc.wrong(
-            "last_rank_missing",
-            "the last rank's rows not counted",
-            _from_counts(lambda counts, me: torch.cat([counts[:-1], torch.zeros_like(counts[-1:])])),
-        ),
-        pc.wrong(
-            "contiguous_group", "neighbours taken for the group", _contiguous_group, lambda c: "group" in c.params and c.world_size > 2
         ),
     ),
     excused=_excused(),

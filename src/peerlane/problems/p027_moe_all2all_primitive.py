@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours, stale_tail
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
 
 
 def reference(
@@ -133,11 +133,6 @@ def _fitted(context: pc.AnswerContext, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
 
 
-def _own_parts(context: pc.AnswerContext) -> list[torch.Tensor]:
-    members = group_members(context.case, context.rank)
-    return _parts(context.case, context.inputs, members, members.index(context.rank))
-
-
 def _equal_splits(context: pc.AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     chunks = [context.inputs[source][0].tensor_split(len(members))[members.index(context.rank)] for source in members]
@@ -172,8 +167,6 @@ _UNEVEN = (
     "small/world_group_fp32",
     "small/strided_group_bf16",
 )
-_SEVERAL_SOURCES = (*_UNEVEN, "small/incast_fp32", "small/no_splits_bf16")
-
 PROBLEM = pc.Problem(
     id=27,
     slug="moe_all2all_primitive",
@@ -224,14 +217,10 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: _fitted(c, c.args[0])),
         pc.wrong("equal_splits", "rows cut equally, whatever the splits say", _equal_splits, _UNEVEN),
         pc.wrong("own_offsets", "every source read at this rank's own offset", _own_offsets, _UNEVEN),
-        pc.wrong("sources_reversed", "the last source first", lambda c: torch.cat(_own_parts(c)[::-1]), _SEVERAL_SOURCES),
-        pc.wrong("parts_reversed", "rows inside every part backwards", lambda c: torch.cat([part.flip(0) for part in _own_parts(c)])),
         pc.wrong("world_rank_as_index", "the part for the world rank's number", _world_rank, ("small/strided_group_bf16",)),
         pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
-        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     process_groups=group_layout,
     notes=(

@@ -185,11 +185,6 @@ def _sources_reversed(context: pc.AnswerContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank)[::-1]))
 
 
-def _last_source_missing(context: pc.AnswerContext) -> torch.Tensor:
-    parts = _parts(context.case, context.inputs, context.rank)
-    return _combined(context, rows=torch.cat([*parts[:-1], torch.zeros_like(parts[-1])]))
-
-
 def _unweighted(context: pc.AnswerContext) -> torch.Tensor:
     weights = _row_weights(context.args)
     return _combined(context, weights=torch.full_like(weights, float(weights.mean()) if weights.numel() else 0.0))
@@ -312,8 +307,8 @@ PROBLEM = pc.Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
+    excused={"eight_bits@small/literal_bf16": "misses by 4 and 8 times only: bfloat16 weights sum the rows with errors of that size"},
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: _combined(c, rows=c.args[0]), _several),
         pc.wrong("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, moe.several_sources),
         pc.wrong(
             "order_of_another_call",
@@ -322,7 +317,6 @@ PROBLEM = pc.Problem(
             moe.counts_vary,
         ),
         pc.wrong("sources_reversed", "the last source first", _sources_reversed, _several_returned),
-        pc.wrong("last_source_missing", "zeros for the last rank's rows", _last_source_missing, lambda c: "one_rank" not in c.params),
         pc.wrong("unweighted", "the mean weight for every row", _unweighted, lambda c: c["k"] > 1),
         pc.wrong("weights_by_token", "weights in the order of tokens and slots", _weights_by_token, lambda c: c["k"] > 1),
         pc.wrong("mapping_ignored", "rows taken to be in the order of tokens", lambda c: _combined(c, mapping=c.args[8].sort().values)),

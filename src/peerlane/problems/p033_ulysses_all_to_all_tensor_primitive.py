@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, neighbours
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 
 def reference(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -41,7 +41,7 @@ def oracle(case: pc.Case, inputs: pc.Inputs, rank: int) -> pc.Expected:
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     ranks = len(group_members(case, rank))
     payload = torch.Size(_shape(case, ranks)).numel() * case.dtype.itemsize
-    port = (ranks - 1) / ranks * payload
+    port = pc.traffic.all_to_all(payload, ranks)
     return pc.Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
 
 
@@ -50,13 +50,6 @@ def _flat(context: pc.AnswerContext) -> torch.Tensor:
     me = members.index(context.rank)
     parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(members))[me] for source in members]
     return torch.cat(parts).view(context.answer.shape)
-
-
-def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
-    """The exchange among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
-    case, ranks = context.case, neighbours(context)
-    sources = [context.inputs[q][0].chunk(len(ranks), case["scatter_dim"])[ranks.index(context.rank)] for q in ranks]
-    return torch.cat(sources, case["gather_dim"])
 
 
 _INTERLEAVED = (
@@ -140,7 +133,6 @@ PROBLEM = pc.Problem(
             _flat,
             tuple(label for label in _INTERLEAVED if label != "small/same_axis_bf16"),
         ),
-        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
-from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members, neighbours, stale_part
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members
 
 
 def reference(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -44,11 +44,6 @@ def _memory_order(context: pc.AnswerContext) -> torch.Tensor:
     """Every rank's elements in the order they have in memory, not in that of the axes."""
     tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
     return torch.cat([tensor.permute(*reversed(range(tensor.dim()))).reshape(tensor.shape) for tensor in tensors])
-
-
-def _contiguous_group(context: pc.AnswerContext) -> torch.Tensor:
-    """All-gather among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
-    return torch.cat([context.inputs[source][0] for source in neighbours(context)])
 
 
 PROBLEM = pc.Problem(
@@ -87,12 +82,7 @@ PROBLEM = pc.Problem(
         pc.preset("production_llama3_8b_fsdp", "the parameters of one layer, flat", pc.case("bf16", BF16, shape=(218112000,), whole=True)),
         pc.preset("production_deepseek_v3_decode", "16 tokens per rank x 7168: latency", pc.case("bf16", BF16, shape=(16, 7168))),
     ),
-    known_wrong_answers=(
-        *ulysses.gather_wrong_answers(lambda case: 0),
-        pc.wrong("stale_part", "the last part is that of the slot before", stale_part),
-        pc.wrong("memory_order", "strides ignored", _memory_order, ("small/permuted_bf16",)),
-        pc.wrong("contiguous_group", "neighbours taken for the group", _contiguous_group, ("small/strided_group_bf16",)),
-    ),
+    known_wrong_answers=(pc.wrong("memory_order", "strides ignored", _memory_order, ("small/permuted_bf16",)),),
     excused={"another_rank": "all ranks of a group have the same answer"},
     process_groups=group_layout,
     notes=(

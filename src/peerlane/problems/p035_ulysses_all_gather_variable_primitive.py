@@ -66,7 +66,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     total, line = sum(lengths), torch.Size(ulysses.with_length(case["shape"], case["gather_dim"], 1)).numel() * case.dtype.itemsize
     return pc.Cost(
         hbm_bytes=(max(lengths) + total) * line,
-        egress_bytes=max(max(lengths), (ranks - 1) / ranks * total) * line,
+        egress_bytes=max(max(lengths), pc.traffic.all_gather(total, ranks)) * line,
         ingress_bytes=(total - min(lengths)) * line,
     )
 
@@ -167,7 +167,6 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        *ulysses.gather_wrong_answers(lambda case: int(case["gather_dim"]), shared=tuple(f"small/{label}" for label in _SHARED)),
         pc.wrong(
             "own_length_for_all",
             "all tensors taken to be as long as the rank's own",

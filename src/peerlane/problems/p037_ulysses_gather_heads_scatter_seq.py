@@ -181,7 +181,7 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        *_EXCHANGE.known_wrong_answers(strided=_SEVERAL_TOKENS, ring=_SEVERAL_TOKENS),
+        *_EXCHANGE.known_wrong_answers(strided=_SEVERAL_TOKENS),
         pc.wrong("padded_in_front", "zeros before the sequence instead of behind it", _padded_in_front, _PADDED),
         pc.wrong("padding_repeats", "the last token in place of padding", lambda c: _last_token_in_padding(c, 1.0), _PADDED),
         pc.wrong(

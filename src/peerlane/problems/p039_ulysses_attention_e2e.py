@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from peerlane.problems import contract as pc
 from peerlane.problems.families import ulysses
 from peerlane.problems.families.attention import attention
-from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 FP64 = torch.float64
@@ -211,7 +210,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         length = _local_length(case) * ranks
         positions = length * (length + 1) // 2 if case["causal"] else length**2
         pairs = case["batch"] * positions * _heads(case, rank) // ranks
-        port = min(4 * (ranks - 1) / ranks * tokens * width, (ranks - 1) * tokens * hidden) * size
+        port = min(pc.traffic.all_to_all(4 * tokens * width, ranks), (ranks - 1) * tokens * hidden) * size
     return pc.Cost(
         hbm_bytes=(tokens * (hidden + case["out"]) + width * (3 * hidden + case["out"])) * size,
         egress_bytes=port,
@@ -383,7 +382,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "attention to the rank's own tokens", lambda c: _answer(c, owners=[c.rank]), _DEFAULT),
         pc.wrong(
             "heads_attended", "heads of a rank attend to one another, in every position: the public semantics", _legacy_answer, _DEFAULT
         ),
@@ -404,12 +402,6 @@ PROBLEM = pc.Problem(
             lambda c: _DEFAULT(c) or c.label in ("public_full_bf16", "public_causal_fp32"),
         ),
         pc.wrong("heads_rolled", "heads put together in the wrong order", _heads_rolled, _DEFAULT),
-        pc.wrong(
-            "eight_bits",
-            "both exchanges in 8-bit integers, with a scale for every 32 neighbours",
-            lambda c: _in_steps(c.case, c.inputs, c.rank, c.case.dtype, eight_bits),
-            _DEFAULT,
-        ),
         pc.wrong("no_maximum", "exponentials that overflow", _no_maximum, ("small/large_scores_fp32",)),
         pc.wrong("positions_attended", "attention over the sequence, where the public semantics is asked for", _answer, _LEGACY_SEVERAL),
         pc.wrong(

@@ -109,10 +109,6 @@ def _own_shard_repeated(context: pc.AnswerContext, _: Training, new: Flat) -> Fl
     return new[0].chunk(context.case.world_size)[context.rank].repeat(context.case.world_size), *new[1:]
 
 
-def _reversed(context: pc.AnswerContext, _: Training, new: Flat) -> Flat:
-    return torch.cat(new[0].chunk(context.case.world_size)[::-1]), *new[1:]
-
-
 def _averaged(context: pc.AnswerContext, right: Training) -> Training:
     """The gradient divided by the world size, as if it were a sum over ranks."""
     assert right.gradient is not None
@@ -183,7 +179,6 @@ PROBLEM = pc.Problem(
         *training_step.step_wrong_answers(MODEL, moments=False),
         MODEL.wrong("own_shard_only", "other ranks' parameters as they were", state=_own_shard_only),
         MODEL.wrong("own_shard_repeated", "no communication: the rank's own new shard W times", state=_own_shard_repeated),
-        MODEL.wrong("shards_reversed", "shards from the last rank to the first", state=_reversed),
         MODEL.wrong("last_shard_stale", "the last rank's parameters as they were", state=_last_shard_stale),
         MODEL.wrong("averaged_again", "the gradient divided by the world size", training=_averaged),
         *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=3e-3),

@@ -176,13 +176,6 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong(
-            "no_communication", "the rank's own logits W times", _arranged(lambda blocks, rank: torch.cat([blocks[rank]] * len(blocks), 1))
-        ),
-        pc.wrong("blocks_reversed", "the last rank's vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[::-1], 1))),
-        pc.wrong(
-            "ring_order", "the rank's own vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[rank:] + blocks[:rank], 1))
-        ),
-        pc.wrong(
             "interleaved_vocabulary", "one entry of every rank in turn", _arranged(lambda blocks, rank: torch.stack(blocks, -1).flatten(1))
         ),
         pc.wrong(

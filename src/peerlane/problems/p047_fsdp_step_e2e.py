@@ -83,7 +83,7 @@ MODEL = StepModel(_training, _outputs)
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """An all-gather of the parameters and a reduce-scatter of the gradients; state is read and written."""
     count, size, world = training_step.parameter_count(case), case.dtype.itemsize, case.world_size
-    port = 2 * (world - 1) / world * count * size
+    port = pc.traffic.all_reduce(count * size, world)
     return pc.Cost(
         hbm_bytes=training_step.batch_bytes(case, rank) + 6 * shard_size(case) * size,
         egress_bytes=port,

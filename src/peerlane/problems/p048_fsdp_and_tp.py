@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
 from peerlane.problems.families.matmul import FLOP_UNIT
 
@@ -232,27 +231,6 @@ def _rounded_partial_sums(case: pc.Case, inputs: Arguments, rank: int) -> torch.
     return wide_sum([_in_float32(case, inputs, rank, groups=[_fsdp_peers(case, t)]) for t in range(n_tp)])
 
 
-def _coded(context: pc.AnswerContext) -> torch.Tensor:
-    """A wrong answer: shards of the weights, and what the all-reduce sends, as 8-bit codes."""
-    case, (n_tp, _) = context.case, grid(context.case)
-    own = context.rank % n_tp
-    partials = []
-    for t in range(n_tp):
-        peer = context.rank - own + t
-        seen = [
-            [eight_bits(argument) if q != peer and place in (1, 2, 3) else argument for place, argument in enumerate(args)]
-            for q, args in enumerate(context.inputs)
-        ]
-        whole = _whole_weights(seen, _fsdp_peers(case, t), FP32)
-        partials.append(_partial(context.args[0].to(FP32), whole).tensor_split(n_tp))
-    rows = []
-    for t in range(n_tp):
-        terms = [parts[t] if sender == t else eight_bits(parts[t]) for sender, parts in enumerate(partials)]
-        total = torch.stack(terms).sum(0)
-        rows.append(total if t == own else eight_bits(total))
-    return torch.cat(rows).to(case.dtype)
-
-
 @dataclass(frozen=True)
 class _Place:
     """Where a rank stands in the grid, for known wrong answers."""
@@ -362,7 +340,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        _wrong("no_communication", "other ranks' shards taken for zero", zero=lambda p: lambda q: q != p.rank),
         _wrong("not_reduced", "the partial sum of the rank's own slice", tp=True, groups=lambda p: [p.own_slice]),
         _wrong("own_slice_repeated", "the rank's own slice n_tp times", tp=True, groups=lambda p: [p.own_slice] * p.n_tp),
         _wrong("drop_last_slice", "without the last tensor-parallel rank's slice", tp=True, groups=lambda p: p.slices[:-1]),
@@ -379,19 +356,12 @@ PROBLEM = pc.Problem(
             zero=lambda p: lambda q: p.fsdp_index(q) == p.n_fsdp - 1,
         ),
         _wrong(
-            "shards_reversed",
-            "shards gathered from the last FSDP place to the first",
-            fsdp=True,
-            groups=lambda p: [peers[::-1] for peers in p.slices],
-        ),
-        _wrong(
             "grid_transposed",
             "neighbouring ranks taken for FSDP peers",
             tp=True,
             fsdp=True,
             groups=lambda p: [list(range(first, first + p.n_fsdp)) for first in range(0, p.n_tp * p.n_fsdp, p.n_fsdp)],
         ),
-        pc.wrong("eight_bits", "shards and partial sums sent in 8-bit integers with a scale for every 32 neighbours", _coded),
         _wrong("gate_and_up_swapped", "(x W1) * silu(x W2)", activation=lambda _: lambda gate, up: gate * F.silu(up)),
         _wrong("no_activation", "(x W1) * (x W2)", activation=lambda _: lambda gate, up: gate * up),
         replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -73,11 +73,6 @@ def _e5m2(context: pc.AnswerContext) -> Answer:
     scales = [scale * (quant.E4M3_MAX / torch.finfo(torch.float8_e5m2).max) for scale in _right_scales(context)]
     trips = [quant.through_codes(args[0], s, torch.float8_e5m2) for args, s in zip(context.inputs, scales, strict=True)]
     return torch.cat(trips), context.answer[1]
-
-
-def _of_ranks(context: pc.AnswerContext, ranks: Sequence[int]) -> Answer:
-    shards = context.answer[0].chunk(context.case.world_size)
-    return torch.cat([shards[q] for q in ranks]), context.answer[1]
 
 
 def _gathered(case: pc.Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
@@ -156,8 +151,6 @@ PROBLEM = pc.Problem(
         *(pc.wrong(name, why, _with_scales(scale), _WRONG_SCALE_CASES.get(name)) for name, (why, scale) in quant.WRONG_SCALES.items()),
         pc.wrong("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
         pc.wrong("e5m2", "the other float8 format", _e5m2),
-        pc.wrong("no_communication", "the rank's own shard W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
-        pc.wrong("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, c.ranks[::-1])),
         pc.wrong(
             "history_not_shifted",
             "the amax in the place of the last entry",

@@ -135,10 +135,6 @@ def _flash(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor:
     return attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=scale_of(case))
 
 
-def _local_only(context: pc.AnswerContext) -> torch.Tensor:
-    return _dense(context.case, context.inputs, context.rank, [_ring(context.case, context.rank).index(context.rank)])
-
-
 def _drop_last_step(context: pc.AnswerContext) -> torch.Tensor:
     """Without the block that travels farthest: the successor's, or the first rank's under a causal mask."""
     ring = _ring(context.case, context.rank)
@@ -175,12 +171,6 @@ def _values_rotated(context: pc.AnswerContext) -> torch.Tensor:
     for place, rank in enumerate(ring):
         shifted[rank] = (*context.inputs[rank][:2], context.inputs[ring[place - 1]][2], *context.inputs[rank][3:])
     return _dense(context.case, shifted, context.rank)
-
-
-def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    blocks: Blocks = [args[:3] for args in context.inputs]
-    owners, causal = visible(context.rank, len(blocks), context.case["causal"]), context.case["causal"]
-    return attention.dense(blocks, context.rank, owners, causal=causal, scale=scale_of(context.case))
 
 
 def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, world_sizes: Sequence[int] | None = None, **params: Any) -> pc.CaseSpec:
@@ -250,14 +240,12 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "attention to the rank's own keys", _local_only),
         pc.wrong("drop_last_step", "the block that travels farthest is left out", _drop_last_step),
         pc.wrong("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _mask_inverted),
         pc.wrong("values_rotated", "values one rank out of step with the keys", _values_rotated),
         pc.wrong("blocks_averaged", "blocks' outputs averaged, without their weights", _blocks_averaged),
         pc.wrong("own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, lambda c: c["causal"]),
         pc.wrong("default_scale", "softmax_scale ignored", _default_scale, lambda c: "scale" in c.params),
-        pc.wrong("whole_world", "group ignored", _whole_world, lambda c: "groups" in c.params),
     ),
     alternative_solutions=(pc.AlternativeSolution("dense_fp32", _dense), pc.AlternativeSolution("flash_rounded_probabilities", _flash)),
     process_groups=process_groups,

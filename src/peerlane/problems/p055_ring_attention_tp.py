@@ -13,7 +13,6 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
 from peerlane.problems.families.attention import BF16, FP32, Grid
 from peerlane.problems.families.attention_block import Attend
-from peerlane.problems.families.codes import eight_bits
 
 
 def reference(
@@ -89,7 +88,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     tensor, context = _grid(case).lines(rank)
     heads, place, ranks, size = _heads(case), context.index(rank), len(tensor), case.dtype.itemsize
     tokens = case["batch"] * attention.local_length(case, len(context))
-    reduction = 2 * (ranks - 1) / ranks * tokens * case["out"] * size
+    reduction = pc.traffic.all_reduce(tokens * case["out"] * size, ranks)
     sent, received = attention_block.ring_bytes(case, heads, len(context), place)
     return pc.Cost(
         hbm_bytes=(tokens * (case["hidden"] + case["out"]) + heads * case["depth"] * (3 * case["hidden"] + case["out"])) * size,
@@ -128,13 +127,6 @@ def _rounded_parts(case: pc.Case, inputs: pc.Inputs, rank: int, attend: Attend) 
 
 def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
-
-
-def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
-    """Keys and values in the ring, parts of the output and their sum come in 8-bit integers."""
-    case = context.case
-    parts = _rounded_parts(case, context.inputs, context.rank, attention_block.eight_bit_ring(case))
-    return parts[0] if len(parts) == 1 else eight_bits(_summed([eight_bits(part) for part in parts]))
 
 
 def _with(attend: Callable[[pc.Case], Attend]) -> Callable[[pc.AnswerContext], torch.Tensor]:
@@ -297,7 +289,6 @@ PROBLEM = pc.Problem(
             lambda c: _own_part(c, _grid(c.case).sizes[0]),
             lambda c: _grid(c).sizes[0] > 1,
         ),
-        pc.wrong("eight_bits", "the ring and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
         pc.wrong("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
         pc.wrong("summed_over_world", "the sum over all ranks", _summed_over_world, lambda c: _grid(c).sizes[1] > 1),
     ),

@@ -13,7 +13,6 @@ from peerlane.problems import contract as pc
 from peerlane.problems.families import attention, attention_block
 from peerlane.problems.families.attention import BF16, FP32, Grid
 from peerlane.problems.families.attention_block import Attend
-from peerlane.problems.families.codes import eight_bits
 
 
 def reference(
@@ -271,11 +270,6 @@ PROBLEM = pc.Problem(
             "exponentials of scores less the maximum of the first block",
             _with(attention_block.first_maximum),
             lambda c: c.params.get("pattern") == "growing",
-        ),
-        pc.wrong(
-            "eight_bits",
-            "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours",
-            lambda c: _pipeline(c.case, c.inputs, c.rank, attention_block.eight_bit_ring(c.case), rounded=True, sent=eight_bits),
         ),
         pc.wrong("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, _STAGED),
         pc.wrong("stages_skipped", "the stage applied to the first stage's input", _first_input, _STAGED),

@@ -189,7 +189,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         different = expected_distinct(int(sampled * share), nodes, params.get("skew", 1.0))
         frontier = 0.9 * different * (1 - known / nodes)
         known += frontier
-    remote = 0.0 if params.get("replicated") else (ranks - 1) / ranks * (4 * served + 4 * edges)
+    remote = 0.0 if params.get("replicated") else pc.traffic.all_to_all(4 * served + 4 * edges, ranks)
     return pc.Cost(
         hbm_bytes=INT64.itemsize * (2 * served + edges + known + 3 * edges + case["seeds"]), egress_bytes=remote, ingress_bytes=remote
     )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 from peerlane.problems.families.graph import count_table, expected_distinct, fitted, least_table, skewed
 
 
@@ -199,7 +199,6 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own rows, repeated or cut", lambda c: fitted(c.args[0][c.args[1]], c.answer)),
         pc.wrong(
             "absolute_order",
             "chunks received in the order of ranks",
@@ -220,7 +219,6 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("wrong_counts", "rows cut by the counts of the other direction", _wrong_counts, _beyond_two(_UNEVEN)),
         pc.wrong("ids_ignored", "rows in order instead of those that the ids name", _ids_ignored),
-        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     alternative_solutions=(pc.AlternativeSolution("gather_at_the_end", _gather_at_the_end),),
     process_groups=group_layout,

@@ -212,7 +212,6 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own gradients added to its rows", lambda c: _added(c, c.args[0], c.args[1])),
         pc.wrong(
             "absolute_order",
             "chunks taken in the order of ranks",

@@ -201,9 +201,7 @@ PROBLEM = pc.Problem(
         ),
     ),
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's own pairs, repeated or cut", lambda c: _fit(c, c.args[:2])),
         pc.wrong("range_partition", "owners by ranges of ids", _by_range),
-        pc.wrong("sources_reversed", "the last source first", lambda c: _joined(_parts(c)[::-1]), (*_MIXED, "small/one_owner_bf16")),
         pc.wrong("sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, (*_MIXED, "small/one_owner_bf16")),
         pc.wrong("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, _MIXED),
         pc.wrong("local_ids", "ids divided by W", lambda c: (c.answer[0] // len(group_members(c.case, c.rank)), c.answer[1].clone())),

@@ -155,7 +155,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         hbm_bytes=size * (expected_distinct(sum(counts), nodes, skew) / ranks * depth * known + counts[me] * width + depth * width)
         + case.params.get("index", INT64).itemsize * counts[me],
         egress_bytes=row * (sum(distinct) - distinct[me]) / ranks,
-        ingress_bytes=row * distinct[me] * (ranks - 1) / ranks,
+        ingress_bytes=pc.traffic.all_to_all(row * distinct[me], ranks),
         flops={FLOP_UNIT[case.dtype]: 2 * depth * width * distinct[me]},
     )
 
@@ -287,6 +287,7 @@ PROBLEM = pc.Problem(
             pc.case("bf16", BF16, nodes=40_000_000, depth=256, width=128, queries=65536, skew=3.0, projection="shared"),
         ),
     ),
+    excused={"tails_lost@small/public_bf16/w2": "nobody asks for the last row of a shard there"},
     known_wrong_answers=(
         pc.wrong("remote_missing", "zeros for rows of other ranks", _remote_missing, _EVERYWHERE),
         pc.wrong("own_shard", "every row taken from the rank's own shard", _own_shard, _EVERYWHERE),

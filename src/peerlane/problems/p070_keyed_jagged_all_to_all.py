@@ -241,12 +241,6 @@ def _weights_unpermuted(context: pc.AnswerContext) -> Answer:
     return {**context.answer, "weights": _spoilt(context, source_major=True)["weights"]}
 
 
-def _stale_values(context: pc.AnswerContext) -> Answer:
-    values = context.answer["values"].clone()
-    values[-8:] = context.previous["values"][-8:]
-    return {**context.answer, "values": values}
-
-
 # Features of the Criteo data set and how many values each has per sample in MLPerf's DLRM-DCNv2.
 _CRITEO = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 _CRITEO_KEYS = {2: (13, 13), 4: (7, 6, 6, 7), 8: (4, 3, 3, 3, 3, 3, 3, 4)}
@@ -329,12 +323,6 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("source_major", "features inside sources, as they are received", lambda c: _spoilt(c, source_major=True), _REORDERED),
         pc.wrong(
-            "sources_reversed",
-            "the last source first",
-            lambda c: _spoilt(c, order=source_order(len(group_members(c.case, c.rank)), c.args[7])[::-1]),
-            _REORDERED,
-        ),
-        pc.wrong(
             "not_staggered",
             "sources in the order of ranks",
             lambda c: _spoilt(c, order=c.ranks),
@@ -344,7 +332,6 @@ PROBLEM = pc.Problem(
             "strides_in_order", "stride_per_rank in the order of sources", _strides_in_order, ("small/staggered/w4", "small/staggered/w8")
         ),
         pc.wrong("weights_unpermuted", "weights as they are received", _weights_unpermuted, _WEIGHTED),
-        pc.wrong("stale_values", "the last values are those of the slot before", _stale_values, _REORDERED),
     ),
     alternative_solutions=(pc.AlternativeSolution("by_sorting", _by_sorting),),
     excused={

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.conv import exchange_with_neighbours, from_zigzag, full_float32, without_group, zigzag_chunks, zigzag_shard
+from peerlane.problems.families.conv import exchange_with_neighbours, from_zigzag, full_float32, zigzag_chunks, zigzag_shard
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # Bytes of float64 samples that the oracle converts at a time.
@@ -191,20 +191,9 @@ def _taps_reversed(context: pc.AnswerContext) -> torch.Tensor:
     return _convolve(x, weight.flip(-1), _history(context.case, context.inputs, context.rank), FP32).to(context.case.dtype)
 
 
-def _stale_heads(context: pc.AnswerContext) -> torch.Tensor:
-    result: torch.Tensor = context.answer.clone()
-    for chunk, stale in zip(result.chunk(2, -1), context.previous.chunk(2, -1), strict=True):
-        chunk[..., : context.case["taps"] - 1] = stale[..., : context.case["taps"] - 1]
-    return result
-
-
 def _narrow_accumulator(context: pc.AnswerContext) -> torch.Tensor:
     x, weight, _ = context.args
     return _convolve(x, weight, _history(context.case, context.inputs, context.rank), context.case.dtype)
-
-
-def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    return _with_halos(context, _history(without_group(context.case), context.inputs, context.rank))
 
 
 def _small(label: str, dtype: torch.dtype, taps: int, chunk: int, **params: Any) -> pc.CaseSpec:
@@ -265,15 +254,12 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "zeros before both chunks", lambda c: _with_halos(c, [torch.zeros_like(_tail(c, 0, 0))] * 2), _HALO),
         pc.wrong("contiguous_layout", "history as if every rank held one contiguous stretch", _contiguous_layout, _HALO),
         pc.wrong("same_direction", "both chunks' history from the previous rank", _same_direction, _HALO),
         pc.wrong("wraps_around", "the neighbours of the first and the last rank taken around the ring", _wraps_around, _HALO),
         pc.wrong("halos_exchanged", "each chunk with the other's history", _halos_exchanged, _HALO),
         pc.wrong("taps_reversed", "the first tap multiplies the current sample", _taps_reversed, _HALO),
-        pc.wrong("stale_heads", "the first k - 1 outputs of every chunk are those of the slot before", _stale_heads, _HALO),
         pc.wrong("narrow_accumulator", "taps summed in bfloat16", _narrow_accumulator, ("small/offset_bf16",)),
-        pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("tap_by_tap_fp32", _fp32),

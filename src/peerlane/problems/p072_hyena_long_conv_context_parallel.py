@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.conv import from_zigzag, without_group, zigzag_chunks, zigzag_shard
+from peerlane.problems.families.conv import from_zigzag, zigzag_chunks, zigzag_shard
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # Bytes of one float64 spectrum that the oracle holds at a time; it needs about eight times as much.
@@ -184,7 +184,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     members = group_members(case, rank)
     place, world, local, taps = members.index(rank), len(members), _local_length(case, rank), _taps(case, rank)
     position = case["batch"] * _groups(case, rank) * case["group_dim"] * case.dtype.itemsize
-    exchanged = 2 * position * local * (world - 1) / world
+    exchanged = pc.traffic.all_to_all(2 * position * local, world)
     peers = [peer for peer in range(world) if peer != place]
     sent = position * sum(_foreign_history(case, peer, place, world, local, taps) for peer in peers)
     received = position * sum(_foreign_history(case, place, peer, world, local, taps) for peer in peers)
@@ -323,7 +323,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "zeros at all positions of other ranks", lambda c: _keeping(c, lambda place, own: place == own)),
         pc.wrong("drop_first_rank", "zeros at the first rank's positions", lambda c: _keeping(c, lambda place, own: place > 0)),
         pc.wrong(
             "layout_mistaken",
@@ -344,7 +343,6 @@ PROBLEM = pc.Problem(
         pc.wrong("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
         pc.wrong("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
         pc.wrong("interleaved_channels", "filter c mod num_groups for channel c", _interleaved_channels, lambda c: c["group_dim"] > 1),
-        pc.wrong("whole_world", "group ignored", lambda c: _fp32(without_group(c.case), c.inputs, c.rank), pc.grouped),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("rounded_between", _fp32),

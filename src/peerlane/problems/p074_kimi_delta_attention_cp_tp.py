@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import delta
-from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import all_gather_single
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
@@ -235,25 +233,6 @@ def _sequence_of(context: pc.AnswerContext, sequence: Callable[[int], list[int]]
     return _added(context.case, context.inputs, _summed_ranks(context.case, context.rank), _recurrent, sequence)
 
 
-def _ranks_reversed(context: pc.AnswerContext) -> torch.Tensor:
-    def sequence(rank: int) -> list[int]:
-        ranks = _sequence_ranks(context.case, rank)
-        return ranks[ranks.index(rank) :][::-1]
-
-    return _sequence_of(context, sequence)
-
-
-def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
-    """Earlier ranks' q, k and v, parts of the sum and the sum come in 8-bit integers."""
-    case = context.case
-    coded = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
-    parts = []
-    for peer in _summed_ranks(case, context.rank):
-        received = [args if rank == peer else coded[rank] for rank, args in enumerate(context.inputs)]
-        parts.append(_added(case, received, [peer], _recurrent))
-    return parts[0] if len(parts) == 1 else eight_bits(functools.reduce(torch.add, [eight_bits(part) for part in parts]))
-
-
 def _bias_ignored(context: pc.AnswerContext) -> torch.Tensor:
     replaced = [(*args[:6], torch.zeros_like(args[6]), *args[7:]) for args in context.inputs]
     return _added(context.case, replaced, _summed_ranks(context.case, context.rank), _recurrent)
@@ -330,15 +309,7 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong(
-            "no_communication",
-            "the rank's tokens from a state of zero, and no sum",
-            lambda c: _added(c.case, c.inputs, [c.rank], _recurrent, lambda rank: [rank]),
-            _CHECKSUMMING,
-        ),
         pc.wrong("no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), _CHECKSUMMING),
-        pc.wrong("eight_bits", "q, k, v and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits, _CHECKSUMMING),
-        pc.wrong("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, _CHECKSUMMING),
         pc.wrong(
             "drop_first_rank",
             "the sequence without the first rank's tokens",

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
+from peerlane.problems.contract.codes import eight_bits
 from peerlane.problems.families import delta
-from peerlane.problems.families.codes import eight_bits
 from peerlane.problems.families.collective import group_layout, group_members
 from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
@@ -171,7 +171,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     key_depth, value_depth = case["key_depth"], case["value_depth"]
     tokens = case["batch"] * local
     moved = tokens * (2 * heads * key_depth + 2 * value_heads * value_depth + 2 * value_heads) * size
-    exchanged = moved * (ranks - 1) / ranks
+    exchanged = pc.traffic.all_to_all(moved, ranks)
     state = case["batch"] * value_heads * key_depth * value_depth * size
     operations = min(6 * key_depth * value_depth, 2 * local * ranks * (key_depth + value_depth))
     return pc.Cost(
@@ -220,11 +220,6 @@ def _reset(context: pc.AnswerContext) -> torch.Tensor:
     tokens = _tokens(context.case, context.inputs, ranks, FP32)
     chunks = [delta.recurrence(tokens(slice(start, min(start + 64, length)))) for start in range(0, length, 64)]
     return _returned(context.case, torch.cat(chunks, -2)[..., first:, :])
-
-
-def _ranks_reversed(context: pc.AnswerContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    return _sequence_of(context, list(members[members.index(context.rank) :])[::-1])
 
 
 def _eight_bits(context: pc.AnswerContext) -> torch.Tensor:
@@ -318,9 +313,7 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's tokens from a state of zero", lambda c: _sequence_of(c, [c.rank]), _CHECKSUMMING),
         pc.wrong("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        pc.wrong("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, _CHECKSUMMING),
         pc.wrong(
             "drop_first_rank",
             "the sequence without the first rank's tokens",

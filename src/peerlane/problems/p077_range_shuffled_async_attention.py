@@ -183,7 +183,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     members, used = group_members(case, rank), _used_keys(case)
     ranks, own = len(members), used[members.index(rank)]
     foreign = sum(used) - own
-    queries = 2 * (ranks - 1) / ranks * count * rows * heads * depth
+    queries = pc.traffic.all_to_all(2 * count * rows * heads * depth, ranks)
     pair = 2 * depth
     by_head = max(kv_heads / ranks, 1) * pair
     pairs = heads * rows * sum(last - first for first, last in key_ranges(case))
@@ -241,20 +241,6 @@ def _other_ranges(ranges: Callable[[pc.AnswerContext], Sequence[tuple[int, int]]
     return answer
 
 
-def _local_keys(context: pc.AnswerContext) -> torch.Tensor:
-    """Of the keys that a range of queries should see, the rank's own alone; all of its own where there are none."""
-    case, members = context.case, group_members(context.case, context.rank)
-    count, rows, clip = _sizes(case)
-    owner = torch.arange(clip, device=context.args[0].device).div(rows, rounding_mode="floor").repeat(count) == members.index(context.rank)
-    keys, values = _assembled(case, context.inputs, members, clip)
-    outputs = []
-    for part, (first, last) in zip(context.args[0].chunk(count), _ranges(context.args), strict=True):
-        mine = owner[first:last].nonzero().squeeze(1) + first
-        mine = mine if mine.numel() else owner.nonzero().squeeze(1)
-        outputs.append(_attend(case, part, keys[:, mine], values[:, mine], [(0, mine.numel())]))
-    return torch.cat(outputs)
-
-
 def _rank_major(context: pc.AnswerContext) -> torch.Tensor:
     """All of the first rank's keys first, then all of the second's."""
     case, (count, _, clip) = context.case, _sizes(context.case)
@@ -289,13 +275,6 @@ def _strided_heads(context: pc.AnswerContext) -> torch.Tensor:
 def _ranges_rotated(context: pc.AnswerContext) -> torch.Tensor:
     result: torch.Tensor = context.answer
     return result.roll(_sizes(context.case)[1], dims=0)
-
-
-def _whole_world(context: pc.AnswerContext) -> torch.Tensor:
-    """Keys of all ranks of the world, as many as the ranges allow."""
-    case, (_, _, clip) = context.case, _sizes(context.case)
-    keys, values = _assembled(case, context.inputs, range(case.world_size), clip * case.world_size // _ranks(case))
-    return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
@@ -351,10 +330,6 @@ def _padded(case: pc.Case) -> bool:
     return _ranks(case) * rows > clip
 
 
-def _ordinary(case: pc.Case) -> bool:
-    return case["see"] != "odd" and case.params.get("pattern") is None
-
-
 PROBLEM = pc.Problem(
     id=77,
     slug="range_shuffled_async_attention",
@@ -378,7 +353,6 @@ PROBLEM = pc.Problem(
     bandwidth="production_magi1_24b_short",
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("local_keys", "the rank's own keys alone", _local_keys, _ordinary),
         pc.wrong(
             "all_keys",
             "k_ranges ignored",
@@ -414,7 +388,6 @@ PROBLEM = pc.Problem(
         pc.wrong("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, lambda c: _heads(c)[1] > 1),
         pc.wrong("ranges_rotated", "every range's output in the place of the next", _ranges_rotated, lambda c: c["ranges"] > 1),
         pc.wrong("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
-        pc.wrong("whole_world", "group ignored", _whole_world, ("small/strided_group_bf16",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("dense_fp32", _answer),

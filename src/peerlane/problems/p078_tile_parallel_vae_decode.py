@@ -11,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import all_gather_single, group_layout, group_members, stale_tail
-from peerlane.problems.families.conv import without_group
+from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
 from peerlane.problems.families.matmul import BF16, FP32, FP64
 from peerlane.problems.families.tiling import Tile, Tiling, cut, fade_exactly, fade_rounding
 
@@ -271,12 +270,6 @@ PROBLEM = pc.Problem(
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong(
-            "no_communication",
-            "all tiles from the rank's own z",
-            lambda c: _rounding(c.case, c.inputs, c.rank, lambda tile: c.rank),
-            lambda c: not c.params.get("same"),
-        ),
-        pc.wrong(
             "dealt_by_place",
             "tiles dealt out by place, whatever their size",
             _dealt_by_place,
@@ -302,9 +295,6 @@ PROBLEM = pc.Problem(
         ),
         pc.wrong("last_channels", "channels from the last on", _last_channels, lambda c: c["z"][1] > 1),
         pc.wrong(
-            "whole_world", "group ignored", lambda c: _rounding(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params
-        ),
-        pc.wrong(
             "tiles_of_four",
             "tiles of 4 x 4 latents, whatever was passed",
             lambda c: _with_arguments(c, tile=(3, 4, 4)),
@@ -317,7 +307,6 @@ PROBLEM = pc.Problem(
             lambda c: _with_arguments(c, upsample=(4, 2)),
             ("small/all_axes_fp32",),
         ),
-        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _fp32), pc.AlternativeSolution("rounded_blending", _rounding)),
     excused={"another_rank": "all ranks have the same answer"},

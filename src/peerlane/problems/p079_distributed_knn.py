@@ -352,10 +352,6 @@ def _half_per_shard(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tens
     return nearest.values.to(case.dtype), labels.gather(1, nearest.indices)
 
 
-def _last_shard_missing(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
-    return _nearest(context.case, context.inputs, context.rank, group_members(context.case, context.rank)[:-1])
-
-
 def _last_neighbour_repeated(context: pc.AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest row twice, at the expense of the k-th."""
     similarities, labels = (torch.cat((x[:, :1], x[:, :-1]), dim=1) for x in context.answer)
@@ -441,7 +437,6 @@ PROBLEM = pc.Problem(
     ),
     known_wrong_answers=(
         pc.wrong("own_shard", "neighbours from the rank's own shard", lambda c: _nearest(c.case, c.inputs, c.rank, [c.rank])),
-        pc.wrong("last_shard_missing", "neighbours from all shards but the last", _last_shard_missing),
         pc.wrong("half_per_shard", "a half or three quarters of k from every shard", _half_per_shard, ("small/dense_bf16", "pkb/bf16")),
         pc.wrong("next_query", "labels of another query", lambda c: (c.answer[0], c.answer[1].roll(1, 0))),
         pc.wrong(
@@ -452,7 +447,6 @@ PROBLEM = pc.Problem(
         pc.wrong("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
         pc.wrong("row_numbers", "numbers of rows instead of labels", _row_indices),
         pc.wrong("clipped_at_zero", "a selection that starts from zeros", _clipped, ("small/negative_fp32", "small/negative_bf16")),
-        pc.wrong("whole_world", "group ignored", lambda c: _nearest(c.case, c.inputs, c.rank, c.ranks), ("small/strided_group_fp32",)),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("flat_fp32", _flat),

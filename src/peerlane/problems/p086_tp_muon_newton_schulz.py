@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.conv import without_group
 from peerlane.problems.families.matmul import BF16, FP32, FP64
 
 Triples = tuple[tuple[float, float, float], ...]
@@ -157,7 +156,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     shared by the ranks, needs TensorFloat32.
     """
     ranks, (rows, local) = len(group_members(case, rank)), _shape(case, rank)
-    gram = 2 * (ranks - 1) / ranks * rows * (rows + 1) / 2 * FP32.itemsize
+    gram = pc.traffic.all_reduce(rows * (rows + 1) / 2 * FP32.itemsize, ranks)
     port = min(gram, (ranks - 1) * rows * local * case.dtype.itemsize)
     side = min(rows, ranks * local)
     unit = "bf16" if case.dtype == BF16 else "fp32"
@@ -189,14 +188,6 @@ def _gram_recursion(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Tensor
 
 def _mistaken(context: pc.AnswerContext, **mistakes: Any) -> torch.Tensor:
     return _whole_fp32(context.case, context.inputs, context.rank, **mistakes)
-
-
-def _from_own_shard(context: pc.AnswerContext) -> torch.Tensor:
-    """The orthogonalised shard, as if there were no other."""
-    case = context.case
-    (x,) = _shards(case, context.inputs, [context.rank], FP32)
-    result = iterate(x / x.norm().clamp(min=_FLOOR), case["steps"], COEFFICIENTS[case["coefficients"]])
-    return (result if case["partition_dim"] == 1 else result.t()).to(case.dtype)
 
 
 def _local_grams(context: pc.AnswerContext) -> torch.Tensor:
@@ -296,7 +287,6 @@ PROBLEM = pc.Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "the rank's shard orthogonalised by itself", _from_own_shard, _NOT_TINY),
         pc.wrong("local_grams", "the norm of the whole matrix, but Gram matrices of the shard", _local_grams, _NOT_TINY),
         pc.wrong("local_norm", "divided by the norm of the rank's shard", lambda c: _mistaken(c, norm_of=[c.rank]), _NOT_TINY),
         pc.wrong("only_normalised", "no iterations", lambda c: _mistaken(c, steps=0)),
@@ -319,9 +309,6 @@ PROBLEM = pc.Problem(
             ("small/quintic_fp32", "small/rows_simple_fp32"),
         ),
         pc.wrong("floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), ("small/tiny_fp32",)),
-        pc.wrong(
-            "whole_world", "group ignored", lambda c: _whole_fp32(without_group(c.case), c.inputs, c.rank), lambda c: "group" in c.params
-        ),
     ),
     alternative_solutions=(
         pc.AlternativeSolution("whole_fp32", _whole_fp32),

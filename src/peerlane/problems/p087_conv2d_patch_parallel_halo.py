@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.conv import convolve, exchange_with_neighbours, full_float32, terms_bound, without_group
+from peerlane.problems.families.conv import convolve, exchange_with_neighbours, full_float32, terms_bound
 from peerlane.problems.families.matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64
 
 
@@ -159,18 +159,6 @@ def _rows(context: pc.AnswerContext, distance: int, side: int, *, around: bool =
     return _rows_from(context.case, context.inputs, context.rank, place % len(members) if around else place, side)
 
 
-def _no_communication(context: pc.AnswerContext) -> torch.Tensor:
-    return _fp32(context.case, F.pad(context.args[0], [context.case["padding"]] * 4), context.args)
-
-
-def _stale_borders(context: pc.AnswerContext) -> torch.Tensor:
-    """The right answer but for the first and the last row, which are left over from the slot before."""
-    result: torch.Tensor = context.answer.clone()
-    for row in (0, -1):
-        result[:, :, row] = context.previous[:, :, row]
-    return result
-
-
 def _wrong_stripe(context: pc.AnswerContext, **mistakes: bool) -> torch.Tensor:
     return _fp32(context.case, _padded(context.case, context.inputs, context.rank), context.args, **mistakes)
 
@@ -249,17 +237,10 @@ PROBLEM = pc.Problem(
     bandwidth="production_sdxl_3840_level0",
     presets=PRESETS,
     known_wrong_answers=(
-        pc.wrong("no_communication", "zeros in place of the neighbours' rows", _no_communication, _HALO),
         pc.wrong(
             "own_border_repeated",
             "the rank's own border rows in place of the neighbours'",
             lambda c: _with_halos(c, _rows(c, 0, 0), _rows(c, 0, 1)),
-            _HALO,
-        ),
-        pc.wrong(
-            "neighbours_exchanged",
-            "the next rank's rows above and the previous one's below",
-            lambda c: _with_halos(c, _rows(c, 1, 0), _rows(c, -1, 1)),
             _HALO,
         ),
         pc.wrong(
@@ -280,17 +261,10 @@ PROBLEM = pc.Problem(
             lambda c: _with_halos(c, _rows(c, -1, 1), torch.zeros_like(_rows(c, 0, 0))),
             lambda c: _HALO(c) and c.params.get("stride", 1) == 1,
         ),
-        pc.wrong("stale_borders", "the first and the last row are those of the slot before", _stale_borders),
         pc.wrong(
             "kernel_flipped", "a convolution instead of a correlation", lambda c: _wrong_stripe(c, flipped=True), lambda c: c["kernel"] >= 2
         ),
         pc.wrong("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), pc.except_for("five_no_bias_fp32")),
-        pc.wrong(
-            "whole_world",
-            "group ignored",
-            lambda c: _fp32(c.case, _padded(without_group(c.case), c.inputs, c.rank), c.args),
-            ("small/strided_group_bf16",),
-        ),
     ),
     alternative_solutions=(pc.AlternativeSolution("fp32_rounded_once", _single), pc.AlternativeSolution("bias_after_rounding", _late_bias)),
     process_groups=group_layout,

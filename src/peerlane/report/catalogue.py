@@ -14,9 +14,8 @@ from peerlane.errors import UsageError
 from peerlane.hardware.profiles import H200_SXM, PROFILES, HardwareProfile
 from peerlane.hardware.roofline import datasheet_peaks, roofline
 from peerlane.problems import Case, CaseSpec, Cost, Draw, Preset, Problem, Tolerance
-from peerlane.problems.contract.judge import known_wrong_answers
 from peerlane.problems.contract.tree import Description, describe, dtype_name
-from peerlane.problems.contract.wrong_answers import case_names
+from peerlane.problems.contract.wrong_answers import case_names, known_wrong_answers
 
 Entry = dict[str, Any]
 

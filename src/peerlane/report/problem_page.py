@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from peerlane.problems.contract.judge import STANDARD_WRONG_ANSWERS
+from peerlane.problems.contract.standard import STANDARD_WRONG_ANSWERS
 from peerlane.report.catalogue import Entry
 from peerlane.report.evidence import NOTHING, Measured
 from peerlane.report.problem_speeds import reference_section, solution_times
@@ -171,7 +171,10 @@ def _wrong_answers(detail: Entry) -> str:
     standard = {item.name for item in STANDARD_WRONG_ANSWERS}
     parts = []
     known = {f"{preset['name']}/{case['label']}" for preset in detail["presets"] for case in preset["cases"]}
-    lines = ["* the [standard wrong answers](../problem-contract.md#standard-wrong-answers)\n"]
+    lines = [
+        "* the [standard wrong answers](../problem-contract.md#standard-wrong-answers)\n",
+        "* the [transport faults](../problem-contract.md#transport-faults)\n",
+    ]
     for item in detail["known_wrong_answers"]:
         if item["name"] not in standard or item["cases"]:
             lines.append(f"* `{item['name']}`: {item['why']}{_where(item['cases'] or (), known)}\n")

@@ -109,7 +109,9 @@ def bound_names(nodes: Sequence[ast.AST]) -> frozenset[str]:
     return frozenset(names - outer)
 
 
+@functools.lru_cache(maxsize=512)
 def _parse(source: bytes, package: str) -> Module:
+    """The top level of a source text, once for all packages that hold it; nobody changes its trees."""
     tree = ast.parse(source)
     imports: dict[str, str] = {}
     stars: list[str] = []

@@ -21,7 +21,7 @@ from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_id
 from peerlane.hardware.environment import record as record_environment
 from peerlane.hardware.virtual_node import VirtualNode, share_gpus
-from peerlane.problems.contract.calibration import Margins, worst
+from peerlane.problems.contract.calibration import WRONG_LIMIT, Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
 from peerlane.problems.contract.spec import Case, Problem
 from peerlane.results.json_lines import append_lines, make_appendable, whole_lines
@@ -34,7 +34,8 @@ _NOT_CALIBRATED = "not calibrated"
 
 
 class Reach(Record):
-    """The distance of a wrong answer from passing: the ratio of its best case, and which case that is."""
+    """The distance of a wrong answer from passing: the ratio of its best case, and which case that is; of a transport fault, that of the
+    case which refuses it most clearly."""
 
     ratio: Ratio
     case: str
@@ -210,6 +211,7 @@ def _record(job: Job, device: str, of_cases: Sequence[Margins | str]) -> Calibra
     variants: dict[str, Ratios] = {}
     wrong_answers: dict[str, Reach] = {}
     reference: Ratios = {}
+    faults: dict[str, Reach] = {}
     for case, margins in zip(job.cases, of_cases, strict=True):
         if isinstance(margins, str):
             complaints.append(f"{case.label}: {_NOT_CALIBRATED}: {margins}")
@@ -221,6 +223,11 @@ def _record(job: Job, device: str, of_cases: Sequence[Margins | str]) -> Calibra
         for name, ratio in margins.reach().items():
             if name not in wrong_answers or ratio < wrong_answers[name].ratio:
                 wrong_answers[name] = Reach(ratio=_rounded(ratio), case=case.label)
+        for name, ratios in margins.transport.items():
+            if ratios and (ratio := _rounded(max(ratios.values()))) >= faults.get(name, Reach(ratio=0.0, case="")).ratio:
+                faults[name] = Reach(ratio=ratio, case=case.label)
+    weak = {name: reach.ratio for name, reach in faults.items() if reach.ratio < WRONG_LIMIT}
+    complaints += [f"transport fault {name}: ratio {ratio:.3g} at most" for name, ratio in weak.items()]
     timed = of_cases[0]
     steps = () if isinstance(timed, str) or not timed.counts else tuple(timed.counts[0].steps)
     return Calibration(
@@ -235,7 +242,7 @@ def _record(job: Job, device: str, of_cases: Sequence[Margins | str]) -> Calibra
         cases=tuple(case.label for case in job.cases),
         reference=reference,
         variants=variants,
-        wrong_answers=wrong_answers,
+        wrong_answers=wrong_answers | faults,
         steps=steps,
         complaints=tuple(complaints),
     )

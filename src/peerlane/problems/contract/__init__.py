@@ -1,5 +1,6 @@
 """What authors of problems import: the contract, drawing of inputs, trees of tensors, comparison with the oracle."""
 
+from peerlane.problems.contract import traffic
 from peerlane.problems.contract.draw import (
     INTEGER,
     RANDOM,
@@ -12,8 +13,6 @@ from peerlane.problems.contract.judge import (
     compare_close,
     compare_exact,
     expected_leaves,
-    is_excused,
-    known_wrong_answers,
     plainly,
     rounded,
     same_bits,
@@ -50,7 +49,17 @@ from peerlane.problems.contract.tree import (
     resolve_groups,
     tensor_descriptions,
 )
-from peerlane.problems.contract.wrong_answers import except_for, grouped, names_of, where, wrong
+from peerlane.problems.contract.wrong_answers import (
+    any_order,
+    except_for,
+    grouped,
+    is_excused,
+    known_wrong_answers,
+    names_of,
+    transport_faults,
+    where,
+    wrong,
+)
 
 __all__ = [
     "INTEGER",
@@ -74,6 +83,7 @@ __all__ = [
     "Tolerance",
     "Tree",
     "Where",
+    "any_order",
     "case",
     "compare_close",
     "compare_exact",
@@ -98,6 +108,8 @@ __all__ = [
     "score",
     "seeded_generator",
     "tensor_descriptions",
+    "traffic",
+    "transport_faults",
     "where",
     "wrong",
 ]

@@ -1,7 +1,7 @@
 """Margins: how far the reference, alternative solutions and wrong answers of a case lie from its oracle, in units of what is allowed.
 
 A ratio is an error divided by the allowed one: right iff at most 1. Honest answers must stay within :data:`HONEST_LIMIT`; a wrong answer
-must reach :data:`WRONG_LIMIT` on some rank.
+must reach :data:`WRONG_LIMIT` on some rank. A transport fault must do so in one case of a preset, for a candidate has to pass them all.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ import torch
 
 from peerlane.problems.contract.count import Count, counted
 from peerlane.problems.contract.draw import INTEGER, RANDOM, Draw
-from peerlane.problems.contract.judge import (
-    STANDARD_WRONG_ANSWERS,
-    digests,
-    expected_leaves,
-    is_excused,
-    known_wrong_answers,
-    rounded,
-    same_bits,
-    score,
-    type_mismatch,
-)
-from peerlane.problems.contract.spec import AnswerContext, Case, Problem
+from peerlane.problems.contract.faults import GROUP_FAULTS, DoesNotApply
+from peerlane.problems.contract.judge import digests, expected_leaves, rounded, same_bits, score, type_mismatch
+from peerlane.problems.contract.spec import AnswerContext, Case, Inputs, KnownWrongAnswer, Problem
+from peerlane.problems.contract.standard import STANDARD_WRONG_ANSWERS
 from peerlane.problems.contract.tree import Tree, leaves, map_leaves
+from peerlane.problems.contract.wrong_answers import is_excused, known_wrong_answers, transport_faults
 
 HONEST_LIMIT = 0.5
 WRONG_LIMIT = 10.0
@@ -46,6 +39,7 @@ class Margins:
         reference: ratios by output, the larger of a random and, where the problem has them, an integer draw.
         variants: the same for every alternative solution.
         nulls: by known wrong answer; outputs for which it is excused are left out. Infinite where structure or an exact output differs.
+        transport: the same by transport fault, where it applies.
         faults: what else is wrong with the reference or the cost model, a line each.
         counts: what the reference did in a random draw, by rank.
         bits: digests of the reference's replicated outputs on this rank.
@@ -55,6 +49,7 @@ class Margins:
     reference: dict[str, float] = field(default_factory=dict)
     variants: dict[str, dict[str, float]] = field(default_factory=dict)
     wrong_answers: dict[str, dict[str, float]] = field(default_factory=dict)
+    transport: dict[str, dict[str, float]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
     bits: dict[str, int] = field(default_factory=dict)
@@ -90,7 +85,11 @@ def worst(each: Sequence[Margins]) -> Margins:
     for one in each:
         total.faults += [line for line in one.faults if line not in total.faults]
         _enlarge(total.reference, one.reference)
-        for mine, theirs in ((total.variants, one.variants), (total.wrong_answers, one.wrong_answers)):
+        for mine, theirs in (
+            (total.variants, one.variants),
+            (total.wrong_answers, one.wrong_answers),
+            (total.transport, one.transport),
+        ):
             for name, ratios in theirs.items():
                 _enlarge(mine.setdefault(name, {}), ratios)
     return total
@@ -124,11 +123,18 @@ def ratios_of(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str
 
 
 def margins(
-    problem: Problem, case: Case, rank: int, *, secret: str, resolve: Callable[[Tree], Tree], device: torch.device | str = "cpu"
+    problem: Problem,
+    case: Case,
+    rank: int,
+    *,
+    secret: str,
+    resolve: Callable[[Tree], Tree],
+    device: torch.device | str = "cpu",
+    transport: bool = True,
 ) -> Margins:
     """This rank's margins. A collective call: every rank of the world makes it, for the reference runs.
 
-    ``resolve`` puts process groups in place of the :class:`GroupRef` entries of a tree.
+    ``resolve`` puts process groups in place of the :class:`GroupRef` entries of a tree. ``transport``: with those of transport faults.
     """
     result = Margins()
     for kind in (INTEGER, RANDOM) if problem.integer_exact else (RANDOM,):  # known wrong answers are made from the last one's inputs
@@ -151,7 +157,9 @@ def margins(
             if kind == INTEGER:  # sums are exact, and what is rounded after them may use the whole tolerance
                 ratios = {name: 0.0 if ratio <= 1 else math.inf for name, ratio in ratios.items()}
             _enlarge(result.variants.setdefault(variant.name, {}), ratios)
-    result.wrong_answers = _wrong_answer_ratios(problem, case, rank, inputs, expected, secret=secret, device=device)
+    context = _context(problem, case, rank, inputs, expected, secret=secret, device=device)
+    result.wrong_answers = _ratios(context, expected, known_wrong_answers(problem))
+    result.transport = _ratios(context, expected, transport_faults(problem)) if transport else {}
     return result
 
 
@@ -186,29 +194,58 @@ def wrong_answer_ratios(
 ) -> dict[str, dict[str, float]]:
     """The ratios of every known wrong answer on this rank; needs no other rank."""
     inputs = draw_all(problem, case, secret=secret, device=device)
-    return _wrong_answer_ratios(problem, case, rank, inputs, problem.oracle(case, inputs, rank), secret=secret, device=device)
+    expected = problem.oracle(case, inputs, rank)
+    return _ratios(_context(problem, case, rank, inputs, expected, secret=secret, device=device), expected, known_wrong_answers(problem))
 
 
-def _wrong_answer_ratios(
-    problem: Problem,
-    case: Case,
-    rank: int,
-    inputs: list[tuple[Any, ...]],
-    expected: Tree,
-    *,
-    secret: str,
-    device: torch.device | str,
-) -> dict[str, dict[str, float]]:
+def passing_faults(problem: Problem, cases: Sequence[Case], *, secret: str) -> dict[str, float]:
+    """The transport faults that apply in some of these cases and miss by less than ten times on all ranks, with the largest ratio.
+
+    Needs no other rank. A fault is tried until a rank refuses it, so most of them cost one answer.
+    """
+    reach: dict[str, float] = {}
+    waiting = list(transport_faults(problem))
+    for case in cases:
+        tried = waiting if problem.process_groups(case) else [fault for fault in waiting if fault not in GROUP_FAULTS]
+        if not tried:
+            continue
+        inputs = draw_all(problem, case, secret=secret)
+        for rank in range(case.world_size):
+            expected = problem.oracle(case, inputs, rank)
+            context = _context(problem, case, rank, inputs, expected, secret=secret, device="cpu")
+            for name, ratios in _ratios(context, expected, tried).items():
+                if ratios:
+                    reach[name] = max(reach.get(name, 0.0), *ratios.values())
+            waiting = [fault for fault in waiting if reach.get(fault.name, 0.0) < WRONG_LIMIT]
+            tried = [fault for fault in tried if fault in waiting]
+            if not tried:
+                break
+    return {fault.name: reach[fault.name] for fault in waiting if fault.name in reach}
+
+
+def _context(
+    problem: Problem, case: Case, rank: int, inputs: Inputs, expected: Tree, *, secret: str, device: torch.device | str
+) -> AnswerContext:
     answers = _Answers(lambda peer: rounded(expected if peer == rank else problem.oracle(case, inputs, peer)))
     own = ratios_of(problem, case, answers[rank], expected)
     if any(ratio > 1 for ratio in own.values()):
         raise ValueError(f"{case.key}, rank {rank}: the oracle's answer, once rounded, fails its own tolerance: {own}")
-    previous = rounded(problem.oracle(case, draw_all(problem, case, secret=secret, block=1, device=device), rank))
+    before = draw_all(problem, case, secret=secret, block=1, device=device)
+    return AnswerContext(case, rank, inputs, answers, rounded(problem.oracle(case, before, rank)), problem, before)
+
+
+def _ratios(context: AnswerContext, expected: Tree, answers: Sequence[KnownWrongAnswer]) -> dict[str, dict[str, float]]:
+    """By wrong answer that applies, its ratios."""
+    problem, case = context.problem, context.case
+    assert problem is not None, "the context is of this module"
     found: dict[str, dict[str, float]] = {}
-    for null in known_wrong_answers(problem):
-        if not null.applies(case):
+    for item in answers:
+        if not item.applies(case):
             continue
-        wrong = null.answer(AnswerContext(case, rank, inputs, answers, previous))
+        try:
+            wrong = item.answer(context)
+        except DoesNotApply:
+            continue
         ratios = ratios_of(problem, case, wrong, expected)
-        found[null.name] = {name: ratio for name, ratio in ratios.items() if not is_excused(problem, null, case, name)}
+        found[item.name] = {name: ratio for name, ratio in ratios.items() if not is_excused(problem, item, case, name)}
     return found

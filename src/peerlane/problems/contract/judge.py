@@ -1,4 +1,4 @@
-"""Compares what a candidate returned with the oracle, and makes the wrong answers that every problem must reject."""
+"""Compares what a candidate returned with the oracle."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from peerlane.problems.contract.draw import INTEGER
-from peerlane.problems.contract.spec import AnswerContext, Case, Expected, KnownWrongAnswer, Problem, Score, Tolerance
-from peerlane.problems.contract.tree import Tree, dtype_name, leaves, map_leaves
+from peerlane.problems.contract.spec import Case, Expected, Problem, Score, Tolerance
+from peerlane.problems.contract.tree import Tree, dtype_name, map_leaves
 
 _PIECE_ELEMENTS = 1 << 26  # compared at a time: a comparison in float64 takes half a dozen tensors of their size
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -328,90 +328,3 @@ def score(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = "
         else:
             scores.append(compare_close(leaf.name, value, leaf, tolerances[leaf.name]))
     return scores
-
-
-def _filled(context: AnswerContext, function: Any) -> Tree:
-    return map_leaves(context.answer, function)
-
-
-def _mean(tensor: torch.Tensor) -> float:
-    """The mean of the finite elements, 0 if there are none; of the real part where complex."""
-    real = tensor.real if tensor.is_complex() else tensor
-    return float(torch.nan_to_num(real.to(torch.float64), 0.0, 0.0, 0.0).mean()) if real.numel() else 0.0
-
-
-def _input_mean(context: AnswerContext) -> float:
-    means = [_mean(argument) for argument in leaves(context.args)]
-    return sum(means) / len(means) if means else 0.0
-
-
-def _echo(context: AnswerContext) -> Tree:
-    """Every output filled from the first tensor argument, repeated or cut to size."""
-    source = next((a for a in leaves(context.args) if a.numel()), None)
-
-    def fill(leaf: torch.Tensor) -> torch.Tensor:
-        if source is None or leaf.numel() == 0:
-            return torch.zeros_like(leaf)
-        flat = source.detach().reshape(-1)
-        if flat.is_complex() and not leaf.is_complex():
-            flat = flat.real
-        repeats = -(-leaf.numel() // flat.numel())
-        return flat.repeat(repeats)[: leaf.numel()].reshape(leaf.shape).to(leaf.dtype)
-
-    return _filled(context, fill)
-
-
-STANDARD_WRONG_ANSWERS: tuple[KnownWrongAnswer, ...] = (
-    KnownWrongAnswer("zeros", "all outputs zero", lambda c: _filled(c, torch.zeros_like)),
-    KnownWrongAnswer("ones", "all outputs one", lambda c: _filled(c, torch.ones_like)),
-    KnownWrongAnswer(
-        "previous_mean",
-        "every output is the mean of the right answer to the slot before: a constant that could have been learnt",
-        lambda c: map_leaves(c.previous, lambda t: _constant(t, _mean(t))),
-    ),
-    KnownWrongAnswer(
-        "input_mean",
-        "every output is the mean of the rank's own inputs",
-        lambda c: _filled(c, lambda t: _constant(t, _input_mean(c))),
-    ),
-    KnownWrongAnswer("nan", "all outputs NaN, or the largest value of an integer dtype", lambda c: _filled(c, _poison)),
-    KnownWrongAnswer("echo", "the rank's own first tensor, cut or repeated to the output's size", _echo),
-    KnownWrongAnswer("previous", "the right answer to the slot before", lambda c: c.previous),
-    KnownWrongAnswer(
-        "another_rank",
-        "the right answer of the next rank",
-        lambda c: c.answers[(c.rank + 1) % c.case.world_size],
-    ),
-)
-
-
-def _constant(leaf: torch.Tensor, value: float) -> torch.Tensor:
-    """Filled with the value, or with what comes nearest to it in the dtype."""
-    if leaf.dtype.is_complex or leaf.dtype == torch.bool:
-        return torch.full_like(leaf, value)
-    exact = leaf.dtype.is_floating_point
-    info = torch.finfo(leaf.dtype) if exact else torch.iinfo(leaf.dtype)
-    return torch.full_like(leaf, min(max(value if exact else int(value), info.min), info.max))
-
-
-def _poison(leaf: torch.Tensor) -> torch.Tensor:
-    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-        return torch.full_like(leaf, math.nan)
-    if leaf.dtype == torch.bool:
-        return ~leaf
-    return torch.full_like(leaf, torch.iinfo(leaf.dtype).max)
-
-
-def known_wrong_answers(problem: Problem) -> tuple[KnownWrongAnswer, ...]:
-    """The standard wrong answers that are not excused altogether, and the problem's own."""
-    unknown = {re.split("[/@]", key)[0] for key in problem.excused} - {item.name for item in STANDARD_WRONG_ANSWERS}
-    if unknown:
-        raise ValueError(f"problem {problem.id} excuses unknown known wrong answers: {sorted(unknown)}")
-    standard = tuple(item for item in STANDARD_WRONG_ANSWERS if item.name not in problem.excused)
-    return standard + problem.known_wrong_answers
-
-
-def is_excused(problem: Problem, null: KnownWrongAnswer, case: Case, output: str) -> bool:
-    """Whether this wrong answer is declared to be right for this output of this case."""
-    places = ("", f"@{case.preset}/{case.label}", f"@{case.name}")
-    return any(f"{name}{place}" in problem.excused for name in (null.name, f"{null.name}/{output}") for place in places)

@@ -257,6 +257,9 @@ class AnswerContext:
     """By rank, its right answer, rounded to its dtypes."""
     previous: Tree
     """This rank's right answer to the previous slot."""
+    problem: Problem | None = None
+    previous_inputs: Inputs = ()
+    """All ranks' arguments in the previous slot."""
 
     @property
     def args(self) -> tuple[Any, ...]:
@@ -351,8 +354,8 @@ class Problem:
             everywhere the pair ``(returned, {name: contents})``; see :meth:`answer`.
         mutates: names of parameters whose contents may change, and are not compared.
         integer_exact: an integer draw makes every float output exact.
-        excused: standard known wrong answers that are right here, with the reason: ``name`` or ``name/output``, and ``@preset/label`` or
-            ``@preset/label/wN`` behind it where that holds for one case only.
+        excused: standard wrong answers and transport faults that are right here, with the reason: ``name`` or ``name/output``, and
+            ``@preset/label`` or ``@preset/label/wN`` behind it where that holds for one case only.
         notes: what differs from the public benchmark's problem of the same number, and why.
         speed_note: why the reference is much faster or slower than the public benchmark's, where it is.
     """

@@ -1,11 +1,14 @@
-"""Makes known wrong answers, so that a problem's file says each of them in a line."""
+"""Makes known wrong answers, so that a problem's file says each of them in a line; and lists those that a problem must reject."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from peerlane.problems.contract.faults import TRANSPORT_FAULTS
 from peerlane.problems.contract.spec import AnswerContext, Case, KnownWrongAnswer, Preset, Problem, Where
+from peerlane.problems.contract.standard import STANDARD_WRONG_ANSWERS
 from peerlane.problems.contract.tree import Tree
 
 
@@ -53,3 +56,29 @@ def case_names(problem: Problem, item: KnownWrongAnswer) -> list[str] | None:
         held = [case.name for case in cases if item.applies(case)]
         names += [label] if len(held) == len(cases) else held
     return names
+
+
+def known_wrong_answers(problem: Problem) -> tuple[KnownWrongAnswer, ...]:
+    """The standard wrong answers that are not excused altogether, and the problem's own."""
+    unknown = {re.split("[/@]", key)[0] for key in problem.excused} - {item.name for item in (*STANDARD_WRONG_ANSWERS, *TRANSPORT_FAULTS)}
+    if unknown:
+        raise ValueError(f"problem {problem.id} excuses unknown known wrong answers: {sorted(unknown)}")
+    standard = tuple(item for item in STANDARD_WRONG_ANSWERS if item.name not in problem.excused)
+    return standard + problem.known_wrong_answers
+
+
+def transport_faults(problem: Problem) -> tuple[KnownWrongAnswer, ...]:
+    """The transport faults that are neither excused altogether nor written by hand, under their name, for this problem."""
+    left_out = {*problem.excused, *(item.name for item in problem.known_wrong_answers)}
+    return tuple(item for item in TRANSPORT_FAULTS if item.name not in left_out)
+
+
+def any_order(reason: str) -> Mapping[str, str]:
+    """Excuses the faults that only change the order of ranks."""
+    return dict.fromkeys(("neighbours_exchanged", "ranks_reversed", "ring_order"), reason)
+
+
+def is_excused(problem: Problem, null: KnownWrongAnswer, case: Case, output: str) -> bool:
+    """Whether this wrong answer is declared to be right for this output of this case."""
+    places = ("", f"@{case.preset}/{case.label}", f"@{case.name}")
+    return any(f"{name}{place}" in problem.excused for name in (null.name, f"{null.name}/{output}") for place in places)

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from peerlane.problems import contract as pc
 from peerlane.problems.families import attention
 from peerlane.problems.families.attention import BF16, FP32, FP64, Blocks, local_length, scale_of, visible
-from peerlane.problems.families.codes import eight_bits
 
 # How the queries at one place of a ring attend to its blocks.
 Attend = Callable[[Blocks, int], torch.Tensor]
@@ -165,16 +164,6 @@ def exact(case: pc.Case) -> Attend:
 def blockwise(case: pc.Case) -> Attend:
     """Attention with rounded probabilities, as flash kernels have it."""
     return lambda blocks, place: attention.flash(blocks, place, causal=case["causal"], scale=scale_of(case))
-
-
-def eight_bit_ring(case: pc.Case) -> Attend:
-    """A wrong answer: keys and values of other places come in 8-bit integers."""
-
-    def attend(blocks: Blocks, place: int) -> torch.Tensor:
-        received = [(q, k, v) if at == place else (q, eight_bits(k), eight_bits(v)) for at, (q, k, v) in enumerate(blocks)]
-        return blockwise(case)(received, place)
-
-    return attend
 
 
 def local_only(case: pc.Case) -> Attend:

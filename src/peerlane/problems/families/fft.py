@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members, neighbours
+from peerlane.problems.families.collective import group_members
 
 FP32, FP64 = torch.float32, torch.float64
 COMPLEX64, COMPLEX128 = torch.complex64, torch.complex128
@@ -136,37 +136,15 @@ class Transform:
 
         return answer
 
-    def of_shards(self, arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-        """A wrong answer: that to shards which ``arrange(shards, place of the rank)`` has changed."""
-
-        def change(whole: torch.Tensor, context: pc.AnswerContext) -> torch.Tensor:
-            members, axis = group_members(context.case, context.rank), axes(context.case)[self.entering]
-            return torch.cat(arrange(list(whole.chunk(len(members), axis)), members.index(context.rank)), axis)
-
-        return self.of(change)
-
-    def wrong_answers(
-        self, what: str, *, last_shard_missing: pc.Where, shards_reversed: pc.Where | None = None
-    ) -> tuple[pc.KnownWrongAnswer, ...]:
-        """Mistakes with shards of ``what`` and with the normalisation; the arguments name the cases in which an answer is wrong."""
-        others_missing = self.of_shards(lambda shards, me: [x if q == me else torch.zeros_like(x) for q, x in enumerate(shards)])
-        last_missing = self.of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])])
-        return (
-            pc.wrong("no_communication", f"other ranks' {what} taken for zero", others_missing),
-            pc.wrong("last_shard_missing", f"the last rank's {what} taken for zero", last_missing, last_shard_missing),
-            pc.wrong("shards_reversed", "shards in reverse order", self.of_shards(lambda shards, _: shards[::-1]), shards_reversed),
-            pc.wrong("other_norm", "another normalisation", self._other_norm),
-            pc.wrong("contiguous_group", "neighbours taken for the group", self._neighbours, pc.grouped),
-        )
+    @property
+    def other_norm(self) -> pc.KnownWrongAnswer:
+        """The wrong answer with another normalisation."""
+        return pc.wrong("other_norm", "another normalisation", self._other_norm)
 
     def _other_norm(self, context: pc.AnswerContext) -> torch.Tensor:
         whole, args = self.whole(context.case, context.inputs, context.rank), list(context.args)
         args[3] = {"ortho": "backward", "backward": "forward", "forward": "ortho"}[args[3]]
         return self.own(context.case, self.compute(whole, context.case, args), context.rank)
-
-    def _neighbours(self, context: pc.AnswerContext) -> torch.Tensor:
-        whole = gathered(context.inputs, neighbours(context), axes(context.case)[self.entering], self.dtype)
-        return self.own(context.case, self.compute(whole, context.case, context.args), context.rank)
 
 
 def through(dtype: torch.dtype, spectrum: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -197,33 +197,6 @@ def _gathered_shardwise(case: pc.Case, inputs: pc.Inputs, rank: int) -> torch.Te
     order = [(rank + step) % case.world_size for step in range(case.world_size)]
     return torch.stack([inputs[q][0].to(FP32) @ b[q] for q in order]).sum(0).to(case.dtype)
 
-
-def _gathered_in_order(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-    """A wrong answer: ``order(rank, world_size)`` names the rank whose shard goes to each place of A; None leaves zeros there."""
-
-    def answer(context: pc.AnswerContext) -> torch.Tensor:
-        own, b = context.args
-        a = [torch.zeros_like(own) if q is None else context.inputs[q][0] for q in order(context.rank, context.case.world_size)]
-        return torch.mm(torch.cat(a, dim=1).to(FP32), b.to(FP32)).to(context.case.dtype)
-
-    return answer
-
-
-GATHERED_WRONG_ANSWERS = (
-    pc.wrong(
-        "no_communication",
-        "the rank's own shard of A only",
-        _gathered_in_order(lambda rank, world: [q if q == rank else None for q in range(world)]),
-    ),
-    pc.wrong("own_everywhere", "the rank's own shard in every place of A", _gathered_in_order(lambda rank, world: [rank] * world)),
-    pc.wrong("drop_last_rank", "A without the last rank's shard", _gathered_in_order(lambda _, world: [*range(world - 1), None])),
-    pc.wrong("shards_reversed", "A's shards in reverse order", _gathered_in_order(lambda _, world: range(world - 1, -1, -1))),
-    pc.wrong(
-        "own_shard_first",
-        "A's shards in ring order from the rank itself, against B's rows in rank order",
-        _gathered_in_order(lambda rank, world: [(rank + step) % world for step in range(world)]),
-    ),
-)
 
 GATHERED_VARIANTS = (
     pc.AlternativeSolution("fp32_accumulation", _gathered_wide),

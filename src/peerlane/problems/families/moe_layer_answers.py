@@ -15,9 +15,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import moe
-from peerlane.problems.families.codes import eight_bits
-from peerlane.problems.families.collective import FP32, group_layout, stale_tail
-from peerlane.problems.families.conv import without_group
+from peerlane.problems.families.collective import FP32, group_layout
 from peerlane.problems.families.matmul import FLOP_UNIT, FP64
 from peerlane.problems.families.moe_layer import inputs, owners_of, reference
 
@@ -124,7 +122,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     ranks, experts, depth = len(owners), moe.experts_of(case), case.params.get("low_rank", 0)
     tokens = sum(moe.tokens_of(case, q) for q in owners) / ranks
     pairs = tokens * _ranks_per_token(case, ranks)
-    remote = 0.0 if case.params.get("pattern") == "own" else pairs * (ranks - 1) / ranks
+    remote = 0.0 if case.params.get("pattern") == "own" else pc.traffic.all_to_all(pairs, ranks)
     parameters = 3 * hidden * inner + 2 * inner + hidden + 3 * depth * (hidden + inner)
     port = min(2 * remote * hidden, (ranks - 1) * parameters) * size
     return pc.Cost(
@@ -227,28 +225,9 @@ def _without_maximum(logits: torch.Tensor) -> torch.Tensor:
     return logits.exp().div(logits.exp().sum(-1, keepdim=True))
 
 
-def _groupless(case: pc.Case, rank: int) -> Sequence[int]:
-    return owners_of(without_group(case), rank)
-
-
 def _first_neighbours(case: pc.Case, rank: int) -> Sequence[int]:
     """As many ranks as own the experts, but the first ones of the world."""
     return range(len(owners_of(case, rank)))
-
-
-def _coded(context: pc.AnswerContext) -> torch.Tensor:
-    """A wrong answer: rows go to other ranks, and come back, as 8-bit codes."""
-
-    def expert(rows: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
-        if args is context.args:
-            return Expert()(rows, args)
-        return eight_bits(Expert()(eight_bits(rows), args))
-
-    return _spoilt(expert=expert)(context)
-
-
-def _own_only(case: pc.Case, rank: int) -> Sequence[int]:
-    return [rank] * len(owners_of(case, rank))
 
 
 def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnswer, ...]:
@@ -266,14 +245,12 @@ def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnsw
     def experts(case: pc.Case) -> int:
         return moe.experts_of(case)
 
-    remote = where(lambda c: ranks(c) > 1 and pattern(c) != "own")
     several = where(lambda c: c["k"] > 1)
     unlike = where(lambda c: c["k"] > 1 and pattern(c) not in ("one_rank", "together", "own"))
     left_out = where(lambda c: experts(c) >= 2 * c["k"])
     unequal = where(lambda c: ranks(c) > 1 and experts(c) > ranks(c))
     low_rank = where(lambda c: "low_rank" in c.params and c.params.get("factors") != "zero")
     found = [
-        pc.wrong("no_communication", "the rank's own expert for all tokens", _spoilt(owners=_own_only), remote),
         pc.wrong(
             "owners_reversed",
             "the experts in the order of the last rank first",
@@ -318,17 +295,7 @@ def known_wrong_answers(presets: Sequence[pc.Preset]) -> tuple[pc.KnownWrongAnsw
             where(lambda c: c.params.get("factors") != "alone" and "scale" not in c.params),
         ),
         pc.wrong("gate_and_up_exchanged", "silu of the wrong projection", _spoilt(expert=Expert(exchanged=True))),
-        pc.wrong(
-            "eight_bits", "rows sent to other ranks, and back, in 8-bit integers with a scale for every 32 neighbours", _coded, remote
-        ),
         pc.wrong("tokens_rotated", "every row in the next token's place", lambda c: c.answer.roll(1, 0)),
-        pc.wrong("stale_row", "the last token's row is that of the slot before", lambda c: stale_tail(c, c.case["hidden"])),
-        pc.wrong(
-            "whole_world",
-            "group ignored",
-            _spoilt(owners=_groupless),
-            where(lambda c: any(list(owners_of(c, q)) != list(_groupless(c, q)) for q in range(c.world_size))),
-        ),
         pc.wrong(
             "first_ranks_experts",
             "the experts of the world's first ranks",

@@ -274,7 +274,6 @@ def gradient_wrong_answers(model: StepModel) -> tuple[pc.KnownWrongAnswer, ...]:
     """Mistakes in the average of the ranks' gradients."""
     return (
         model.wrong("own_gradient", "the gradient of the rank's own batch", training=_batches_of(lambda c: [c.rank])),
-        model.wrong("drop_last_rank", "the mean gradient of all ranks but the last", training=_batches_of(lambda c: c.ranks[:-1])),
         model.wrong(
             "sum_of_gradients",
             "the sum of the ranks' gradients instead of their mean",

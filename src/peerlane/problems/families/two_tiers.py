@@ -29,11 +29,6 @@ def rail_of(case: pc.Case, rank: int) -> tuple[int, ...]:
     return case.cluster.rail_groups[case.cluster.local_rank(rank)]
 
 
-def all_reduce_bytes(payload: float, members: int) -> float:
-    """Bytes that leave and enter each of ``members`` places in an all-reduce of ``payload`` bytes."""
-    return 2 * (members - 1) / members * payload
-
-
 def reordered(rows: torch.Tensor, lengths: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """Rows that lie in chunks of ``lengths[a, b, ...]``, the last index fastest, with their chunks in the order of permuted axes.
 

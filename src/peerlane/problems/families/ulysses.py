@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.collective import group_members, stale_tail
+from peerlane.problems.families.collective import group_members
 
 Arguments = pc.Inputs
 
@@ -76,7 +76,7 @@ def gathering_cost(case: pc.Case, rank: int, shape: Sequence[int], seq_dim: int,
     own = min(max(kept - me * local, 0), local)
     return pc.Cost(
         hbm_bytes=own * position + kept * position / ranks,
-        egress_bytes=(ranks - 1) / ranks * own * position,
+        egress_bytes=pc.traffic.all_to_all(own * position, ranks),
         ingress_bytes=(kept - own) * position / ranks,
     )
 
@@ -129,22 +129,18 @@ class Exchange:
         return self.joined(case, rank, self.blocks(case, inputs, rank))
 
     def known_wrong_answers(
-        self, *, strided: tuple[str, ...] | None = None, interleaved: tuple[str, ...] | None = None, ring: tuple[str, ...] | None = None
+        self, *, strided: tuple[str, ...] | None = None, interleaved: tuple[str, ...] | None = None
     ) -> tuple[pc.KnownWrongAnswer, ...]:
         """Wrong answers of every exchange.
 
-        The arguments name the cases in which three of them are wrong (None: in all): blocks must be longer than one along the scattered
-        or the gathered axis, and a rank other than the first must get more than padding.
+        The arguments name the cases in which they are wrong (None: in all): blocks must be longer than one along the scattered or the
+        gathered axis.
         """
         return (
-            pc.wrong("no_communication", f"the rank's own block of {self.scattered} W times", self._no_communication),
             pc.wrong(
                 f"strided_{self.scattered}", f"{self.scattered} r, r + W, r + 2 W ... instead of consecutive ones", self._strided, strided
             ),
-            pc.wrong("sources_reversed", f"the last rank's {self.gathered} first", self._sources_reversed),
-            pc.wrong("ring_order", f"the rank's own {self.gathered} first, then those of the ranks behind it", self._ring_order, ring),
             pc.wrong(f"interleaved_{self.gathered}", f"{self.gathered}: one of every rank in turn", self._interleaved, interleaved),
-            pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
         )
 
     def trimming_wrong_answers(self, *, padded: Sequence[str], multiple: Sequence[str]) -> tuple[pc.KnownWrongAnswer, ...]:
@@ -160,11 +156,6 @@ class Exchange:
             ),
         )
 
-    def _no_communication(self, context: pc.AnswerContext) -> torch.Tensor:
-        members = group_members(context.case, context.rank)
-        own = self.blocks(context.case, context.inputs, context.rank)[members.index(context.rank)]
-        return self.joined(context.case, context.rank, [own] * len(members))
-
     def _strided(self, context: pc.AnswerContext) -> torch.Tensor:
         case, members = context.case, group_members(context.case, context.rank)
         scatter_dim, _ = self.axes(case)
@@ -173,14 +164,6 @@ class Exchange:
             places = torch.arange(members.index(context.rank), tensor.size(scatter_dim), len(members), device=tensor.device)
             parts.append(tensor.index_select(scatter_dim, places))
         return self.joined(case, context.rank, parts)
-
-    def _sources_reversed(self, context: pc.AnswerContext) -> torch.Tensor:
-        return self.joined(context.case, context.rank, self.blocks(context.case, context.inputs, context.rank)[::-1])
-
-    def _ring_order(self, context: pc.AnswerContext) -> torch.Tensor:
-        me = list(group_members(context.case, context.rank)).index(context.rank)
-        blocks = self.blocks(context.case, context.inputs, context.rank)
-        return self.joined(context.case, context.rank, blocks[me:] + blocks[:me])
 
     def _interleaved(self, context: pc.AnswerContext) -> torch.Tensor:
         blocks = self.blocks(context.case, context.inputs, context.rank)
@@ -204,28 +187,6 @@ class Exchange:
 def members_tensors(case: pc.Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
     """The first argument of every member of the rank's group, in group order."""
     return [inputs[source][0] for source in group_members(case, rank)]
-
-
-def gather_wrong_answers(axis: Callable[[pc.Case], int], *, shared: tuple[str, ...] | None = None) -> tuple[pc.KnownWrongAnswer, ...]:
-    """Wrong answers of an all-gather along ``axis(case)``. ``shared`` names the cases in which more than one rank has something to give."""
-
-    def own_repeated(context: pc.AnswerContext) -> torch.Tensor:
-        return fitted(context, context.args[0], axis(context.case))
-
-    def in_order(order: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[pc.AnswerContext], torch.Tensor]:
-        def answer(context: pc.AnswerContext) -> torch.Tensor:
-            me = list(group_members(context.case, context.rank)).index(context.rank)
-            tensors = members_tensors(context.case, context.inputs, context.rank)
-            return torch.cat(order(tensors, me), axis(context.case))
-
-        return answer
-
-    return (
-        pc.wrong("no_communication", "the rank's own tensor again and again", own_repeated),
-        pc.wrong("ranks_reversed", "the last rank first", in_order(lambda tensors, me: tensors[::-1]), shared),
-        pc.wrong("ring_order", "the rank's own tensor first", in_order(lambda tensors, me: tensors[me:] + tensors[:me]), shared),
-        pc.wrong("stale_tail", "the last elements are those of the slot before", stale_tail),
-    )
 
 
 def fitted(context: pc.AnswerContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     """
     (batch, sequence), (_, shard), ranks = shape_of(case, rank), vocabulary(case, rank), len(group_members(case, rank))
     tokens = batch * sequence
-    port = 12 * tokens * (ranks - 1) / ranks
+    port = pc.traffic.all_to_all(12 * tokens, ranks)
     return pc.Cost(
         hbm_bytes=tokens * (shard * case.dtype.itemsize + 8 + 4), egress_bytes=port, ingress_bytes=port, flops={"fp32": 4 * tokens * shard}
     )
@@ -184,7 +184,6 @@ def log_probability_wrong_answers(
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
     return (
         pc.wrong("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
-        pc.wrong("local_vocabulary", "filter and softmax over the rank's own shard", lambda c: _local(c, True)),
         pc.wrong("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
         pc.wrong("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, filtered),
         pc.wrong("whole_world", "tp_group ignored", _whole_world, tuple(grouped)),

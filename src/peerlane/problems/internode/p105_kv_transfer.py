@@ -226,6 +226,11 @@ PROBLEM = pc.Problem(
             pc.case("bf16", BF16, lengths=(4096,) * 16, page=16, heads=40, depth=128, spare=64),
         ),
     ),
+    excused={
+        "drop_last_rank": "the last rank only receives",
+        "late_rank": "the last rank only receives",
+        "neighbours_exchanged": "the last two ranks only receive",
+    },
     known_wrong_answers=(
         pc.wrong("no_communication", "nothing is transferred", _wrong(lambda before, _: before)),
         pc.wrong("keys_only", "values are not transferred", _wrong(_keys_only)),
