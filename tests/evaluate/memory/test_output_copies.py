@@ -21,7 +21,7 @@ def regions_of(expected: Tree, updates: dict[str, int] | None = None) -> OutputR
 
 
 ONE = torch.arange(6.0).reshape(2, 3)
-PAIR = (ONE, torch.arange(4))
+PAIR = (ONE, torch.arange(4.0))
 RETURNED: dict[str, tuple[Tree, Tree]] = {
     "a tensor": (ONE, ONE + 1),
     "transposed": (ONE, (ONE + 1).t().contiguous().t()),
@@ -31,8 +31,9 @@ RETURNED: dict[str, tuple[Tree, Tree]] = {
     "another dtype": (ONE, ONE.double()),
     "another shape": (ONE, ONE[:1]),
     "no tensor": (ONE, None),
-    "a tuple": (PAIR, (ONE + 1, torch.arange(4) + 1)),
-    "a list for a tuple": (PAIR, [ONE + 1, torch.arange(4)]),
+    "a tuple": (PAIR, (ONE + 1, torch.arange(4.0) + 1)),
+    "a list for a tuple": (PAIR, [ONE + 1, torch.arange(4.0)]),
+    "two dtypes": ((ONE, torch.arange(4)), (ONE + 1, torch.arange(4) + 1)),
     "one too few": (PAIR, (ONE,)),
     "a dict": ({"a": ONE, "b": ONE}, {"b": ONE + 2, "a": ONE + 1}),
     "complex": (torch.complex(ONE, ONE), torch.complex(ONE, ONE + 1).conj()),
@@ -69,5 +70,5 @@ def test_what_is_as_expected_is_not_described_anew(monkeypatch: pytest.MonkeyPat
     regions = regions_of(PAIR)
     copies, refused = OutputCopies(regions, CPU), list[Callable[..., Any]]()
     monkeypatch.setattr(OutputRegions, "take", lambda *_: refused.append(OutputRegions.take))
-    copies.take(0, (ONE + 1, torch.arange(4)), ())
+    copies.take(0, (ONE + 1, torch.arange(4.0)), ())
     assert not refused and [int(leaf.sum()) for leaf in leaves(regions.views[0])] == [21, 6]
