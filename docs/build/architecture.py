@@ -23,7 +23,7 @@ PURPOSES = {
     "peerlane.generate": "candidates from models",
     "peerlane.report": "tables, plots, pages of problems",
     "peerlane.evaluate.selftest": "runs the corpus",
-    "peerlane.evaluate": "verdict and speed of a candidate",
+    "peerlane.evaluate": "verdicts and speeds",
     "peerlane.results": "records, store",
     "peerlane.sandbox": "isolation",
     "peerlane.solutions": "kernels",
