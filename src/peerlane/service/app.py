@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -45,10 +46,19 @@ class Service:
         queue: the jobs.
         node: who judges them.
         identify: the evaluator whose identities name jobs; it need not be open.
+        end: called if the node's loop ends by a defect: nothing would be judged any more.
     """
 
-    def __init__(self, settings: ServiceSettings, tokens: Tokens, queue: JobQueue, node: Node, identify: Evaluator) -> None:
-        self.settings, self.tokens, self.queue, self.node, self.identify = settings, tokens, queue, node, identify
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        tokens: Tokens,
+        queue: JobQueue,
+        node: Node,
+        identify: Evaluator,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.settings, self.tokens, self.queue, self.node, self.identify, self.end = settings, tokens, queue, node, identify, end
         self.responses: Counter[tuple[str, int]] = Counter()
 
     def application(self) -> Starlette:
@@ -68,11 +78,12 @@ class Service:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         work = asyncio.create_task(self.node.run())
+        work.add_done_callback(lambda _: self.end())
         try:
             yield
         finally:
             await self.node.drain(0.0)
-            await work
+            await asyncio.gather(work, return_exceptions=True)
 
     def _counted(self, name: str, handler: Handler, *, public: bool = False) -> Callable[[Request], Awaitable[Response]]:
         """The handler, behind the token unless it is public; its answers are counted."""
@@ -83,7 +94,11 @@ class Service:
                 why = "expected a header `Authorization: Bearer TOKEN` with an accepted token"
                 answer = refuse(401, why, {"WWW-Authenticate": "Bearer"})
             else:
-                answer = await handler(request, owner or "")
+                try:
+                    answer = await handler(request, owner or "")
+                except sqlite3.Error as error:
+                    self.node.disk_failed(error)
+                    answer = refuse(503, f"the node is left out: {self.node.why}", {"Retry-After": str(_AGAIN_S)})
             self.responses[name, answer.status_code] += 1
             return answer
 
@@ -173,7 +188,11 @@ class Service:
             told: tuple[str, str | None] | None = None
             while True:
                 event = self.node.changes.of(key)
-                document = self._document(key)
+                try:
+                    document = self._document(key)
+                except sqlite3.Error as error:
+                    self.node.disk_failed(error)
+                    return
                 if document is None:
                     return
                 if (now := (document.state, document.stage)) != told:
