@@ -130,7 +130,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
             if verified:  # nobody has judged the steps of an agent again
                 samples = [replace(sample, attempt=replace(sample.attempt, steps=())) for sample in samples]
         found.samples += [replace(sample, standing=standing) for sample in samples]
-    found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found)))
+    found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found, follow=file in paths)))
     if not found.samples:
         where = ", ".join(map(str, paths))
         raise UsageError("\n".join([f"nothing in {where} was judged: expected results of `peerlane eval`", *found.skipped]))
@@ -167,17 +167,17 @@ def _below(paths: Iterable[Path], skipped: list[str]) -> tuple[list[Path], list[
     return list(runs), list(files)
 
 
-def _read(path: Path, found: Gathered) -> list[Result]:
+def _read(path: Path, found: Gathered, *, follow: bool = False) -> list[Result]:
     """The results in a file. A file of something else, such as calibrations, is left out with a message."""
     if not os.path.lexists(path):
         return []
     try:
-        results = read_results(path, found.notes)
+        results = read_results(path, found.notes, follow=follow)
     except UsageError as error:
         found.skipped.append(str(error))
         return []
     if results:
-        found.files.append((str(path), hashlib.sha256(read_regular(path, MOST_BYTES, follow=True)).hexdigest()))
+        found.files.append((str(path), hashlib.sha256(read_regular(path, MOST_BYTES, follow=follow)).hexdigest()))
     return results
 
 
