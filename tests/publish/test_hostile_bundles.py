@@ -21,6 +21,7 @@ from peerlane.publish.page import render_page
 from peerlane.publish.verify import compare, verification, verification_file
 from peerlane.results.result import Result
 from peerlane.results.speed_record import Estimate, ModeSpeed
+from publish.test_page import data_of
 from sample_results import measured, result, text_of
 from sample_runs import make_run
 
@@ -98,6 +99,21 @@ def test_the_page_shows_what_the_keeper_measured(tmp_path: Path) -> None:
     verification_file(bundle.path).unlink()
     html = render_page(gather([bundle.path]), "t").html
     assert "measured by the keeper" not in html and "figures claimed by the author, not verified" in html
+
+
+def test_claims_say_nothing_about_the_reference(tmp_path: Path) -> None:
+    """The share of the roofline that the reference reaches is the keeper's figure, or none."""
+    claims = make_run(tmp_path / "run", "model", (1, 2), good=1.0)
+    write_bundle(tmp_path / "run", tmp_path / "a.zip")
+    bundle = read_bundle(tmp_path / "a.zip")
+
+    def authors() -> set[object]:
+        (board,) = data_of(render_page(gather([bundle.path]), "t").html)
+        return {row.get("author", "the reference") for row in board["reached"]}  # type: ignore[attr-defined]
+
+    assert authors() == {"model, not verified"}
+    verification_file(bundle.path).write_text(verification(bundle, claims, claims).model_dump_json())
+    assert authors() == {"model", "the reference"}
 
 
 # --- malformed bundles ---
@@ -301,6 +317,7 @@ def test_an_impossible_cost_is_named(value: str, good: Members, tmp_path: Path) 
         (lambda record: record["problem"].update(id=5), "is of code that the bundle lacks"),
         (lambda record: record["candidate"].update(sha256="0" * 64), "is of code that the bundle lacks"),
         (lambda record: record.update(world_size=10**6), "claims 1000000 ranks"),
+        (lambda record: record["candidate"].update(backend="reference", name="reference"), "is called the reference"),
     ],
 )
 def test_a_result_that_cannot_be_checked_is_named(

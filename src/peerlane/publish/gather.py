@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from peerlane.errors import FileRefused, UsageError
+from peerlane.evaluate.candidates import REFERENCE
 from peerlane.files import find_files, read_regular
 from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
@@ -22,7 +23,6 @@ from peerlane.results.reader import FILE, MOST_BYTES, newest, read_results
 from peerlane.results.result import Result
 from peerlane.version import PACKAGE
 
-REFERENCE = "reference"
 UNNAMED = "candidates"
 TRACES = "trace"
 _MOST_TRACES, _MOST_TRACE_BYTES = 4, 16 << 20
@@ -73,9 +73,14 @@ class Sample:
     settings: RunSettings | None = field(default=None, repr=False)
 
     @property
+    def is_trusted(self) -> bool:
+        """True if the keeper of the page measured the figures."""
+        return self.standing in ("own", "verified")
+
+    @property
     def is_reference(self) -> bool:
         """True for the built-in reference."""
-        return self.result is not None and self.result.candidate.backend == REFERENCE
+        return self.is_trusted and self.result is not None and self.result.candidate.backend == REFERENCE
 
     @property
     def task(self) -> Task:

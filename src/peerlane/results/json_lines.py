@@ -45,9 +45,11 @@ def make_appendable(path: Path) -> None:
             pass
         lines = read_regular(path, MOST_BYTES).split(b"\n")
     except FileRefused as error:
-        raise UsageError(f"{error}; name a folder that can be written with --out") from None
+        raise UsageError(f"cannot write results: {error}; name a folder that can be written with --out") from None
     except OSError as error:
-        raise UsageError(f"cannot write {shown_path(path)}: {error.strerror}; name a folder that can be written with --out") from None
+        raise UsageError(
+            f"cannot write results to {shown_path(path)}: {error.strerror}; name a folder that can be written with --out"
+        ) from None
     if any(lines) and not any(line.startswith(_BEGINNING) for line in lines) and not (lines[-1] and is_torn(lines[-1])):
         found = next(filter(None, lines))[:40].decode(errors="replace")
         raise UsageError(f"{path} begins with {found!a}: expected records, one a line; move the file away or choose another with --out")
