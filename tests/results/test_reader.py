@@ -47,6 +47,7 @@ def test_an_environment_is_stored_once(tmp_path: Path) -> None:
         ('{"schema_version":2,"type":"result","evaluator_v', "line 3 is no result and left out (not JSON)"),
         ('{"schema_version": 2, "type": "footnote"}', "line 3 is no result and left out (an unknown type)"),
         ('{"schema_version": 3, "type": "result"}', "1 line left out: written by another version of peerlane (schema 3, this one reads 2)"),
+        ('{"schema_version": %s}' % ("9" * 400), "line 3 is no result and left out (no schema_version)"),
         ('{"schema_version": 1}', "1 line left out: written by another version of peerlane (schema 1, this one reads 2)"),
     ],
 )

@@ -96,6 +96,9 @@ def test_what_is_refused_and_why(running: Running) -> None:
             ({"name": "a/b"}, "name"),
             ({"surprise": 1}, "surprise"),
             ({"timeout": 0}, "timeout"),
+            ({"problem": True}, "problem"),
+            ({"problem": "1"}, "problem"),
+            ({"rerun": 1}, "rerun"),
         ):
             answer = raw.post("/v1/jobs", json=job(**wrong))
             assert answer.status_code == 422 and [item["field"] for item in answer.json()["fields"]] == [field], answer.text
@@ -112,10 +115,12 @@ def test_what_is_refused_and_why(running: Running) -> None:
 def test_only_its_owner_has_a_job_judged_again(running: Running) -> None:
     source = f"{RIGHT}  # owned"
     with http(running) as owner, http(running, OTHER) as other:
-        key = owner.post("/v1/jobs", json=job(source, modes=())).json()["id"]
-        first = owner.get(f"/v1/jobs/{key}", params={"wait": 20}).json()
-        assert first["state"] == "done"
-        assert other.post("/v1/jobs", json=job(source, modes=())).json() == first
+        key = owner.post("/v1/jobs", json=job(source, modes=(), name="private")).json()["id"]
+        mine = owner.get(f"/v1/jobs/{key}", params={"wait": 20}).json()
+        assert mine["state"] == "done" and mine["result"]["candidate"]["name"] == "private"
+        first = other.post("/v1/jobs", json=job(source, modes=())).json()
+        assert first["result"]["candidate"].pop("name") == "candidate" and mine["result"]["candidate"].pop("name") and first == mine
+        first["result"]["candidate"]["name"] = "candidate"
         answer = other.post("/v1/jobs", json=job(source, modes=(), rerun=True))
         assert answer.status_code == 403 and "another token" in answer.json()["error"]
         assert other.get(f"/v1/jobs/{key}").json() == first and running.judged[source] == 1

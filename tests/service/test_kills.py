@@ -82,7 +82,8 @@ def test_a_hundred_kills_lose_and_double_nothing(tmp_path: Path, monkeypatch: py
                         assert judge.evaluate(1, source, name=f"c{number}_{turn}").verdict.kind == "import_error"
                         break
                     except ServiceFault as fault:  # it ended three services by chance; the same request starts anew
-                        assert "3 times" in str(fault)
+                        if "3 times" not in str(fault):
+                            raise
                 answered.append(f"c{number}_{turn}")
 
     with ThreadPoolExecutor(_CLIENTS) as clients:

@@ -19,7 +19,8 @@ from peerlane.generate.judgements import attempt_of, judged_samples, setting_of,
 from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, RunSettings, is_run
 from peerlane.publish.bundle import is_bundle, read_bundle
 from peerlane.publish.verify import read_verification
-from peerlane.results.reader import FILE, MOST_BYTES, newest, read_results
+from peerlane.results.json_lines import MOST_BYTES
+from peerlane.results.reader import FILE, newest, read_results
 from peerlane.results.result import Result
 from peerlane.version import PACKAGE
 

@@ -20,6 +20,7 @@ from peerlane.results.result import SCHEMA_VERSION, EnvironmentLine, Result
 from peerlane.words import counted
 
 FILE = "results.jsonl"
+_LAST_VERSION = 1_000_000
 _MOST_TOLD = 5
 """lines that a note names"""
 
@@ -70,7 +71,7 @@ class ResultsReader:
                 self._garbage[self._number] = "not JSON"
             return
         version = record.get("schema_version") if isinstance(record, dict) else None
-        if not isinstance(version, int):
+        if type(version) is not int or not 0 <= version <= _LAST_VERSION:
             self._garbage[self._number] = "no schema_version"
         elif version != SCHEMA_VERSION:
             self._versions[version] = self._versions.get(version, 0) + 1
@@ -97,7 +98,8 @@ class ResultsReader:
 def read_results(path: Path, notes: list[str] | None = None, *, follow: bool = False) -> list[Result]:
     """The results in a file, or in a folder's ``results.jsonl``. What was left out is added to ``notes``.
 
-    ``follow``: whether a file may be a link; the one in a folder may not. Raises UsageError if there is no such file, and if it holds lines and none of them is a result.
+    ``follow``: whether a file may be a link; the one in a folder may not. Raises UsageError if there is no such file, and if it holds lines
+    and none of them is a result.
     """
     if path.is_dir():
         path, follow = path / FILE, False

@@ -21,7 +21,7 @@ from peerlane.service.metrics import render_metrics
 from peerlane.service.node import Node
 from peerlane.service.openapi import openapi_document
 from peerlane.service.queue import JobQueue, NotOwner
-from peerlane.service.request import ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
+from peerlane.service.request import DEFAULT_NAME, ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
 from peerlane.service.settings import ServiceSettings, Tokens
 from peerlane.version import __version__
 
@@ -128,7 +128,7 @@ class Service:
         except NotOwner as error:
             return refuse(403, str(error))
         self.node.work_came()
-        document = self._document(key)
+        document = self._document(key, owner)
         assert document is not None
         return _job(document, 200 if document.state in ENDED else 202, {"Location": f"/v1/jobs/{key}"})
 
@@ -164,7 +164,7 @@ class Service:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), left)
-        document = self._document(key)
+        document = self._document(key, owner)
         return _unknown(key) if document is None else _job(document)
 
     async def cancel(self, request: Request, owner: str) -> Response:
@@ -174,7 +174,7 @@ class Service:
             return _unknown(key)
         if self.queue.cancel(key, owner):
             self.node.cancel(key)
-        document = self._document(key)
+        document = self._document(key, owner)
         assert document is not None
         return _job(document)
 
@@ -189,7 +189,7 @@ class Service:
             while True:
                 event = self.node.changes.of(key)
                 try:
-                    document = self._document(key)
+                    document = self._document(key, owner)
                 except sqlite3.Error as error:
                     self.node.disk_failed(error)
                     return
@@ -208,8 +208,11 @@ class Service:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
-    def _document(self, key: str) -> JobDocument | None:
+    def _document(self, key: str, owner: str) -> JobDocument | None:
+        """The job; another token than the owner's does not see how the owner calls the candidate."""
         document = self.queue.get(key)
+        if document is not None and document.result is not None and self.queue.owner(key) != owner:
+            document.result["candidate"]["name"] = DEFAULT_NAME
         running = self.node.running.get(key)
         if document is not None and running is not None and document.state == "running":
             document.stage = running.stage

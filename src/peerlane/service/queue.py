@@ -142,7 +142,7 @@ class JobQueue:
         with self._db:
             self._db.execute("begin immediate")
             again = request.rerun and self.state(key) == "done" and self.is_open(key)
-            if again and self._owner(key) != owner:
+            if again and self.owner(key) != owner:
                 raise NotOwner("this job belongs to another token: send the request without rerun, and get its result")
             self._db.execute("insert or ignore into submitter values(?, ?)", (key, owner))
             if self.is_open(key) and not again:
@@ -152,7 +152,8 @@ class JobQueue:
                 (key, request.model_dump_json(), request.priority, owner, time.time()),
             )
 
-    def _owner(self, key: str) -> str | None:
+    def owner(self, key: str) -> str | None:
+        """The token that asked for the job first."""
         row = self._db.execute("select owner from job where key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -200,7 +201,7 @@ class JobQueue:
 
     def _count_strike(self, key: str, held_up: bool) -> None:
         """The token of a job whose last candidates held up the node waits behind others, longer each time; one that did not ends that."""
-        owner = self._owner(key)
+        owner = self.owner(key)
         row = self._db.execute("select strikes from penalty where owner = ?", (owner,)).fetchone()
         strikes = (0 if row is None else row[0]) + 1 if held_up else 0
         seconds = 0.0 if strikes < 2 else min(_LONGEST_PENALTY_S, _FIRST_PENALTY_S * 2.0 ** min(strikes - 2, 10))
