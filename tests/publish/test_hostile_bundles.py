@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import shutil
 import struct
+import subprocess
 import zipfile
 from collections.abc import Callable
 from hashlib import sha256
@@ -18,6 +20,7 @@ from peerlane.errors import UsageError
 from peerlane.publish.bundle import MANIFEST, read_bundle, write_bundle
 from peerlane.publish.gather import gather
 from peerlane.publish.page import render_page
+from peerlane.publish.signature import signature_file
 from peerlane.publish.verify import compare, verification, verification_file
 from peerlane.results.result import Result
 from peerlane.results.speed_record import Estimate, ModeSpeed
@@ -114,6 +117,30 @@ def test_claims_say_nothing_about_the_reference(tmp_path: Path) -> None:
     assert authors() == {"model, not verified"}
     verification_file(bundle.path).write_text(verification(bundle, claims, claims).model_dump_json())
     assert authors() == {"model", "the reference"}
+
+
+def sign(bundle: Path, key: Path) -> None:
+    """Signs a bundle as its author does, with a new key."""
+    for command in (["-q", "-t", "ed25519", "-N", "", "-f", key], ["-Y", "sign", "-n", "peerlane", "-f", key, bundle]):
+        subprocess.run(["ssh-keygen", *map(str, command)], check=True, capture_output=True, timeout=60)
+
+
+def test_the_page_names_the_key_that_signed_a_bundle(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, name, (1, 2), good=1.0)
+        write_bundle(tmp_path / name, tmp_path / f"{name}.zip")
+    sign(tmp_path / "a.zip", tmp_path / "key")
+    told = subprocess.run(["ssh-keygen", "-lf", str(tmp_path / "key.pub")], capture_output=True, text=True, timeout=60, check=True)
+    fingerprint = told.stdout.split()[1]
+    html = render_page(gather([tmp_path / "a.zip", tmp_path / "b.zip"]), "t").html
+    assert f"a, not verified: ED25519 {fingerprint}" in html and "b, not verified: ED25519" not in html
+    shutil.copy(signature_file(tmp_path / "a.zip"), signature_file(tmp_path / "b.zip"))
+    with pytest.raises(UsageError, match=r"b\.zip\.sig is no signature of .*b\.zip"):
+        gather([tmp_path / "b.zip"])
+    signature_file(tmp_path / "b.zip").unlink()
+    signature_file(tmp_path / "b.zip").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=r"b\.zip\.sig is a link"):
+        gather([tmp_path / "b.zip"])
 
 
 # --- malformed bundles ---

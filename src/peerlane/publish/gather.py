@@ -18,6 +18,7 @@ from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
 from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, RunSettings, is_run
 from peerlane.publish.bundle import is_bundle, read_bundle
+from peerlane.publish.signature import read_signer
 from peerlane.publish.verify import read_verification
 from peerlane.results.json_lines import MOST_BYTES
 from peerlane.results.reader import FILE, newest, read_results
@@ -61,6 +62,7 @@ class Sample:
         result: None where there was no code to judge, or no evaluation yet.
         code: the candidate's file, if it is at hand; its contents may have changed since.
         traces: name and contents of the pictures of `peerlane trace` in the sample's folder ``trace``.
+        signer: the key that signed the bundle which the sample comes from.
         settings: of the run that the sample belongs to, with the version of its prompts; None of a file that was judged by itself.
     """
 
@@ -72,6 +74,7 @@ class Sample:
     standing: Standing = "own"
     traces: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
     settings: RunSettings | None = field(default=None, repr=False)
+    signer: str | None = None
 
     @property
     def is_trusted(self) -> bool:
@@ -122,7 +125,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
         except FileRefused as error:
             found.skipped.append(f"{run.path} is left out: {error}")
     for bundle in map(read_bundle, bundles):
-        checked = read_verification(bundle)
+        checked, signer = read_verification(bundle), read_signer(bundle.path)
         standing: Standing = "unverified" if checked is None else checked.standing
         found.files.append((str(bundle.path), bundle.sha256))
         with tempfile.TemporaryDirectory(prefix="peerlane-bundle-") as scratch:
@@ -135,7 +138,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
             samples = list(_samples_of_run(run, results, author))
             if verified:  # nobody has judged the steps of an agent again
                 samples = [replace(sample, attempt=replace(sample.attempt, steps=())) for sample in samples]
-        found.samples += [replace(sample, standing=standing) for sample in samples]
+        found.samples += [replace(sample, standing=standing, signer=signer) for sample in samples]
     found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found, follow=file in paths)))
     if not found.samples:
         where = ", ".join(map(str, paths))
