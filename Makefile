@@ -29,7 +29,8 @@ help:
 setup: $(STAMP)
 
 # torch comes first and by its bare pin of constraints.txt, so that pip keeps whichever build of that version the machine offers (CPU or CUDA).
-# The build back end is installed and pinned too, hence --no-build-isolation. Nothing is compiled to bytecode that may never be imported.
+# The build back end is installed and pinned too, hence --no-build-isolation. Only what ranks import
+# is compiled to bytecode: they may not write any themselves, and would compile a thousand modules of torch in every evaluation.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "peerlane needs Python 3.11 or newer, got $$(python3 --version 2>&1); \
 	install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -40,6 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt --upgrade pip hatchling editables
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
+	$(BIN)/python -c "import peerlane.evaluate.ranks.serve, torch._dynamo, torch._inductor.compile_fx"
 	@touch $@
 
 demo: $(STAMP)

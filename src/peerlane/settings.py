@@ -232,10 +232,12 @@ def passes_to_ranks(name: str) -> bool:
 def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, str]:
     """Returns the variables that a rank which shares its GPU needs before CUDA, NCCL and symmetric memory start.
 
-    NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets.
+    NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets. Kernels that
+    wait for messages must not hold up the queue in which a message to a peer waits: a process gets as many queues as there are.
     """
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if one_host else {}
     return {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "NCCL_HOSTID": label,
         **local,
         **MULTICAST_OFF,
@@ -270,7 +272,7 @@ class Deadlines:
     build: float = 300.0
     """for all that a process compiles; apart from what it is asked meanwhile"""
     load: float = 60.0
-    """for the import of a candidate"""
+    """for the import of a candidate; where it computes, in CPU seconds, which on a busy machine may take four times as long"""
     first_call: float = 90.0
     calls: float = 30.0
     """for one request that calls the candidate at rest, under stress or to be timed; more where the reference is slow or the node busy"""
@@ -328,6 +330,10 @@ class PoolSettings:
     """to get a rank group up, before an evaluation ends as harness_error"""
     back_off_s: float = 1.0
     """before the second attempt; twice as long before every further one"""
+
+
+TIMING_PROTOCOL = 2
+"""The version of the protocol of speed. Figures of different versions are never in one mean; docs/evaluating.md has their differences."""
 
 
 @dataclass(frozen=True)

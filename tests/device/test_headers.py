@@ -14,6 +14,7 @@ import torch
 
 from peerlane.device import ArenaView, compile_cubin
 from peerlane.device.collectives import workspace
+from peerlane.device.collectives.point_to_point import Slots
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.remote import RemoteView
@@ -42,7 +43,8 @@ def test_there_are_headers_and_examples() -> None:
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 def test_a_header_stands_alone(header: Path) -> None:
-    compile_cubin(f'#include <{header.relative_to(INCLUDE_DIR)}>\nextern "C" __global__ void nothing() {{}}\n', defines=RINGS.defines())
+    source = f'#include <{header.relative_to(INCLUDE_DIR)}>\nextern "C" __global__ void nothing() {{}}\n'
+    compile_cubin(source, defines={**RINGS.defines(), **Slots().defines()})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -21,9 +21,10 @@ from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import OutOfTime
 from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.processes.session import Strain
 from peerlane.evaluate.timing.benchmark import Unmeasurable
 from peerlane.results.speed_record import Failed, ModeSpeed
-from peerlane.results.verdict import NotRun, WrongType
+from peerlane.results.verdict import Hang, NotRun, WrongType
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.settings import Deadlines, PoolSettings, TimingRules
 from sample_results import measured
@@ -40,6 +41,7 @@ class Stage:
     broken_baselines: int = 0
     limits: list[tuple[str, int, float | None, float]] = field(default_factory=list)
     """of every check: its phase, calls, and the deadlines of the first and of the others"""
+    strain: Strain = field(default_factory=Strain)
     measured: dict[str, Any] = field(default_factory=dict)
     """what is to be special of a speed"""
 
@@ -82,6 +84,13 @@ class ScriptedSession:
 
     def start_warm_groups(self, expected: int) -> None:
         self.stage.log.append(f"warm groups {expected}")
+
+    def import_ahead(self, source: str) -> None: ...
+
+    def mark_core_time(self, group: ScriptedGroup) -> None: ...
+
+    def strain(self, group: ScriptedGroup) -> Strain:
+        return self.stage.strain
 
     def wait_for_starts(self) -> None:
         self.stage.log.append("wait for starts")
@@ -164,8 +173,10 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     path = tmp_path / "1_scripted_pytorch.py"
     path.write_text("")
 
-    def run(candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager"), variables: Any = None) -> EvaluationPipeline:
-        job = Job(candidate or candidate_file(path), problems.get(1), "small", 2, modes)
+    def run(
+        candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager"), variables: Any = None, **asked: Any
+    ) -> EvaluationPipeline:
+        job = Job(candidate or candidate_file(path), problems.get(1), "small", 2, modes, **asked)
         node = Node("run", "cuda", 2, {"variables": variables}, None, (), 80e9)
         session: Any = ScriptedSession(stage)
         pipeline = EvaluationPipeline(session, job, node, TimingRules(), lambda _: None, None, 5, group)  # type: ignore[arg-type]
@@ -252,8 +263,53 @@ def test_a_reference_that_does_not_return_is_no_hang(run: Run, stage: Stage) -> 
     stage.wrong["kept first_call"] = GroupFailure("hang", "first_call", "no answer", ranks=(0,), deadline_s=5.0)
     pipeline = run(reference_candidate(), ScriptedGroup(stage, "kept"))
     assert pipeline.result.verdict.kind == "harness_error" and "the reference did not return" in pipeline.result.verdict.message
-    stage.wrong["kept first_call"] = OutOfTime("first_call", 1.0, (0, 1))
+    stage.wrong["kept first_call"] = OutOfTime("first_call", 1.0, 1.0, (0, 1), 1.0)
     assert run(reference_candidate(), ScriptedGroup(stage, "kept")).result.verdict.kind == "not_run"
+
+
+@pytest.mark.parametrize(
+    ("called_s", "call_s", "kind"), [(9.0, 9.0, "hang"), (9.0, 4.5, "hang"), (9.0, 3.0, "too_slow"), (0.5, 0.1, "too_slow")]
+)
+def test_a_limit_that_passes_is_a_hang_if_one_call_took_the_time(called_s: float, call_s: float, kind: str, run: Run, stage: Stage) -> None:
+    """However the time was spent, in calls or beside them, a candidate gets nothing for it."""
+    stage.wrong["group1 correctness"] = OutOfTime("correctness", 10.0, called_s, (1,), call_s)
+    result = run().result
+    assert result.verdict.kind == kind and result.reward("correct") == 0.0 and result.flags == ("time_limit",)
+    assert "correctness" in result.verdict.reason and "1/small" in result.verdict.reason
+
+
+def test_an_endless_import_is_a_hang_without_a_case(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 load"] = OutOfTime("import", 10.0, 9.0, (0, 1), 9.0)
+    verdict = run().result.verdict
+    assert isinstance(verdict, Hang) and (verdict.phase, verdict.case, verdict.deadline_s) == ("import", None, 9.0)
+
+
+def test_a_limit_that_the_evaluator_used_itself_says_nothing(run: Run, stage: Stage) -> None:
+    stage.strain = Strain(own_s=5.0)
+    stage.wrong["group1 correctness"] = OutOfTime("correctness", 10.0, 4.0, (), 0.0)
+    verdict = run().result.verdict
+    assert isinstance(verdict, NotRun) and "the evaluator's own ranks computed for 5 s" in verdict.missing
+
+
+def test_a_limit_that_passes_before_the_import_says_nothing(run: Run, stage: Stage) -> None:
+    stage.wrong["take 1"] = OutOfTime("spawn", 10.0)
+    verdict = run().result.verdict
+    assert isinstance(verdict, NotRun) and "the time limit of 10 s passed in spawn" in verdict.reason
+
+
+def test_ranks_that_do_not_exit_are_late_as_others_are(run: Run, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the evaluator looks at the load before it believes the hang."""
+    stage.strain = Strain(kept_s=1e9)
+    monkeypatch.setattr(ScriptedGroup, "await_end", lambda *_: (1,))
+    pipeline = run()
+    assert pipeline.result.verdict.kind == "hang" and pipeline.late and pipeline.kept_share > 1
+
+
+def test_a_custom_candidate_buys_nothing_by_a_late_audit(run: Run, stage: Stage) -> None:
+    stage.wrong["group2 audit"] = OutOfTime("audit", 10.0, 9.0, (0,), 8.0)
+    assert run().result.correct
+    stage.wrong["group2 audit"] = OutOfTime("audit", 10.0, 9.0, (0,), 8.0)
+    assert run(track="custom").result.verdict.kind == "hang"
 
 
 def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: Stage) -> None:

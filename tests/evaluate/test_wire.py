@@ -18,7 +18,7 @@ from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_FINDINGS, MOST_NAME
 
 CASE = wire.CaseId(1, "small", "37x53 bf16", 2, 1)
 LAYOUT = wire.CaseLayout({"kind": "cpu", "size": 4096, "offset": 0}, [{"kind": "list", "items": []}], [{}], 512, 256, {"tp": [[0, 1]]})
-PLAN = wire.BlockPlan(4, ((1, 1, 3),), (1, 3))
+PLAN = wire.BlockPlan(4, ((1, 1, 3),))
 EVENT, STAMP = ("gemm", 7, 5, 9), ("wait", "storer", 5, 1, 2)
 PLAIN_RECORDING = wire.Recording({"cuLaunchKernel": 1}, {"gemm": 2}, ["begin", "end"], 0, 900, [], None, None)
 TIMELINE = wire.Recording({}, {}, ["begin", "end"], 0, 900, [], [EVENT], [STAMP])
@@ -42,14 +42,14 @@ EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
     (wire.PrepareBlock("case", "graph", "reference", PLAN), wire.PreparedBlock("no capture")),
     (wire.WarmUpBlock(), wire.Done()),
     (wire.ReadyBlock(3), wire.Done()),
-    (wire.RunBlock(), wire.BlockRun(12.5, 4)),
+    (wire.RunBlock(), wire.BlockRun(12.5, 3.0, 4)),
     (wire.TakeSecret("abc"), wire.SecretTaken("")),
     (wire.OpenCase("case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1, 0.05)),
     (wire.CloseCase("case"), wire.Done()),
     (wire.GenerateInputs("case", 1, ["random"]), wire.Done()),
     (wire.PublishInputs("case", 1), wire.Done()),
     (wire.UndoSwaps("case"), wire.Done()),
-    (wire.TimeCopies("case"), wire.CopiesTime(1.5)),
+    (wire.TimeCopies("case"), wire.CopiesTime(1.5, 0.5)),
     (wire.KeepDeviceBusy(0.5), wire.Done()),
     (wire.CollectOutputs("case", [0], [1], [{"kind": "tensor"}], []), wire.CollectedBytes(4096)),
     (wire.DiscardOutputs("case"), wire.Done()),

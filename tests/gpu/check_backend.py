@@ -66,7 +66,7 @@ class Operation:
     call: Call
     answer: Callable[[list[torch.Tensor]], torch.Tensor | None]
     message: bool = False
-    """True for point-to-point operations, which NCCL serves."""
+    """True for point-to-point operations, which NCCL serves where every rank has a GPU of its own."""
 
 
 @dataclass
@@ -281,6 +281,15 @@ def operations(at: Ranks, count: int, dtype: torch.dtype, *, sums: bool) -> Iter
         elif rank % 2:
             dist.recv(other, rank - 1)
 
+    def tagged(later: bool) -> None:
+        (first, second), (early, late) = one.tensor_split(2), other.tensor_split(2)
+        following, previous = (rank + 1) % world, (rank - 1) % world
+        works = [dist.irecv(late, previous, tag=2), dist.isend(first, following, tag=1), dist.isend(second, following, tag=2)]
+        for work in [*works, dist.irecv(early, previous, tag=1)]:
+            work.wait()
+
+    if getattr(dist.group.WORLD, "_messages", None) is not None:  # NCCL has no tags, and gloo no empty messages
+        yield Operation("isend, irecv with tags", one, other, tagged, lambda given: given[rank - 1], message=True)
     yield Operation("batch_isend_irecv", one, other, ring, lambda given: given[rank - 1], message=True)
     yield Operation("send, recv", one, other, pairs, lambda given: given[rank - 1] if rank % 2 else None, message=True)
 

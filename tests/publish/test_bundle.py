@@ -52,6 +52,7 @@ OTHER_NODE = {"environment": {**ENVIRONMENT, "driver": "570.1"}}
         (timed(2.0), timed(1.2, **OTHER_NODE), "verdict_only", "judged on 4x NVIDIA H200, NVLink, driver 570"),
         (timed(2.0), on_cpu(), "verdict_only", "judged on CPU ranks"),
         (timed(2.0), hung(), "differs", "claimed correct, found hang: first_call"),
+        (timed(2.0), hung(flags=("overloaded",)), "not_judged", "hang: first_call"),
         (wrong(), wrong(**OTHER_NODE), "confirmed", ""),
         (wrong(), result(), "differs", "claimed wrong_result, found correct"),
         (on_cpu(), on_cpu(), "confirmed", ""),

@@ -5,10 +5,12 @@ Every call says what it is, and every rank compares what the others said: ranks 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from peerlane.device.backend.neighbours import Seat
 from peerlane.device.backend.ordering import NO_TIMEOUT, FinishedWork
+from peerlane.device.collectives.point_to_point import Transfer
 from peerlane.device.collectives.reductions import SUM, Reduction
 from peerlane.errors import DeviceError, DeviceTimeout
 
@@ -130,6 +134,35 @@ class SharedMemoryKit:
         self.closed = True
 
 
+class FileMessages:
+    """Messages between processes as files: one each, named by its ends, label, size and number."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._numbers: Counter[tuple[int, bool, tuple[int, int]]] = Counter()
+        self.batches: list[int] = []
+        """how many transfers each start had"""
+
+    def start(self, transfers: Sequence[Transfer]) -> None:
+        self.batches.append(len(transfers))
+        for transfer in sorted(transfers, key=lambda transfer: transfer.receives):
+            same = (transfer.peer, transfer.receives, transfer.key)
+            ends = (transfer.peer, self._rank) if transfer.receives else (self._rank, transfer.peer)
+            path = self._folder / "-".join(map(str, (*ends, *transfer.key, self._numbers[same])))
+            self._numbers[same] += 1
+            memory = (ctypes.c_char * transfer.nbytes).from_address(transfer.address) if transfer.nbytes else bytearray()
+            if not transfer.receives:
+                path.with_suffix(".part").write_bytes(bytes(memory))
+                path.with_suffix(".part").rename(path)
+                continue
+            end = time.monotonic() + WAIT_S
+            while not path.exists():
+                if time.monotonic() > end:
+                    raise DeviceTimeout(f"rank {self._rank} waited {WAIT_S} s for {path.name}")
+                time.sleep(0.001)
+            memory[:] = path.read_bytes()
+
+
 class ThreadWork(FinishedWork):
     """A call in the lane's thread."""
 
@@ -156,6 +189,8 @@ class ThreadLane:
         self._thread = ThreadPoolExecutor(1)
         self.lock = threading.RLock()
         self._last: list[Any] = []
+        self._beside = ThreadPoolExecutor(32)
+        self._ends: dict[Hashable, Future[None]] = {}
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> dist.Work:
         self.synchronize() if not asynchronous else None
@@ -164,6 +199,19 @@ class ThreadLane:
             work.wait()
         self._last.append(work)
         return work
+
+    def run_beside(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> dist.Work:
+        self.synchronize()
+        before = [self._ends[key] for key in keys if key in self._ends]
+
+        def run() -> None:
+            for future in before:
+                future.result(2 * WAIT_S)
+            call()
+
+        future = self._beside.submit(run)
+        self._ends |= dict.fromkeys(keys, future)
+        return ThreadWork(future, tensors)
 
     def before_child(self) -> None:
         self.synchronize()
@@ -182,12 +230,12 @@ class ThreadLane:
 
 
 class StandInProvider:
-    """Serves CPU tensors. ``broken_ranks`` can not open the kit."""
+    """Serves CPU tensors. ``broken_ranks`` can not open the kit. ``messages``: serves those too."""
 
     device_type = "cpu"
 
-    def __init__(self, folder: Path, broken_ranks: Sequence[int] = ()) -> None:
-        self._folder, self._broken_ranks = folder, broken_ranks
+    def __init__(self, folder: Path, broken_ranks: Sequence[int] = (), *, messages: bool = False) -> None:
+        self._folder, self._broken_ranks, self._messages = folder, broken_ranks, messages
         self._lane: ThreadLane | None = None
         self.opened: dict[str, SharedMemoryKit] = {}
 
@@ -197,6 +245,14 @@ class StandInProvider:
         kit = SharedMemoryKit(self._folder / f"group-{group.group_name}", group.rank(), group.size())
         self.opened[group.group_name] = kit
         return kit
+
+    def serves_messages(self, seats: Sequence[Seat]) -> bool:
+        return self._messages
+
+    def messages(self, group: dist.ProcessGroup, device: torch.device) -> FileMessages:
+        folder = self._folder / f"messages-{group.group_name}"
+        folder.mkdir(exist_ok=True)
+        return FileMessages(folder, group.rank())
 
     def close(self, group: dist.ProcessGroup) -> None:
         self.opened[group.group_name].close()

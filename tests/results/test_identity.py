@@ -8,7 +8,7 @@ from peerlane import problems
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.results.identity import NodeClass, environment_hash, hash_rules, source_hash
-from peerlane.settings import Deadlines, PoolSettings, TimingRules
+from peerlane.settings import TIMING_PROTOCOL, Deadlines, PoolSettings, TimingRules
 from sample_results import ENVIRONMENT, on_cpu, own_audit, result
 
 
@@ -76,7 +76,9 @@ def test_ranks_that_share_a_gpu_have_no_multicast() -> None:
 
 def test_rules_are_those_that_decide() -> None:
     plan = EvaluationPlan(())
-    assert plan.rules_hash == replace(plan, pool_settings=PoolSettings(warm_groups=5)).rules_hash == hash_rules(*_rules(plan))
+    now = hash_rules(*_rules(plan), version=TIMING_PROTOCOL)
+    assert plan.rules_hash == replace(plan, pool_settings=PoolSettings(warm_groups=5)).rules_hash == now
+    assert now != hash_rules(*_rules(plan), version=TIMING_PROTOCOL - 1)
     assert plan.rules_hash != replace(plan, deadlines=Deadlines(exit=7.0)).rules_hash
     assert environment_hash({"a": 1, "b": 2}) == environment_hash({"b": 2, "a": 1}) != environment_hash({"a": 1})
 

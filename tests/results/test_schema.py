@@ -16,7 +16,7 @@ COMMITTED = Path(__file__).parents[2] / "results"
 
 
 def test_the_file_is_what_the_models_say() -> None:
-    """Files outlive versions: fields with a default and names of mechanisms may be added; any other change takes a new version."""
+    """Files outlive versions: fields with a default, verdicts and names of mechanisms may be added. Other changes take a new version."""
     assert SCHEMA_FILE.read_text() == schema_text(), "write it anew with peerlane.results.schema.schema_text()"
     assert json.loads(SCHEMA_FILE.read_text())["$id"] == SCHEMA_ID
 

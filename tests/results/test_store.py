@@ -15,16 +15,26 @@ from typing import Any
 import pytest
 
 from peerlane.errors import HarnessError, UsageError
+from peerlane.generate.judgements import attempt_of
 from peerlane.results.json_lines import append_lines
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
 from peerlane.selftest.calibrate import CalibrationPlan, calibrate
-from sample_results import on_cpu, own_audit, result, wrong
+from sample_results import hung, on_cpu, own_audit, result, wrong
 
 
 def numbered(number: int) -> Result:
     """Results of different candidates."""
     return on_cpu(candidate=result().candidate.model_copy(update={"sha256": f"{number:064d}"}))
+
+
+def test_an_overloaded_machine_says_nothing_about_a_candidate(tmp_path: Path) -> None:
+    """Also in files from before such results were ``not_run``: no reward, no sample, and judged again."""
+    store, before = ResultsStore(tmp_path), hung(flags=("overloaded", "time_limit"))
+    store.append(before)
+    (again,) = ResultsStore(tmp_path).results()
+    assert again.says_nothing and again.reward("correct") is None and not store.has(again.identity)
+    assert not attempt_of(again, 0).judged and attempt_of(hung(), 0).judged and hung().reward("correct") == 0.0
 
 
 def test_round_trip(tmp_path: Path) -> None:

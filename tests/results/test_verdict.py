@@ -37,6 +37,7 @@ VERDICTS: dict[str, dict[str, Any]] = {
     "cuda_error": FAILED,
     "out_of_memory": FAILED,
     "hang": {"phase": "exit", "ranks": [0, 3], "deadline_s": 5.0},
+    "too_slow": {"phase": "correctness", "limit_s": 60.0, "calls_s": 55.0},
     "unstable": {"case": "1/small/ragged/w2", "rank": 0, "output": "sum", "detail": "late", "wrong_slots": 1, "compared_slots": 8},
     "integrity_failure": {"phase": "timing", "what": "the clock"},
     "track_violation": {"what": "calls NCCL"},

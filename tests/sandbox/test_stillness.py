@@ -11,7 +11,7 @@ import time
 import pytest
 
 import peerlane as pl
-from peerlane.sandbox.stillness import Stillness
+from peerlane.sandbox.stillness import Stillness, is_ending
 from peerlane.settings import Deadlines
 
 WATCHED_S = 2.0
@@ -82,3 +82,26 @@ def test_only_a_call_without_progress_hangs_early() -> None:
         assert slow.correct and slow.stage_seconds["first_call"] > 2.0
         spins = evaluator.evaluate(1, RIGHT.format(wait=SPINS), timeout=12)
         assert spins.verdict.kind == "hang" and spins.verdict.deadline_s < 12 and not spins.flags
+
+
+HALF_GONE = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(100,)).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_a_process_that_ends_shows_it_while_something_of_it_is_left() -> None:
+    """Its main thread has ended, and it can not be waited for yet: so it is where a driver keeps a thread from ending."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", HALF_GONE])
+    waits = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    try:
+        end = time.monotonic() + 10
+        while not is_ending(process.pid) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert is_ending(process.pid) and process.poll() is None and not is_ending(waits.pid)
+    finally:
+        for one in (process, waits):
+            one.kill()
+            one.wait()
+    assert not is_ending(process.pid)

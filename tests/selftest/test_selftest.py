@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,9 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
 from peerlane.report.selftest import objections, selftest_report, totals_lines
+from peerlane.sandbox.process_tree import children
 from peerlane.selftest import run
+from peerlane.selftest.busy_cores import busy_cores
 from peerlane.selftest.outcome import Outcome, objection, read_outcomes, totals
 from peerlane.selftest.run import SelftestPlan, attributed, deal, order, selftest
 from peerlane.selftest.table import Corpus, Entry, load
@@ -242,7 +248,60 @@ def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.
     assert "expected hang, got wrong_result" in done.stdout and "judged as expected: 0/1" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--repeat", "0"], ["--rows", "C02"], ["--rows", "X01"]])
+def test_false_verdicts_on_honest_candidates_are_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not what its row says stands for an honest candidate that is accused."""
+    monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
+    accused = TABLE.partition('[[candidate]]\nrow = "A01"')[2].replace("1_a01_honest", "2_a01_accused")
+    (root / "corpus.toml").write_text(f'{TABLE}[[candidate]]\nrow = "A01"{accused}')
+    (root / "corpus" / "2_a01_accused_pytorch.py").write_text(LAZY)
+    arguments = ["selftest", "--honest", "--rows", "A01", "--load", "1", "--timeout", "500", "--world-size", "4", "--out", str(root)]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == ExitCode.NOT_CORRECT, done.output
+    assert "2_a01_accused_pytorch, W=4, cpu: wrong_type (false): " in done.stdout
+    assert [line for line in done.stdout.splitlines() if line][-1] == "false verdicts: 1"
+    assert {(item.file[:2], item.load, item.timeout) for item in read_outcomes(root / "selftest.jsonl")} == {("1_", 1, 500), ("2_", 1, 500)}
+
+    done = CliRunner().invoke(cli.app, [*arguments, "--json"])  # nothing is judged again
+    totals = {"correct": 1, "not_run": 0, "overloaded": 0, "harness_error": 0, "false": 1}
+    assert done.exit_code == ExitCode.NOT_CORRECT and json.loads(done.stdout)["totals"] == totals
+
+
+def test_a_busy_or_missing_machine_accuses_nobody() -> None:
+    honest = entry(row="A01", file="1_a01_honest_pytorch", cpu=["correct"])
+    slow = outcome(honest, hung(device="cpu"))
+    assert slow.honest_class == "false"
+    assert slow.model_copy(update={"flags": ("overloaded",)}).honest_class == "overloaded"
+    assert outcome(honest, on_cpu()).model_copy(update={"flags": ("overloaded",)}).honest_class == "correct"
+    for verdict in ("not_run", "harness_error"):
+        assert slow.model_copy(update={"verdict": verdict}).honest_class == verdict
+
+
+def test_busy_cores_are_left_alone_at_the_end() -> None:
+    """By the end of the block, and by the end of the process, however it comes."""
+    with busy_cores(2):
+        inside = children(os.getpid())
+    assert len(inside - children(os.getpid())) == 2
+    script = "import os, signal\nfrom peerlane.selftest.busy_cores import busy_cores\n"
+    script += "with busy_cores(1) as running:\n    print(*running, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)"
+    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{int(killed.stdout)}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{int(killed.stdout)}").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--honest", "--load", "-1"],
+        ["--load", "2"],
+        ["--world-size", "4"],
+        ["--emulated"],
+        ["--repeat", "0"],
+        ["--rows", "C02"],
+        ["--rows", "X01"],
+    ],
+)
 def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", *arguments])

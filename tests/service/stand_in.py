@@ -34,7 +34,7 @@ TOKENS = Tokens((("one", TOKEN), ("two", OTHER)))
 
 
 class StandIn:
-    """Judges by comments: ``# wrong``, ``# hang``, ``# harness``, ``# harness once``, ``# not run``, ``# raise``,
+    """Judges by comments: ``# wrong``, ``# hang``, ``# harness``, ``# harness once``, ``# not run``, ``# busy``, ``# raise``,
     ``# not stored once``, ``# sleep SECONDS``."""
 
     def __init__(self, judged: Counter[str]) -> None:
@@ -66,6 +66,8 @@ class StandIn:
         }
         if "# harness" in source and not ("once" in source and self.judged[source] > 1):
             return on_cpu(**same, verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=())
+        if "# busy" in source:
+            return on_cpu(**same, verdict=NotRun(missing="time: a busy machine"), speed=(), flags=("overloaded",))
         if "# not run" in source:
             return on_cpu(**same, verdict=NotRun(missing="a GPU"), speed=())
         made = partial(wrong, device="cpu") if "# wrong" in source else partial(hung, device="cpu") if "# hang" in source else on_cpu

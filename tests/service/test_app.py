@@ -217,6 +217,7 @@ def test_failures_of_the_machine_are_no_verdict(running: Running) -> None:
     with client(running) as judge:
         assert judge.evaluate(1, "# harness once").correct and running.judged["# harness once"] == 2
         assert judge.evaluate(1, "# harness").reward("correct") is None and running.judged["# harness"] == 3
+        assert judge.evaluate(1, "# busy").reward("correct") is None and running.judged["# busy"] == 3
         assert judge.evaluate(1, "# not run").reward("correct") is None and running.judged["# not run"] == 1
         assert judge.evaluate(1, "# not run").verdict.kind == "not_run" and running.judged["# not run"] == 2
         with pytest.raises(ServiceFault, match="the stand-in fell over"):

@@ -37,6 +37,7 @@ class CandidateGroup:
     def _adopt(self, ranks: RankGroup) -> None:
         """Has a group end with this evaluation, and not with the one that started it."""
         ranks.limit, ranks.tell_wait = self.limit, self.tell_wait
+        self.session.mark_core_time(ranks)
         ranks.building = BuildTime(self.session.deadlines.build)
 
     @property
@@ -54,7 +55,7 @@ class CandidateGroup:
     def load(self, request: wire.LoadReference | wire.LoadCandidate) -> None:
         """Loads what is judged; raises GroupFailure."""
         self.loaded = True
-        self.present.ask(request, "import", self.session.deadlines.load)
+        self.present.ask(request, "import", self.session.deadlines.load, counts_cpu=True)
 
     def leave(self) -> tuple[int, ...]:
         """Has the processes end by themselves; returns the ranks that have not."""

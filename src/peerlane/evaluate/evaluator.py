@@ -25,7 +25,7 @@ from peerlane.evaluate.pipeline import EvaluationPipeline, groups_needed
 from peerlane.evaluate.pipeline_emulated import EmulatedPipeline
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.limit import Cancelled, Limit
-from peerlane.evaluate.processes.machine_faults import OVERLOADED, lost_gpus, overloaded
+from peerlane.evaluate.processes.machine_faults import SLOWED, STARVED, lost_gpus
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.progress import OneAtATime
@@ -35,7 +35,7 @@ from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.turns import SharedContext, Turns
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.results.identity import Identity
-from peerlane.results.result import Result
+from peerlane.results.result import OVERLOADED, Result
 from peerlane.results.store import ResultsStore
 from peerlane.results.verdict import NotRun
 from peerlane.sandbox.hidden_files import holds_program, keep_from_candidates
@@ -379,16 +379,17 @@ class Evaluator:
         lane.kept = None
         try:
             result = pipeline.run()
-            late = result.verdict.kind == "hang" or pipeline.missed_deadline
-            if late and not pipeline.stuck and "time_limit" not in result.flags and overloaded():
+            if pipeline.late and pipeline.kept_share >= SLOWED:
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
                 pipeline.group.end()
                 pipeline = start()
+                if pipeline.limit is not None:
+                    pipeline.limit.start(2.0)
                 with pipeline.session.longer_deadlines(2.0):
                     result = pipeline.run()
-                if (result.verdict.kind == "hang" or pipeline.missed_deadline) and overloaded():
-                    result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
+                if pipeline.late and pipeline.kept_share >= STARVED:
+                    result = _starved(result, pipeline.kept_share)
             shared = result.verdict.kind == "harness_error" and pipeline.session.shares_faults
             if shared or (lane.after_failure and pipeline.short_of_memory):
                 # What is left of the fault of an earlier candidate, or of its memory, costs this one nothing.
@@ -495,6 +496,13 @@ def _changed(plan: EvaluationPlan, changes: dict[str, Any]) -> EvaluationPlan:
         known = EvaluationPlan.__dataclass_fields__
         unknown = ", ".join(name for name in changes if name not in known)
         raise UsageError(f"unknown options: {unknown}; expected fields of EvaluationPlan: {', '.join(known)}") from None
+
+
+def _starved(result: Result, share: float) -> Result:
+    """Returns what is left of a result that was late because others had the cores."""
+    took = f"other programs kept the ranks from their cores for {100 * share:.0f} % of the time"
+    verdict = NotRun(missing=f"time: {result.verdict.reason}; {took}, in the second evaluation too. Judge it again when less else runs")
+    return result.model_copy(update={"verdict": verdict, "flags": tuple(sorted({*result.flags, OVERLOADED}))})
 
 
 def _keep_or_end(pipeline: EvaluationPipeline, result: Result) -> RankGroup | None:

@@ -39,13 +39,14 @@ from peerlane.evaluate.requirements import missing_before, missing_behind, missi
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
+from peerlane.problems.contract.tree import dtype_name
 from peerlane.results.record import Mode
 from peerlane.results.result import BELOW_NETWORK_BOUND, NEEDS_MULTICAST, Audit, CaseEvidence, NetworkBytes, Result
 from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
-from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
+from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TooSlow, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
-from peerlane.settings import CANDIDATE_WAIT_S, StressRules, TimingRules
+from peerlane.settings import CANDIDATE_WAIT_S, TIMING_PROTOCOL, StressRules, TimingRules
 from peerlane.words import counted
 
 CHECKED_SLOTS = 4
@@ -99,8 +100,10 @@ class EvaluationPipeline:
     """the evaluator's own ranks had too little memory on the GPU"""
     runners: list[CaseRunner] = field(default_factory=list)
     """of the cases that were opened, in their order"""
-    missed_deadline: bool = False
-    """ranks did not answer in time, whoever is to blame"""
+    late: bool = False
+    """ranks did not answer in time, or the limit passed before a verdict, whoever is to blame"""
+    kept_share: float = 0.0
+    """of the time of an evaluation that is late: in which other programs kept its ranks from their cores"""
     stuck: bool = False
     """ranks made no progress, however busy the machine was"""
     speeds: list[Speed] = field(default_factory=list)
@@ -137,8 +140,10 @@ class EvaluationPipeline:
                 missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.problem, self.job.world_size)
             return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
-            self.group.healthy, self.missed_deadline = False, failure.kind in ("hang", "no_answer")
+            self.group.healthy, self.late = False, failure.kind in ("hang", "no_answer")
             self.stuck = failure.stuck
+            if self.late and not self.stuck:
+                self._strain()
             if failure.kind == "out_of_memory" and self.case is not None and not self.group.loaded:
                 where = f"the reference ran out of it in {failure.phase}, in the ranks that the candidate gets"
                 return self._too_large(too_large(self.case, "there is", where, failure))
@@ -146,13 +151,7 @@ class EvaluationPipeline:
         except OutOfTime as out:
             self.group.healthy = False
             self.flags.add("time_limit")
-            if self.shown_right and self.job.track != "custom":  # whose audit is a part of being right
-                self._leave_untimed(f"time limit: {out}")
-                return Correct()
-            if out.ranks and not (self.shown_right or self.job.candidate.is_reference):
-                return verdict_of(GroupFailure("hang", out.phase, str(out), ranks=out.ranks, deadline_s=out.seconds), self.case)
-            before = "the audit ended" if self.shown_right else "a verdict was reached"
-            return NotRun(missing=f"time: {out}, before {before}; give the evaluation more with --timeout")
+            return self._out_of_time(out)
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
@@ -160,6 +159,34 @@ class EvaluationPipeline:
         except HarnessError as error:
             self.group.healthy, self.group.no_ranks = False, isinstance(error, NoRanks)
             return HarnessFailure(phase=self.phase, message=str(error))
+
+    def _out_of_time(self, out: OutOfTime) -> Verdict:
+        """Returns the verdict of a candidate whose time has passed. Only what it cannot bring about itself is an excuse."""
+        if self.shown_right and self.job.track != "custom":  # whose audit is a part of being right
+            self._leave_untimed(f"time limit: {out}")
+            return Correct()
+        self.late, more = True, "give the evaluation more with --timeout"
+        if not self.group.loaded or self.job.candidate.is_reference:
+            return NotRun(missing=f"time: {out}, before a verdict was reached; {more}")
+        if 2 * (own_s := self._strain(out.seconds)) >= out.seconds:
+            return NotRun(missing=f"time: {out}, of which the evaluator's own ranks computed for {own_s:.3g} s; {more}")
+        if out.ranks:
+            failure = GroupFailure("hang", out.phase, str(out), ranks=out.ranks, deadline_s=round(out.call_s, 3))
+            return verdict_of(failure, self._case_in(failure))
+        key, dtype = (None, None) if self.case is None else (self.case.key, dtype_name(self.case.dtype))
+        return TooSlow(phase=self.phase, case=key, dtype=dtype, limit_s=out.seconds, calls_s=round(out.called_s, 3))
+
+    def _strain(self, seconds: float | None = None) -> float:
+        """Notes the share of ``seconds``, or of the time of these ranks, in which others kept them from their cores; returns for how long
+        our own ranks computed."""
+        if self.group.ranks is None:
+            return 0.0
+        strain = self.session.strain(self.group.ranks)
+        self.kept_share = strain.kept_s / (seconds or strain.seconds)
+        return strain.own_s
+
+    def _case_in(self, failure: GroupFailure) -> Case | None:
+        return None if failure.phase in ("build", "import", "exit") else self.case
 
     def _too_large(self, what: str) -> Verdict:
         self.group.healthy, self.short_of_memory = False, True
@@ -175,11 +202,11 @@ class EvaluationPipeline:
             return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
         if self.group.loaded and self.node.place.shares_gpus and (missing := missing_on_virtual_node(failure.message)) is not None:
             return NotRun(missing=f"{missing}: {''.join(line)}")
-        stuck_reference = self.job.candidate.is_reference and self.missed_deadline
+        stuck_reference = self.job.candidate.is_reference and self.late
         if failure.kind != "machine" and not stuck_reference and (failure.phase in ("build", "import") or self.group.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
                 failure.phase = self.phase
-            return verdict_of(failure, None if failure.phase in ("build", "import", "exit") else self.case)
+            return verdict_of(failure, self._case_in(failure))
         what = "the machine failed" if failure.kind == "machine" else "the ranks failed before any candidate code was loaded"
         if stuck_reference:
             what = "the reference did not return"
@@ -268,10 +295,13 @@ class EvaluationPipeline:
     def _spawn(self) -> None:
         with self._in("spawn"):
             if self.group.ranks is None:
+                self.session.import_ahead(self.source or "")
                 needed = max(1, groups_needed(self.job, self.node.place)) + self.groups_still_needed
                 self.session.start_warm_groups(needed)
                 self.group.take()
                 self.session.start_warm_groups(needed - 1)
+        if self.limit is not None:
+            self.limit.end += self.stage_seconds["spawn"]  # no candidate is to blame for it
 
     def _load(self) -> None:
         request = self._load_request()
@@ -471,6 +501,8 @@ class EvaluationPipeline:
             return
         with self._in("exit"):
             if stuck := self.group.leave():
+                self.late = True
+                self._strain()
                 raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=self.session.deadlines.exit))
 
     def _audit_record(self) -> Audit | None:
@@ -487,6 +519,7 @@ class EvaluationPipeline:
             **job.asked(self.node.node_class, self.session.isolation.tier, self.node.rules_hash)._asdict(),
             run_id=self.node.run_id,
             device=self.node.device,
+            timing_protocol=TIMING_PROTOCOL,
             verdict=verdict,
             correctness=tuple(CaseEvidence(case=case, **vars(found)) for case, found in self.evidence.items() if found.slots),
             speed=tuple(self.speeds) if correct else (),

@@ -21,7 +21,7 @@ from peerlane.results.identity import Identity, NodeClass, hash_rules, source_ha
 from peerlane.results.record import Mode, Track
 from peerlane.results.result import Asked, ProblemInfo
 from peerlane.sandbox.isolation import Tier
-from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
+from peerlane.settings import TIMING_PROTOCOL, Deadlines, PoolSettings, StressRules, TimingRules
 from peerlane.version import __version__
 from peerlane.words import counted
 
@@ -102,7 +102,7 @@ class EvaluationPlan:
     @property
     def rules_hash(self) -> str:
         """Names the settings that decide verdicts and speeds."""
-        return hash_rules(self.deadlines, self.rules, self.stress)
+        return hash_rules(self.deadlines, self.rules, self.stress, version=TIMING_PROTOCOL)
 
 
 @functools.cache

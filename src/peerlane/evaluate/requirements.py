@@ -106,6 +106,8 @@ def missing_on_virtual_node(message: str) -> str | None:
         return "nodes with a network that NVSHMEM can use"
     if "NCCL" in message and re.search(r"invalid ?argument", message, re.IGNORECASE):
         return "a GPU for every rank: NCCL refused a call of the candidate, as it does for ranks that share one"
+    if "ncclSocket" in message or ("NCCL" in message and "ncclSystemError" in message):
+        return "a GPU for every rank: NCCL, which served this call, has no way between ranks that share one"
     return None
 
 

@@ -84,9 +84,10 @@ class PreparedBlock(Answer):
 
 @dataclass(frozen=True)
 class BlockRun(Answer):
-    """The time between the events around a block's calls, and the collectives that process groups counted in them."""
+    """The time between the events around a block's calls, the host's time to launch them, and the collectives that were counted."""
 
     events_us: Microseconds
+    launch_us: Microseconds
     collectives: Count
 
 
@@ -108,9 +109,10 @@ class OpenedCase(Answer):
 
 @dataclass(frozen=True)
 class CopiesTime(Answer):
-    """The time of a block's swaps and output copies alone."""
+    """The time of a block's swaps and output copies alone: the device's, and the host's to launch the copies."""
 
     copies_us: Microseconds
+    launch_us: Microseconds
 
 
 @dataclass(frozen=True)
@@ -501,7 +503,7 @@ class CallUnderStress(Request[DescribedOutputs]):
 
 @dataclass(frozen=True)
 class DescribeOutputs(Request[DescribedOutputs]):
-    """Describes what the calls of the latest block returned for the first ``slots`` slots, as far as it was copied."""
+    """Describes what the calls of the latest block returned for the first ``slots`` slots, slot by slot."""
 
     space: str
     slots: int

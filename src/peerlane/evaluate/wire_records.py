@@ -88,11 +88,10 @@ class CaseLayout:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The work of a block besides its calls. ``swaps``: steps of :class:`SlotSwaps`; ``copied``: the slots whose outputs are copied."""
+    """The calls of a block, and the steps of :class:`SlotSwaps` between them. The output of every call is copied."""
 
     calls: int
     swaps: tuple[tuple[int, int, int], ...]
-    copied: tuple[int, ...]
 
 
 @dataclass(frozen=True)

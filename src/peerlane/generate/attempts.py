@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from peerlane.results.verdict import SAYS_NOTHING
+
 CORRECT = "correct"
 NO_CODE = "no_code"
 """The reply held no complete candidate."""
@@ -15,7 +17,7 @@ NO_REPLY = "no_reply"
 """The provider gave no reply, or a limit ended the sample before one."""
 NOT_JUDGED = "not_judged"
 """A candidate that no evaluation has looked at yet."""
-UNJUDGED = (NOT_JUDGED, NO_REPLY, "harness_error", "not_run")
+UNJUDGED = (NOT_JUDGED, NO_REPLY, *SAYS_NOTHING)
 """Verdicts that say nothing about the model."""
 
 
@@ -60,11 +62,14 @@ class Setting:
     world_size: int
     variant: str = "default"
     cases: str = "all"
+    superseded_protocol: int | None = None
+    """version of the protocol of speed, where it is not the current one"""
 
     def __str__(self) -> str:
         variant = "" if self.variant == "default" else f", variant {self.variant}"
         cases = "" if self.cases == "all" else f", {self.cases} case only"
-        return f"track {self.track}, preset {self.preset}, {self.world_size} ranks, {self.node_class}{variant}{cases}"
+        timing = "" if self.superseded_protocol is None else f", timing protocol {self.superseded_protocol}"
+        return f"track {self.track}, preset {self.preset}, {self.world_size} ranks, {self.node_class}{variant}{cases}{timing}"
 
 
 @dataclass(frozen=True)

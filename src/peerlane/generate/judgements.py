@@ -10,11 +10,13 @@ from peerlane.generate.attempts import NO_REPLY, NOT_JUDGED, Attempt, Setting
 from peerlane.generate.judging import speedups_of
 from peerlane.generate.run_folder import RunFolder, SampleKey
 from peerlane.results.result import NEEDS_MULTICAST, Result
+from peerlane.results.verdict import SAYS_NOTHING
 
 
 def setting_of(result: Result) -> Setting:
     """Returns the setting under which a candidate was judged."""
-    return Setting(result.track, str(result.node), result.preset, result.world_size, result.problem.variant, result.cases)
+    variant, cases = result.problem.variant, result.cases
+    return Setting(result.track, str(result.node), result.preset, result.world_size, variant, cases, result.superseded_protocol)
 
 
 def settings_of(run: RunFolder, results: Iterable[Result]) -> list[Setting]:
@@ -42,7 +44,8 @@ def attempt_of(result: Result, sample: int) -> Attempt:
     """Returns a candidate's result as the sample of that number."""
     seen = tuple(item.name for item in result.mechanisms if item.confidence == "seen")
     needs_multicast = NEEDS_MULTICAST in result.flags
-    return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen, needs_multicast=needs_multicast)
+    verdict = NOT_JUDGED if result.says_nothing and result.verdict.kind not in SAYS_NOTHING else result.verdict.kind
+    return Attempt(result.problem.id, sample, verdict, speedups_of(result), seen, needs_multicast=needs_multicast)
 
 
 def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str], Result]) -> tuple[Attempt, Result | None]:

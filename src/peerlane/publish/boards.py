@@ -36,6 +36,8 @@ class BoardKey(NamedTuple):
     world_size: int
     variant: str
     cases: str
+    superseded_protocol: int | None = None
+    """version of the protocol of speed, where it is not the current one"""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Board:
         key = self.key
         parts = [key.family, f"{key.world_size} rank{'' if key.world_size == 1 else 's'}", f"{key.track} track"]
         parts += [f"variant {key.variant}"] if key.variant != "default" else []
-        return ", ".join(parts + (["timed case only"] if key.cases == "timed" else []))
+        parts += ["timed case only"] if key.cases == "timed" else []
+        return ", ".join(parts + ([f"timing protocol {key.superseded_protocol}"] if key.superseded_protocol else []))
 
     @property
     def problem_count(self) -> int:
@@ -289,14 +292,14 @@ def boards(samples: Iterable[Sample]) -> list[Board]:
     for sample in samples:
         like = sample.like
         family = like.preset.split("_")[0]
-        key = BoardKey(like.node, like.track, family, like.world_size, like.problem.variant, like.cases)
+        key = BoardKey(like.node, like.track, family, like.world_size, like.problem.variant, like.cases, like.superseded_protocol)
         groups.setdefault(key, []).append(sample)
     found = [Board(key, group) for key, group in groups.items()]
     most = {key.node: max(board.problem_count for board in found if board.key.node == key.node) for key in groups}
 
-    def rank(board: Board) -> tuple[int, int, str, bool, int, int]:
-        node = board.key.node
-        return _KINDS.index(node.kind), -most[node], str(node), board.key.family == SWEEP, -board.problem_count, -len(board.samples)
+    def rank(board: Board) -> tuple[int, int, str, bool, bool, int, int]:
+        node, older = board.key.node, board.key.superseded_protocol is not None
+        return _KINDS.index(node.kind), -most[node], str(node), older, board.key.family == SWEEP, -board.problem_count, -len(board.samples)
 
     return sorted(found, key=rank)
 

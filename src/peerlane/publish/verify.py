@@ -16,7 +16,6 @@ from pydantic import Field, ValidationError
 
 from peerlane.errors import FileRefused, UsageError
 from peerlane.files import read_regular
-from peerlane.generate.attempts import UNJUDGED
 from peerlane.publish.bundle import Bundle
 from peerlane.results.record import Record
 from peerlane.results.result import Result
@@ -157,7 +156,7 @@ def compare(claim: Result, check: Result) -> Finding:
 
 
 def _agreement(claim: Result, check: Result) -> tuple[Agreement, str]:
-    if check.verdict.kind in UNJUDGED:
+    if check.says_nothing:
         return "not_judged", f"{check.verdict.kind}: {check.verdict.reason}"
     if claim.verdict.kind != check.verdict.kind:
         return "differs", f"claimed {claim.verdict.kind}, found {check.verdict.kind}: {check.verdict.reason}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from peerlane.report.tables import TextTable
@@ -19,21 +19,59 @@ def selftest_table(corpus: Corpus, judged: Judged) -> TextTable:
     """Returns a table with a line per candidate, in the table's order: the verdicts it got and how often, those that are right, whether all
     are."""
     table = TextTable(("row", "candidate", "W", "verdicts", "expected", "ok"), right={"W"})
-    outcomes_of: dict[str, dict[int, list[Outcome]]] = {}
-    for entry, outcome in judged:
-        outcomes_of.setdefault(entry.file, {}).setdefault(outcome.world_size, []).append(outcome)
-    for entry in corpus.entries:
-        for world_size, mine in sorted(outcomes_of.get(entry.file, {}).items()):
-            counts = Counter(outcome.verdict for outcome in mine)
-            table.add(
-                entry.row,
-                entry.file,
-                str(world_size),
-                ", ".join(f"{kind} {count}" for kind, count in counts.most_common()),
-                _either(entry.accepted(mine[0].device)),
-                "yes" if all(objection(entry, outcome) is None for outcome in mine) else "NO",
-            )
+    for entry, mine in _by_candidate(corpus, judged):
+        table.add(
+            entry.row,
+            entry.file,
+            str(mine[0].world_size),
+            _counted(outcome.verdict for outcome in mine),
+            _either(entry.accepted(mine[0].device)),
+            "yes" if all(objection(entry, outcome) is None for outcome in mine) else "NO",
+        )
     return table
+
+
+def honest_table(corpus: Corpus, judged: Judged) -> TextTable:
+    """Returns a table with a line per honest candidate: the verdicts that it got and how often, and the mean wall time of one."""
+    table = TextTable(("row", "candidate", "W", "verdicts", "s"), right={"W", "s"})
+    for entry, mine in _by_candidate(corpus, judged):
+        seconds = sum(outcome.seconds for outcome in mine) / len(mine)
+        table.add(entry.row, entry.file, str(mine[0].world_size), _counted(map(_class, mine)), f"{seconds:.1f}")
+    return table
+
+
+def accusations(judged: Judged) -> list[str]:
+    """Returns a line for every outcome of an honest candidate that is not ``correct``, false verdicts last."""
+    said = [(outcome.honest_class == "false", outcome) for _, outcome in judged if outcome.honest_class != "correct"]
+    return [
+        f"{outcome.file}, W={outcome.world_size}, {outcome.device}: {_class(outcome)}: {outcome.reason}"
+        for _, outcome in sorted(said, key=lambda item: item[0])
+    ]
+
+
+def honest_totals(judged: Judged) -> dict[str, int]:
+    """Counts the outcomes of honest candidates by what they say of them, false verdicts last."""
+    counts = Counter(outcome.honest_class for _, outcome in judged)
+    return {kind: counts[kind] for kind in ("correct", "not_run", "overloaded", "harness_error", "false")}
+
+
+def _class(outcome: Outcome) -> str:
+    """Returns the verdict, with what it says of an honest candidate."""
+    return outcome.verdict if outcome.verdict == outcome.honest_class else f"{outcome.verdict} ({outcome.honest_class})"
+
+
+def _by_candidate(corpus: Corpus, judged: Judged) -> Iterator[tuple[Entry, list[Outcome]]]:
+    """Yields entries in the table's order with their outcomes, once for each number of ranks and device."""
+    outcomes_of: dict[str, dict[tuple[int, str], list[Outcome]]] = {}
+    for entry, outcome in judged:
+        outcomes_of.setdefault(entry.file, {}).setdefault((outcome.world_size, outcome.device), []).append(outcome)
+    for entry in corpus.entries:
+        for _, mine in sorted(outcomes_of.get(entry.file, {}).items()):
+            yield entry, mine
+
+
+def _counted(kinds: Iterable[str]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in Counter(kinds).most_common())
 
 
 def totals_lines(judged: Judged) -> list[str]:

@@ -14,7 +14,6 @@ from peerlane.results.reader import newest
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from peerlane.results.identity import NodeClass
     from peerlane.results.result import Result
     from peerlane.results.speed_record import Estimate, ModeSpeed, Utilisation
 
@@ -272,15 +271,20 @@ def environment_lines(results: Iterable[Result]) -> list[str]:
     for result in results:
         software = result.environment.get("software", {})
         versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "cuda", "nccl", "triton") if software.get(name))
-        lines[f"Node: {result.node}; {versions or 'software unknown'}; evaluator {result.evaluator_version}."] = None
+        timing = f"; timing protocol {result.timing_protocol}" if result.modes else ""
+        lines[f"Node: {result.node}; {versions or 'software unknown'}; evaluator {result.evaluator_version}{timing}."] = None
     return list(lines)
 
 
-def by_node(results: Iterable[Result]) -> dict[NodeClass, list[Result]]:
-    """Groups results by class of machine, without those that a later one replaces. Only results of one class may be compared."""
-    groups: dict[NodeClass, list[Result]] = {}
+def by_node(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Groups results by class of machine and, where it is not the current one, version of the protocol of speed.
+
+    Results that a later one replaces are left out. Only results of one group may be compared.
+    """
+    groups: dict[str, list[Result]] = {}
     for result in newest(results):
-        groups.setdefault(result.node, []).append(result)
+        older = result.superseded_protocol
+        groups.setdefault(f"{result.node}" + (f", timing protocol {older}" if older else ""), []).append(result)
     return groups
 
 

@@ -29,6 +29,7 @@ _ADVICE = {
     "cuda_error": "Check index bounds, launch configuration and peer pointers; the emulator (`peerlane race`) names the place.",
     "out_of_memory": "Allocate less, reuse buffers over calls, and free what earlier calls left.",
     "hang": "Look for a collective that not all ranks call, a signal that is never set, or a loop without an end.",
+    "too_slow": "Calls returned, but too few in the time: let each do less work, print less, and compile or allocate once.",
     "unstable": "A race: order writes before signals, wait before reading, and give every call its own epoch or buffer.",
     "integrity_failure": "Leave clocks, processes and the evaluator's state alone; a result must be complete when the call ends.",
     "track_violation": "Move the data with kernels of your own: this track allows no NCCL, gloo or torch.distributed.",
@@ -54,6 +55,8 @@ def _failure(verdict: Verdict, log_tail: str) -> Iterator[str]:
         yield f"error: {ratio:.4g} times what is allowed" if math.isfinite(ratio) else "error: the output must be exact"
     if (deadline_s := getattr(verdict, "deadline_s", None)) is not None:
         yield f"not done after {deadline_s:g} s"
+    if (limit_s := getattr(verdict, "limit_s", None)) is not None:
+        yield f"time limit of the evaluation: {limit_s:g} s"
     detail = getattr(verdict, "detail", None) or getattr(verdict, "what", None) or getattr(verdict, "missing", None)
     if detail is not None:
         yield f"detail: {detail if verdict.kind == 'wrong_type' else _VALUES.sub('', detail)}"

@@ -20,7 +20,8 @@ from peerlane.results.identity import Identity, NodeClass, environment_hash
 from peerlane.results.record import Mode, Ratio, Record, Track
 from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Estimate, ModeSpeed, Speed
-from peerlane.results.verdict import Correct, Verdict
+from peerlane.results.verdict import SAYS_NOTHING, Correct, Verdict
+from peerlane.settings import TIMING_PROTOCOL
 from peerlane.words import counted
 
 RewardKind = Literal["correct", "log_speedup", "fast_p"]
@@ -28,6 +29,8 @@ MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nvshmem"
 Confidence = Literal["seen", "possible", "loaded"]
 NEEDS_MULTICAST: Final = "needs_multicast"
 """The flag of a candidate that failed or was not run, and asks for NVLink multicast, which was off."""
+OVERLOADED: Final = "overloaded"
+"""The flag of an evaluation that other programs kept from its cores: it says nothing about the candidate."""
 SCHEMA_VERSION: Final = 2
 """of the lines of a ``results.jsonl``"""
 
@@ -177,6 +180,7 @@ class Result(Record):
     track: Track
     node: NodeClass
     rules_hash: str | None = Field(default=None, description="of the settings of timing, stress and deadlines; None: not recorded")
+    timing_protocol: int = Field(default=1, ge=1, description="version of the protocol of speed; 1: not every output was copied")
     environment_hash: str = Field(default="", description="names the line of type environment that describes the machine and its software")
     verdict: Verdict
     correctness: tuple[CaseEvidence, ...] = ()
@@ -222,6 +226,16 @@ class Result(Record):
         return isinstance(self.verdict, Correct)
 
     @property
+    def superseded_protocol(self) -> int | None:
+        """Returns the version of the protocol of speed if it is not the current one and speed was asked for. Such figures stay apart."""
+        return self.timing_protocol if self.modes and self.timing_protocol != TIMING_PROTOCOL else None
+
+    @property
+    def says_nothing(self) -> bool:
+        """True if the result says nothing about the candidate: peerlane failed, or this machine could not run it, or was too busy to."""
+        return self.verdict.kind in SAYS_NOTHING or OVERLOADED in self.flags
+
+    @property
     def identity(self) -> Identity:
         """Two results of one identity answer the same question."""
         return Asked._make(getattr(self, name) for name in Asked._fields).identity
@@ -247,13 +261,13 @@ class Result(Record):
             mode: the launch mode that counts; None: the one with the largest speedup.
 
         Returns:
-            None where the result says nothing: ``harness_error``, ``not_run``, or a speedup that was not measured.
+            None where the result says nothing: see :attr:`says_nothing`, or a speedup that was not measured.
         """
         if kind not in get_args(RewardKind):
             raise UsageError(f"reward {kind!r}: expected one of {', '.join(get_args(RewardKind))}")
         if not (math.isfinite(p) and p >= 0):
             raise UsageError(f"p={p!r}: expected a speedup, such as 1.0")
-        if self.verdict.kind in ("harness_error", "not_run"):
+        if self.says_nothing:
             return None
         if not self.correct or kind == "correct":
             return float(self.correct)

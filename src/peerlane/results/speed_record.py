@@ -68,10 +68,13 @@ class ModeSpeed(Record):
     rounds: int = Field(ge=1)
     hand_off_us: float = Field(default=0.0, description="taken off every clock time: 90th percentile of the reference's clock minus events")
     copies_us: float = Field(default=0.0, ge=0, description="taken off every block: slot swaps and output copies, timed alone")
+    copies_launch_us: float = Field(default=0.0, ge=0, description="the host's time to launch these copies, in eager mode")
     reference_blocks_us: tuple[float, ...] = Field(description="every block's event time")
     candidate_blocks_us: tuple[float, ...]
     reference_clock_us: tuple[float, ...] = Field(default=(), description="the same blocks by the supervisor's clock")
     candidate_clock_us: tuple[float, ...] = ()
+    reference_launch_us: tuple[float, ...] = Field(default=(), description="the host's time to launch the calls of the same blocks")
+    candidate_launch_us: tuple[float, ...] = ()
     utilisation: tuple[Utilisation, ...]
     flags: tuple[str, ...] = Field(
         default=(), description="slower_reference: the reference's time before loading counts instead; few_rounds: fewer than five rounds"

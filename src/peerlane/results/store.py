@@ -14,7 +14,6 @@ from peerlane.results.reader import FILE, ResultsReader
 from peerlane.results.result import EnvironmentLine, Result
 
 _LOCK, _LOOK_S = "results.lock", 0.2
-_TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
 
 
 class ResultsStore:
@@ -53,7 +52,7 @@ class ResultsStore:
         return list(self._results)
 
     def has(self, identity: Identity) -> bool:
-        """True if this evaluation is done. One that failed in the harness, or could not be run, is to be done again."""
+        """True if this evaluation is done. One that says nothing about the candidate is to be done again."""
         return identity in self._final
 
     def find(self, identity: Identity, name: str) -> Result | None:
@@ -77,7 +76,7 @@ class ResultsStore:
 
     def _add(self, result: Result) -> None:
         self._results.append(result)
-        if result.verdict.kind not in _TO_REPEAT and "overloaded" not in result.flags:
+        if not result.says_nothing:
             self._final.setdefault(result.identity, {})[result.candidate.name] = result
 
 

@@ -10,6 +10,8 @@ from peerlane.results.diagnostics import error_line, first_compiler_error
 from peerlane.results.record import Ratio, Record, Value
 from peerlane.results.sanitize import one_line
 
+SAYS_NOTHING = ("harness_error", "not_run")
+"""The kinds that say nothing about the candidate."""
 Phase = Literal["spawn", "build", "import", "first_call", "correctness", "stress", "timing", "audit", "exit"]
 
 # What a wrong result is called whose output is an argument, and why it is wrong where the call must leave it alone.
@@ -145,6 +147,19 @@ class Hang(_InCase):
         return f"{self.phase}{self._case}: rank(s) {', '.join(map(str, self.ranks))} not done after {self.deadline_s:g} s"
 
 
+class TooSlow(_InCase):
+    """Calls of the candidate returned, and the time limit of the evaluation passed before a verdict."""
+
+    kind: Literal["too_slow"] = "too_slow"
+    phase: Phase
+    limit_s: float = Field(gt=0, description="the evaluation's time limit")
+    calls_s: float = Field(ge=0, description="of it, the time in which ranks ran the candidate's code")
+
+    @property
+    def reason(self) -> str:
+        return f"{self.phase}{self._case}: not done within {self.limit_s:g} s, of which the candidate's code took {self.calls_s:.3g} s"
+
+
 class Unstable(_Verdict):
     """Right at rest, wrong under jitter: a race."""
 
@@ -212,6 +227,7 @@ Verdict = Annotated[
     | CudaError
     | OutOfMemory
     | Hang
+    | TooSlow
     | Unstable
     | IntegrityFailure
     | TrackViolation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,22 @@ class _Work(NamedTuple):
     """page faults, reads, writes, and waits of the main thread that ended"""
     cpu_s: float
     threads: int
+
+
+_EXITING, _DUMPS_CORE, _SIGNALED = 0x4, 0x200, 0x400  # PF_ flags of linux/sched.h
+_SIGKILL = 1 << signal.SIGKILL - 1
+
+
+def is_ending(pid: int) -> bool:
+    """Tells whether the kernel has begun to end a process. That may take long, where a driver waits for the device."""
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        if state in "ZX" or int(numbers[5]) & (_EXITING | _DUMPS_CORE | _SIGNALED):
+            return True
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(("SigPnd:", "ShdPnd:")) and int(line.split()[1], 16) & _SIGKILL:
+                return True
+    return False
 
 
 class Stillness:

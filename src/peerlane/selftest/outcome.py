@@ -44,9 +44,11 @@ class Outcome(Record):
     stage_seconds: dict[str, float] = Field(default_factory=dict, description="wall time by stage; one stage total in older outcomes")
     node: str
     torch: str
+    load: int = Field(default=0, description="processes that kept cores busy meanwhile")
+    timeout: float | None = Field(default=None, description="seconds that the evaluation might take")
 
     @staticmethod
-    def of(entry: Entry, result: Result, after: str | None) -> Outcome:
+    def of(entry: Entry, result: Result, after: str | None, *, load: int = 0, timeout: float | None = None) -> Outcome:
         """Returns the outcome of an entry that a result shows."""
         measured = {mode: speed for mode in result.modes if (speed := result.speed_in(mode)) is not None}
         return Outcome(
@@ -68,12 +70,22 @@ class Outcome(Record):
             stage_seconds=dict(result.stage_seconds),
             node=str(result.node) if result.node.place.shares_gpus else node_class(result.environment),
             torch=str(result.environment["software"]["torch"]),
+            load=load,
+            timeout=timeout,
         )
 
     @property
     def seconds(self) -> float:
         """The duration of the judgement."""
         return round(sum(self.stage_seconds.values()), 3)
+
+    @property
+    def honest_class(self) -> str:
+        """What the outcome says of an honest candidate: ``correct``, ``overloaded``, ``not_run`` and ``harness_error`` accuse nobody;
+        every other verdict is ``false``."""
+        if self.verdict != "correct" and "overloaded" in self.flags:
+            return "overloaded"
+        return self.verdict if self.verdict in ("correct", "not_run", "harness_error") else "false"
 
     @property
     def identity(self) -> tuple[str, ...]:

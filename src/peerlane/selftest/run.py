@@ -22,10 +22,11 @@ from peerlane.place import Device, Place
 from peerlane.results.json_lines import append_lines, make_appendable
 from peerlane.results.result import Result
 from peerlane.sandbox.isolation import Tier
+from peerlane.selftest.busy_cores import busy_cores
 from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Entry
-from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_POOL_SETTINGS, SELFTEST_RULES
+from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_POOL_SETTINGS, SELFTEST_RULES, Deadlines, PoolSettings
 from peerlane.version import __version__
 
 MOST_LANES = 8
@@ -46,7 +47,8 @@ class SelftestPlan:
         repeat: how many times each is judged.
         out: folder of ``selftest.jsonl``, whose outcomes count towards ``repeat``; None keeps nothing.
         isolation: as in :class:`EvaluationPlan`; entries that are promised from a higher tier on are left out.
-        ranks_per_gpu: as in :class:`EvaluationPlan`.
+        ranks_per_gpu, timeout, deadlines: as in :class:`EvaluationPlan`.
+        load: how many processes keep cores busy meanwhile. Outcomes in ``out`` count only with the same load and timeout.
     """
 
     corpus: Corpus
@@ -56,6 +58,9 @@ class SelftestPlan:
     out: Path | None = None
     isolation: Tier | None = None
     ranks_per_gpu: int = 0
+    timeout: float | None = None
+    deadlines: Deadlines = SELFTEST_DEADLINES
+    load: int = 0
 
 
 def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple[Entry, Outcome]]:
@@ -64,7 +69,7 @@ def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple
 
     Legitimate candidates that stand between others are among them, whether the plan names them or not.
     """
-    with tempfile.TemporaryDirectory(prefix="peerlane-selftest-") as name:
+    with tempfile.TemporaryDirectory(prefix="peerlane-selftest-") as name, busy_cores(plan.load):
         folder = Path(name) / plan.corpus.folder.name
         shutil.copytree(plan.corpus.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
         folder.parent.chmod(0o755)  # ranks may run as another user
@@ -94,7 +99,8 @@ class _Run:
         """Returns the outcomes that are stored, then those that are missing. Raises :class:`UsageError` if no more can be stored."""
         if self.path is not None:
             make_appendable(self.path)
-        stored = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
+        asked = (self.plan.device, self.plan.load, self.plan.timeout)
+        stored = [item for item in read_outcomes(self.path) if (item.device, item.load, item.timeout) == asked] if self.path else []
         kept = attributed(self.plan.corpus, [item for item in stored if item.evaluator_version == __version__])
         yield from kept
         done = Counter(item.identity for _, item in kept)
@@ -129,7 +135,7 @@ class _Run:
         dice, lanes = random.SystemRandom(), self._lanes(world_size, len(due))
         controls = self._controls()
         sequences = [order(share, controls, dice) for share in deal(due, len(lanes), self.plan.device, dice)]
-        recorders = [_Recorder(sequence, self.path, self.progress) for sequence in sequences]
+        recorders = [_Recorder(sequence, self.plan, self.path, self.progress) for sequence in sequences]
         plans = [self._plan(world_size, sequence) for sequence in sequences]
         if len(lanes) == 1:
             evaluate(plans[0], recorders[0])
@@ -147,8 +153,9 @@ class _Run:
             device=self.plan.device,
             isolation=self.tier,
             ranks_per_gpu=self.plan.ranks_per_gpu,
-            pool_settings=SELFTEST_POOL_SETTINGS[self.plan.device],
-            deadlines=SELFTEST_DEADLINES,
+            pool_settings=SELFTEST_POOL_SETTINGS.get(self.plan.device, PoolSettings()),
+            deadlines=self.plan.deadlines,
+            timeout=self.plan.timeout,
             rules=SELFTEST_RULES,
         )
 
@@ -192,18 +199,19 @@ def order(due: Sequence[Entry], controls: Sequence[Entry], dice: random.Random) 
 class _Recorder:
     """Progress that turns every result into an outcome and stores it, then passes it on."""
 
-    def __init__(self, sequence: Sequence[Entry], path: Path | None, shown: Progress) -> None:
+    def __init__(self, sequence: Sequence[Entry], plan: SelftestPlan, path: Path | None, shown: Progress) -> None:
         self._waiting: dict[str, deque[Entry]] = defaultdict(deque)
         for entry in sequence:
             self._waiting[entry.file].append(entry)
-        self._path, self._shown = path, shown
+        self._plan, self._path, self._shown = plan, path, shown
         self.outcomes: list[tuple[Entry, Outcome]] = []
         self.started, self.phase, self.note = shown.started, shown.phase, shown.note
 
     def finished(self, result: Result) -> None:
         """Stores the outcome."""
         entry = self._waiting[result.candidate.name].popleft()
-        outcome = Outcome.of(entry, result, self.outcomes[-1][1].file if self.outcomes else None)
+        before = self.outcomes[-1][1].file if self.outcomes else None
+        outcome = Outcome.of(entry, result, before, load=self._plan.load, timeout=self._plan.timeout)
         if self._path is not None:
             append_lines(self._path, outcome.model_dump_json().encode())
         self.outcomes.append((entry, outcome))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.candidates import REFERENCE
+from peerlane.evaluate.candidates import REFERENCE, SOLUTIONS
 from peerlane.place import Device, Place
 from peerlane.results.record import Record
 from peerlane.results.verdict import Phase
+from peerlane.version import PACKAGE
 
 VerdictKind = Literal[
     "correct",
@@ -27,6 +28,7 @@ VerdictKind = Literal[
     "cuda_error",
     "out_of_memory",
     "hang",
+    "too_slow",
     "unstable",
     "integrity_failure",
     "track_violation",
@@ -38,6 +40,8 @@ FILE = "corpus.toml"
 _FOLDER = "corpus"
 _KINDS: Mapping[str, Kind] = {"C": "cheat", "B": "bug", "A": "legitimate"}
 _ROW = re.compile(r"([CBA])(\d{2})")
+_SOLUTION = re.compile(r"p(\d{3})_")
+_SOLUTION_ROW = "A18"
 
 Kinds = Annotated[tuple[VerdictKind, ...], Field(min_length=1)]
 
@@ -61,6 +65,7 @@ class Entry(Record):
     wins_at_most: str | None = None
     cpu: Kinds | None = None
     cuda: Kinds | None = None
+    emulated: Kinds | None = None
     quick: bool = False
 
     @model_validator(mode="before")
@@ -74,7 +79,7 @@ class Entry(Record):
         if self.cpu is None and self.cuda is None:
             raise ValueError(f"{self.file} is judged nowhere: expected verdicts under cpu, cuda or both")
         number, row, *_ = [*self.file.split("_"), "", ""]
-        if self.file != REFERENCE and (number, row.upper()) != (str(self.problem), self.row):
+        if self.file != REFERENCE and self.row != _SOLUTION_ROW and (number, row.upper()) != (str(self.problem), self.row):
             raise ValueError(f"{self.file} should be named {self.problem}_{self.row.lower()}_<what>_<backend>")
         return self
 
@@ -85,7 +90,8 @@ class Entry(Record):
 
     def accepted(self, device: Device) -> tuple[VerdictKind, ...]:
         """The verdicts that are right on this device; empty where it is not judged."""
-        return (self.cuda if Place.of(device).has_gpus else self.cpu) or ()
+        place = Place.of(device)
+        return (self.emulated if place.emulated else self.cuda if place.has_gpus else self.cpu) or ()
 
 
 class _Document(Record):
@@ -124,7 +130,20 @@ class Corpus:
 
     def path(self, entry: Entry) -> Path | None:
         """Returns the candidate's file; None for the reference."""
-        return None if entry.file == REFERENCE else self.folder / f"{entry.file}.py"
+        if entry.file == REFERENCE:
+            return None
+        return (PACKAGE / SOLUTIONS if entry.row == _SOLUTION_ROW else self.folder) / f"{entry.file}.py"
+
+    def honest(self, world_size: int) -> Corpus:
+        """Returns the legitimate candidates and peerlane's own solutions, for so many ranks."""
+        entries = [
+            entry.model_copy(update={"world_size": world_size, "cpu": entry.cpu if entry.cpu != ("not_run",) else None})
+            for entry in self.entries
+            if entry.kind == "legitimate"
+        ]
+        return replace(
+            self, rows={**self.rows, _SOLUTION_ROW: "one of peerlane's own solutions"}, entries=(*entries, *_solutions(world_size))
+        )
 
     def select(self, rows: str | None = None, *, quick: bool = False) -> tuple[Entry, ...]:
         """Returns the entries of some rows (``"C01-C10,B14"``; None: all), perhaps of the quick set only; raises :class:`UsageError`."""
@@ -158,6 +177,20 @@ def load(root: Path | None = None) -> Corpus:
             f"{path} and the files in {corpus.folder} differ: {', '.join(strange)}; every file needs an entry, and every entry a file"
         )
     return corpus
+
+
+def _solutions(world_size: int) -> list[Entry]:
+    """Returns an entry for each of peerlane's own solutions. CPU ranks cannot run them."""
+    found = [(path.stem, match) for path in sorted((PACKAGE / SOLUTIONS).glob("p*.py")) if (match := _SOLUTION.match(path.stem))]
+    common = {
+        "row": _SOLUTION_ROW,
+        "world_size": world_size,
+        "rule": "precision",
+        "cuda": ("correct",),
+        "emulated": ("correct",),
+        "why": "it solves its problem",
+    }
+    return [Entry.model_validate({"file": stem, "problem": int(match[1]), **common}) for stem, match in found]
 
 
 def corpus_home() -> Path:

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 from peerlane.errors import PeerlaneError, RunStopped, UsageError
 from peerlane.evaluate.evaluator import Evaluator, Progress, Silent
-from peerlane.results.result import Result
+from peerlane.results.result import OVERLOADED, Result
 from peerlane.service import node_check
 from peerlane.service.node_check import NodeReport
 from peerlane.service.queue import JobQueue, Outcome, Taken
@@ -31,8 +31,7 @@ _RECHECK_S = 300.0
 """after a check that failed"""
 _FAULTS = 2
 """so many harness errors in a row, and the node is checked again"""
-_OURS = ("harness_error", "not_run")
-_HOLD_UP = ("hang", "out_of_memory")
+_HOLD_UP = ("hang", "too_slow", "out_of_memory")
 """verdicts of candidates that cost the node much"""
 _LOOK_S = 0.5
 _DISK_S = 5.0
@@ -311,11 +310,11 @@ class Node:
         kind = result.verdict.kind
         self.verdicts[kind] += 1
         self._faults = self._faults + 1 if kind == "harness_error" else 0
-        ours = kind in _OURS
+        ours = result.says_nothing
         environment = json.dumps(result.environment)
         error = result.verdict.reason if ours else None
         outcome = Outcome(result.model_dump_json(), environment, error, again=ours, held_up=kind in _HOLD_UP)
-        if kind == "not_run" and self._evaluator is not None and self._evaluator.gave_up is None:
+        if kind == "not_run" and OVERLOADED not in result.flags and self._evaluator is not None and self._evaluator.gave_up is None:
             taken = taken._replace(tries=sys.maxsize)  # this machine lacks what the candidate needs: so it will the next time
         if not ours:
             building = result.stage_seconds.get("build", 0.0)

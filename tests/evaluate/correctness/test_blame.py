@@ -84,7 +84,7 @@ def test_a_slow_reference_gives_a_candidate_more_time() -> None:
 def test_the_requests_that_run_code_of_the_candidate() -> None:
     """Only those can hang."""
     made, _ = runner(None, None)
-    candidate, plan = made.candidate, wire.BlockPlan(1, (), ())
+    candidate, plan = made.candidate, wire.BlockPlan(1, ())
     candidate.attach_case(made.case, [{}])  # type: ignore[list-item]
     candidate.call([0], "first_call", 1.0)
     candidate.call_under_stress([wire.CallUnderStress("check", [], [], [], [], ())], 1.0)
@@ -109,6 +109,7 @@ def test_the_requests_that_run_code_of_the_candidate() -> None:
     [
         ("RuntimeError: CUDA error: invalid device ordinal", "a GPU for every rank"),
         ("DistBackendError: NCCL error in init.cc, invalid argument (run with NCCL_DEBUG=WARN)", "a GPU for every rank"),
+        ("DistBackendError: ncclSystemError: ncclSocketInit: connecting to address with family 1 is neither AF_INET(2) nor ...", "NCCL"),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", None),
         ("TypeError: invalid argument for all_reduce", None),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +89,33 @@ def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, F
     assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
 
 
+@pytest.mark.parametrize(
+    ("had", "answered"),
+    [((0.1, 0.2, 0.1, 0.2), True), ((0.3, 0.0, 0.3, 0.0), False), ((0.01, 0.01, 0.01, 0.01), False), (None, False)],
+    ids=["kept_from_cores", "had_its_seconds", "sleeps", "not_told"],
+)
+def test_a_busy_import_has_its_cpu_seconds(
+    had: tuple[float, ...] | None, answered: bool, pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that others keep from its core is waited for beyond the deadline; one that sleeps, or has had its share, is not."""
+    monkeypatch.setattr(rank_group, "_TOLD_S", 10.0 if had else 0.1)
+    group, far = pair
+
+    def lead() -> None:
+        assert far.leader.receive() == {"core_time": "tell"}
+        if had:
+            far.leader.send({"core_time": had})
+        if answered:
+            for channel in far.ranks:
+                channel.send({"ok": True})
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    with contextlib.nullcontext() if answered else pytest.raises(GroupFailure, match="no answer"):
+        assert len(group.ask(wire.UseDevice(), "import", 0.3, counts_cpu=True)) == 2
+    leader.join(10)
+
+
 def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin(wire.RecopyOutput("case", 0), "stress", 0.1, calls=False)
@@ -97,16 +127,16 @@ def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> Non
     assert verdict.kind == "runtime_error" and "rank(s) 1 for 0.1 s to recopy_output" in verdict.reason
 
 
-@pytest.mark.parametrize(("asked_s", "named"), [(0.3, (0, 1)), (0.1, ())], ids=["in_time", "late"])
-def test_a_limit_blames_ranks_that_took_half_of_it(asked_s: float, named: tuple[int, ...], pair: tuple[RankGroup, Far]) -> None:
-    """Else the evaluator took the time, and a call that had just begun is no hang."""
+@pytest.mark.parametrize(("earlier_s", "named"), [(0.0, (0, 1)), (60.0, ())], ids=["one_call", "many_calls"])
+def test_a_limit_names_ranks_whose_one_call_took_half_of_all(earlier_s: float, named: tuple[int, ...], pair: tuple[RankGroup, Far]) -> None:
+    """Else other calls returned, and one that had just begun is no hang."""
     group, _ = pair
-    group.limit = Limit(0.4)
+    group.limit = Limit(0.3)
     group.limit.start()
-    time.sleep(0.4 - asked_s)
+    group.limit.called_s = earlier_s
     with pytest.raises(OutOfTime) as caught:
         group.ask(wire.Call("case", "candidate", [0]), "first_call", 60)
-    assert caught.value.ranks == named
+    assert caught.value.ranks == named and (caught.value.call_s > 0) == bool(named) and caught.value.called_s >= 0.3 + earlier_s - 0.1
     group.limit.close()
 
 
@@ -204,6 +234,35 @@ def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tu
     with pytest.raises(GroupFailure, match="SIGKILL") as caught:
         group.finish()
     assert (caught.value.kind, caught.value.rank) == ("exit", 1)
+
+
+GAVE_UP = """loading
+terminate called after throwing an instance of 'c10::AcceleratorError'
+  what():  CUDA error: an illegal address
+Exception raised from query at CUDAEvent.h:107
+"""
+
+
+@pytest.mark.parametrize(
+    ("told", "how"),
+    [({"ending": 1}, "died, and waits for its device to be freed"), ({"exited": 1, "status": -6}, "was ended by signal SIGABRT")],
+    ids=["its end takes long", "it has ended"],
+)  # fmt: skip
+def test_a_rank_that_gives_up_while_others_wait_is_named_with_its_words(
+    pair: tuple[RankGroup, Far], tmp_path: Path, told: dict[str, int], how: str
+) -> None:
+    group, far = pair
+    logs = [tmp_path / f"log{rank}" for rank in range(2)]
+    logs[0].write_text("terminate called by somebody else")
+    logs[1].write_text(GAVE_UP)
+    group._logs = [os.open(log, os.O_RDONLY) for log in logs]
+    group.begin(wire.UseDevice(), "correctness", 60)
+    far.leader.send(told)
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    said = "terminate called after throwing an instance of 'c10::AcceleratorError' what(): CUDA error: an illegal address"
+    assert (caught.value.kind, caught.value.rank, caught.value.message) == ("exit", 1, f"rank 1 {how}: {said}")
+    assert verdict_of(caught.value).kind == "runtime_error"
 
 
 @pytest.mark.parametrize(

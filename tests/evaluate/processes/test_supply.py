@@ -38,6 +38,7 @@ class Group:
     busy: bool = True
     lost: bool = False
     killed: bool = False
+    imported_ahead: bool = False
 
     def finish(self) -> list[Any]:
         self.busy = False
@@ -116,6 +117,14 @@ def test_a_spare_that_was_killed_while_it_waited_is_not_handed_out() -> None:
     queue.wait_for_starts()
     made[0].lost = True
     assert queue.take() is made[1] and made[0].killed and "died while it waited" in notes[0]
+
+
+def test_spares_without_what_a_candidate_imports_are_ended() -> None:
+    queue, made, _ = warm_groups()
+    queue.refill(2)
+    made[1].imported_ahead = True
+    queue.drop_without_imports()
+    assert [group.killed for group in made] == [True, False] and len(queue) == 1 and queue.take() is made[1]
 
 
 def test_a_spare_that_cannot_be_ordered_is_a_note_until_somebody_needs_it() -> None:
@@ -368,7 +377,7 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
     turns: list[str] = []
 
     class Examined:
-        missed_deadline = False
+        late = False
         short_of_memory = False
         group = SimpleNamespace(healthy=False, reusable=False, no_ranks=False, end=lambda: None)
 

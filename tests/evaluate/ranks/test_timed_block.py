@@ -65,18 +65,18 @@ def solution(tensor: torch.Tensor) -> torch.Tensor:
     return tensor + 100
 
 
-PLAN = BlockPlan(5, ((1, 1, 3), (2, 2, 4)), (1, 2, 3, 4))
+PLAN = BlockPlan(5, ((1, 1, 3), (2, 2, 4)))
 
 
-def test_an_eager_block_swaps_right_before_calls_and_copies_only_what_is_planned() -> None:
+def test_an_eager_block_swaps_right_before_calls_and_copies_every_output() -> None:
     inputs, outputs = slots_of(6)
     block = timed_block.make_block("eager", solution, inputs, outputs, CPU, PLAN)
     block.ready()
     answer = block.run()
     assert LOG == ["quiesce", "evict", "idle", "barrier", "event", 0, 3, 4, 1, 2, "event", "idle"]
     assert answer.events_us == 250.0
-    assert [int(views[0][0]) for views in outputs.views] == [0, 103, 104, 101, 102, 0]
-    assert [bool(described) for described in outputs.descriptions] == [False, True, True, True, True, False]
+    assert [int(views[0][0]) for views in outputs.views] == [100, 103, 104, 101, 102, 0]
+    assert [bool(described) for described in outputs.descriptions] == [True, True, True, True, True, False]
     block.latest()[0].fill_(7.0)
     outputs.copy(4, block.latest())
     assert int(outputs.views[4][0][0]) == 7, "a result that changes after its end must be seen when it is copied again"
@@ -87,12 +87,12 @@ def test_what_worked_ahead_is_wrong_in_a_swapped_slot() -> None:
     ahead = [args[0] + 100 for args in inputs.args]
     calls = iter(ahead)
     timed_block.make_block("eager", lambda tensor: next(calls), inputs, outputs, CPU, PLAN).run()
-    assert any(not torch.equal(outputs.views[slot][0], inputs.args[slot][0] + 100) for slot in PLAN.copied)
+    assert any(not torch.equal(outputs.views[slot][0], inputs.args[slot][0] + 100) for slot in range(PLAN.calls))
 
 
 def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
     inputs, outputs = slots_of(40)
-    block = timed_block.make_block("graph", solution, inputs, outputs, CPU, BlockPlan(40, ((20, 20, 30),), (20, 30, 39)))
+    block = timed_block.make_block("graph", solution, inputs, outputs, CPU, BlockPlan(40, ((20, 20, 30),)))
     begins = [position for position, item in enumerate(LOG) if item == "graph"]
     events = [position for position, item in enumerate(LOG) if item == "event"]
     assert [item for item in LOG if isinstance(item, int)] == [*range(20), 30, *range(21, 30), 20, *range(31, 40)]
@@ -105,8 +105,9 @@ def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
 
 def test_swaps_and_copies_alone_call_one_of_alike_slots_and_swap_as_often_as_said() -> None:
     inputs, outputs = slots_of(6)
-    assert timed_block.copies_us(solution, inputs, outputs, CPU, PLAN) == 250.0
-    assert [item for item in LOG if isinstance(item, int)] == [1]
+    device_us, launch_us = timed_block.copies_time(solution, inputs, outputs, CPU, PLAN)
+    assert device_us == 250.0 and 0 < launch_us < 1e6
+    assert [item for item in LOG if isinstance(item, int)] == [0]
     held = [int(args[0][0]) for args in inputs.args]
     assert held == ([0, 1, 2, 3, 4, 5] if (timed_block.COPIES_RUNS + 1) % 2 == 0 else [0, 3, 4, 1, 2, 5])
 
@@ -114,6 +115,8 @@ def test_swaps_and_copies_alone_call_one_of_alike_slots_and_swap_as_often_as_sai
 def test_on_a_gpu_swaps_take_what_the_device_takes_for_them_and_not_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, outputs = slots_of(6)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # of the barrier
-    plan = BlockPlan(5, ((1, 1, 3), (2, 2, 4)), ())
-    assert timed_block.copies_us(solution, inputs, outputs, torch.device("cuda"), plan) == 250.0
+    monkeypatch.setattr(timed_block, "OutputCopies", lambda outputs, _: outputs)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(timed_block, "Unowned", lambda tensor: tensor)
+    assert timed_block.copies_time(solution, inputs, outputs, torch.device("cuda"), PLAN)[0] == 250.0
     assert "graph" in LOG and ("replay", 0) in LOG, "launched by the host they would take longer than beside what the device computes"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import types
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.timing import race as race_module
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
-from peerlane.evaluate.timing.race import draw_plan
+from peerlane.evaluate.timing.race import draw_compared, draw_plan
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds, choose_calls
 from peerlane.settings import Deadlines, TimingRules
 from sample_results import wrong_result
@@ -50,7 +51,7 @@ class World:
     deadlines: list[tuple[int, float]] = field(default_factory=list)
     """of the blocks of the candidate's ranks: their calls, and how long they may take"""
     mode: str = "eager"
-    plan: wire.BlockPlan = field(default_factory=lambda: wire.BlockPlan(0, (), ()))
+    plan: wire.BlockPlan = field(default_factory=lambda: wire.BlockPlan(0, ()))
     side: str = ""
     dice: random.Random = field(default_factory=lambda: random.Random(7))
 
@@ -80,14 +81,14 @@ class World:
     def block(self, call_us: float, share: float = 1.0, behind_us: float = 0.0) -> list[wire.BlockRun]:
         us = call_us * self.plan.calls * self.dice.lognormvariate(0.0, self.noise) + 40.0
         self.now_s += (us + behind_us + HAND_OFF_US * self.dice.uniform(0.8, 1.0)) * 1e-6
-        return [wire.BlockRun(us * share * 0.9, 1), wire.BlockRun(us * share, 1)]
+        return [wire.BlockRun(us * share * 0.9, 0.0, 1), wire.BlockRun(us * share, 0.0, 1)]
 
     def prepare_block(self, mode: str, side: str, plan: wire.BlockPlan) -> tuple[list[wire.PreparedBlock], list[wire.PreparedBlock]]:
         self.mode, self.plan, self.side = mode, plan, side
         return [wire.PreparedBlock(None)], [wire.PreparedBlock(None)]
 
     def collect_from(self, answers: Any, chosen: list[int], phase: str, swaps: Any = None, intact: Any = None) -> int:
-        assert {slot for _, *pair in self.plan.swaps for slot in pair} <= set(self.plan.copied)
+        assert all(0 <= slot < self.plan.calls for slot in chosen)
         self.collected += chosen
         return 0
 
@@ -113,7 +114,7 @@ class TrustedSide(Side):
         return [wire.PreparedBlock(None)]
 
     def time_copies(self) -> list[wire.CopiesTime]:
-        return [wire.CopiesTime(40.0)]
+        return [wire.CopiesTime(40.0, 20.0)]
 
     def run_block(self) -> list[wire.BlockRun]:
         return self.world.block(self.world.reference_us * (self.world.beside if self.world.loaded else 1.0))
@@ -239,13 +240,36 @@ def test_what_goes_wrong_under_replay_fails_the_mode_with_evidence(failure: Base
     assert measure(clock, "eager", wrong=failure).speedup.median == pytest.approx(1.0, abs=0.03)
 
 
-def test_a_plan_swaps_before_calls_and_copies_what_was_swapped_and_the_last() -> None:
+def test_a_plan_swaps_before_calls_and_names_nothing_that_will_be_compared() -> None:
     for _ in range(50):
-        plan = draw_plan(12, [0] * 20, 2, 1)
+        plan = draw_plan(12, [0] * 20, 2)
         assert 1 <= len(plan.swaps) <= 2
         assert all(0 < position < other < 12 for position, _, other in plan.swaps)
-        assert {11, *(slot for _, *pair in plan.swaps for slot in pair)} < set(plan.copied)
-    assert draw_plan(4, [-1] * 4, 2, 0).copied == (3,), "contents that are too large stay"
+    assert draw_plan(4, [-1] * 4, 2).swaps == (), "contents that are too large stay"
+    assert {item.name for item in fields(wire.BlockPlan)} == {"calls", "swaps"}
+
+
+def test_any_output_of_a_block_may_be_compared_behind_it() -> None:
+    plan, counts = draw_plan(128, [0] * 128, 2), Counter[int]()
+    known = {127, *(slot for _, *pair in plan.swaps for slot in pair)}
+    for _ in range(500):
+        drawn = draw_compared(plan)
+        assert known < set(drawn) and len(drawn) == 2 * len(known)
+        counts.update(drawn)
+    assert len(counts) == 128, "each call of the block"
+    assert draw_compared(draw_plan(4, [-1] * 4, 2)) in ([0, 3], [1, 3], [2, 3])
+
+
+def test_where_the_device_waits_for_the_host_copies_are_not_taken_off_in_full() -> None:
+    def counted_us(events_us: float, launch_us: float) -> float:
+        block = BlockTimes(events_us, events_us, launch_us)
+        rounds = Rounds(calls=10, copies_us=200.0, copies_launch_us=30.0, references=[block])
+        return rounds.counted_us([block])[0]
+
+    assert counted_us(1000.0, 500.0) == pytest.approx(80.0), "the device was busy: copies took 200 us of it"
+    assert counted_us(1000.0, 990.0) == pytest.approx(96.0), "the host launched until the end: copies took 30 us of that"
+    assert counted_us(1000.0, 5000.0) == pytest.approx(100.0), "no more than the block took"
+    assert counted_us(1000.0, 0.0) == pytest.approx(80.0), "a rank that claims less gains nothing on top"
 
 
 def test_the_hand_off_of_the_reference_is_taken_off_both_sides() -> None:
@@ -255,7 +279,7 @@ def test_the_hand_off_of_the_reference_is_taken_off_both_sides() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    assert BlockTimes.of([wire.BlockRun(1.0, 0), wire.BlockRun(3.0, 0)], 10.0) == BlockTimes(3.0, 10.0)
+    assert BlockTimes.of([wire.BlockRun(1.0, 7.0, 0), wire.BlockRun(3.0, 5.0, 0)], 10.0) == BlockTimes(3.0, 10.0, 7.0)
 
 
 def test_calls_per_block() -> None:

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
+from peerlane.device.backend.neighbours import Seat, share_gpus
 from peerlane.device.backend.ordering import CudaLane, Lane
 from peerlane.device.collectives.alone import Alone
 from peerlane.device.collectives.communicator import communicator
+from peerlane.device.collectives.point_to_point import Transfer, point_to_point
 from peerlane.device.collectives.reductions import SUM, Reduction, reduction_of, refusal
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.ipc import known_group
@@ -48,6 +50,12 @@ class Collectives(Protocol):
     def close(self) -> None: ...
 
 
+class Messages(Protocol):
+    """Sends and receives between two ranks; ``PointToPoint`` says what it does."""
+
+    def start(self, transfers: Sequence[Transfer]) -> None: ...
+
+
 class Provider(Protocol):
     """The source of a process's collectives and of their order."""
 
@@ -56,6 +64,14 @@ class Provider(Protocol):
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
+        ...
+
+    def serves_messages(self, seats: Sequence[Seat]) -> bool:
+        """Tells whether the kit serves messages between ranks on these seats; else NCCL or gloo does."""
+        ...
+
+    def messages(self, group: ProcessGroup, device: torch.device) -> Messages | None:
+        """Opens the messages of ``group``, whose kit is open; None in a group of one rank. All ranks of the group call it."""
         ...
 
     def close(self, group: ProcessGroup) -> None:
@@ -82,6 +98,15 @@ class KitProvider:
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
         with torch.cuda.device(device):
             return Alone() if group.size() == 1 else communicator(group).serving_backend()
+
+    def serves_messages(self, seats: Sequence[Seat]) -> bool:
+        return share_gpus(seats)  # NCCL sends these through sockets, if at all
+
+    def messages(self, group: ProcessGroup, device: torch.device) -> Messages | None:
+        if (ranks := known_group(group)) is None:
+            return None
+        with torch.cuda.device(device):
+            return point_to_point(ranks)
 
     def close(self, group: ProcessGroup) -> None:
         if (ranks := known_group(group)) is None:

@@ -7,7 +7,7 @@ NCCL backend, a blocking call runs on the caller's stream and an asynchronous on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,6 +18,9 @@ from torch._C._distributed_c10d import Work
 from peerlane.device.host.lane import capture_of, lane_of
 
 NO_TIMEOUT = timedelta(0)
+_SIDE_STREAMS = 32
+"""Streams for calls outside of the lane: as many different ones as PyTorch has. A call waits for the one that many calls before it."""
+_MOST_ENDS = 256
 
 
 class Lane(Protocol):
@@ -30,6 +33,10 @@ class Lane(Protocol):
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
         """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
+        ...
+
+    def run_beside(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> Work:
+        """Starts ``call`` outside of this order, behind what the caller's stream has now and earlier calls with one of ``keys``."""
         ...
 
     def before_child(self) -> None:
@@ -143,6 +150,10 @@ class CudaLane:
         self._lane = lane_of(device)
         self.lock = self._lane.lock
         self._side: torch.cuda.Stream | None = None
+        self._beside: list[torch.cuda.Stream] = []
+        self._turn = 0
+        self._ends: dict[Hashable, tuple[torch.cuda.Event, int]] = {}
+        """of the last call beside the lane with each key: its end, and the capture that it is in"""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
         if self.device.index not in (None, torch.cuda.current_device()):  # rare, and a context costs as much as a launch
@@ -164,6 +175,30 @@ class CudaLane:
         for tensor in tensors:
             tensor.record_stream(side)
         return StreamWork(side, end, tensors)
+
+    def run_beside(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> Work:
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            capture = capture_of(current.cuda_stream)
+            with self.lock:
+                if len(self._beside) < _SIDE_STREAMS:
+                    self._beside.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+                self._turn = (self._turn + 1) % len(self._beside)
+                side = self._beside[self._turn]
+                side.wait_stream(current)
+                for key in keys:
+                    before, known = self._ends.get(key, (None, 0))
+                    if before is not None and known == capture:
+                        side.wait_event(before)
+                with torch.cuda.stream(side):
+                    call()
+                    end = side.record_event()
+                if not capture and len(self._ends) > _MOST_ENDS:  # tags may count up
+                    self._ends = {key: (known, 0) for key, (known, within) in self._ends.items() if not within and not known.query()}  # type: ignore[no-untyped-call]
+                self._ends |= dict.fromkeys(keys, (end, capture))
+            for tensor in tensors:
+                tensor.record_stream(side)
+            return StreamWork(side, end, tensors)
 
     def before_child(self) -> None:
         with torch.cuda.device(self.device), self.lock:

@@ -17,21 +17,24 @@ from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives
 from peerlane.device.backend.ordering import JointWork
 from peerlane.device.backend.routing import LIBRARIES, RoutedGroup, c10d
+from peerlane.device.collectives.point_to_point import Transfer
 from peerlane.device.collectives.reductions import reduction_of
 from peerlane.device.host.tally import count
 from peerlane.errors import UsageError
 
-NO_POINT_TO_POINT = "the kit has no point-to-point operations"
+NOT_SHARED = "the kit serves messages of groups whose ranks share GPUs"
+ANY_SOURCE = "a receive from any rank; the kit serves those that name it"
 
 
 @dataclass
 class _Batch:
-    """The calls of one ``batch_isend_irecv``, which NCCL gets as one group."""
+    """The calls of one ``batch_isend_irecv``, which the kit or NCCL gets as one."""
 
     operations: Sequence[Any]
-    child: Any
-    device: torch.device
     issued: int = 0
+    transfers: list[Transfer] = field(default_factory=list)
+    """for the kit, with their tensors"""
+    tensors: list[torch.Tensor] = field(default_factory=list)
     joint: JointWork = field(default_factory=lambda: JointWork([]))
 
 
@@ -160,27 +163,50 @@ class PeerlaneGroup(RoutedGroup):
     # ---- point to point --------------------------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return self._point_to_point("send", tensors, lambda child: child.send(tensors, dst, tag))
+        if (messenger := self._messenger(tensors[0].device)) is not None:
+            return self._message_on_kit(messenger, "send", tensors, dst, tag)
+        return self._message_of_child("send", tensors, lambda child: child.send(tensors, dst, tag), NOT_SHARED)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
-        return self._point_to_point("recv", tensors, lambda child: child.recv(tensors, src, tag))
+        if (messenger := self._messenger(tensors[0].device)) is not None:
+            return self._message_on_kit(messenger, "recv", tensors, src, tag)
+        return self._message_of_child("recv", tensors, lambda child: child.recv(tensors, src, tag), NOT_SHARED)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
-        return self._point_to_point("recv", tensors, lambda child: child.recv_anysource(tensors, tag))
+        return self._message_of_child("recv", tensors, lambda child: child.recv_anysource(tensors, tag), ANY_SOURCE)
 
-    def _point_to_point(self, operation: str, tensors: list[torch.Tensor], issue: Callable[[Any], Work]) -> Work:
-        """Runs a message outside of the chain of collectives: it may wait for a peer that has collectives to do first."""
+    # Messages run outside of the chain of collectives: one may wait for a peer that has collectives to do first.
+
+    def _message_on_kit(self, messenger: RoutedGroup, operation: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = _one(tensors, operation)
+        count(operation, tensor.device.type, "kit")
+        batch = self._batch_of_call()
+        try:
+            elements = kit.flat(tensor)
+        except UsageError:
+            self._batch = None
+            raise
+        rank = peer if messenger is self else self._ranks[peer]
+        transfer = Transfer(elements.data_ptr(), elements.nbytes, rank, operation == "recv", f"{self._name} {tag}")
+        if batch is None:
+            return self._noted(messenger._start_messages([transfer], tensors))
+        batch.transfers.append(transfer)
+        batch.tensors.append(tensor)
+        if len(batch.transfers) == len(batch.operations):
+            self._batch = None
+            batch.joint.works.append(messenger._start_messages(batch.transfers, batch.tensors))
+        return batch.joint
+
+    def _message_of_child(self, operation: str, tensors: list[torch.Tensor], issue: Callable[[Any], Work], reason: str) -> Work:
         (tensor,) = _one(tensors, operation)
         child = self._child(tensor.device)
         offered = tensor.device.type == self._provider.device_type
-        count(operation, tensor.device.type, LIBRARIES[tensor.device.type], NO_POINT_TO_POINT if offered else "")
-        operations = _calling_batch() if child.supports_coalescing and self._coalescing is None else None
-        if operations is None:
+        count(operation, tensor.device.type, LIBRARIES[tensor.device.type], reason if offered else "")
+        batch = self._batch_of_call() if child.supports_coalescing else None
+        if batch is None:
             return self._noted(issue(child))
-        if self._batch is None or self._batch.operations is not operations:
-            self._batch = _Batch(operations, child, tensor.device)
+        if batch.issued == 0:
             child._start_coalescing()
-        batch = self._batch
         try:
             issue(child)
         except BaseException:
@@ -189,10 +215,17 @@ class PeerlaneGroup(RoutedGroup):
                 child._end_coalescing()
             raise
         batch.issued += 1
-        if batch.issued == len(operations):
+        if batch.issued == len(batch.operations):
             self._batch = None
             batch.joint.works.append(child._end_coalescing())
         return batch.joint
+
+    def _batch_of_call(self) -> _Batch | None:
+        """Returns the batch that the caller's message belongs to; None for a message of its own, or one that is coalesced otherwise."""
+        operations = _calling_batch() if self._coalescing is None else None
+        if operations is not None and (self._batch is None or self._batch.operations is not operations):
+            self._batch = _Batch(operations)
+        return None if operations is None else self._batch
 
 
 def create_group(options: Any, backend_options: Any = None) -> PeerlaneGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,10 +16,11 @@ from torch.distributed import distributed_c10d
 
 from peerlane import settings
 from peerlane.device.backend import kit
-from peerlane.device.backend.kit import Collectives, KitProvider, Provider
+from peerlane.device.backend.kit import Collectives, KitProvider, Messages, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
+from peerlane.device.collectives.point_to_point import MOST_TRANSFERS, Transfer
 from peerlane.device.host.call_order import call_order
 from peerlane.device.host.ipc import StoreExchange, leave
 from peerlane.device.host.tally import count
@@ -65,12 +67,14 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         """of the kit's kernels for this group"""
         self._kit: Collectives | None = None
+        self._messages: Messages | None = None
         self._kit_device: torch.device | None = None
         self._coalescing: _Coalescing | None = None
         self._store = PrefixStore("peerlane", store)
         self._exchange = StoreExchange(PrefixStore("backend", store), rank, world_size)
         own = Seat.own()
         seats = [Seat(host, tuple(gpus)) for host, gpus in self._exchange([own.host, list(own.gpus)])]
+        self._serves_messages = self._provider.serves_messages(seats)
         self._refusal = kit.refused_group(world_size, [seat.host for seat in seats])
         prepare_shared_gpus(seats, f"rank{ranks[rank] if ranks else rank}")  # before gloo, which reads its variables when it starts
         self._children: dict[str, Any] = {"cpu": c10d.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout=timeout)}
@@ -107,9 +111,11 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         """Opens the kit on all ranks, or on none. NCCL connects too: messages between some of the ranks may follow, which can not do it."""
         if self._provider.lane(device).capturing():
             raise UsageError("the group's first collective came while a graph was captured; call it once before, on every rank")
-        opened, problem = None, ""
+        opened, messages, problem = None, None, ""
         try:
             opened = self._provider.open(self, device)
+            if self._serves_messages and _whole(device) is None:
+                messages = self._provider.messages(self, device)
         except (PeerlaneError, ImportError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(self._exchange(problem)) if answer]
@@ -118,7 +124,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             if opened is not None:
                 opened.close()
             return
-        self._kit, self._kit_device = opened, device
+        self._kit, self._messages, self._kit_device = opened, messages, device
         if device.type == "cuda":
             self._child(device).eager_connect_single_device(device)
 
@@ -132,6 +138,36 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if isinstance(work, FinishedWork):
             work.check = self._check
         return self._noted(work)
+
+    def _messenger(self, device: torch.device) -> RoutedGroup | None:
+        """Returns the group whose kit takes this group's messages; None if NCCL or gloo does.
+
+        This is the group of all ranks, if its kit is open: then the ranks of a message need not wait for other ranks to open one."""
+        if (whole := _whole(device)) is not None:
+            return whole
+        if device.type != self._provider.device_type or self._refusal or not self._serves_messages:
+            return None
+        if self._kit is None or self._kit.closed:
+            self._open_kit(device)
+        return self if self._messages is not None and self._kit_device == device else None
+
+    def _start_messages(self, transfers: Sequence[Transfer], tensors: Sequence[torch.Tensor]) -> Work:
+        messages, device = self._messages, self._kit_device
+        assert messages is not None and device is not None
+        self._check()
+        works: list[Work] = []
+        for first in range(0, len(transfers), MOST_TRANSFERS):
+            some = transfers[first : first + MOST_TRANSFERS]
+            keys = {(transfer.peer, transfer.receives, transfer.label): None for transfer in some}
+            call = functools.partial(messages.start, some)
+            try:
+                work = self._provider.lane(device).run_beside(call, tensors[first : first + MOST_TRANSFERS], list(keys))
+            except DeviceTimeout as error:
+                raise dist.DistBackendError(str(error)) from error
+            if isinstance(work, FinishedWork):
+                work.check = self._check
+            works.append(work)
+        return works[0] if len(works) == 1 else JointWork(works)
 
     def _check(self) -> None:
         """Raises DistBackendError if waits of this group have ended early: what its last calls have returned is of no use."""
@@ -250,7 +286,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
         Nobody waits long for ranks of a group that has stopped, and an aborted group stops here."""
         forget_symmetric_memory(self._name)
-        opened, self._kit = self._kit, None
+        opened, self._kit, self._messages = self._kit, None, None
         device = self._provider.device_of(self)  # also where operators alone have used the group
         if not waits and opened is not None:
             self.waits.stop("this rank has aborted the group")
@@ -266,6 +302,12 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
             self._children["cpu"].barrier(opts).wait(opts.timeout)
             self._provider.close(self)
+
+
+def _whole(device: torch.device) -> RoutedGroup | None:
+    """Returns the group of all ranks, if its kit takes messages of tensors on ``device``."""
+    whole = dist.GroupMember.WORLD
+    return whole if isinstance(whole, RoutedGroup) and whole._messages is not None and whole._kit_device == device else None
 
 
 def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Any:

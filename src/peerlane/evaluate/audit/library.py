@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from peerlane.device import attention, collectives, moe, products
+from peerlane.device.collectives import point_to_point
 from peerlane.device.collectives.kernels import KERNELS
 from peerlane.device.host.declare import DeclaredKernel, LocalKernel
 from peerlane.device.host.source_tokens import token_hash
@@ -31,6 +32,7 @@ _ROOMS = (collectives, products, attention, moe, families)
 def library_kernels() -> dict[str, str]:
     """Returns the name of each kernel of the library that involves other ranks, by the hash of its tokens."""
     found = {token_hash(source.text(name)): name for name, source in KERNELS.items()}
+    found[token_hash(point_to_point.SOURCE)] = "point_to_point"
     for room in _ROOMS:
         for module in _modules(room):
             declared = (value for value in vars(module).values() if isinstance(value, DeclaredKernel))

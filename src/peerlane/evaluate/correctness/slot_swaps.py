@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from peerlane.evaluate import wire
-from peerlane.problems.contract.tree import Description
+from peerlane.evaluate.memory.slots import unplaced
 
 MOST_BYTES = 64 << 20
 """Of a slot's inputs that are exchanged. Larger calls are bound by what they move: nothing is gained by doing many of them at once."""
@@ -61,11 +61,6 @@ def kinds_of_slots(layouts: Sequence[wire.CaseLayout]) -> list[int]:
     numbers: dict[str, int] = {}
     kinds = []
     for slot in range(slots):
-        described = [[_unplaced(layout.arguments[slot]), _unplaced(layout.outputs[slot])] for layout in layouts]
+        described = [[unplaced(layout.arguments[slot]), unplaced(layout.outputs[slot])] for layout in layouts]
         kinds.append(numbers.setdefault(json.dumps(described, sort_keys=True), len(numbers)))
     return kinds
-
-
-def _unplaced(description: Description) -> Description:
-    bare = {key: value for key, value in description.items() if key != "offset"}
-    return {**bare, "items": [_unplaced(item) for item in bare["items"]]} if "items" in bare else bare

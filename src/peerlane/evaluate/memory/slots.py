@@ -55,6 +55,12 @@ def place_in_one(layout: Iterable[Description]) -> tuple[list[Description], int]
     return [description for description, _ in placed], max((end for _, end in placed), default=FRONT_BYTES)
 
 
+def unplaced(layout: Description) -> Description:
+    """The description without offsets."""
+    bare = {key: value for key, value in layout.items() if key != "offset"}
+    return {**bare, "items": [unplaced(item) for item in bare["items"]]} if "items" in bare else bare
+
+
 def slot_range(layout: Description) -> slice:
     """The bytes of an arena in which a placed slot lies: its tensors follow each other."""
     placed = list(tensor_descriptions(layout))
@@ -203,7 +209,7 @@ class OutputRegions:
     def __init__(
         self, data: torch.Tensor, layout: list[Description], device: torch.device, updates: Mapping[str, int] | None = None
     ) -> None:
-        self._data, self._device, self._updates = data, device, updates or {}
+        self._data, self._device, self.updates = data, device, updates or {}
         self.layout = layout
         self.views = [[view(data, placed) for placed in tensor_descriptions(item)] for item in layout]
         self.descriptions: list[Description] = [{} for _ in layout]
@@ -211,9 +217,9 @@ class OutputRegions:
 
     def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments for one call: what it updates gets lists of its own, for it may put other tensors in the place of those it got."""
-        if not self._updates:
+        if not self.updates:
             return args
-        return tuple(map_leaves(item, _same) if place in self._updates.values() else item for place, item in enumerate(args))
+        return tuple(map_leaves(item, _same) if place in self.updates.values() else item for place, item in enumerate(args))
 
     def shapes(self, slot: int) -> list[tuple[torch.Size, torch.dtype]]:
         """Returns the shapes and dtypes of a slot's outputs."""
@@ -227,8 +233,8 @@ class OutputRegions:
         found: list[torch.Tensor] = []
         self.descriptions[slot] = _describe_output(_in_order(output, self.layout[slot]), self._device, found)
         self.pointers[slot] = tuple(_data_ptr(tensor) for tensor in found)
-        if self._updates:
-            state = _describe_output({name: args[place] for name, place in self._updates.items()}, self._device, found)
+        if self.updates:
+            state = _describe_output({name: args[place] for name, place in self.updates.items()}, self._device, found)
             self.descriptions[slot] = {"kind": "tuple", "items": [self.descriptions[slot], state]}
         self.copy(slot, found)
         return found

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.processes import import_ahead
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.place import Place
@@ -61,6 +62,7 @@ class ForkServer:
         self._folders = RunFolders(isolation.tier != "L0")
         self._groups: list[RankGroup] = []
         self._ordering = threading.RLock()  # several sessions, and builds, order from it
+        self._imported_ahead = False
         self.sharers = 1
         """groups of candidates that share the machine's memory at a time"""
         try:
@@ -135,6 +137,7 @@ class ForkServer:
         if not self.alive:
             self._reap()
             self._launch()
+            self._imported_ahead = False
             self.await_start()
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
             try:
@@ -180,9 +183,16 @@ class ForkServer:
         for channel in channels:
             channel.limit_sending(_SEND_S)
         group = kind(role, control, channels, memories, logs, lambda: self._sweep(folder))
-        group.slot, group.uid = slot, confinement.uid
+        group.slot, group.uid, group.imported_ahead = slot, confinement.uid, self._imported_ahead
         self._groups.append(group)
         return group
+
+    def import_ahead(self) -> None:
+        """Has torch's slow part imported before the next group is started, which waits for it."""
+        with self._ordering, contextlib.suppress(OSError):  # it was killed: the next one imports nothing ahead
+            if not self._imported_ahead:
+                self._order({"import": import_ahead.MODULE}, [])
+                self._imported_ahead = True
 
     def _order(self, order: dict[str, Any], fds: list[int]) -> None:
         socket.send_fds(self._orders, [json.dumps(order).encode()], fds)

@@ -23,18 +23,22 @@ import sys
 import time
 import traceback
 import weakref
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from peerlane.evaluate.processes.logs import LogTail
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.sandbox.confine import Confinement
+from peerlane.sandbox.core_time import CoreClock
 from peerlane.sandbox.limits import LOOK_S, Limits, Watch
 from peerlane.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
-from peerlane.sandbox.stillness import Stillness
+from peerlane.sandbox.stillness import Stillness, is_ending
 from peerlane.sandbox.untrusted_folders import remove_tree
 
 FDS_PER_RANK = 3  # command socket, shared memory, log
 _SWEEP_S = 5.0  # orphans of a leader that was killed are looked for so long
+_ENDING_LOOKS = 10  # what ends by itself has a status by then
 _STILL_S = 600  # nobody needs to know of more, and a group that waits for its turn says nothing then
 _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
 
@@ -115,6 +119,19 @@ def _watch(config: dict[str, Any]) -> Watch | None:
     return watch
 
 
+def _answer(control: Channel, clock: CoreClock) -> bool:
+    """Does what the supervisor asks of a leader; False if that is to end the group."""
+    while (message := control.pop()) is not None:
+        if "core_time" not in message:
+            return False
+        if message["core_time"] == "mark":
+            clock.mark(descendants(os.getpid()))
+            continue
+        with contextlib.suppress(OSError):
+            control.send({"core_time": clock.since(descendants(os.getpid()))})
+    return True
+
+
 def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     """Starts the ranks and watches them until the group is to end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -135,7 +152,8 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (rank, pid))
     for fd in {*fds} - {fds[FDS_PER_RANK * (rank + 1)] for rank in range(config["world_size"])}:
         os.close(fd)
-    running, stillness = True, Stillness()
+    running, stillness, clock = True, Stillness(), CoreClock()
+    ending = Counter[int]()
     while running:
         if watch is not None and (exceeded := watch.look()) is not None:
             watch = None
@@ -145,9 +163,11 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
         elif watch is not None and (still_s := stillness.look(descendants(os.getpid()))) is not None and still_s <= _STILL_S:
             with contextlib.suppress(OSError):
                 control.send({"still_s": still_s})
+        if watch is not None:
+            _tell_of_ending(pids, ending, control)
         for key, _ in selector.select(None if watch is None else LOOK_S):
             if key.data is None:
-                running = False  # a word from the supervisor or its end: both mean stop
+                running = control.feed() and _answer(control, clock)
                 continue
             if isinstance(key.data, LogTail):
                 if not key.data.pump():
@@ -158,6 +178,7 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
             status = -signal.SIGKILL
             with contextlib.suppress(ChildProcessError):
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            logs[rank].pump()  # what it has said of its end
             with contextlib.suppress(OSError):
                 control.send({"exited": rank, "status": status})
     survivors = _end_group(config)
@@ -167,6 +188,16 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     with contextlib.suppress(OSError):
         control.send({"ended": True, "survivors": survivors})
     os._exit(0)
+
+
+def _tell_of_ending(pids: Sequence[int], seen: Counter[int], control: Channel) -> None:
+    """Tells the supervisor of a rank that ends and is not gone after some looks: another rank may wait for it, and it for the device."""
+    for rank, pid in enumerate(pids):
+        seen[rank] += is_ending(pid)
+        if seen[rank] == _ENDING_LOOKS:
+            seen[rank] += 1
+            with contextlib.suppress(OSError):
+                control.send({"ending": rank})
 
 
 def _receive_order(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -209,6 +240,17 @@ def _end_leader(leaders: dict[int, str], folder: str) -> None:
         time.sleep(0.005)
 
 
+def _import(module: str) -> None:
+    """Imports a module for all processes that are forked from now on."""
+    gc.disable()  # an import leaves little to collect and looks for it again and again
+    importlib.import_module(module)
+    gc.enable()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
+    gc.collect()
+    gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
+
+
 def main(fd: int, confinement: Confinement, folders: list[str], program: str) -> None:
     """Imports ``program``, the module whose ``serve`` every rank runs, then serves orders until the supervisor's end closes, and then
     removes the run's folders."""
@@ -217,19 +259,17 @@ def main(fd: int, confinement: Confinement, folders: list[str], program: str) ->
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     adopt_orphans()
     orders = socket.socket(fileno=fd)
-    gc.disable()  # an import leaves little to collect and looks for it again and again
-    importlib.import_module(program)  # and torch with it, the slow part, before any fork
-    gc.enable()
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
-    gc.collect()
-    gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
+    _import(program)  # and torch with it, the slow part, before any fork
     with contextlib.suppress(BrokenPipeError):  # the supervisor has ended, as the wait for an order tells
         orders.send(b"ready")
     leaders: dict[int, str] = {}
     while (order := _receive_order(orders)) is not None:
         config, fds = order
         _clear_up(leaders)
+        if "import" in config:
+            with contextlib.suppress(ImportError):  # the candidate's own import says why
+                _import(config["import"])
+            continue
         if "end" in config:
             _end_leader(leaders, config["end"])
             with contextlib.suppress(OSError):  # the supervisor has ended meanwhile

@@ -9,11 +9,13 @@ import time
 
 
 class OutOfTime(Exception):
-    """The time limit of an evaluation has passed. ``ranks``: those that had not returned from the candidate's code, if that took long."""
+    """The time limit of an evaluation has passed. ``ranks``: those that had not returned from a call which alone took ``call_s``, half of
+    the ``called_s`` of all calls or more."""
 
-    def __init__(self, phase: str, seconds: float, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, phase: str, seconds: float, called_s: float = 0.0, ranks: tuple[int, ...] = (), call_s: float = 0.0) -> None:
         super().__init__(f"the time limit of {seconds:g} s passed in {phase}")
-        self.phase, self.seconds, self.ranks = phase, seconds, ranks
+        self.phase, self.seconds, self.called_s = phase, seconds, called_s
+        self.ranks, self.call_s = (ranks, call_s) if 2 * call_s >= called_s else ((), 0.0)
 
 
 class Cancelled(Exception):
@@ -35,8 +37,9 @@ class Limit:
         self._lock = threading.Lock()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def start(self) -> None:
-        """Begins the time of the next evaluation."""
+    def start(self, factor: float = 1.0) -> None:
+        """Begins the time of the next evaluation, which is so many times as long."""
+        self.seconds *= factor
         self.end, self.called_s = time.monotonic() + self.seconds, 0.0
 
     def cancel(self) -> None:
@@ -46,16 +49,15 @@ class Limit:
             if self._event >= 0:
                 os.eventfd_write(self._event, 1)
 
-    def check(self, phase: str, ranks: tuple[int, ...] = ()) -> None:
+    def check(self, phase: str, ranks: tuple[int, ...] = (), call_s: float = 0.0) -> None:
         """Raises :class:`Cancelled`, or :class:`OutOfTime`, if the evaluation is to go no further.
 
-        ``ranks``: those that have not returned from the candidate's code. They are named only if that code took half of the time: else
-        the evaluator, or the machine, was slow.
+        ``ranks``: those that have not returned from the candidate's code for ``call_s``.
         """
         if self.cancelled:
             raise Cancelled
         if time.monotonic() >= self.end:
-            raise OutOfTime(phase, self.seconds, ranks if 2 * self.called_s >= self.seconds else ())
+            raise OutOfTime(phase, self.seconds, self.called_s, ranks, call_s)
 
     def fileno(self) -> int:
         """Readable once the evaluation is cancelled."""

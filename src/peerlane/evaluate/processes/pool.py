@@ -74,6 +74,12 @@ class WarmPool:
                 self._note(f"a warm rank group did not start: {_ended(group, failure)}")
         return bool(coming)
 
+    def drop_without_imports(self) -> None:
+        """Ends groups whose ranks would have to import torch's slow part themselves."""
+        for group in [group for group in self._waiting if not group.imported_ahead]:
+            self._waiting.remove(group)
+            _end(group)
+
     def clear(self) -> None:
         while self._waiting:
             _end(self._waiting.popleft())

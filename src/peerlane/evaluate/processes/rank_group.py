@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import selectors
 import signal
 import time
@@ -18,12 +19,17 @@ from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.protocol import Channel, encode
 from peerlane.sandbox import linux
 from peerlane.sandbox.caches import CacheSlot
+from peerlane.sandbox.core_time import CoreTime
 
 A = TypeVar("A", bound=wire.Answer)
 
 _LOG_BYTES = 2000
 _EXPIRED = ") waited for rank "
+_GAVE_UP = re.compile(r"(terminate called |Fatal Python error: ).*?(?=\n\n|\nException raised from|\Z)", re.DOTALL)
+_SAID_CHARACTERS = 500
 _LONG_CALL_S, _TELL_EVERY_S = 3.0, 1.0  # a call that takes longer may well hang
+_TOLD_S = 5.0  # within which a leader tells what its ranks had of the cores
+_MOST_TIMES = 4.0  # the deadline, that a request with a limit in CPU seconds may take
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
 
@@ -112,6 +118,8 @@ class RankGroup:
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self.world_size = len(ranks)
         self._exits: dict[int, int] = {}
+        self._ending: set[int] = set()
+        """ranks that the kernel ends, as far as the leader has told; they may hold the device for long"""
         self._exceeded: tuple[str, str] | None = None
         """the kind of failure and its message, if the candidate took more of the machine than it may"""
         self._log = ""
@@ -121,6 +129,8 @@ class RankGroup:
         self._quiet_s = math.inf
         self._still_s = 0
         """for how long its processes have made no progress, as the leader saw last"""
+        self._core_time: CoreTime | None = None
+        self._counts_cpu = False
         self._asked: list[wire.Request[Any]] = []
         """of every rank, what it was asked last"""
         self.alive = True
@@ -128,6 +138,8 @@ class RankGroup:
         self._kills = out_of_memory_kills()
         self.spaces = set[str]()
         """in which its ranks have a case attached"""
+        self.imported_ahead = False
+        """its ranks need not import torch's slow part, see :mod:`~peerlane.evaluate.processes.import_ahead`"""
         self.pids: tuple[int, ...] = ()
         """of the ranks, known once they are up"""
         self.limit: Limit | None = None
@@ -145,14 +157,16 @@ class RankGroup:
         *,
         calls: bool = True,
         quiet_s: float = math.inf,
+        counts_cpu: bool = False,
     ) -> list[A]:
         """Sends one request to every rank (the same, or one each) and waits for all answers; raises :class:`GroupFailure`.
 
         ``calls``: the ranks run code of the candidate for it, so that one which does not answer hangs. ``quiet_s``: ranks that make no
-        progress for so long hang, too; see :class:`Stillness`.
+        progress for so long hang, too; see :class:`Stillness`. ``counts_cpu``: ranks that are busy have so many CPU seconds, however few
+        cores others leave them; those that wait for something else have the deadline as it is.
         """
         self.begin(requests, phase, deadline_s, calls=calls)
-        self._quiet_s = quiet_s
+        self._quiet_s, self._counts_cpu = quiet_s, counts_cpu
         return self.finish()
 
     @property
@@ -201,6 +215,7 @@ class RankGroup:
         phase, end, deadline_s, calls = self._pending
         self._pending, waiting, begin = None, set(range(self.world_size)), time.monotonic()
         quiet_s, self._quiet_s = self._quiet_s, math.inf
+        counts_cpu, self._counts_cpu = self._counts_cpu, False
         answers: dict[int, Any] = {}
         failure: GroupFailure | None = None
         last_end = math.inf if self.limit is None else self.limit.end
@@ -216,6 +231,10 @@ class RankGroup:
                 now, building = time.monotonic(), bool(self.building.ranks)
                 left = min(last_end - now, self.building.left_s if building else end - now)
                 stuck = not building and min(self._still_s, now - begin) >= quiet_s
+                if counts_cpu and end <= now < last_end and failure is None and not building:
+                    end = now + self._cpu_left_s(deadline_s, now - begin)
+                    if end > now:
+                        continue
                 expired = left <= 0 or stuck
                 ready = selector.select(0 if stuck else max(min(left, told_next - now), 0))
                 if building:
@@ -243,7 +262,7 @@ class RankGroup:
                         answers[key.data] = outcome
                     waiting.discard(key.data)
                     selector.unregister(key.fileobj)
-                for rank in sorted(waiting & set(self._exits)):
+                for rank in sorted(waiting & (self._ending | set(self._exits))):
                     waiting.discard(rank)
                     selector.unregister(self._ranks[rank])
                     outcome = self._last_words(rank, phase)
@@ -254,14 +273,15 @@ class RankGroup:
                 if failure is not None:
                     self.building.ranks.clear()
                     end = min(end, time.monotonic() + _GRACE_S)
+        call_s = time.monotonic() - begin
         if self.limit is not None and calls:
-            self.limit.called_s += time.monotonic() - begin
+            self.limit.called_s += call_s
         if failure is not None:
             raise failure
         if waiting:
             late = tuple(sorted(waiting))
             if self.limit is not None:
-                self.limit.check(phase, late if calls else ())
+                self.limit.check(phase, late if calls else (), call_s)
             if stuck:
                 deadline_s = quiet_s
             elif self.building.ranks:
@@ -271,6 +291,13 @@ class RankGroup:
                 what += f" to {self._asked[0].op}, while no call ran: threads of the candidate, or other programs, keep them busy"
             raise GroupFailure("hang" if calls else "no_answer", phase, what, ranks=late, deadline_s=deadline_s, stuck=stuck)
         return [answers[rank] for rank in range(self.world_size)]
+
+    def _cpu_left_s(self, cpu_s: float, waited_s: float) -> float:
+        """Returns how much longer to wait for ranks that have not had their CPU seconds: 0 if they have, or do not want them."""
+        had = self.core_time()
+        if had is None or had.longest_run_s >= cpu_s or 2 * (had.longest_run_s + had.longest_wait_s) < waited_s:
+            return 0.0
+        return max(0.0, min(max(1.0, cpu_s - had.longest_run_s), _MOST_TIMES * cpu_s - waited_s))
 
     def _read_rank(self, rank: int, phase: str) -> Any | GroupFailure | None:
         """A rank's answer, or how it failed; None while there is no answer. Here a candidate's answer becomes a checked one."""
@@ -318,6 +345,10 @@ class RankGroup:
                 return GroupFailure(kind, phase, self._exceeded[1])
             if "still_s" in message:
                 self._still_s = int(message["still_s"])
+            if "core_time" in message:
+                self._core_time = CoreTime(*map(float, message["core_time"]))
+            if "ending" in message:
+                self._ending.add(int(message["ending"]))
             if "exited" in message:
                 self._exits[int(message["exited"])] = int(message["status"])
         return None
@@ -337,13 +368,19 @@ class RankGroup:
         if self._exceeded is not None:  # told before its ranks were killed
             return GroupFailure(self._exceeded[0], phase, self._exceeded[1])
         if status is None:
-            how = "closed its command socket"
+            how = "died, and waits for its device to be freed" if rank in self._ending else "closed its command socket"
         elif status < 0:
             known = {member.value: member.name for member in signal.Signals}
             how = f"was ended by signal {known.get(-status, -status)}"  # real-time signals have no names
         else:
             how = f"exited with status {status}"
-        return GroupFailure("exit", phase, f"rank {rank} {how}", rank=rank)
+        said = self._said_of_end(rank) if status in (None, -signal.SIGABRT) else ""
+        return GroupFailure("exit", phase, f"rank {rank} {how}{said and f': {said}'}", rank=rank)
+
+    def _said_of_end(self, rank: int) -> str:
+        """Returns what the C++ runtime, or Python, has printed when it gave up; empty if neither did."""
+        found = _GAVE_UP.search(self._log_of(rank)) if self._logs else None
+        return "" if found is None else " ".join(found[0].split())[:_SAID_CHARACTERS]
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -363,6 +400,22 @@ class RankGroup:
 
     # --- resources ---
 
+    def mark_core_time(self) -> None:
+        """Begins the time that :meth:`core_time` is about."""
+        with contextlib.suppress(OSError):
+            self._control.send({"core_time": "mark"})
+
+    def core_time(self) -> CoreTime | None:
+        """Returns what its processes had of the cores since the mark; None if the leader does not tell."""
+        self._core_time, end = None, time.monotonic() + _TOLD_S
+        with contextlib.suppress(OSError, ProtocolError), selectors.DefaultSelector() as selector:
+            self._control.send({"core_time": "tell"})
+            selector.register(self._control, selectors.EVENT_READ)
+            while self._core_time is None and (left := end - time.monotonic()) > 0:
+                if selector.select(left) and self._read_control("exit") is not None:
+                    break
+        return self._core_time
+
     def memory_fd(self, rank: int) -> int:
         """The rank's shared memory file, for another group's rank to map."""
         return self._memories[rank]
@@ -379,11 +432,14 @@ class RankGroup:
     def log_tail(self) -> str:
         """The end of what the ranks printed, one section per rank that printed anything. Complete once the group has been killed."""
         parts = []
-        for rank, fd in enumerate(self._logs):
-            data = os.pread(fd, _LOG_BYTES, max(0, os.fstat(fd).st_size - _LOG_BYTES))
-            if text := data.decode(errors="replace").strip():
+        for rank in range(len(self._logs)):
+            if text := self._log_of(rank):
                 parts.append(f"[rank {rank}] {text}")
         return "\n".join(parts) or self._log
+
+    def _log_of(self, rank: int) -> str:
+        fd = self._logs[rank]
+        return os.pread(fd, _LOG_BYTES, max(0, os.fstat(fd).st_size - _LOG_BYTES)).decode(errors="replace").strip()
 
     def kill(self, deadline_s: float = 10.0) -> None:
         """Ends the whole tree and waits until it is gone; raises :class:`HarnessError` if a process survives."""

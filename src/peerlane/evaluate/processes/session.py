@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from peerlane.cluster import Cluster
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.processes import prestart
 from peerlane.evaluate.processes.fork_client import FILE_BYTES, ForkServer, fork_server_environment
+from peerlane.evaluate.processes.import_ahead import wants_import
+from peerlane.evaluate.processes.machine_faults import cores, kept_from_cores_s
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
 from peerlane.hardware.architecture import extension_architectures
@@ -32,6 +35,17 @@ _LONG_NICENESS = 5  # a third of the usual share
 EMULATED_SCHEDULES = 8
 """Schedules under which the emulator runs the launches of a candidate that is evaluated."""
 _EMULATED_CALLS = 10  # a call whose kernels run in the emulator may take so many times as long
+
+
+class Strain(NamedTuple):
+    """Seconds of an evaluation that are not the candidate's."""
+
+    kept_s: float = 0.0
+    """in which other programs kept its ranks from their cores"""
+    own_s: float = 0.0
+    """in which the evaluator's own ranks computed"""
+    seconds: float = 1.0
+    """since the mark"""
 
 
 class Session:
@@ -70,7 +84,7 @@ class Session:
         self._fork_server: ForkServer | None = None
         self._trusted: RankGroup | None = None
         self._at_work: RankGroup | None = None
-        self._suspected = False
+        self._suspected, self._marked = False, 0.0
         self._trusted_source = WarmPool("trusted", self._spawn_trusted, self.pool_settings, note)
         self._pool = WarmPool("candidate", self._spawn_candidate, self.pool_settings, note)
         self._block = 0
@@ -213,6 +227,12 @@ class Session:
         if self._suspected:
             self.drop_trusted()
 
+    def import_ahead(self, source: str) -> None:
+        """Has the fork server import what a candidate with this source may want, which would take seconds in every rank."""
+        if wants_import(source):
+            self.fork_server.import_ahead()
+            self._pool.drop_without_imports()
+
     def start_warm_groups(self, expected: int) -> None:
         """Keeps warm groups ahead, but no more than the groups that the run may still take. They use cores and GPUs until
         :meth:`wait_for_starts`."""
@@ -229,6 +249,20 @@ class Session:
             self._prepare(group, wire.LoadSmHolder(self._sm_holder))
         self._at_work = group
         return group
+
+    def mark_core_time(self, group: RankGroup) -> None:
+        """Begins the time of :meth:`strain`, for this group and the trusted one."""
+        self._marked = time.monotonic()
+        for ranks in (group, self._trusted):
+            if ranks is not None and ranks.alive:
+                ranks.mark_core_time()
+
+    def strain(self, group: RankGroup) -> Strain:
+        """Returns what kept the evaluation of this group since the mark. Without what the kernel tells there is nothing to show."""
+        seconds, asked = time.monotonic() - self._marked, [ranks for ranks in (group, self._trusted) if ranks is not None and ranks.alive]
+        told = [(ranks, times) for ranks in asked if (times := ranks.core_time()) is not None]
+        own_s = max((times.longest_run_s for ranks, times in told if ranks is self._trusted), default=0.0)
+        return Strain(kept_from_cores_s([times for _, times in told], seconds, cores()), own_s, seconds)
 
     def let_others_go_first(self) -> None:
         """Gives the candidate at work a smaller share of the cores: it takes long, and may well spin for ever."""

@@ -105,7 +105,7 @@ class Builds:
         try:
             while not build.ended.wait(_LOOK_S):
                 if limit is not None:
-                    limit.check("build", (0,))
+                    limit.check("build")
                 self._start()
             if build.failure is not None:
                 raise build.failure

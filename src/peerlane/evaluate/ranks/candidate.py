@@ -230,7 +230,7 @@ class CandidateRank(Rank):
         return answer
 
     def describe_outputs(self, request: wire.DescribeOutputs) -> wire.DescribedOutputs:
-        """Describes what the calls of the latest block returned, as far as it was copied."""
+        """Describes what the calls of the latest block returned."""
         return wire.DescribedOutputs(self._spaces[request.space].outputs.descriptions[: request.slots])
 
     def call(self, request: wire.Call) -> wire.Called:

@@ -17,6 +17,9 @@ from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_i
 from peerlane.problems.contract.draw import BlockGenerators, Draw
 from peerlane.problems.contract.tree import Description, tensor_descriptions
 
+_CACHED_BYTES = 64 << 20
+"""More than the L2 cache of any GPU holds."""
+
 
 @dataclass
 class Snapshot:
@@ -72,8 +75,12 @@ class OpenCase:
 
     @functools.cached_property
     def private_outputs(self) -> OutputRegions:
-        """The place that timed blocks of the reference copy their answers to, one for all slots: nobody reads them."""
-        layout, size = place_in_one(self.output_layout)
+        """The places that timed blocks of the reference copy their answers to, which nobody reads.
+
+        They are as many as the candidate's, so that copies take as long. Outputs that no cache holds share one place.
+        """
+        largest = max((slot_range(layout).stop - slot_range(layout).start for layout in self.output_layout), default=0)
+        layout, size = place_in_one(self.output_layout) if largest > _CACHED_BYTES else (self.output_layout, self.output_bytes)
         own = torch.empty(size, dtype=torch.uint8, device=self.inputs.device)
         return OutputRegions(own, layout, self.inputs.device, updates_of(self.problem))
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import abc
 import gc
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from peerlane.evaluate.audit.recorder import collectives
+from peerlane.evaluate.memory.output_copies import OutputCopies
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, Unowned
 from peerlane.evaluate.timing.cache_flush import evict, quiesce, synchronize_all
 from peerlane.evaluate.wire import BlockPlan, BlockRun
@@ -30,6 +33,7 @@ _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _collectives = collectives
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
+_clock = time.perf_counter
 COPIES_RUNS = 3
 _NO_MARK: AbstractContextManager[Any] = nullcontext()
 
@@ -46,21 +50,27 @@ class Block(abc.ABC):
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> None:
         self._solution, self._inputs, self._outputs, self._device, self.plan = solution, inputs, outputs, device, plan
         self._swappers = inputs.swappers(plan.swaps)
+        self._copies = OutputCopies(outputs, device)
         self._barrier = torch.zeros(1, device=device)
         self._kept: list[Any] = []
         self._start, self._end = (_Event(enable_timing=True, external=self.in_graphs) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def _enqueue(self, slots: Iterable[int], keep: Callable[[list[torch.Tensor]], list[Any]]) -> None:
-        """Calls the slots in this order, with what belongs between the calls."""
+        """Calls the slots in this order, with what belongs between the calls: the output of each is copied.
+
+        No call is told whether its output will be compared: that is drawn after the block.
+        """
+        last = self.plan.calls - 1
         for slot in slots:
             if slot in self._swappers:
                 self._swappers[slot]()
             self._kept = []
             args = self._outputs.fresh(self._inputs.args[slot])
             output = self._solution(*args)
-            if slot in self.plan.copied:
-                self._kept = keep(self._outputs.take(slot, output, args))
-            del output
+            found = self._copies.take(slot, output, args)
+            if slot == last:
+                self._kept = keep(found)
+            del output, found
 
     @abc.abstractmethod
     def _launch(self) -> None:
@@ -85,12 +95,14 @@ class Block(abc.ABC):
             _all_reduce(self._barrier)
             counted = -_collectives()
             with mark:
+                begin = _clock()
                 self._launch()
+                launch_us = (_clock() - begin) * 1e6
             counted += _collectives()
             synchronize_all()
         finally:
             _gc_enable()
-        return BlockRun(float(_elapsed(self._start, self._end)) * 1e3, self.captured_collectives + counted)
+        return BlockRun(float(_elapsed(self._start, self._end)) * 1e3, launch_us, self.captured_collectives + counted)
 
     def warm(self) -> None:
         """Every call once, without barrier."""
@@ -185,28 +197,34 @@ def make_block(
     return (EagerBlock if mode == "eager" else GraphBlock)(solution, inputs, outputs, device, plan)
 
 
-def copies_us(solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan) -> float:
-    """Returns the microseconds of a block's swaps and output copies without its calls: the shortest of a few runs. The plan's swaps are
-    carried out ``COPIES_RUNS + 1`` times.
+def copies_time(
+    solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan
+) -> tuple[float, float]:
+    """Returns the microseconds of a block's swaps and output copies without its calls: what the device takes for them, and what the host
+    takes to launch the copies one by one. Each is the shortest of a few runs. The plan's swaps are carried out ``COPIES_RUNS + 1`` times.
 
-    On a GPU it is the device's time, in a graph, in all launch modes. In eager mode the host may launch copies while the device still
-    computes. Alone they would take the host's time, which is more than they add, and to take that off both sides flatters the faster one.
+    The device's time is that of a graph, in all launch modes. In eager mode the host may launch copies while the device still computes:
+    then its time costs nothing.
     """
     alike: dict[str, Tree] = {}  # one answer stands for all of its layout: several may take more memory than there is
     answers = {}
-    for slot in sorted(plan.copied):
+    for slot in range(plan.calls):
         layout = repr(outputs.shapes(slot))
         if layout not in alike:
             alike[layout] = solution(*outputs.fresh(inputs.args[slot]))
         answers[slot] = alike[layout]
-    slots = itertools.cycle(range(plan.calls))
+    calls = itertools.cycle(range(plan.calls))
+
+    def runs_of(kind: type[Block], plan: BlockPlan) -> list[BlockRun]:
+        block = kind(lambda *_: answers[next(calls)], inputs, outputs, device, plan)
+        block.warm()
+        runs = []
+        for _ in range(COPIES_RUNS):
+            block.ready()
+            runs.append(block.run())
+        return runs
+
     # The host waits for copies from its own memory, which no graph can hold.
     in_graph = device.type == "cuda" and all(tensor.is_cuda for answer in alike.values() for tensor in leaves(answer))
-    kind = _CopiesGraph if in_graph else EagerBlock
-    block = kind(lambda *_: answers.get(next(slots)), inputs, outputs, device, plan)
-    block.warm()
-    times = []
-    for _ in range(COPIES_RUNS):
-        block.ready()
-        times.append(block.run().events_us)
-    return min(times)
+    device_us = min(run.events_us for run in runs_of(_CopiesGraph if in_graph else EagerBlock, plan))
+    return device_us, min(run.launch_us for run in runs_of(EagerBlock, replace(plan, swaps=())))

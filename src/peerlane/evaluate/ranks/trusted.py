@@ -26,7 +26,7 @@ from peerlane.evaluate.memory.input_generation import Inputs
 from peerlane.evaluate.memory.layouts import Layouts, find_layouts
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
-from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_us
+from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_time
 from peerlane.problems.contract.judge import digests, expected_leaves, same_bits, type_mismatch
 from peerlane.problems.contract.tree import (
     Description,
@@ -154,10 +154,10 @@ class TrustedRank(Rank):
     def time_copies(self, request: wire.TimeCopies) -> wire.CopiesTime:
         """Times the swaps and output copies of the prepared block without its calls."""
         current, plan = self.opened(request.space), self.prepared.plan
-        us = copies_us(current.reference, current.private, current.private_outputs, self.device, plan)
+        copies_us, launch_us = copies_time(current.reference, current.private, current.private_outputs, self.device, plan)
         for _ in range(COPIES_RUNS + 1):
             self._undo_swaps(request.space)
-        return wire.CopiesTime(us)
+        return wire.CopiesTime(copies_us, launch_us)
 
     def keep_device_busy(self, request: wire.KeepDeviceBusy) -> wire.Done:
         """Keeps this GPU busy for ``seconds``, beside whoever else uses it. Only the rank that shares its GPU gets more than 0."""

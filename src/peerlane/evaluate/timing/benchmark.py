@@ -193,10 +193,13 @@ class Benchmark:
             rounds=len(race.others),
             hand_off_us=race.hand_off_us,
             copies_us=race.copies_us,
+            copies_launch_us=race.copies_launch_us,
             reference_blocks_us=tuple(round(block.events_us, 3) for block in race.references),
             candidate_blocks_us=tuple(round(block.events_us, 3) for block in race.others),
             reference_clock_us=tuple(round(block.clock_us, 3) for block in race.references),
             candidate_clock_us=tuple(round(block.clock_us, 3) for block in race.others),
+            reference_launch_us=tuple(round(block.launch_us, 3) for block in race.references),
+            candidate_launch_us=tuple(round(block.launch_us, 3) for block in race.others),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
             flags=(*(("few_rounds",) if race.cut_short else ()), *(("slower_reference",) if slower else ())),
         )

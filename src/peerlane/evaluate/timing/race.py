@@ -23,7 +23,6 @@ _FEWEST_ROUNDS = 5  # where they use up the budget: a round is long then, and it
 _LEAST_ROUNDS = {"reference": 2, "candidate": 3}  # by side, where they use up a multiple of it, or the evaluation has no more time
 _PATIENCE = 3.0
 _PROBES, _PROBE_S = 3, 0.2  # blocks of a probe, and the time behind which one is enough
-_COMPARED_OTHERS = 1  # outputs per block besides those of swapped calls and the last: any call may be compared
 _JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer than the calls
 _RECHECKED_SHARE = 1 / 3
 _FEWEST_COMPARED, _FEWEST_SLOW_COMPARED = 2, 1
@@ -43,13 +42,17 @@ class CaptureFailed(Exception):
         self.trusted = trusted
 
 
-def draw_plan(calls: int, alike: list[int], swaps: int, others: int) -> wire.BlockPlan:
-    """Draws random swaps before calls other than the first. Copied are the swapped slots, the last one, and so many others."""
+def draw_plan(calls: int, alike: list[int], swaps: int) -> wire.BlockPlan:
+    """Draws random swaps before calls other than the first."""
     positions = _dice.sample(range(1, calls), min(swaps, calls - 1)) if swaps else []
-    steps = SlotSwaps.draw(range(calls), alike, positions).steps
-    copied = {calls - 1, *(slot for _, *pair in steps for slot in pair)}
-    rest = [slot for slot in range(calls) if slot not in copied]
-    return wire.BlockPlan(calls, steps, tuple(sorted([*copied, *_dice.sample(rest, min(others, len(rest)))])))
+    return wire.BlockPlan(calls, SlotSwaps.draw(range(calls), alike, positions).steps)
+
+
+def draw_compared(plan: wire.BlockPlan) -> list[int]:
+    """Draws the slots of a block that has ended whose outputs may be compared: those of swapped calls, the last one, and as many others."""
+    known = {plan.calls - 1, *(slot for _, *pair in plan.swaps for slot in pair)}
+    others = [slot for slot in range(plan.calls) if slot not in known]
+    return sorted([*known, *_dice.sample(others, min(len(known), len(others)))])
 
 
 @dataclass(kw_only=True)
@@ -117,11 +120,13 @@ class Race(Rounds):
             self.runner.trusted.undo_swaps()
             self.runner.candidate.warm_up_block(self._block_s)
         if not self.copies_us:
-            self.copies_us = max(answer.copies_us for answer in self.runner.trusted.time_copies())
+            answers = self.runner.trusted.time_copies()
+            self.copies_us = max(answer.copies_us for answer in answers)
+            self.copies_launch_us = min(answer.launch_us for answer in answers)
             self.runner.trusted.undo_swaps()
 
     def _draw(self, swaps: int) -> None:
-        self._plan, self._rounds_since = draw_plan(self.calls, self.runner.alike, swaps, _COMPARED_OTHERS), 0
+        self._plan, self._rounds_since = draw_plan(self.calls, self.runner.alike, swaps), 0
 
     def _build(self) -> None:
         ours, theirs = self.runner.prepare_block(self.mode, self.side, self._plan)
@@ -153,7 +158,9 @@ class Race(Rounds):
         self._build()
         limit_s = runner.deadline(runner.session.deadlines.first_call, self.calls)
         answers = runner.candidate.profile_block(self.calls, marker, limit_s, timeline=timeline)
-        chosen = _dice.sample(self._plan.copied, 1) if runner.samples_ranks else self._plan.copied
+        chosen = draw_compared(self._plan)
+        if runner.samples_ranks:
+            chosen = _dice.sample(chosen, 1)
         runner.collect_from([answer.outputs for answer in answers], chosen, "audit")
         runner.judge("audit")
         return [answer.recording for answer in answers]
@@ -212,20 +219,20 @@ class Race(Rounds):
             runner.recheck_output(self.calls - 1, "timing", ended)
 
     def _choose_compared(self) -> Sequence[int]:
-        """The copied slots, or as many of them at random as can be judged in time, and wait in little memory. The r-th round has one with a
-        chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too. Where only one
-        rank's output is compared, every round has one until all ranks had their turn."""
-        copied, rounds = self._plan.copied, len(self.others) + 1
+        """Slots drawn behind the block, as many as can be judged in time and wait in little memory. The r-th round has one with a chance of
+        2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too. Where only one rank's
+        output is compared, every round has one until all ranks had their turn."""
+        drawn, rounds = draw_compared(self._plan), len(self.others) + 1
         if self.runner.samples_ranks and (left := self.runner.case.world_size - self._compared) > 0:
-            return sorted(_dice.sample(copied, min(len(copied), left, _LEAST_SAMPLED if rounds == 1 else 1)))
+            return sorted(_dice.sample(drawn, min(len(drawn), left, _LEAST_SAMPLED if rounds == 1 else 1)))
         affordable = _JUDGING_S / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
         fewest = _FEWEST_COMPARED if self.runner.judge_s < _SLOW_JUDGING_S else _FEWEST_SLOW_COMPARED
         affordable = max(affordable, min(1.0, fewest / rounds))
         affordable = min(affordable, max(1.0, _MOST_WAITING_BYTES // max(1.0, self.runner.slot_bytes)))
-        if affordable >= len(copied):
-            return copied
+        if affordable >= len(drawn):
+            return drawn
         count = math.floor(affordable) + (_dice.random() < affordable % 1)
-        return sorted(_dice.sample(copied, min(count, len(copied))))
+        return sorted(_dice.sample(drawn, min(count, len(drawn))))
 
 
 def _timed(ask: Callable[[], list[wire.BlockRun]]) -> tuple[list[wire.BlockRun], float]:

@@ -3,7 +3,7 @@
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5AA6", "#8C6D31", "#808080"];
 const REFERENCE = "#8a8a8a";
 const VERDICTS = { correct: "#009E73", wrong_result: "#D55E00", wrong_type: "#E69F00", unstable: "#CC79A7", build_error: "#0072B2", import_error: "#56B4E9",
-  runtime_error: "#7A5AA6", cuda_error: "#8C6D31", hang: "#B22222", out_of_memory: "#5F9EA0", integrity_failure: "#4B4BC8", track_violation: "#A0522D" };
+  runtime_error: "#7A5AA6", cuda_error: "#8C6D31", hang: "#B22222", too_slow: "#B8860B", out_of_memory: "#5F9EA0", integrity_failure: "#4B4BC8", track_violation: "#A0522D" };
 const percent = (share) => (share >= 0.0995 ? `${Math.round(100 * share)} %` : `${+(100 * share).toPrecision(2)} %`);
 const ratio = (p) => (p >= 1 ? `${p}` : `1/${Math.round(1 / p)}`);
 const times = (p) => `${+p.toPrecision(3)}x`;

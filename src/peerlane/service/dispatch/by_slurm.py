@@ -18,7 +18,7 @@ from peerlane.results.result import Result
 from peerlane.service import node_check
 from peerlane.service.dispatch.batch import batch_plan, read_batch
 from peerlane.service.dispatch.collect import Collector, Conditions, group
-from peerlane.service.dispatch.farm import EVALUATION_S, FarmSettings, check_task
+from peerlane.service.dispatch.farm import FarmSettings, check_task, most_seconds
 from peerlane.service.dispatch.launch import BatchTask, check_and_run
 from peerlane.service.node_check import NodeReport
 
@@ -108,7 +108,7 @@ class _SlurmRun:
 
     def seconds(self, batch: Sequence[Job]) -> float:
         """The deadline of a batch."""
-        return sum(job.timeout or EVALUATION_S for job in batch)
+        return sum(map(most_seconds, batch))
 
     def task(self, batch: Sequence[Job], settings: FarmSettings) -> BatchTask:
         """Returns the input of a task of the array."""

@@ -20,8 +20,8 @@ from peerlane.service.dispatch.launch import BatchTask, CheckTask
 from peerlane.service.node_check import NodeReport
 from peerlane.words import counted
 
-EVALUATION_S = 600.0
-"""for one evaluation, where the plan sets no limit"""
+_EVALUATION_S = 600.0  # for one evaluation, where the plan sets no limit
+_WITH_SECOND = 3.0  # times the limit: a busy node judges once more, with twice the time
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Farm:
                 self._check(node)  # it came later, or its check was due again
             elif self._queue:
                 jobs, tries = self._queue.pop(0)
-                seconds = sum(job.timeout or EVALUATION_S for job in jobs)
+                seconds = sum(map(most_seconds, jobs))
                 task = BatchTask(pickle.dumps(batch_plan(self._plan, jobs)), seconds, self._settings.command)
                 handle = self._cluster.judge(node, task)
                 self._running[handle] = _Work(node, jobs, tries, time.monotonic() + seconds + self._settings.grace_s)
@@ -212,6 +212,11 @@ class Farm:
             if now > work.cancel_at:
                 self._cluster.cancel(handle)
                 work.cancel_at = now + self._settings.grace_s  # if that was not heard
+
+
+def most_seconds(job: Job) -> float:
+    """Returns how long an evaluation may take on a node."""
+    return _EVALUATION_S if job.timeout is None else _WITH_SECOND * job.timeout
 
 
 def check_task(plan: EvaluationPlan, settings: FarmSettings) -> CheckTask:
