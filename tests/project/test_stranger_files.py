@@ -41,7 +41,7 @@ def test_nothing_in_a_run_is_opened_but_by_files() -> None:
             name = path.relative_to(PACKAGE).as_posix()
             if lines := list(direct_accesses(ast.parse(path.read_text(encoding="utf-8")))):
                 found[name] = lines
-    assert found.keys() == ELSEWHERE.keys(), f"use peerlane.files in {found.keys() - ELSEWHERE.keys()}: {found}"
+    assert found.keys() == ELSEWHERE.keys(), f"use peerlane.common.files in {found.keys() - ELSEWHERE.keys()}: {found}"
 
 
 def test_direct_accesses_are_seen() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import within
+from peerlane.common.files import one_process
 from peerlane.errors import FileRefused, HarnessError, UsageError
-from peerlane.files import one_process
 from peerlane.results.json_lines import append_lines, make_appendable
 from peerlane.results.reader import ResultsReader, as_document, read_results
 from peerlane.results.store import ResultsStore

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate.selftest.calibrate import CalibrationPlan, calibrate
 from peerlane.generate.judgements import attempt_of
 from peerlane.results.json_lines import append_lines
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
-from peerlane.selftest.calibrate import CalibrationPlan, calibrate
 from sample_results import hung, on_cpu, own_audit, result, wrong
 
 

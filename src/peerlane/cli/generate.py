@@ -150,7 +150,7 @@ def default_folder(model: str) -> Path:
 @contextmanager
 def locked(run: RunFolder) -> Iterator[None]:
     """Holds the run for this process; raises UsageError if another one is at it."""
-    from peerlane.files import lock, open_appendable
+    from peerlane.common.files import lock, open_appendable
 
     with open_appendable(run.path / ".lock") as file:
         if not lock(file, 1.0):

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from peerlane.device.emulator import build
+from peerlane.common.place import Device, Place
+from peerlane.common.words import counted
+from peerlane.emulator import build
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.processes.sharing import sharing_failure
@@ -19,11 +21,9 @@ from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.profiles import HardwareProfile, profile_for
 from peerlane.hardware.roofline import Peaks, datasheet_peaks, measured_peaks
 from peerlane.hardware.virtual_node import Sharing, VirtualNode, share_gpus
-from peerlane.place import Device, Place
 from peerlane.results.identity import NodeClass
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation, choose
 from peerlane.settings import multicast_environment
-from peerlane.words import counted
 
 
 class TooFewGpus(Exception):

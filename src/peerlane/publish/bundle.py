@@ -18,16 +18,16 @@ from typing import Any, Final, Literal, NoReturn
 
 from pydantic import Field, ValidationError
 
+from peerlane.common.files import read_regular, write_atomically
+from peerlane.common.version import __version__
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.files import read_regular, write_atomically
 from peerlane.generate.judgements import settings_of
 from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder
 from peerlane.publish.archive import opened, read_member
 from peerlane.results.reader import FILE, newest, read_results
 from peerlane.results.record import Record
 from peerlane.results.result import EnvironmentLine, Result
-from peerlane.version import __version__
 
 FORMAT: Final = 1
 MANIFEST = "manifest.json"

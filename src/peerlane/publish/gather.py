@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from peerlane.common.files import find_files, read_regular
+from peerlane.common.version import PACKAGE
 from peerlane.errors import FileRefused, UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.files import find_files, read_regular
 from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
 from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, RunSettings, is_run
@@ -23,7 +24,6 @@ from peerlane.publish.verify import read_verification
 from peerlane.results.json_lines import MOST_BYTES
 from peerlane.results.reader import FILE, newest, read_results
 from peerlane.results.result import Result
-from peerlane.version import PACKAGE
 
 UNNAMED = "candidates"
 TRACES = "trace"

@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from peerlane.common.files import open_regular, read_regular
 from peerlane.errors import MissingDependency, UsageError
-from peerlane.files import open_regular, read_regular
 from peerlane.results.sanitize import one_line
 
 NAMESPACE = "peerlane"

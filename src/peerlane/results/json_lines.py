@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from peerlane.common.files import lock, open_appendable, read_regular, shown_path
 from peerlane.errors import FileRefused, HarnessError, UsageError
-from peerlane.files import lock, open_appendable, read_regular, shown_path
 
 _PATIENCE_S = 5.0  # with other runs that append to the file, which takes milliseconds; any other holder of its lock is ignored
 _BEGINNING = b'{"schema_version"'  # of every record

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
+from peerlane.common.files import read_regular
+from peerlane.common.words import counted
 from peerlane.errors import FileRefused, UsageError
-from peerlane.files import read_regular
 from peerlane.results.json_lines import MOST_BYTES, is_torn
 from peerlane.results.result import SCHEMA_VERSION, EnvironmentLine, Result
-from peerlane.words import counted
 
 FILE = "results.jsonl"
 _LAST_VERSION = 1_000_000

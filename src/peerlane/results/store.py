@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from peerlane.common.files import lock, open_appendable
 from peerlane.errors import HarnessError
-from peerlane.files import lock, open_appendable
 from peerlane.results.identity import Identity
 from peerlane.results.json_lines import append_lines, make_appendable
 from peerlane.results.reader import FILE, ResultsReader

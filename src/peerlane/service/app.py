@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from peerlane.common.version import __version__
 from peerlane.evaluate.evaluator import Evaluator
 from peerlane.service.metrics import render_metrics
 from peerlane.service.node import Node
@@ -23,7 +24,6 @@ from peerlane.service.openapi import openapi_document
 from peerlane.service.queue import JobQueue, NotOwner
 from peerlane.service.request import DEFAULT_NAME, ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
 from peerlane.service.settings import ServiceSettings, Tokens
-from peerlane.version import __version__
 
 MOST_BODY_BYTES = 4 << 20
 """a candidate has at most half of it, and JSON may double it"""

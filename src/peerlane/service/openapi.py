@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from peerlane.common.version import __version__
 from peerlane.service.request import JobDocument, JobRequest, Refusal
-from peerlane.version import __version__
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[^/]+$"}}
 _WAIT = {

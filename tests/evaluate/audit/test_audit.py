@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import pytest
 
 from peerlane import problems
+from peerlane.common.place import CPU, GPUS, Place
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import Auditor
 from peerlane.evaluate.candidates import reference_candidate
@@ -19,7 +20,6 @@ from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
-from peerlane.place import CPU, GPUS, Place
 from peerlane.problems.contract import Case
 from peerlane.results.record import Track
 from peerlane.settings import Deadlines, TimingRules

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from peerlane.common.place import Place
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check, recorder
 from peerlane.evaluate.audit.activity import Activity, activity, kernel_kind, most_per_call
@@ -23,7 +24,6 @@ from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.timing.benchmark import Benchmark
 from peerlane.evaluate.wire_records import NAME_CHARACTERS
-from peerlane.place import Place
 from peerlane.results.record import Mode
 from peerlane.results.result import Audit, Mechanism
 from peerlane.results.verdict import IntegrityFailure, TrackViolation

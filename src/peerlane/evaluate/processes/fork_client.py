@@ -17,11 +17,11 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from peerlane.common.place import Place
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes import import_ahead
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.processes.rank_group import RankGroup
-from peerlane.place import Place
 from peerlane.sandbox.caches import RunFolders
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.sandbox.limits import Limits

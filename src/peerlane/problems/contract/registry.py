@@ -1,4 +1,4 @@
-"""Gives the problems that :mod:`peerlane.problem_files` finds: each module ``pNNN_slug`` declares one ``PROBLEM``."""
+"""Gives the problems that :mod:`peerlane.common.problem_files` finds: each module ``pNNN_slug`` declares one ``PROBLEM``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 import traceback
 from types import ModuleType
 
+from peerlane.common.files import open_regular, shown_path
+from peerlane.common.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, problem_files
 from peerlane.errors import UnknownProblem, UsageError
-from peerlane.files import open_regular, shown_path
-from peerlane.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, problem_files
 from peerlane.problems.contract.spec import Problem
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from peerlane.problem_files import slugs
+from peerlane.common.problem_files import slugs
+from peerlane.common.words import counted
 from peerlane.publish.boards import Board, Row, category_of, measured_bound
 from peerlane.publish.detail import Source, block_times, facts, source_of, speeds
 from peerlane.publish.gather import WHOSE, Sample
@@ -20,7 +21,6 @@ from peerlane.publish.points import message_bytes, speed_points
 from peerlane.report.catalogue import plain
 from peerlane.report.plots import preset_order
 from peerlane.results.result import Result
-from peerlane.words import counted
 
 _NOTICES = {
     "virtual": "Virtual node: several ranks share a GPU. Speeds here compare with each other only, never with those of a node.",

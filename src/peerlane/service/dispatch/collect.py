@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from peerlane.common.files import read_regular, write_atomically
+from peerlane.common.version import __version__
+from peerlane.common.words import counted
 from peerlane.errors import HarnessError, RunStopped, UsageError
 from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job
-from peerlane.files import read_regular, write_atomically
 from peerlane.results.identity import Identity, NodeClass
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
 from peerlane.sandbox.isolation import Tier
-from peerlane.version import __version__
-from peerlane.words import counted
 
 FILE = "conditions.json"
 _MOST_BYTES = 1 << 20
