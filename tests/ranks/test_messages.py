@@ -228,9 +228,9 @@ def not_waited_for(rank: int, world: int) -> list[int]:
     for call in calls:
         with capture(1):
             works = [dist.isend(numbers(rank), right), dist.irecv(torch.zeros(5), left)]
-        with pytest.raises(UsageError, match="2 messages of a captured graph were not launched"):
+        with pytest.raises(UsageError, match=r"lacks messages \(2\)"):
             call()
-        with pytest.raises(UsageError, match="not launched"):
+        with pytest.raises(UsageError, match="lacks messages"):
             works[0].wait()  # type: ignore[union-attr]
     assert launches_since(before) == []
     receives_before_sends(rank, world)

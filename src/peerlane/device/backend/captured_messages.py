@@ -22,8 +22,8 @@ from peerlane.errors import UsageError
 Start = Callable[[Sequence[Transfer], Sequence[torch.Tensor], Sequence[Any]], Work]
 """Launches messages of these tensors behind these points of streams."""
 NOT_WAITED_FOR = (
-    "{count} messages of a captured graph were not launched: nothing waited for them before the capture ended or failed, "
-    "so the graph must not be replayed; call wait() on the work of every isend and irecv inside the capture"
+    "a captured graph lacks messages ({count}): nothing waited for them before its capture ended or failed; "
+    "do not replay it, and call wait() on the work of every isend and irecv inside the capture"
 )
 
 
