@@ -5,15 +5,17 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from peerlane.common import files
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.selftest.calibrate import CalibrationPlan, calibrate
 from peerlane.generate.judgements import attempt_of
@@ -162,20 +164,20 @@ def test_what_could_not_be_read_again_is_not_written(flag: dict[str, Any], tmp_p
     assert ResultsStore(tmp_path).results() == store.results() == [numbered(1)]
 
 
+def append_thirty(folder: Path, writer: int) -> None:
+    store = ResultsStore(folder)
+    for number in range(30):
+        store.append(numbered(1000 * writer + number))
+
+
 def test_two_writers(tmp_path: Path) -> None:
     """Processes that append to one file at the same time lose nothing and tear nothing."""
-    script = f"""
-import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
-from pathlib import Path
-from test_store import numbered
-from peerlane.results.store import ResultsStore
-store = ResultsStore(Path({str(tmp_path)!r}))
-for number in range(30):
-    store.append(numbered(1000 * int(sys.argv[1]) + number))
-"""
-    writers = [subprocess.Popen([sys.executable, "-c", script, str(number)]) for number in (1, 2)]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    writers = [multiprocessing.get_context("fork").Process(target=append_thirty, args=(tmp_path, number)) for number in (1, 2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(600)
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert len({item.candidate.sha256 for item in ResultsStore(tmp_path).results()}) == 60
 
 
@@ -195,8 +197,8 @@ def test_lines_are_plain_json(tmp_path: Path) -> None:
 def test_a_foreign_lock_delays_an_append_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To lock a file it is enough to be able to read it."""
     store = ResultsStore(tmp_path)
-    clock = itertools.count(time.monotonic(), 10.0)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     with store.path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         store.append(numbered(1))
