@@ -22,7 +22,8 @@ from peerlane.generate.judgements import attempt_of
 from peerlane.results.json_lines import append_lines
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
-from sample_results import hung, on_cpu, own_audit, result, wrong
+from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun
+from sample_results import hung, on_cpu, own_audit, result, wrong, wrong_result
 
 
 def numbered(number: int) -> Result:
@@ -37,6 +38,26 @@ def test_an_overloaded_machine_says_nothing_about_a_candidate(tmp_path: Path) ->
     (again,) = ResultsStore(tmp_path).results()
     assert again.says_nothing and again.reward("correct") is None and not store.has(again.identity)
     assert not attempt_of(again, 0).judged and attempt_of(hung(), 0).judged and hung().reward("correct") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verdict", "final"),
+    [
+        (Correct(), True),
+        (wrong_result(), True),
+        (Hang(phase="first_call", ranks=(1,), deadline_s=20.0), True),
+        (NotRun(missing="a GPU"), False),
+        (HarnessFailure(phase="spawn", message="a trusted rank ended"), False),
+    ],
+    ids=lambda value: getattr(value, "kind", value),
+)
+def test_only_what_says_something_about_the_candidate_is_final(verdict: Any, final: bool, tmp_path: Path) -> None:
+    """The rest is judged again: where there is a GPU by now, or when our fault is mended."""
+    item = on_cpu() if verdict.kind == "correct" else on_cpu(verdict=verdict, speed=())
+    ResultsStore(tmp_path).append(item)
+    again = ResultsStore(tmp_path)
+    assert again.has(item.identity) == final and (again.find(item.identity, item.candidate.name) == item) == final
+    assert (item.reward("correct") is not None) == final
 
 
 def test_round_trip(tmp_path: Path) -> None:

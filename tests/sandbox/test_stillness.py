@@ -93,7 +93,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
-def test_a_process_that_ends_shows_it_while_something_of_it_is_left() -> None:
+def test_a_process_that_ends_shows_it_while_some_of_it_is_left() -> None:
     """Its main thread has ended, and it can not be waited for yet: so it is where a driver keeps a thread from ending."""
     process = subprocess.Popen([sys.executable, "-S", "-c", HALF_GONE])
     waits = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
