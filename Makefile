@@ -24,13 +24,14 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-room test-all test-trainers check docs site lock clean
+.PHONY: help setup demo test test-room test-all mutants test-trainers check docs site lock clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
 	@echo "make test    run the tests that every change has to pass, in about five minutes on two cores"
 	@echo "make test-room ROOM=evaluate  run the slow tests of a room too, when it has changed: $(sort $(ROOMS))"
 	@echo "make test-all run every test, nightly: about an hour on two cores"
+	@echo "make mutants  put faults into copies of the source, one at a time, and tell which the tests catch; nightly, a quarter of an hour"
 	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
 	@echo "make check   the gate: lint, format, types, generated docs, and make test"
 	@echo "make docs    regenerate what is generated in docs and committed"
@@ -70,6 +71,9 @@ test-room: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST)
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
 
 # Trainers conflict with each other: each has a virtual environment of its own, on top of .venv.
 test-trainers: $(STAMP)

@@ -11,7 +11,8 @@ import pytest
 
 from peerlane import problems
 from peerlane.evaluate import wire
-from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
+from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.results.verdict import Phase, Unstable, Verdict, WrongResult, WrongType
 from peerlane.settings import Deadlines
 
@@ -110,3 +111,24 @@ def test_ranks_have_to_agree_where_the_problem_says_so(replicated: bool, same: b
 def test_the_last_output_is_looked_at_again(answer: wire.OutputComparison, kind: type, phase: str) -> None:
     for answers in ((answer, wire.OutputComparison(None, None)), (wire.OutputComparison(None, None), answer)):
         assert isinstance(verdict(*answers, phase=phase), kind)
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        ("hang", "hang"),
+        ("garbage", "integrity_failure"),
+        ("exit", "runtime_error"),
+        ("runtime_error", "runtime_error"),
+        ("import_error", "import_error"),
+        ("cuda_error", "cuda_error"),
+        ("out_of_memory", "out_of_memory"),
+        ("build_error", "build_error"),
+    ],
+)
+def test_what_a_group_failed_by_is_its_verdict(failure: str, kind: str) -> None:
+    """A message that no rank writes by itself is a forged one."""
+    said = verdict_of(
+        GroupFailure(failure, "correctness", "what it said", rank=1, ranks=(1,), deadline_s=2.0), PROBLEM.cases("small", 2)[0]
+    )
+    assert said.kind == kind and said.phase == "correctness"  # type: ignore[union-attr]
