@@ -215,12 +215,10 @@ def passes_to_ranks(name: str) -> bool:
 def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, str]:
     """Returns the variables that a rank which shares its GPU needs before CUDA, NCCL and symmetric memory start.
 
-    NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets. A kernel
-    that waits for a message must not hold up the queue in which a message to a peer stands: a process gets as many queues as there are.
+    NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets.
     """
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if one_host else {}
     return {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "NCCL_HOSTID": label,
         **local,
         "NCCL_NVLS_ENABLE": "0",

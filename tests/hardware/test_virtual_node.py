@@ -121,7 +121,6 @@ def test_ranks_get_their_device_and_a_name_of_their_own() -> None:
     assert [node.device_index(rank) for rank in range(8)] == [0] * 4 + [1] * 4
     assert len({environment["NCCL_HOSTID"] for environment in environments}) == 8
     assert environments[0] | {"NCCL_HOSTID": ""} == {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "NCCL_HOSTID": "",
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
