@@ -228,6 +228,11 @@ class OrderedRunner(StressedRunner):
         self.collected: list[tuple[set[int], set[int]]] = []
         """of every pass, the slots that are compared, and those whose inputs are"""
         self.again: list[int] = []
+        self.judged: list[int] = []
+        """how many passes had been collected"""
+
+    def judge(self, phase: str) -> None:
+        self.judged.append(len(self.collected))
 
     def call_under_stress(self, requests: list[wire.CallUnderStress], deadline_s: float) -> list[wire.DescribedOutputs]:
         self.asked.append(requests)
@@ -245,7 +250,8 @@ def test_every_pass_disturbs_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -
     runner = OrderedRunner(monkeypatch)
     Stress(runner, StressRules(calls=25 * 200)).run(math.inf)  # type: ignore[arg-type]
     passes = [requests[0] for requests in runner.asked]
-    assert len(passes) == 200 and all(sorted(request.order) == list(range(25)) for request in passes)
+    assert runner.judged == list(range(1, 201)), "each pass is judged"
+    assert all(sorted(request.order) == list(range(25)) for request in passes)
     for first, second in runner.asked:
         assert (first.poisoned, first.kept, first.swaps) == (second.poisoned, second.kept, second.swaps), "ranks do the same"
     calls = 25 * len(passes)
