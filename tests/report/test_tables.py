@@ -136,8 +136,8 @@ def test_a_row_needs_every_cell() -> None:
 
 def test_environment_is_named_once() -> None:
     assert environment_lines([result(), wrong(), on_cpu(environment={})]) == [
-        "Node: 4x NVIDIA H200, NVLink, driver 580; torch 2.11.0, nccl 2.28.9; evaluator 0.1.0.",
-        "Node: CPU ranks; software unknown; evaluator 0.1.0.",
+        "Node: 4x NVIDIA H200, NVLink, driver 580; torch 2.11.0, nccl 2.28.9; evaluator 0.1.0; timing protocol 1.",
+        "Node: CPU ranks; software unknown; evaluator 0.1.0; timing protocol 1.",
     ]
 
 
