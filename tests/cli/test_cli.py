@@ -50,7 +50,7 @@ COMMAND_LINE = {
     "verify": "bundle --sample --device --isolation --out --json",
     "export": "",
     "results": "",
-    "demo": "--examples --preset --world-size --device --json",
+    "demo": "--all --examples --preset --world-size --device --json",
     "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --out --json",
     "serve": "--host --port --out --problems --world-size --device --ranks-per-gpu --isolation --token-file --queue-limit --share "
     "--drain --judges --check",

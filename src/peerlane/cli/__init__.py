@@ -98,7 +98,7 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "doctor": (doctor.doctor, "Say what this machine has and what is missing."),
         "list": (list_problems.list_problems, "List the problems."),
         "show": (show.show, "Show one problem: signature, shapes, error model, limit."),
-        "demo": (demo.demo, "Judge the examples, right ones and broken ones."),
+        "demo": (demo.demo, "Judge a few examples, right and wrong, in half a minute."),
     },
     "Write a kernel": {
         "new": (new.new, "Write a candidate that is correct from the start."),
