@@ -64,6 +64,7 @@ def demo(
     rank_device = choose_device(device)
 
     from peerlane.evaluate import discover
+    from peerlane.evaluate.processes.prestart import early_start
 
     folder = bundled_examples() if examples is None else examples
     good, broken = discover(good_folders(folder)), discover([str(folder / BROKEN)])
@@ -74,10 +75,11 @@ def demo(
     left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, rank_device)}
     if left_out:
         print(f"left out, for this machine or --device {rank_device} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
-    good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, rank_device)
-    if emulated:
-        good_results += _run(emulated, preset, sizes[:1], "emulated")
-    broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, rank_device, BROKEN_DEADLINE_S)
+    with early_start(rank_device, None):
+        good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, rank_device)
+        if emulated:
+            good_results += _run(emulated, preset, sizes[:1], "emulated")
+        broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, rank_device, BROKEN_DEADLINE_S)
     expected = {name: expectation.on(rank_device) for name, expectation in made_for.items()}
     rows = [comparison(result, expected) for result in broken_results]
     if as_json:
