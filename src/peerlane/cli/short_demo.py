@@ -49,9 +49,7 @@ class ShortDemo:
         """Judges everything; returns OK if every verdict is as expected."""
         begin = time.monotonic()
         with _at_the_same_time() as pool:
-            report = pool.submit(self._race) if shutil.which(COMPILER) else None
-            self._judge()
-            self._tell_race(report)
+            self._judge_beside_race(pool)
         as_expected = sum(item["as_expected"] for item in self.shown)
         if self.as_json:
             print_json({"shown": self.shown, "seconds": round(time.monotonic() - begin, 1)})
@@ -65,13 +63,17 @@ class ShortDemo:
         print_error("the demonstration failed: a verdict is not the expected one")
         return ExitCode.HARNESS if self.failed else ExitCode.NOT_CORRECT
 
-    def _judge(self) -> None:
+    def _judge_beside_race(self, pool: ThreadPoolExecutor) -> None:
         from peerlane.evaluate.processes.prestart import early_start
 
         with early_start("cpu", None):
+            from peerlane.emulator import check  # here, for two threads must not import at a time
             from peerlane.evaluate import EvaluationPlan, discover, evaluate
             from peerlane.settings import Deadlines
 
+            (scenario,) = scenarios(self.examples / KERNEL, imported(self.examples / KERNEL), WORLD_SIZE)
+            # One schedule does: nothing orders the two accesses in any.
+            report = pool.submit(check, scenario, schedules=1, for_gpu=False) if shutil.which(COMPILER) else None
             plan = EvaluationPlan(
                 candidates=discover([str(self.examples / name) for name in CANDIDATES]),
                 presets=("small",),
@@ -81,14 +83,7 @@ class ShortDemo:
                 deadlines=Deadlines().with_calls(CALLS_S),
             )
             evaluate(plan, self)
-
-    def _race(self) -> Report:
-        """Returns what the first schedule shows: nothing orders the two accesses in any."""
-        from peerlane.emulator import check
-
-        file = self.examples / KERNEL
-        (scenario,) = scenarios(file, imported(file), WORLD_SIZE)
-        return check(scenario, schedules=1, for_gpu=False)
+        self._tell_race(report)
 
     def _tell_race(self, report: Future[Report] | None) -> None:
         if report is None:
@@ -99,7 +94,7 @@ class ShortDemo:
         self._tell(self.examples / KERNEL, "race", found[0].kind if found else "correct", reason)
 
     def _tell(self, path: Path, expected: str, got: str, reason: str) -> None:
-        item = {"name": path.stem, "expected": expected, "got": got, "sentence": _first_sentence(path), "reason": reason}
+        item = {"name": path.stem, "expected": expected, "got": got, "sentence": _about(path), "reason": reason}
         self.shown.append({**item, "as_expected": expected == got})
         if not self.as_json:
             but = "" if expected == got else f", and not {expected} as expected"
@@ -125,8 +120,8 @@ class ShortDemo:
         print(text, file=sys.stderr)
 
 
-def _first_sentence(path: Path) -> str:
-    """Returns the first sentence of a file's docstring."""
+def _about(path: Path) -> str:
+    """Returns the first paragraph of a file's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
