@@ -28,7 +28,7 @@ JUDGED = [entry for entry in CORPUS.entries if entry.cpu and entry.isolation <= 
 ON_CPU = list({entry.row: entry for entry in reversed(JUDGED)}.values())[::-1]
 """The first candidate of every row that this machine can judge; `peerlane selftest` judges all."""
 
-ROWS = [*(f"C{n:02}" for n in range(1, 65)), *(f"B{n:02}" for n in range(1, 21)), *(f"A{n:02}" for n in range(18))]
+ROWS = [*(f"C{n:02}" for n in range(1, 67)), *(f"B{n:02}" for n in range(1, 21)), *(f"A{n:02}" for n in range(18))]
 """A row is never given up: what was once a way to be fooled stays one to be guarded against."""
 
 
