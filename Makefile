@@ -73,6 +73,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m docs.build --check
+	$(BIN)/python -m docs.build.budget
 	$(PYTEST)
 
 docs: $(STAMP)
