@@ -96,6 +96,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m docs.build --check
+	$(BIN)/python -m docs.build.budget
 	$(PYTEST) -m "not slow and not long"
 
 docs: $(STAMP)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import runpy
-from pathlib import Path
 
 import pytest
 import torch
 
 from peerlane.emulator import Scenario, check
+from peerlane.evaluate.selftest.table import load
 
-CORPUS = Path(__file__).parents[1] / "adversarial" / "corpus"
+CORPUS = load().folder
 RANKS, BLOCKS, COUNT = 2, 2, 200
 ROOM = 256  # elements of a rank's terms, in the one kernel that keeps those of all ranks
 NAMES = (

@@ -97,7 +97,7 @@ def test_the_ranks_of_a_destroyed_process_group_are_forgotten(monkeypatch: pytes
 
 
 def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:
-    from peerlane.device.host.local import LocalRank
+    from gpu.local_ranks import LocalRank
 
     class Kept(LocalRank):
         def __init__(self) -> None:

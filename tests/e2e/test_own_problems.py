@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from peerlane.problems.contract.registry import get
+
 ROOT = Path(__file__).resolve().parents[2]
 CANDIDATE = """
 import torch
@@ -71,6 +73,21 @@ def test_the_contract_tests_take_it_up(folder: Path) -> None:
 def test_its_calibration_is_sound(folder: Path) -> None:
     options = ["--problem", "1001", "--world-size", "2", "--device", "cpu", "--json", "--problems", str(folder)]
     assert [item["complaints"] for item in json.loads(run("peerlane", "calibrate", *options))["calibrations"]] == [[]]
+
+
+def test_a_proof_beside_a_problem_is_read_when_needed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (folder / "p1001_mean.py").read_text()
+    fields = re.findall(r"^    (known_\w+|alternative_\w+)=(.*),$", text, re.MULTILINE)
+    for name, _ in fields:
+        text = re.sub(rf"^    {name}=.*", f'    {name}=FromProof(__name__, "{name.upper()}"),', text, flags=re.MULTILINE)
+    (tmp_path / "p1001_mean.py").write_text(text.replace("import (", "import (\n    FromProof,", 1))
+    imports = "from peerlane.problems.contract import AlternativeSolution, KnownWrongAnswer\nfrom .p1001_mean import _mean, torch\n"
+    (tmp_path / "p1001_mean_proof.py").write_text(imports + "\n".join(f"{name.upper()} = {value}" for name, value in fields))
+    monkeypatch.setenv("PEERLANE_PROBLEMS", str(tmp_path))
+    problem = get(1001)
+    assert not [module for module in sys.modules if module.endswith("p1001_mean_proof")]
+    assert [item.name for item in problem.known_wrong_answers] == ["sum"]
+    assert [item.name for item in problem.alternative_solutions] == ["fp32"]
 
 
 def test_an_installed_package_offers_problems(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import argparse
 import itertools
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +23,11 @@ from typing import Any
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
-from bench_grouped import SHAPES, STRETCHES, graph_of, stretch
-from check_kernels import faults_told
+from bench_grouped import SHAPES
+from harness import BF16, append, faults_told, graph_of, median_in_turn, microseconds_of
+from local_ranks import LocalRanks
 
 from peerlane.device.host.group import Group
-from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import fp8, gemm
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
@@ -36,7 +35,6 @@ from peerlane.device.products.quantised import E4M3, Quantised, opened, packed, 
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
 from peerlane.hardware.environment import record
 
-BF16 = torch.bfloat16
 LIMIT_S = 420.0
 KINDS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "blocks": ("block", "square")}
 CASES = [("tensor", False), ("row", False), ("tensor", True), ("row", True), ("blocks", True)]
@@ -203,12 +201,9 @@ def microseconds(calls: dict[str, Callable[[int], object]], sets: int, target_us
             graphs[name] = graph_of(lambda call=call: [call(i) for i in range(sets)])  # type: ignore[misc]
         except Exception as refusal:
             refused[name] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:160]}"
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    count = {name: max(2, int(target_us / stretch(graph, 2))) for name, graph in graphs.items()}
-    for _ in range(STRETCHES):
-        for name, graph in graphs.items():
-            times[name].append(stretch(graph, count[name]) / sets)
-    return {name: round(statistics.median(known), 2) for name, known in times.items()}, refused
+    count = {name: max(2, int(target_us / microseconds_of(graph, 2))) for name, graph in graphs.items()}
+    medians = median_in_turn({name: lambda name=name: microseconds_of(graphs[name], count[name]) / sets for name in graphs})  # type: ignore[misc]
+    return {name: round(median, 2) for name, median in medians.items()}, refused
 
 
 def product(ranks: LocalRanks) -> Iterator[Row]:
@@ -344,9 +339,7 @@ def main() -> None:
                     wrong += row.get("wrong", 0) > 0
                     shown = {key: f"{value:.2e}" if isinstance(value, float) and abs(value) < 0.01 else value for key, value in row.items()}
                     print("FAIL" if row.get("wrong") else "ok  ", json.dumps(shown), flush=True)
-                    if options.out is not None:
-                        with options.out.open("a") as file:
-                            file.write(json.dumps(row | {"gpu": torch.cuda.get_device_name(), "revision": revision}) + "\n")
+                    append(options.out, row | {"gpu": torch.cuda.get_device_name(), "revision": revision})
                     if time.time() - begin > LIMIT_S:
                         print(f"FAIL out of time, {LIMIT_S:.0f} s, in {step.__name__}", flush=True)
                         os._exit(1)

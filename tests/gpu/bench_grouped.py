@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from check_kernels import faults_told
+from harness import BF16, faults_told, graph_of, median_in_turn, microseconds_of
+from local_ranks import LocalRanks
 
-from peerlane.device.host.local import LocalRanks
 from peerlane.device.products.grouped_gemm import GroupedProduct
 from peerlane.hardware.environment import record
 
-BF16 = torch.bfloat16
-STRETCHES, STRETCH_S = 5, 0.02
+STRETCH_S = 0.02
 SHAPES = (
     ("Mixtral 8x7B, gate and up", 8, 8192, 28672, 4096),
     ("Mixtral 8x7B, down", 8, 8192, 4096, 14336),
@@ -34,28 +32,6 @@ SHAPES = (
     ("Qwen3-30B-A3B, 128 experts, gate and up", 128, 16384, 1536, 2048),
     ("Qwen3-30B-A3B, 128 experts, down", 128, 16384, 2048, 768),
 )
-
-
-def graph_of(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-    return graph
-
-
-def stretch(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """Microseconds of a replay."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call, unused-ignore]
-    begin.record()
-    for _ in range(count):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / count * 1e3
 
 
 def measure(name: str, groups: int, rows: int, n: int, k: int) -> dict[str, object]:
@@ -76,12 +52,9 @@ def measure(name: str, groups: int, rows: int, n: int, k: int) -> dict[str, obje
     if hasattr(torch, "_grouped_mm"):
         calls["torch_grouped"] = lambda: torch._grouped_mm(a, b.transpose(1, 2), ends)
     graphs = {who: graph_of(call) for who, call in calls.items()}
-    times: dict[str, list[float]] = {who: [] for who in graphs}
-    count = {who: max(1, int(STRETCH_S * 1e6 / stretch(graph, 2))) for who, graph in graphs.items()}
-    for _ in range(STRETCHES):
-        for who, graph in graphs.items():
-            times[who].append(stretch(graph, count[who]))
-    us = {who: round(statistics.median(known), 1) for who, known in times.items()}
+    count = {who: max(1, int(STRETCH_S * 1e6 / microseconds_of(graph, 2))) for who, graph in graphs.items()}
+    medians = median_in_turn({who: lambda who=who: microseconds_of(graphs[who], count[who]) for who in graphs})  # type: ignore[misc]
+    us = {who: round(median, 1) for who, median in medians.items()}
     return {
         "name": name, "groups": groups, "rows": rows, "n": n, "k": k, "tiling": str(ours.tiling), "error": round(error, 5), "us": us,
         "tflops": round(2 * rows * n * k / us["ours"] / 1e6, 1), "of_cublas_loop": round(us["cublas_loop"] / us["ours"], 3),

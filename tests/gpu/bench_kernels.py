@@ -16,7 +16,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # torch.ops.symm_mem
 import torch.multiprocessing as mp
+from harness import BF16, Call, replay, slowest_in_turn
+from local_ranks import LocalRanks
 
 from peerlane.device import Communicator, communicator, group_of
-from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import gemm
 from peerlane.device.products.all_gather_gemm import all_gather_gemm
 from peerlane.device.products.gemm_all_gather import gemm_all_gather
@@ -36,52 +37,20 @@ from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.hardware.environment import record
 from peerlane.solutions import p012_allgather_gemm, p013_gemm_allreduce, p014_gemm_allgather, p016_gemm_reducescatter
 
-BF16 = torch.bfloat16
 SIZES = tuple(1 << power for power in (11, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26, 28))
 """Bytes of the tensor that every rank has at first."""
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 PORT_GBPS = 375.0
 """What a port takes in at most, by `peerlane doctor --measure` on 2x H200; for the bound of the fused kernels."""
-STRETCHES = 5
-Call = Callable[[], Any]
 
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch's fused operators use none
-
-
-def replay(call: Call) -> Call:
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph.replay
 
 
 def microseconds(*calls: Call, count: int) -> list[float]:
     """Of each kind of call. They take turns, and each has as many calls again before those that count: a GPU's clocks follow its power, and
     with it what ran in the last milliseconds."""
-    graphs = [replay(call) for call in calls]
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(STRETCHES):
-        for graph, known in zip(graphs, times, strict=True):
-            torch.cuda.synchronize()
-            dist.barrier()
-            torch.cuda.synchronize()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(400_000)  # so that the host is ahead
-            for _ in range(count):
-                graph()
-            start.record()
-            for _ in range(count):
-                graph()
-            end.record()
-            end.synchronize()
-            known.append(start.elapsed_time(end) / count * 1e3)
-    slowest = torch.tensor([statistics.median(known) for known in times], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [round(us, 2) for us in slowest.tolist()]
+    graphs = {str(number): replay(call) for number, call in enumerate(calls)}
+    return list(slowest_in_turn(graphs, count, warm_up=count, start_delay=400_000, device="cuda").values())
 
 
 def collective_calls(kit: Communicator, rank: int, world: int, nbytes: int) -> dict[str, tuple[Call, Call]]:

@@ -14,9 +14,7 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from harness import BF16, Call, Row, meet, replay, run_on_shared_gpus, slowest_in_turn
 
 from peerlane import ops
 from peerlane.device import Communicator, communicator, group_of
@@ -37,13 +35,7 @@ from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.quantised import quantise_rows, quantise_squares
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
 from peerlane.device.tools.trace import forget_observed, observed_spans
-from peerlane.hardware.virtual_node import share_gpus
 from peerlane.settings import records_roles
-
-BF16 = torch.bfloat16
-STRETCHES = 5
-Call = Callable[[], Any]
-Row = dict[str, Any]
 
 
 def quick() -> bool:
@@ -58,21 +50,6 @@ def few(*cases: Any) -> tuple[Any, ...]:
 # --- times ---
 
 
-def meet() -> None:
-    torch.cuda.synchronize()
-    dist.barrier()
-
-
-def replay(call: Call) -> Call:
-    for _ in range(3):
-        call()
-    meet()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
-    return graph.replay
-
-
 def microseconds(calls: dict[str, Call], count: int) -> dict[str, float]:
     """Of each kind of call, the slowest rank's median. Kinds take turns. One that cannot be captured has no time."""
     for call in calls.values():  # torch's workspace grows and moves: a graph that was captured before would read what is gone
@@ -84,22 +61,7 @@ def microseconds(calls: dict[str, Call], count: int) -> dict[str, float]:
             graphs[name] = replay(call)
         except Exception as error:
             print(json.dumps({"failed": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(STRETCHES):
-        for name, graph in graphs.items():
-            meet()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            for _ in range(max(1, count // 4)):
-                graph()
-            start.record()
-            for _ in range(count):
-                graph()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / count * 1e3)
-    slowest = torch.tensor([statistics.median(known) for known in times.values()])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return {name: round(us, 2) for name, us in zip(times, slowest.tolist(), strict=True)}
+    return slowest_in_turn(graphs, count, warm_up=max(1, count // 4))
 
 
 # --- checks ---
@@ -653,25 +615,8 @@ BENCHES = {
 }
 
 
-def run(rank: int, ranks: int, what: str, environments: list[dict[str, str]], store: str, out: Path | None) -> None:
-    os.environ |= environments[rank]
-    torch.cuda.set_device(rank * torch.cuda.device_count() // ranks)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    wrong = 0
-    for row in BENCHES[what](rank, ranks):
-        if "wrong" in row:
-            counted = torch.tensor([row["wrong"]])
-            dist.all_reduce(counted)
-            row["wrong"] = int(counted)
-            row["ranks"] = ranks
-            wrong += row["wrong"]
-        if rank == 0:
-            print(json.dumps(row), flush=True)
-            if out is not None:
-                with out.open("a") as file:
-                    file.write(json.dumps(row | {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}) + "\n")
-    meet()
-    os._exit(1 if wrong else 0)  # communicators of two libraries have no order in which to be taken down
+def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:
+    yield from BENCHES[what](rank, ranks)
 
 
 def main() -> None:
@@ -681,13 +626,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     ranks = 1 if options.what == "product" else options.ranks
-    node = share_gpus(ranks, torch.cuda.device_count())
-    if node is None:
-        parser.error("there is no GPU here, expected at least one")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    with tempfile.TemporaryDirectory() as folder, node.daemon() as daemon:
-        environments = [node.rank_environment(rank, daemon) for rank in range(ranks)]
-        mp.spawn(run, args=(ranks, options.what, environments, f"{folder}/store", options.out), nprocs=ranks)
+    run_on_shared_gpus(parser, ranks, options.out, rows_of, options.what)
 
 
 if __name__ == "__main__":

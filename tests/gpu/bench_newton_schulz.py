@@ -12,19 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
-from bench_grouped import STRETCHES, graph_of, stretch
-from check_kernels import faults_told
+from harness import Row, append, faults_told, graph_of, median_in_turn, microseconds_of
+from local_ranks import LocalRanks
 
 from peerlane.device.host.group import Group
-from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import gemm
 from peerlane.device.products import newton_schulz as ns
 
@@ -33,7 +30,6 @@ SIZES = ((2048, 5632), (4096, 7168), (4096, 5504))
 ROUNDED = 2.0**-10
 """Of the largest entry: what rounding a part and a sum to float16 may cost, twice over."""
 A, B, C = 4.0848, -6.8946, 2.9270
-Row = dict[str, Any]
 
 
 def symmetric(m: int, device: torch.device) -> torch.Tensor:
@@ -95,11 +91,8 @@ def microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
             graphs[name] = graph_of(call)
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(STRETCHES):
-        for name, graph in graphs.items():
-            times[name].append(stretch(graph, 10))
-    return {name: round(statistics.median(known), 1) for name, known in times.items()}
+    medians = median_in_turn({name: lambda graph=graph: microseconds_of(graph, 10) for name, graph in graphs.items()})  # type: ignore[misc]
+    return {name: round(median, 1) for name, median in medians.items()}
 
 
 def times(group: Group) -> Iterator[Row]:
@@ -134,17 +127,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows, wrong = [], 0
+    wrong = 0
     with faults_told():
         ranks = LocalRanks(options.ranks)
         alone = LocalRanks(1).groups[0]
         for made in (check_gram(ranks), check_alone(alone), times(alone), tilings(alone)):
             for row in made:
                 print(json.dumps(row), flush=True)
-                rows.append(row)
+                append(options.out, row)
                 wrong += row.get("wrong", 0)
-    if options.out:
-        options.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     raise SystemExit(1 if wrong else 0)
 
 

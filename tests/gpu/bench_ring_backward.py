@@ -10,23 +10,20 @@ is a JSON object; ``--out`` appends them to a file. Exits with 1 where a gradien
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from bench_layers import BF16, meet, microseconds
+from bench_layers import microseconds
+from harness import BF16, Row, run_on_shared_gpus
 
 from peerlane.device import communicator, group_of
 from peerlane.device.attention import head_exchange, ring_backward
 from peerlane.device.attention.backward import attention_backward, query_numbers
 from peerlane.device.attention.head_exchange import HeadExchange, HeadShape
 from peerlane.device.attention.ring import attend_over_ranks
-from peerlane.hardware.virtual_node import share_gpus
 
 SHAPES = {  # tokens, heads, key heads, causal
     "small": (1024, 8, 4, True),
@@ -112,32 +109,20 @@ def measure(name: str, rank: int, world: int) -> dict[str, object]:
             wrong += not errors[kind] < LIMIT
     again = [x.clone() for x in calls["chosen_us"]()]
     wrong += sum(not torch.equal(x, y) for x, y in zip(again, calls["chosen_us"](), strict=True))
-    counted = torch.tensor([float(wrong), max(errors.values())])
+    counted = torch.tensor(max(errors.values()))
     every = [torch.empty_like(counted) for _ in range(world)]
     dist.all_gather(every, counted)
     times = microseconds(calls, 4)
     pieces = ring_backward.pieces(shape, world, group.sm_count)
     return {
-        "bench": "ring_backward", "shape": name, "ranks": world, "wrong": int(sum(float(one[0]) for one in every)),
-        "error": max(float(one[1]) for one in every), "pieces": pieces, **times,
+        "bench": "ring_backward", "shape": name, "ranks": world, "wrong": wrong,
+        "error": max(float(one) for one in every), "pieces": pieces, **times,
     }  # fmt: skip
 
 
-def run(rank: int, ranks: int, shapes: list[str], environments: list[dict[str, str]], store: str, out: Path | None) -> None:
-    os.environ |= environments[rank]
-    torch.cuda.set_device(rank * torch.cuda.device_count() // ranks)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    wrong = 0
+def rows_of(shapes: list[str], rank: int, ranks: int) -> Iterator[Row]:
     for name in shapes:
-        row = measure(name, rank, ranks)
-        wrong += int(str(row["wrong"]))
-        if rank == 0:
-            print(json.dumps(row), flush=True)
-            if out is not None:
-                with out.open("a") as file:
-                    file.write(json.dumps(row | {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}) + "\n")
-    meet()
-    os._exit(1 if wrong else 0)
+        yield measure(name, rank, ranks)
 
 
 def main() -> None:
@@ -146,13 +131,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["small", "llama2_4k", "llama2_16k"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    node = share_gpus(options.ranks, torch.cuda.device_count())
-    if node is None:
-        parser.error("there is no GPU here, expected at least one")
-    with tempfile.TemporaryDirectory() as folder, node.daemon() as daemon:
-        environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
-        arguments = (options.ranks, options.shape, environments, f"{folder}/store", options.out)
-        mp.spawn(run, args=arguments, nprocs=options.ranks)
+    run_on_shared_gpus(parser, options.ranks, options.out, rows_of, options.shape)
 
 
 if __name__ == "__main__":

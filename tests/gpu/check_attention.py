@@ -26,6 +26,8 @@ from typing import Any
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
+from harness import BF16, STRETCHES, median_in_turn
+from local_ranks import LocalRanks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -34,10 +36,9 @@ from peerlane.device.attention.forward import TILINGS, AttentionTiling, Sizes
 from peerlane.device.attention.ring import RingAttention, Shape
 from peerlane.device.attention.ulysses import UlyssesAttention, UlyssesPlan
 from peerlane.device.host.arena import faults
-from peerlane.device.host.local import LocalRanks
 from peerlane.hardware.environment import record
 
-BF16, FP16 = torch.bfloat16, torch.float16
+FP16 = torch.float16
 VARIANTS = (
     AttentionTiling(2, 128, 128, 5),
     AttentionTiling(2, 160, 128, 4),
@@ -62,7 +63,6 @@ SHAPES = (
 SPEEDS = tuple((depth, length, causal) for depth in (128, 64) for length in (4096, 8192, 16384, 32768) for causal in (False, True))
 TOKENS, HIDDEN = 32768, 2048
 TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-STRETCHES = 5
 
 
 def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +101,6 @@ def flops(batch: int, length: int, heads: int, depth: int, causal: bool) -> floa
 def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """Medians of stretches of about 30 ms; kinds of calls take turns."""
     counts: dict[str, int] = {}
-    times: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         for _ in range(2):
             call()
@@ -110,17 +109,18 @@ def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
         call()
         torch.cuda.synchronize()
         counts[name] = max(2, min(50, int(0.03 / (time.perf_counter() - start))))
-    for _ in range(STRETCHES):
-        for name, call in calls.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def stretch(call: Callable[[], Any], count: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        call()
+        start.record()
+        for _ in range(count):
             call()
-            start.record()
-            for _ in range(counts[name]):
-                call()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / counts[name])
-    return {name: statistics.median(known) for name, known in times.items()}
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / count
+
+    return median_in_turn({name: lambda name=name: stretch(calls[name], counts[name]) for name in calls})
 
 
 def speed(group: Any, depth: int, length: int, causal: bool, tilings: list[AttentionTiling]) -> dict[str, Any]:

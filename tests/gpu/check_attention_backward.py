@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from check_attention import BF16, FP16, HIDDEN, TOKENS, TORCH, expected, milliseconds
+from check_attention import FP16, HIDDEN, TOKENS, TORCH, expected, milliseconds
+from harness import BF16
+from local_ranks import LocalRanks
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -37,7 +39,6 @@ from peerlane.device.attention import backward, forward, fused_backward
 from peerlane.device.attention.backward import BackwardTiling, choose_tiling, query_numbers
 from peerlane.device.attention.forward import Sizes
 from peerlane.device.attention.fused_backward import FusedTiling
-from peerlane.device.host.local import LocalRanks
 from peerlane.hardware.environment import record
 
 # batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype; the simplest first

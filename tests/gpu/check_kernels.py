@@ -13,7 +13,6 @@ Prints a line per kernel; exits with 1 if a word was wrong.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -27,24 +26,18 @@ from pathlib import Path
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
+from harness import BF16, FP8, captured, faults_told, integers, wrong_words
+from local_ranks import LocalRanks
 
 from peerlane.device.collectives.communicator import Communicator
-from peerlane.device.host.arena import faults
-from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import all_gather_gemm, gemm, gemm_all_reduce, gemm_reduce_scatter
 from peerlane.hardware.environment import record
 
-BF16 = torch.bfloat16
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 POOL = 6
 DELAYED_SHARE, LONGEST_DELAY_CYCLES = 1 / 8, 400_000
 
 Tensors = list[torch.Tensor]
 """One for each rank."""
-
-
-def integers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, largest: int = 3) -> torch.Tensor:
-    return torch.randint(-largest, largest + 1, shape, device=device).to(dtype)
 
 
 def spread(ranks: LocalRanks, tensor: torch.Tensor) -> Tensors:
@@ -196,14 +189,6 @@ def arguments(drawn: Tensors | tuple[Tensors, ...], rank: int) -> tuple[torch.Te
     return tuple(tensors[rank] for tensors in drawn) if isinstance(drawn, tuple) else (drawn[rank],)
 
 
-def wrong_words(got: torch.Tensor | None, expected: torch.Tensor | None) -> torch.Tensor | int:
-    if got is None or expected is None:
-        return 0
-    if got.dtype in FP8:  # which cannot be compared as numbers
-        got, expected = got.view(torch.uint8), expected.view(torch.uint8)
-    return (got != expected).sum()
-
-
 def check(ranks: LocalRanks, work: Workload, calls: int = 3) -> int:
     """Wrong words in some calls behind each other."""
     wrong = 0
@@ -251,27 +236,6 @@ def soak(ranks: LocalRanks, work: Workload, launches: int) -> int:
             comparisons_of[number, group.rank].replay()
     ranks.synchronize()
     return sum(int(total) for total in wrong)
-
-
-@contextlib.contextmanager
-def faults_told() -> Iterator[None]:
-    """Says who waited for whom when a kernel has given up."""
-    try:
-        yield
-    except RuntimeError:
-        for said in faults():
-            print(f"FAIL {said}", flush=True)
-        raise
-
-
-def captured(ranks: LocalRanks, work: Callable[[int, int], None], number: int, rank: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with (
-        torch.cuda.device(ranks.groups[rank].device),
-        torch.cuda.graph(graph, stream=ranks.groups[rank].shared.streams[rank], capture_error_mode="thread_local"),
-    ):
-        work(number, rank)
-    return graph
 
 
 def main() -> None:

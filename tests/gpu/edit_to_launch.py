@@ -21,9 +21,9 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from local_ranks import LocalRanks
 
 from peerlane.device import Kernel, LocalKernel, compile_cubin
-from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import gemm
 from peerlane.hardware.environment import record
 

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 import torch
+from local_ranks import LocalRanks
 
 from peerlane.device import U32, DeclaredKernel, Epochs, Flags
-from peerlane.device.host.local import LocalRanks
 
 SOURCE = r"""
 #include <peerlane/peers/peers.cuh>

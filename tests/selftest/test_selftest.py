@@ -113,6 +113,25 @@ def test_a_table_that_is_wrong_says_where(root: Path, old: str, new: str, told: 
     assert told in str(error.value)
 
 
+DERIVED = 'file = "1_c02_lazy_pytorch"\nbase = "1_c01_lazy_pytorch"\nreplace = [["tensor.clone()", "tensor"]]'
+
+
+def test_an_entry_is_made_from_its_base(root: Path) -> None:
+    (root / "corpus.toml").write_text(TABLE.replace('file = "1_c02_lazy_pytorch"', DERIVED))
+    (root / "corpus" / "1_c02_lazy_pytorch.py").unlink()
+    corpus = load(root)
+    path = corpus.path(corpus.entries[1])
+    assert path is not None and path.read_text() == LAZY.replace("tensor.clone()", "tensor") != LAZY
+
+
+@pytest.mark.parametrize(("old", "new"), [("tensor.clone()", "nowhere"), ("1_c01_lazy_pytorch", "1_c99_gone_pytorch")])
+def test_a_base_that_does_not_fit_says_why(root: Path, old: str, new: str) -> None:
+    (root / "corpus.toml").write_text(TABLE.replace('file = "1_c02_lazy_pytorch"', DERIVED.replace(old, new)))
+    (root / "corpus" / "1_c02_lazy_pytorch.py").unlink()
+    with pytest.raises(UsageError, match=rf"1_c02_lazy_pytorch: .*{new}.*expected"):
+        load(root)
+
+
 def test_rows_are_chosen_by_ranges(corpus: Corpus) -> None:
     def rows(text: str | None, **more: bool) -> list[str]:
         return [item.row for item in corpus.select(text, **more)]

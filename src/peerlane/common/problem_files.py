@@ -80,7 +80,7 @@ def folder_package(folder: Path) -> str:
 def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
     by_number: dict[int, ProblemFile] = {}
     for package, folder in _places(folders):
-        inside = [(match, path) for path in folder.glob("p*.py") if (match := _NAME.fullmatch(path.name))]
+        inside = [(match, path) for path in folder.glob("p*.py") if (match := _NAME.fullmatch(path.name)) and not _is_proof(path)]
         if not inside:
             raise UsageError(f"there are no problems in {folder}: expected files named pNNN_slug.py, such as p1001_my_gather.py")
         for match, path in inside:
@@ -89,6 +89,11 @@ def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
                 raise UsageError(f"problem {file.number} is both {other.path} and {path}: give one of them another number")
             by_number[file.number] = file
     return dict(sorted(by_number.items()))
+
+
+def _is_proof(path: Path) -> bool:
+    """Returns whether a file holds the wrong answers of the problem beside it; see :class:`peerlane.problems.contract.FromProof`."""
+    return path.stem.endswith("_proof") and path.with_name(f"{path.stem.removesuffix('_proof')}.py").exists()
 
 
 def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:

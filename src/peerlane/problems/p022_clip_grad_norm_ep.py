@@ -10,13 +10,11 @@ import torch.distributed as dist
 
 from peerlane.problems import contract as pc
 from peerlane.problems.families import clipping
-from peerlane.problems.families.clipping import Entry, Gradients, coefficient, every_other, narrow_power_sum, scaled, tensors
+from peerlane.problems.families.clipping import Entry, tensors
 from peerlane.problems.families.collective import BF16, FP32
 from peerlane.problems.families.moe_gradients import MODELS
 
 FP64 = torch.float64
-
-Answer = tuple[torch.Tensor, dict[str, Gradients]]
 
 
 def reference(
@@ -166,96 +164,6 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     return pc.Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
 
 
-def _narrow_norm(
-    case: pc.Case,
-    inputs: pc.Inputs,
-    rank: int,
-    *,
-    stages: Sequence[str | None] | None = None,
-    divisor: int | None = None,
-    norm_type: float | None = None,
-    weights: tuple[float, float] = (1.0, 1.0),
-) -> torch.Tensor:
-    """The norm in float32; with other groups, another divisor of experts, or other weights of the two lists, a wrong one."""
-    device, p = _device(inputs), norm_type or _norm_type(case)
-    fsdp, *ep_stages = _stages(case) if stages is None else stages
-    sums = [narrow_power_sum(args[0], p, device) for args in inputs]
-    expert_sums = [narrow_power_sum(args[1], p, device, divisor or _divisor(case)) for args in inputs]
-    total = weights[0] * _reduced(case, sums, [fsdp])[rank] + weights[1] * _reduced(case, expert_sums, ep_stages)[rank]
-    return total.pow(1.0 / p)
-
-
-def _updated(
-    case: pc.Case,
-    args: tuple[Any, ...],
-    norm: torch.Tensor,
-    *,
-    factor: torch.Tensor | None = None,
-    divisor: int | None = None,
-    coarse: bool = False,
-) -> Answer:
-    """This norm, and gradients scaled by it (or by ``factor``), those of experts divided by ``divisor`` (if None, by the right one)."""
-    factor = coefficient(norm, case["max_norm"]) if factor is None else factor
-    return norm, {
-        "non_ep_grad_tensors": scaled(args[0], factor, coarse=coarse),
-        "ep_grad_tensors": scaled(scaled(args[1], 1.0 / (divisor or _divisor(case))), factor, coarse=coarse),
-    }
-
-
-def _with_norm_of(context: pc.AnswerContext, **options: Any) -> Answer:
-    """Everything follows from a wrong norm."""
-    return _updated(context.case, context.args, _narrow_norm(context.case, context.inputs, context.rank, **options))
-
-
-def _local_times_root(context: pc.AnswerContext) -> Answer:
-    local = _narrow_norm(context.case, context.inputs, context.rank, stages=(None, None, None))
-    return _updated(context.case, context.args, local * context.case.world_size ** (1 / _norm_type(context.case)))
-
-
-def _every_other_element(context: pc.AnswerContext) -> Answer:
-    sampled = [(every_other(args[0]), every_other(args[1])) for args in context.inputs]
-    norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / _norm_type(context.case))
-    return _updated(context.case, context.args, norm)
-
-
-def _right_norm(context: pc.AnswerContext, **options: Any) -> Answer:
-    """The right norm, and gradients with other factors."""
-    return _updated(context.case, context.args, context.answer[0], **options)
-
-
-def _all_divided(context: pc.AnswerContext) -> Answer:
-    non_ep, ep = (scaled(gradients, 1.0 / _divisor(context.case)) for gradients in context.args[:2])
-    return _updated(context.case, (non_ep, ep), context.answer[0], divisor=1)
-
-
-def _one_list_scaled(context: pc.AnswerContext, *, experts: bool) -> Answer:
-    norm, right = context.answer
-    _, kept = _right_norm(context, factor=torch.ones_like(norm))
-    name = "non_ep_grad_tensors" if experts else "ep_grad_tensors"
-    return norm, {**right, name: kept[name]}
-
-
-def _float32(coarse: bool) -> pc.AlternativeSolution:
-    """Norm and products in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
-
-    def answer(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
-        return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
-
-    return pc.AlternativeSolution("coefficient_rounded" if coarse else "rounded", answer)
-
-
-def _folded(case: pc.Case, inputs: pc.Inputs, rank: int) -> Answer:
-    """Experts' divisor and coefficient in one factor, their norm from undivided gradients."""
-    fsdp, *ep_stages = _stages(case)
-    device, p = _device(inputs), _norm_type(case)
-    sums = [narrow_power_sum(args[0], p, device) for args in inputs]
-    expert_sums = [narrow_power_sum(args[1], p, device) * float(_divisor(case)) ** -p for args in inputs]
-    norm = (_reduced(case, sums, [fsdp])[rank] + _reduced(case, expert_sums, ep_stages)[rank]).pow(1.0 / p)
-    factor = coefficient(norm, case["max_norm"])
-    non_ep, ep = inputs[rank][:2]
-    return norm, {"non_ep_grad_tensors": scaled(non_ep, factor), "ep_grad_tensors": scaled(ep, factor / _divisor(case))}
-
-
 _NON_EP = (*tensors(BF16, (37, 5), (0,), None, (128,)), *tensors(FP32, (1,), (3, 3, 3)))
 _EP = (*tensors(BF16, (2, 5, 7), None, (2, 0, 3)), *tensors(FP32, (2, 9), (2, 3, 3)))
 _SINGLE = tensors(FP32, (37, 5), None, (3, 3, 3))
@@ -305,17 +213,6 @@ PRESETS = (
     ),
 )
 
-_OTHERS = tuple(f"{item.name}/{spec.label}" for item in PRESETS[1:] for spec in item.cases)
-_OTHERS_ON_MORE = tuple(f"{name}/w{world_size}" for name in _OTHERS for world_size in (4, 8))
-
-
-def _small(*labels: str) -> tuple[str, ...]:
-    return tuple(f"small/{label}" for label in labels)
-
-
-_BOTH = _small("all_ranks", "norm_1", "divisor_3")
-_REDUCED = (*_small("grid", "below", "large_experts"), *_BOTH)
-
 
 PROBLEM = pc.Problem(
     id=22,
@@ -338,97 +235,8 @@ PROBLEM = pc.Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    known_wrong_answers=(
-        pc.wrong(
-            "no_communication",
-            "the norm of the rank's own gradients",
-            lambda c: _with_norm_of(c, stages=(None, None, None)),
-            (*_REDUCED, *_small("no_non_ep", "no_ep", "ep_fsdp_only", "ep_only"), *_OTHERS),
-        ),
-        pc.wrong("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, (*_REDUCED, *_OTHERS)),
-        pc.wrong("every_other_element", "the norm of every second element times 2^(1/p)", _every_other_element, (*_REDUCED, *_OTHERS)),
-        pc.wrong(
-            "experts_not_reduced",
-            "experts' sum not reduced",
-            lambda c: _with_norm_of(c, stages=("world", None, None)),
-            (*_REDUCED, *_OTHERS),
-        ),
-        pc.wrong(
-            "experts_reduced_over_sharers_only",
-            "experts' sum not reduced over the expert-parallel group",
-            lambda c: _with_norm_of(c, stages=("world", "ep_fsdp", None)),
-            (*(f"{name}/w4" for name in _small("grid")), *_small("below"), *_BOTH, *_OTHERS_ON_MORE),
-        ),
-        pc.wrong(
-            "experts_reduced_over_ep_group_only",
-            "experts' sum not reduced over the ranks that share them",
-            lambda c: _with_norm_of(c, stages=("world", None, "ep")),
-            (*_small("grid"), *(f"{name}/w4" for name in _small("below", "norm_1", "divisor_3"))),
-        ),
-        pc.wrong(
-            "groups_swapped",
-            "the expert-parallel group in place of the ranks that share experts, or the other way round",
-            lambda c: _with_norm_of(c, stages=("world", "ep", None) if _stages(c.case)[1] else (None, None, "ep_fsdp")),
-            _small("ep_fsdp_only", "ep_only"),
-        ),
-        pc.wrong(
-            "whole_world",
-            "skipped sums taken",
-            lambda c: _with_norm_of(c, stages=("world", "world", None)),
-            _small("ep_fsdp_only", "ep_only/w4"),
-        ),
-        pc.wrong(
-            "fsdp_group_ignored",
-            "the other gradients' sum taken over the world",
-            lambda c: _with_norm_of(c, stages=("world", *_stages(c.case)[1:])),
-            _small("hybrid", "ep_only"),
-        ),
-        pc.wrong(
-            "others_not_reduced",
-            "the other gradients' sum not reduced",
-            lambda c: _with_norm_of(c, stages=(None, *_stages(c.case)[1:])),
-            (*_small("hybrid"), *_BOTH),
-        ),
-        pc.wrong("euclidean", "norm_type ignored", lambda c: _with_norm_of(c, norm_type=2.0), _small("norm_1")),
-        pc.wrong("experts_left_out", "the norm of the other gradients", lambda c: _with_norm_of(c, weights=(1.0, 0.0)), (*_BOTH, *_OTHERS)),
-        pc.wrong("others_left_out", "the norm of experts' gradients", lambda c: _with_norm_of(c, weights=(0.0, 1.0)), (*_BOTH, *_OTHERS)),
-        pc.wrong(
-            "not_divided",
-            "ep_size ignored",
-            lambda c: _updated(c.case, c.args, _narrow_norm(c.case, c.inputs, c.rank, divisor=1), divisor=1),
-            (*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
-        ),
-        pc.wrong(
-            "divided_after_the_norm",
-            "the norm of undivided gradients of experts",
-            lambda c: _with_norm_of(c, divisor=1),
-            (*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
-        ),
-        pc.wrong(
-            "divided_for_the_norm_only",
-            "the right norm, experts' gradients not divided",
-            lambda c: _right_norm(c, divisor=1),
-            (*_small("below", "no_non_ep", "large_experts", "nan"), *_BOTH, *_OTHERS_ON_MORE),
-        ),
-        pc.wrong(
-            "all_divided", "the other gradients divided too", _all_divided, (*_small("below", "no_ep", "nan"), *_BOTH, *_OTHERS_ON_MORE)
-        ),
-        pc.wrong(
-            "not_clipped",
-            "the right norm, gradients not scaled by it",
-            lambda c: _right_norm(c, factor=torch.ones_like(c.answer[0])),
-            (*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts", "hybrid"), *_BOTH, *_OTHERS),
-        ),
-        pc.wrong("only_experts_clipped", "the other gradients not scaled", lambda c: _one_list_scaled(c, experts=True), (*_BOTH, *_OTHERS)),
-        pc.wrong("only_others_clipped", "experts' gradients not scaled", lambda c: _one_list_scaled(c, experts=False), (*_BOTH, *_OTHERS)),
-        pc.wrong(
-            "always_scaled",
-            "gradients scaled to max_norm although they are below it",
-            lambda c: _right_norm(c, factor=c.case["max_norm"] / c.answer[0]),
-            _small("below"),
-        ),
-    ),
-    alternative_solutions=(_float32(coarse=False), _float32(coarse=True), pc.AlternativeSolution("folded", _folded)),
+    known_wrong_answers=pc.FromProof(__name__, "KNOWN_WRONG_ANSWERS"),
+    alternative_solutions=pc.FromProof(__name__, "ALTERNATIVE_SOLUTIONS"),
     excused={
         "neighbours_exchanged": "a sum does not depend on the order of its terms",
         "another_rank/norm": "all ranks of the world have one norm, but where groups are smaller or left out",

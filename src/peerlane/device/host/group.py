@@ -1,9 +1,8 @@
 """A group: some ranks that can address each other's memory, as one of them sees it.
 
-The kit's host code asks a group, and nothing else, for ranks, exchange, memory and kernels. There are three kinds:
+The kit's host code asks a group, and nothing else, for ranks, exchange, memory and kernels. There are two kinds:
 
-    peerlane.device.host.ipc               processes of one node, joined by a torch.distributed process group
-    peerlane.device.host.local             ranks of one process, each with a stream of its own
+    peerlane.device.host.ipc   processes of one node, joined by a torch.distributed process group
     peerlane.emulator.ranks    threads on CPUs, whose kernels run in the emulator
 
 ``group_of(group)`` of ``group_of.py`` gives the group of a process group (default: all ranks), or of the caller's emulated rank.

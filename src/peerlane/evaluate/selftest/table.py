@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
+import tempfile
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from peerlane.common.place import Device, Place
 from peerlane.common.version import PACKAGE
@@ -67,6 +70,13 @@ class Entry(Record):
     cuda: Kinds | None = None
     emulated: Kinds | None = None
     quick: bool = False
+    base: str | None = None
+    replace: tuple[tuple[str, str], ...] = ()
+
+    @field_validator("*")
+    @classmethod
+    def _readable(cls, value: Any, info: ValidationInfo) -> Any:
+        return value if info.field_name == "replace" else super()._readable(value, info)  # texts of a source keep their line breaks
 
     @model_validator(mode="before")
     @classmethod
@@ -120,7 +130,7 @@ class Corpus:
         rules: name -> title.
         rows: id -> what a candidate of that row does.
         entries: in the table's order.
-        folder: holds ``<file>.py`` for every entry but the reference.
+        folder: holds ``<file>.py`` for every entry but the reference; a copy that ends with this process.
     """
 
     rules: Mapping[str, str]
@@ -169,14 +179,31 @@ def load(root: Path | None = None) -> Corpus:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole"
         raise UsageError(f"{path} is not a valid table: {place}: {first['msg']}") from None
-    corpus = Corpus(document.rules, document.rows, document.candidate, root / _FOLDER)
-    listed = {entry.file for entry in corpus.entries} - {REFERENCE}
-    there = {item.stem for item in corpus.folder.glob("*.py")}
+    listed = {entry.file for entry in document.candidate if entry.base is None} - {REFERENCE}
+    there = {item.stem for item in (root / _FOLDER).glob("*.py")}
     if strange := sorted(listed ^ there):
         raise UsageError(
-            f"{path} and the files in {corpus.folder} differ: {', '.join(strange)}; every file needs an entry, and every entry a file"
+            f"{path} and the files in {root / _FOLDER} differ: {', '.join(strange)}; every file needs an entry, every entry a file or base"
         )
-    return corpus
+    folder = Path(tempfile.mkdtemp(prefix="peerlane-table-")) / _FOLDER
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    shutil.copytree(root / _FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for entry in document.candidate:
+        if entry.base is not None:
+            (folder / f"{entry.file}.py").write_text(_derived(path, entry, folder / f"{entry.base}.py"), encoding="utf-8")
+    return Corpus(document.rules, document.rows, document.candidate, folder)
+
+
+def _derived(table: Path, entry: Entry, base: Path) -> str:
+    """Returns the text of an entry's base with the entry's replacements; raises :class:`UsageError` if one does not fit."""
+    if not base.is_file():
+        raise UsageError(f"{table}: {entry.file}: there is no base {entry.base!r}: expected the name of a file in {_FOLDER}/")
+    text = base.read_text(encoding="utf-8")
+    for old, new in entry.replace:
+        if (count := text.count(old)) != 1:
+            raise UsageError(f"{table}: {entry.file}: {old!r} occurs {count} times in {base.name}: expected once; quote more of the line")
+        text = text.replace(old, new)
+    return text
 
 
 def _solutions(world_size: int) -> list[Entry]:

@@ -18,6 +18,7 @@ from peerlane.problems.contract.judge import (
     same_bits,
     score,
 )
+from peerlane.problems.contract.proof import FromProof
 from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
     AlternativeSolution,
@@ -73,6 +74,7 @@ __all__ = [
     "Cost",
     "Draw",
     "Expected",
+    "FromProof",
     "GroupLayout",
     "GroupRef",
     "Inputs",

@@ -373,8 +373,8 @@ class Problem:
     cost: Callable[[Case, int], Cost]
     presets: tuple[Preset, ...]
     tolerance: Callable[[Case], Mapping[str, Tolerance]] = lambda _: {}
-    known_wrong_answers: tuple[KnownWrongAnswer, ...] = ()
-    alternative_solutions: tuple[AlternativeSolution, ...] = ()
+    known_wrong_answers: Sequence[KnownWrongAnswer] = ()
+    alternative_solutions: Sequence[AlternativeSolution] = ()
     excused: Mapping[str, str] = field(default_factory=dict)
     compare: Callable[[Case, Tree, Tree, str], list[Score]] | None = None
     variant_references: Mapping[str, Callable[..., Tree]] = field(default_factory=dict)

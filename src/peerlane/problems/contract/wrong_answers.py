@@ -64,7 +64,7 @@ def known_wrong_answers(problem: Problem) -> tuple[KnownWrongAnswer, ...]:
     if unknown:
         raise ValueError(f"problem {problem.id} excuses unknown known wrong answers: {sorted(unknown)}")
     standard = tuple(item for item in STANDARD_WRONG_ANSWERS if item.name not in problem.excused)
-    return standard + problem.known_wrong_answers
+    return (*standard, *problem.known_wrong_answers)
 
 
 def transport_faults(problem: Problem) -> tuple[KnownWrongAnswer, ...]:
