@@ -187,7 +187,7 @@ def test_a_captured_graph_and_calls_outside_do_not_wait(machine: Machine) -> Non
     assert seen["eager 2"] == {"eager 1"}
 
 
-def test_messages_of_a_capture_run_as_one_behind_their_own_calls(machine: Machine) -> None:
+def test_captured_messages_run_as_one_behind_their_calls(machine: Machine) -> None:
     """From two streams; what is captured between the calls and the first wait runs beside the messages."""
     order_of_calls, seen, tensors = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), [Tensor(), Tensor()]
     messages, started, streams = captured_messages(order_of_calls), list[list[Any]](), [Stream(machine), Stream(machine)]
@@ -216,7 +216,7 @@ def test_messages_of_a_capture_run_as_one_behind_their_own_calls(machine: Machin
     assert [tensor.kept_for for tensor in tensors] == [[machine.side]] * 2
 
 
-def test_messages_that_a_capture_did_not_wait_for_are_an_error(machine: Machine) -> None:
+def test_captured_messages_without_a_wait_are_an_error(machine: Machine) -> None:
     """Once, at the next call, and at every wait that comes too late. Captures that still run keep theirs."""
     messages, other = captured_messages(ordering.CudaLane(torch.device("cpu"))), Stream(machine)
     started = list[Any]()

@@ -135,7 +135,7 @@ def test_messages_arrive_whole_in_every_schedule(make: object) -> None:
     assert report.clean, report
 
 
-def test_long_sends_ahead_of_their_receives_in_one_queue_wait_for_ever_and_together_do_not() -> None:
+def test_long_sends_ahead_of_receives_in_one_queue_deadlock() -> None:
     """Why the backend launches the messages of a captured graph together: its branches may share a queue."""
     messages = [Message(0, 1, 300), Message(1, 0, 300)]
     apart, together = Messages(messages), Messages(messages)

@@ -211,7 +211,7 @@ def more_than_a_launch_has(rank: int, world: int) -> list[int]:
     return launches_since(before)
 
 
-def test_more_messages_of_a_capture_than_a_launch_has_are_several_launches(ranks: RankPool) -> None:
+def test_many_captured_messages_are_several_launches(ranks: RankPool) -> None:
     assert ranks.run(more_than_a_launch_has) == [[64, 16]] * RANKS
 
 
@@ -237,7 +237,7 @@ def not_waited_for(rank: int, world: int) -> list[int]:
     return launches_since(before)
 
 
-def test_a_captured_message_that_is_not_waited_for_is_an_error(ranks: RankPool) -> None:
+def test_a_captured_message_without_a_wait_is_an_error(ranks: RankPool) -> None:
     assert ranks.run(not_waited_for) == [[1, 1]] * RANKS
 
 

@@ -106,7 +106,7 @@ def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
     assert int(block.latest()[0][0]) == 139
 
 
-def test_a_graph_without_some_of_its_messages_is_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_lacks_messages_is_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the capture ended well or not, the messages left are reported once: the eager calls that follow must not raise for them."""
     left: list[str] = []
     rank = object.__new__(Rank)
