@@ -7,21 +7,34 @@ EXTRAS ?= triton,cuda,models,serve,ray,slurm
 BIN := .venv/bin
 # Files stay together, for their rank groups take seconds to start; in the order of their folders, for the longest come first there.
 PYTEST := $(BIN)/python -m pytest -ra -n 2 --dist loadfile --no-loadscope-reorder
+# Folders of src/peerlane, and the folders of tests that say something about each, where it is not the one of its name.
+ROOMS := cli emulator device evaluate generate hardware nn ops problems publish report results sandbox service solutions
+ROOM_device := device ops ranks
+ROOM_emulator := device
+ROOM_evaluate := evaluate ranks e2e adversarial sandbox selftest
+ROOM_nn := ops ranks
+ROOM_ops := ops ranks
+ROOM_problems := problems ranks
+ROOM_report := report docs_build
+ROOM_results := results evaluate report
+ROOM_sandbox := sandbox e2e adversarial
+ROOM_solutions := device
 BASE := .venv/.installed-base
 STAMP := .venv/.installed
 # Hundreds of processes import torch: bytecode is kept even where the environment says not to, which would cost each of them a second.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-long test-all test-trainers check docs site lock clean
+.PHONY: help setup demo test test-room test-all mutants test-trainers check docs site lock clean
 
 help:
 	@echo "make demo    judge six examples, right and wrong, on CPU ranks; sets up .venv without extras"
-	@echo "make test    run the tests that every change has to pass"
-	@echo "make test-quick  run those of them that take no seconds each: something of everything, in a few minutes"
-	@echo "make test-all run every test"
+	@echo "make test    run the tests that every change has to pass, in about five minutes on two cores"
+	@echo "make test-room ROOM=evaluate  run the slow tests of a room too, when it has changed: $(sort $(ROOMS))"
+	@echo "make test-all run every test, nightly: about an hour on two cores"
+	@echo "make mutants  put faults into copies of the source, one at a time, and tell which the tests catch; nightly, a quarter of an hour"
 	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
-	@echo "make check   the gate: lint, format, types, generated docs, all tests"
+	@echo "make check   the gate: lint, format, types, generated docs, and make test"
 	@echo "make docs    regenerate what is generated in docs and committed"
 	@echo "make site    draw the pictures and build the documentation as a site, in site/"
 	@echo "make lock    choose versions anew with uv: uv.lock, and constraints.txt from it"
@@ -54,17 +67,20 @@ $(STAMP): $(BASE)
 demo: $(BASE)
 	$(BIN)/peerlane demo
 
-# In one run: tests are collected once, and the slow ones find what the quick ones have compiled and started.
+# At most 500 CPU seconds of all processes. What costs more is marked slow, or long; CONTRIBUTING.md says which promises are held where.
 test: $(STAMP)
-	$(PYTEST) -m "not long"
-
-test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not long"
 
-test-long: $(STAMP)
-	$(PYTEST) -m long
+# In one run: tests are collected once, and the slow ones find what the quick ones have compiled and started.
+test-room: $(STAMP)
+	@case " $(ROOMS) " in *" $(or $(ROOM),none) "*) ;; *) echo "ROOM is $(or $(ROOM),not given): expected one of $(sort $(ROOMS)): make test-room ROOM=evaluate" >&2; exit 2;; esac
+	$(PYTEST) -m "not long" $(addprefix tests/,$(or $(ROOM_$(ROOM)),$(ROOM)))
 
-test-all: test test-long
+test-all: $(STAMP)
+	$(PYTEST)
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants.py
 
 # Trainers conflict with each other: each has a virtual environment of its own, on top of .venv.
 test-trainers: $(STAMP)
@@ -80,7 +96,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m docs.build --check
-	$(PYTEST)
+	$(PYTEST) -m "not slow and not long"
 
 docs: $(STAMP)
 	$(BIN)/python -m docs.build --write

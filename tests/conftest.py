@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from floors import mark_slow
 from kept_fork_servers import waiting_fork_servers
 from peerlane import cli
 
@@ -19,6 +20,12 @@ __all__ = ["waiting_fork_servers"]
 
 # Imports and collection leave little to collect. Looking for it again and again takes a fifth of their time.
 gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before tests are chosen by their marks."""
+    mark_slow(items)
 
 
 def pytest_collection_finish() -> None:

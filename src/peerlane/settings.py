@@ -144,15 +144,32 @@ def nvshmem_environment(*, one_host: bool, shares_gpu: bool, sockets: bool) -> d
     return {name: os.environ.get(name, value) for name, value in wanted.items()} | {"NVSHMEM_DISABLE_NVLS": "1"}
 
 
+MULTICAST_OFF: Mapping[str, str] = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""Variables that keep NCCL, torch and NVSHMEM from using NVLink multicast. NCCL else makes a multicast object by itself."""
 MULTICAST_REASON = (
-    "NVLink multicast, which is off here: a program that uses it can take shared GPUs out of service. TORCH_SYMM_MEM_DISABLE_MULTICAST=0 "
+    "NVLink multicast, which is off here: a program that uses it can take shared GPUs out of service. PEERLANE_MULTICAST=allow "
     "allows it on a machine of your own"
 )
+_GPUS_VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+
+
+def multicast_environment() -> dict[str, str]:
+    """Returns the variables that turn NVLink multicast off in all ranks; none where libraries use it as they do without peerlane.
+
+    It is off if PEERLANE_MULTICAST is ``forbid``, and if that is not set and a visible GPU is part of one (MIG). Raises UsageError for
+    another value than ``forbid`` and ``allow``.
+    """
+    wanted = os.environ.get("PEERLANE_MULTICAST")
+    if wanted not in (None, "forbid", "allow"):
+        raise UsageError(f"PEERLANE_MULTICAST={wanted!r}: expected forbid or allow")
+    in_parts = any("MIG-" in os.environ.get(name, "") for name in _GPUS_VISIBLE)
+    return dict(MULTICAST_OFF) if wanted == "forbid" or (wanted is None and in_parts) else {}
 
 
 def multicast_allowed() -> bool:
-    """Tells whether candidates may use NVLink multicast."""
-    return os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "0"
+    """Tells whether files that demand NVLink multicast are run: only where somebody allows it."""
+    allowed = os.environ.get("PEERLANE_MULTICAST") == "allow" or os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "0"
+    return allowed and not multicast_environment()
 
 
 def nvls_allowed(variables: Mapping[str, str]) -> bool:
@@ -215,17 +232,14 @@ def passes_to_ranks(name: str) -> bool:
 def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, str]:
     """Returns the variables that a rank which shares its GPU needs before CUDA, NCCL and symmetric memory start.
 
-    NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets. A kernel
-    that waits for a message must not hold up the queue in which a message to a peer stands: a process gets as many queues as there are.
+    NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets.
     """
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if one_host else {}
     return {
-        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         "NCCL_HOSTID": label,
         **local,
-        "NCCL_NVLS_ENABLE": "0",
+        **MULTICAST_OFF,
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
 
 

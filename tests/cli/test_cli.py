@@ -51,7 +51,7 @@ COMMAND_LINE = {
     "export": "",
     "results": "",
     "demo": "--all --examples --preset --world-size --device --json",
-    "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --out --json",
+    "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --honest --emulated --world-size --load --timeout --out --json",
     "serve": "--host --port --out --problems --world-size --device --ranks-per-gpu --isolation --token-file --queue-limit --share "
     "--drain --judges --check",
     "prompt": "problem_name --problems --disguise --backend --track --hardware --world-size --preset --variant --shots --json",
@@ -259,7 +259,7 @@ def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
         "mutates": [],
         "comparison": "NoneType",
         "known_wrong_answers": [{"name": "str", "why": "str", "cases": "NoneType"}],
-        "excused": {"another_rank": "str"},
+        "excused": {"neighbours_exchanged": "str", "ranks_reversed": "str", "ring_order": "str", "another_rank": "str"},
         "world_size": "int",
         "profile": "str",
     }
@@ -302,7 +302,7 @@ def test_show_prints_what_the_page_has_from_any_folder(
 def test_show_for_people_names_its_profile(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert peerlane("show", "1", "--profile", "b200") == ExitCode.OK
     out = capsys.readouterr().out
-    assert "B200 SXM datasheet; it is not a measurement" in out and "no_communication" in out and "on 4 ranks" in out
+    assert "B200 SXM datasheet; it is not a measurement" in out and "transport faults" in out and "on 4 ranks" in out
 
 
 @pytest.mark.parametrize(

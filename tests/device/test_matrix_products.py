@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -14,7 +15,7 @@ from peerlane.device.products.gemm import TILINGS, Tiling, choose_tiling
 from peerlane.device.products.gemm_all_gather import GEMM_ALL_GATHER
 from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
 from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
-from peerlane.errors import LaunchError
+from peerlane.errors import LaunchError, UsageError
 from representatives import every_second
 
 FUSED = {
@@ -58,6 +59,31 @@ def test_large_products_get_large_tiles_and_small_ones_fill_the_gpu() -> None:
     assert rows * columns > 32
     for m, n, k in [(1, 8, 8), (64, 64, 64), (1000, 1000, 1000), (32768, 8192, 512)]:
         assert choose_tiling(m, n, k, 132) in TILINGS
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "refused"),
+    [
+        ((64, 128), (128, 32), False),
+        ((64, 128), (136, 32), True),  # would be read beyond its end
+        ((64, 128), (120, 32), True),
+        ((64, 128), (64, 128), True),
+        ((0, 128), (128, 32), True),
+        ((64, 0), (0, 32), True),
+        ((64, 128), (128, 0), True),
+        ((2, 64, 128), (128, 32), True),
+        ((128,), (128, 32), True),
+    ],
+)
+def test_operands_must_fit_each_other(a: tuple[int, ...], b: tuple[int, ...], refused: bool) -> None:
+    with pytest.raises(UsageError, match=r"expected \(m, k\) and \(k, n\)") if refused else contextlib.nullcontext():
+        gemm.check_operands(torch.empty(a, dtype=torch.bfloat16), torch.empty(b, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float32, torch.float32), (torch.float16, torch.float32)])
+def test_operands_have_one_type_that_kernels_know(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    with pytest.raises(UsageError, match="expected both bfloat16 or both float16"):
+        gemm.check_operands(*(torch.empty(8, 8, dtype=dtype) for dtype in dtypes))
 
 
 def test_every_tiling_fits_a_block() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -92,9 +93,19 @@ def test_an_installed_package_offers_problems(folder: Path, tmp_path: Path) -> N
     [
         ("p1002_x.py", "PROBLEM = 3\n", "declares no problem"),
         ("p1003_x.py", "import torch\n1 / 0\n", "p1003_x.py, line 2, raised ZeroDivisionError"),
+        ("p1004_x.py", "import sys\nsys.exit(3)\n", "p1004_x.py, line 2, raised SystemExit: 3; correct this file"),
+        ("p1005_x.py", "raise OSError('\\x1b[2J')\n", r"raised OSError: '\x1b[2J'; correct this file"),
         ("p1_x.py", "", "there are no problems in"),
     ],
 )
 def test_a_folder_that_holds_none_is_named(name: str, text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert said in run("peerlane", "list", "--problems", str(tmp_path), status=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"), [(os.mkfifo, "pipe"), (os.mkdir, "folder"), (lambda path: path.symlink_to("/dev/zero"), "device")]
+)
+def test_a_problem_is_a_regular_file(make: Callable[[Path], None], kind: str, tmp_path: Path) -> None:
+    make(tmp_path / "p1006_x.py")
+    assert f"p1006_x.py is a {kind}: expected a regular file" in run("peerlane", "list", "--problems", str(tmp_path), status=2)

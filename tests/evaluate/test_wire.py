@@ -20,8 +20,8 @@ CASE = wire.CaseId(1, "small", "37x53 bf16", 2, 1)
 LAYOUT = wire.CaseLayout({"kind": "cpu", "size": 4096, "offset": 0}, [{"kind": "list", "items": []}], [{}], 512, 256, {"tp": [[0, 1]]})
 PLAN = wire.BlockPlan(4, ((1, 1, 3),))
 EVENT, STAMP = ("gemm", 7, 5, 9), ("wait", "storer", 5, 1, 2)
-PLAIN_RECORDING = wire.Recording({"cuLaunchKernel": 1}, {"gemm": 2}, True, 0, [], None, None)
-TIMELINE = wire.Recording({}, {}, True, 0, [], [EVENT], [STAMP])
+PLAIN_RECORDING = wire.Recording({"cuLaunchKernel": 1}, {"gemm": 2}, ["begin", "end"], 0, 900, [], None, None)
+TIMELINE = wire.Recording({}, {}, ["begin", "end"], 0, 900, [], [EVENT], [STAMP])
 SCORE = wire.SlotScore(0, None, 0.5, "output", "differs", (1, 2), 1.0, 2.0, (("loss", 5),))
 REGION = wire.OutOfBounds(3, "argument tensor", "0 bytes behind its end")
 
@@ -126,7 +126,7 @@ def called(**changes: Any) -> messages.Message:
 
 
 def recording(**changes: Any) -> messages.Message:
-    plain = {"host": {"a": 1}, "device": {}, "marked": True, "collectives": 0, "replaced": [], "events": None, "roles": None}
+    plain = {"host": {"a": 1}, "device": {}, "marks": [], "collectives": 0, "functions": 0, "replaced": [], "events": None, "roles": None}
     return {**plain, **changes}
 
 
@@ -150,7 +150,8 @@ MALFORMED: list[tuple[wire.Request[Any], Any]] = [
     (RECORDED, called(recordings=[recording(device={"x" * 301: 1})])),
     (RECORDED, called(recordings=[recording(device={str(number): 1 for number in range(MOST_NAMES + 1)})])),
     *((RECORDED, called(recordings=[recording(replaced=value)])) for value in (None, "x", [[]])),
-    (RECORDED, called(recordings=[recording(marked="yes")])),
+    *((RECORDED, called(recordings=[recording(marks=value)])) for value in (None, True, "yes", ["x"] * 5, [1], ["x" * 301])),
+    *((RECORDED, called(recordings=[recording(functions=value)])) for value in (None, True, -1)),
     (RECORDED, called(recordings=[recording(collectives=True)])),
     (RECORDED, called(recordings=[recording(events=[])])),
     *((ON_TIMELINE, called(recordings=[recording(events=value)])) for value in (None, "none")),

@@ -64,6 +64,14 @@ RUN = [
 PROBLEMS = [1, 2, 3, 4]
 
 
+def test_samples_that_were_never_judged_are_no_failures() -> None:
+    """Neither a machine without GPUs nor our own failure says anything about a model."""
+    run = [attempt(1, 0), attempt(1, 1, "not_run"), attempt(2, 0, "harness_error"), attempt(2, 1, "hang"), attempt(2, 2)]
+    assert metrics.solved(run, [1, 2], metrics.is_correct, 1) == pytest.approx({1: 1.0, 2: 0.5})
+    assert {number: len(group) for number, group in metrics.by_problem(run, [1, 2]).items()} == {1: 1, 2: 2}
+    assert metrics.unjudged(run) == 2
+
+
 def test_hand_counted_run() -> None:
     correct = metrics.solved(RUN, PROBLEMS, metrics.is_correct, 1)
     assert correct == pytest.approx({1: 2 / 3, 2: 1 / 3, 3: 0.0, 4: 0.0})

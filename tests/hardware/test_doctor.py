@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from peerlane.hardware import doctor
-from peerlane.hardware.doctor import MULTICAST_OFF, Check, Status, diagnose
+from peerlane.hardware.doctor import Check, Status, diagnose
 from peerlane.hardware.topology import Gpu, Topology
+from peerlane.settings import MULTICAST_OFF
 
 BARE = Topology((), {}, None, "a CPU", 2, 2**34, "none", "no NVIDIA driver: neither NVML nor nvidia-smi answers")
 

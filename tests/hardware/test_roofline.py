@@ -46,6 +46,14 @@ def test_all_reduce_of_128_mb_by_hand() -> None:
     assert line.utilisation(853.334) == pytest.approx(0.5, rel=1e-5)
 
 
+def test_no_honest_call_beats_the_floor_of_costs_that_are_means() -> None:
+    """A block's calls may all fall short of the mean: half of it is certain."""
+    exact, mean = Cost(0, 450e6, 0, {"bf16": 1e9}), Cost(0, 450e6, 0, {"bf16": 1e9}, typical=True)
+    assert physical_floor_us([exact] * 2, H200_SXM) == pytest.approx(1000.0)
+    for ranks in ([mean] * 2, [mean, exact], [exact, mean]):
+        assert physical_floor_us(ranks, H200_SXM, calls=8) == pytest.approx(4000.0)
+
+
 def test_two_tiers_by_hand() -> None:
     # 90 MB inside a node at 450 GB/s: 200 us. 20 MB between nodes at 50 GB/s: 400 us.
     line = roofline([Cost(1e6, 90e6, 0, network_egress_bytes=10e6, network_ingress_bytes=20e6)], SHEET)

@@ -128,6 +128,7 @@ def test_ranks_get_their_device_and_a_name_of_their_own() -> None:
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "NVSHMEM_DISABLE_NVLS": "1",
         "CUDA_MPS_PIPE_DIRECTORY": environments[1]["CUDA_MPS_PIPE_DIRECTORY"],
         "CUDA_MPS_LOG_DIRECTORY": environments[1]["CUDA_MPS_LOG_DIRECTORY"],
         "PEERLANE_RANKS_PER_GPU": "4",

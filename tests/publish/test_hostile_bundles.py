@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import lzma
 import os
+import shutil
 import struct
+import subprocess
 import zipfile
 from collections.abc import Callable
 from hashlib import sha256
@@ -18,9 +20,11 @@ from peerlane.errors import UsageError
 from peerlane.publish.bundle import MANIFEST, read_bundle, write_bundle
 from peerlane.publish.gather import gather
 from peerlane.publish.page import render_page
+from peerlane.publish.signature import signature_file
 from peerlane.publish.verify import compare, verification, verification_file
 from peerlane.results.result import Result
 from peerlane.results.speed_record import Estimate, ModeSpeed
+from publish.test_page import data_of
 from sample_results import measured, result, text_of
 from sample_runs import make_run
 
@@ -98,6 +102,45 @@ def test_the_page_shows_what_the_keeper_measured(tmp_path: Path) -> None:
     verification_file(bundle.path).unlink()
     html = render_page(gather([bundle.path]), "t").html
     assert "measured by the keeper" not in html and "figures claimed by the author, not verified" in html
+
+
+def test_claims_say_nothing_about_the_reference(tmp_path: Path) -> None:
+    """The share of the roofline that the reference reaches is the keeper's figure, or none."""
+    claims = make_run(tmp_path / "run", "model", (1, 2), good=1.0)
+    write_bundle(tmp_path / "run", tmp_path / "a.zip")
+    bundle = read_bundle(tmp_path / "a.zip")
+
+    def authors() -> set[object]:
+        (board,) = data_of(render_page(gather([bundle.path]), "t").html)
+        return {row.get("author", "the reference") for row in board["reached"]}  # type: ignore[attr-defined]
+
+    assert authors() == {"model, not verified"}
+    verification_file(bundle.path).write_text(verification(bundle, claims, claims).model_dump_json())
+    assert authors() == {"model", "the reference"}
+
+
+def sign(bundle: Path, key: Path) -> None:
+    """Signs a bundle as its author does, with a new key."""
+    for command in (["-q", "-t", "ed25519", "-N", "", "-f", key], ["-Y", "sign", "-n", "peerlane", "-f", key, bundle]):
+        subprocess.run(["ssh-keygen", *map(str, command)], check=True, capture_output=True, timeout=60)
+
+
+def test_the_page_names_the_key_that_signed_a_bundle(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(tmp_path / name, name, (1, 2), good=1.0)
+        write_bundle(tmp_path / name, tmp_path / f"{name}.zip")
+    sign(tmp_path / "a.zip", tmp_path / "key")
+    told = subprocess.run(["ssh-keygen", "-lf", str(tmp_path / "key.pub")], capture_output=True, text=True, timeout=60, check=True)
+    fingerprint = told.stdout.split()[1]
+    html = render_page(gather([tmp_path / "a.zip", tmp_path / "b.zip"]), "t").html
+    assert f"a, not verified: ED25519 {fingerprint}" in html and "b, not verified: ED25519" not in html
+    shutil.copy(signature_file(tmp_path / "a.zip"), signature_file(tmp_path / "b.zip"))
+    with pytest.raises(UsageError, match=r"b\.zip\.sig is no signature of .*b\.zip"):
+        gather([tmp_path / "b.zip"])
+    signature_file(tmp_path / "b.zip").unlink()
+    signature_file(tmp_path / "b.zip").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=r"b\.zip\.sig is a link"):
+        gather([tmp_path / "b.zip"])
 
 
 # --- malformed bundles ---
@@ -301,6 +344,7 @@ def test_an_impossible_cost_is_named(value: str, good: Members, tmp_path: Path) 
         (lambda record: record["problem"].update(id=5), "is of code that the bundle lacks"),
         (lambda record: record["candidate"].update(sha256="0" * 64), "is of code that the bundle lacks"),
         (lambda record: record.update(world_size=10**6), "claims 1000000 ranks"),
+        (lambda record: record["candidate"].update(backend="reference", name="reference"), "is called the reference"),
     ],
 )
 def test_a_result_that_cannot_be_checked_is_named(

@@ -5,22 +5,25 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from peerlane.common import files
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.selftest.calibrate import CalibrationPlan, calibrate
 from peerlane.generate.judgements import attempt_of
 from peerlane.results.json_lines import append_lines
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
-from sample_results import hung, on_cpu, own_audit, result, wrong
+from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun
+from sample_results import hung, on_cpu, own_audit, result, wrong, wrong_result
 
 
 def numbered(number: int) -> Result:
@@ -35,6 +38,26 @@ def test_an_overloaded_machine_says_nothing_about_a_candidate(tmp_path: Path) ->
     (again,) = ResultsStore(tmp_path).results()
     assert again.says_nothing and again.reward("correct") is None and not store.has(again.identity)
     assert not attempt_of(again, 0).judged and attempt_of(hung(), 0).judged and hung().reward("correct") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("verdict", "final"),
+    [
+        (Correct(), True),
+        (wrong_result(), True),
+        (Hang(phase="first_call", ranks=(1,), deadline_s=20.0), True),
+        (NotRun(missing="a GPU"), False),
+        (HarnessFailure(phase="spawn", message="a trusted rank ended"), False),
+    ],
+    ids=lambda value: getattr(value, "kind", value),
+)
+def test_only_what_says_something_about_the_candidate_is_final(verdict: Any, final: bool, tmp_path: Path) -> None:
+    """The rest is judged again: where there is a GPU by now, or when our fault is mended."""
+    item = on_cpu() if verdict.kind == "correct" else on_cpu(verdict=verdict, speed=())
+    ResultsStore(tmp_path).append(item)
+    again = ResultsStore(tmp_path)
+    assert again.has(item.identity) == final and (again.find(item.identity, item.candidate.name) == item) == final
+    assert (item.reward("correct") is not None) == final
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -75,9 +98,9 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
     for folder in (tmp_path / "file", tmp_path / "file" / "folder", tmp_path / "folder", Path("/proc/absent")):
-        with pytest.raises(UsageError, match=r"cannot write results .*--out"):
+        with pytest.raises(UsageError, match=r"cannot write results.*--out"):
             ResultsStore(folder)
-        with pytest.raises(UsageError, match=r"cannot write results .*--out"):
+        with pytest.raises(UsageError, match=r"cannot write results.*--out"):
             next(calibrate(CalibrationPlan("1", world_sizes=(2,), out=folder / "results.jsonl")))
 
 
@@ -162,20 +185,20 @@ def test_what_could_not_be_read_again_is_not_written(flag: dict[str, Any], tmp_p
     assert ResultsStore(tmp_path).results() == store.results() == [numbered(1)]
 
 
+def append_thirty(folder: Path, writer: int) -> None:
+    store = ResultsStore(folder)
+    for number in range(30):
+        store.append(numbered(1000 * writer + number))
+
+
 def test_two_writers(tmp_path: Path) -> None:
     """Processes that append to one file at the same time lose nothing and tear nothing."""
-    script = f"""
-import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
-from pathlib import Path
-from test_store import numbered
-from peerlane.results.store import ResultsStore
-store = ResultsStore(Path({str(tmp_path)!r}))
-for number in range(30):
-    store.append(numbered(1000 * int(sys.argv[1]) + number))
-"""
-    writers = [subprocess.Popen([sys.executable, "-c", script, str(number)]) for number in (1, 2)]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    writers = [multiprocessing.get_context("fork").Process(target=append_thirty, args=(tmp_path, number)) for number in (1, 2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(600)
+    assert [writer.exitcode for writer in writers] == [0, 0]
     assert len({item.candidate.sha256 for item in ResultsStore(tmp_path).results()}) == 60
 
 
@@ -195,8 +218,8 @@ def test_lines_are_plain_json(tmp_path: Path) -> None:
 def test_a_foreign_lock_delays_an_append_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To lock a file it is enough to be able to read it."""
     store = ResultsStore(tmp_path)
-    clock = itertools.count(time.monotonic(), 10.0)
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    clock = itertools.count(0.0, 10.0)
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
     with store.path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         store.append(numbered(1))

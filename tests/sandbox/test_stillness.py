@@ -25,15 +25,17 @@ PROGRAMS = {
 
 
 def test_only_who_waits_or_spins_stands_still() -> None:
+    """Seconds count as far as a process had a core, so on a busy machine they take longer."""
     running = {name: subprocess.Popen([sys.executable, "-S", "-c", source]) for name, (source, _) in PROGRAMS.items()}
     try:
         time.sleep(0.3)
-        watches, end = {name: Stillness() for name in running}, time.monotonic() + WATCHED_S
-        while time.monotonic() < end:
+        watches, begin = {name: Stillness() for name in running}, time.monotonic()
+        still = {name for name, (_, still) in PROGRAMS.items() if still}
+        while (passed := time.monotonic() - begin) < WATCHED_S or (passed < 60 and any(watches[name].seconds < 0.5 for name in still)):
             for name, watch in watches.items():
                 watch.look([running[name].pid])
             time.sleep(0.05)
-        assert {name: watch.seconds > 0.3 for name, watch in watches.items()} == {name: still for name, (_, still) in PROGRAMS.items()}
+        assert {name for name, watch in watches.items() if watch.seconds > 0.3} == still
         assert watches["waits"].seconds > 1.0
     finally:
         for process in running.values():
@@ -91,7 +93,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
-def test_a_process_that_ends_shows_it_while_something_of_it_is_left() -> None:
+def test_a_process_that_ends_shows_it_while_some_of_it_is_left() -> None:
     """Its main thread has ended, and it can not be waited for yet: so it is where a driver keeps a thread from ending."""
     process = subprocess.Popen([sys.executable, "-S", "-c", HALF_GONE])
     waits = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])

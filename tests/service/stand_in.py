@@ -16,6 +16,7 @@ from typing import Any, cast
 import uvicorn
 
 from e2e.runs import wait_for
+from peerlane.errors import RunStopped
 from peerlane.evaluate.candidates import candidate_info, candidate_text
 from peerlane.evaluate.evaluator import Evaluator
 from peerlane.results.result import ProblemInfo, Result
@@ -34,7 +35,7 @@ TOKENS = Tokens((("one", TOKEN), ("two", OTHER)))
 
 class StandIn:
     """Judges by comments: ``# wrong``, ``# hang``, ``# harness``, ``# harness once``, ``# not run``, ``# busy``, ``# raise``,
-    ``# sleep SECONDS``."""
+    ``# not stored once``, ``# sleep SECONDS``."""
 
     def __init__(self, judged: Counter[str]) -> None:
         self.judged, self.gave_up, self.capacity = judged, None, 1
@@ -53,6 +54,8 @@ class StandIn:
             await asyncio.sleep(float(seconds[1]))
         if "# raise" in source:
             raise OSError("the stand-in fell over")
+        if "# not stored once" in source and self.judged[source] == 1:
+            raise RunStopped("cannot append to results.jsonl: No space left on device", [])
         info = candidate_info(candidate_text(source, problem, name))
         audit = {"audit": own_audit()} if track == "custom" else {}
         same = {
@@ -78,6 +81,7 @@ class Running:
     url: str
     service: Service
     judged: Counter[str] = field(default_factory=Counter)
+    is_up: Callable[[], bool] = lambda: True
 
 
 @contextmanager
@@ -87,14 +91,15 @@ def serving(folder: Path, tokens: Tokens = TOKENS, check: bool = False, **limits
     judged: Counter[str] = Counter()
     queue = JobQueue(folder)
     node = Node(queue, lambda _: cast(Evaluator, StandIn(judged)), NodeCheck("cpu", "L0") if check else None)
-    service = Service(settings, tokens, queue, node, Evaluator(2, "cpu", isolation="L0"))
+    identify = Evaluator(2, "cpu", isolation="L0")
+    service = Service(settings, tokens, queue, node, identify, lambda: setattr(server, "should_exit", True))
     with listen("127.0.0.1", 0, tokens) as listener:
         server = uvicorn.Server(uvicorn.Config(service.application(), log_level="error", timeout_graceful_shutdown=2))
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
         thread.start()
         try:
             wait_for(lambda: server.started, 20, "the service")
-            yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, judged)
+            yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, judged, thread.is_alive)
         finally:
             server.should_exit = True
             thread.join(20)

@@ -29,6 +29,7 @@ from peerlane.service import node_check
 from peerlane.service.adapters.reward import RewardSettings
 from peerlane.service.app import MOST_BODY_BYTES
 from peerlane.service.client import Client, ServiceFault
+from peerlane.service.queue import JobQueue
 from peerlane.service.server import listen
 from peerlane.service.settings import Tokens
 from service.stand_in import OTHER, TOKEN, TOKENS, Running, serving
@@ -95,6 +96,9 @@ def test_what_is_refused_and_why(running: Running) -> None:
             ({"name": "a/b"}, "name"),
             ({"surprise": 1}, "surprise"),
             ({"timeout": 0}, "timeout"),
+            ({"problem": True}, "problem"),
+            ({"problem": "1"}, "problem"),
+            ({"rerun": 1}, "rerun"),
         ):
             answer = raw.post("/v1/jobs", json=job(**wrong))
             assert answer.status_code == 422 and [item["field"] for item in answer.json()["fields"]] == [field], answer.text
@@ -111,10 +115,12 @@ def test_what_is_refused_and_why(running: Running) -> None:
 def test_only_its_owner_has_a_job_judged_again(running: Running) -> None:
     source = f"{RIGHT}  # owned"
     with http(running) as owner, http(running, OTHER) as other:
-        key = owner.post("/v1/jobs", json=job(source, modes=())).json()["id"]
-        first = owner.get(f"/v1/jobs/{key}", params={"wait": 20}).json()
-        assert first["state"] == "done"
-        assert other.post("/v1/jobs", json=job(source, modes=())).json() == first
+        key = owner.post("/v1/jobs", json=job(source, modes=(), name="private")).json()["id"]
+        mine = owner.get(f"/v1/jobs/{key}", params={"wait": 20}).json()
+        assert mine["state"] == "done" and mine["result"]["candidate"]["name"] == "private"
+        first = other.post("/v1/jobs", json=job(source, modes=())).json()
+        assert first["result"]["candidate"].pop("name") == "candidate" and mine["result"]["candidate"].pop("name") and first == mine
+        first["result"]["candidate"]["name"] = "candidate"
         answer = other.post("/v1/jobs", json=job(source, modes=(), rerun=True))
         assert answer.status_code == 403 and "another token" in answer.json()["error"]
         assert other.get(f"/v1/jobs/{key}").json() == first and running.judged[source] == 1
@@ -282,6 +288,54 @@ def test_a_node_whose_ranks_fail_is_checked_again(tmp_path: Path, monkeypatch: p
         assert judge.evaluate(1, RIGHT).correct and count.read_text() == "x"
         assert judge.evaluate(1, "# harness").verdict.kind == "harness_error"
         assert judge.evaluate(1, f"{RIGHT}  # next").correct and count.read_text() == "xx"
+
+
+def test_a_full_disk_costs_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages of the file are limited, which sqlite answers as it does a full disk: to add, to take and to finish a job."""
+    monkeypatch.setattr("peerlane.service.node._DISK_S", 0.05)
+    with serving(tmp_path) as running, http(running) as raw, client(running) as judge:
+        slow = raw.post("/v1/jobs", json=job("# sleep 0.5 finish")).json()["id"]
+        waits = raw.post("/v1/jobs", json=job("# waits")).json()["id"]
+        limit_pages(running, 1)
+        refused = raw.post("/v1/jobs", json=job("# too large " + "x" * 900_000))
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert "full" in refused.json()["error"], refused.text
+        time.sleep(1.0)  # the slow one has ended and cannot be stored
+        health = raw.get("/health")
+        assert health.status_code == 503 and "database or disk is full" in health.json()["why"]
+        assert "peerlane_node_ready 0" in raw.get("/metrics").text
+        limit_pages(running, 1 << 30)
+        for key in (slow, waits):
+            assert raw.get(f"/v1/jobs/{key}", params={"wait": 20}).json()["state"] == "done"
+        assert raw.get("/health").json() == {"condition": "ready", "why": None}
+        assert judge.evaluate(1, "# after").correct and set(running.judged.values()) == {1}
+
+
+def limit_pages(running: Running, most: int) -> None:
+    """Lets the queue's file have so many pages, or those that it has."""
+    running.service.queue._db.execute(f"pragma max_page_count = {most}")
+
+
+def test_a_result_that_cannot_be_stored_costs_no_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.service.node._DISK_S", 0.3)
+    with serving(tmp_path) as running, http(running) as raw:
+        key = raw.post("/v1/jobs", json=job("# not stored once")).json()["id"]
+        wait_for(lambda: raw.get("/health").status_code == 503, 10, "the fault")
+        assert "No space left on device" in raw.get("/health").json()["why"]
+        found = raw.get(f"/v1/jobs/{key}", params={"wait": 20}).json()
+        assert (found["state"], found["tries"]) == ("done", 1) and running.judged["# not stored once"] == 2
+
+
+def test_a_service_whose_loop_is_dead_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def die(queue: JobQueue) -> None:
+        raise AssertionError("a defect of the queue")
+
+    with serving(tmp_path) as running, http(running) as raw:
+        monkeypatch.setattr(JobQueue, "take", die)
+        raw.post("/v1/jobs", json=job())
+        wait_for(lambda: not running.is_up(), 10, "the end of the service")
+    assert isinstance(running.service.node.ended_by, AssertionError) and running.service.node.condition != "ready"
+    assert "a defect of the queue" in capfd.readouterr().err
 
 
 def test_nobody_listens_to_the_world_without_a_token() -> None:

@@ -150,9 +150,9 @@ def default_folder(model: str) -> Path:
 @contextmanager
 def locked(run: RunFolder) -> Iterator[None]:
     """Holds the run for this process; raises UsageError if another one is at it."""
-    from peerlane.common.files import lock
+    from peerlane.common.files import lock, open_appendable
 
-    with (run.path / ".lock").open("w") as file:
+    with open_appendable(run.path / ".lock") as file:
         if not lock(file, 1.0):
             raise UsageError(f"another process is working on {run.path}: wait for it, or use another --out")
         yield

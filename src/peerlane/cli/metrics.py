@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +61,7 @@ def metrics(
     with_samples = sorted({key.problem for run in opened for key in run.sample_keys()})
     chosen = [problems.get(number) for number in with_samples] if problem is None and with_samples else problems.select(problem or "all")
     counted = {item.id: item.category for item in chosen}
-    judged = {run.path: read_result_files(results or [file for file in [run.path / FILE] if file.is_file()]) for run in opened}
+    judged = {run.path: read_result_files(results or ([run.path] if os.path.lexists(run.path / FILE) else [])) for run in opened}
     settings = {
         run.path: [
             setting

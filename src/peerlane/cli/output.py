@@ -66,7 +66,7 @@ def read_result_files(files: Sequence[Path]) -> list[Result]:
     from peerlane.results.reader import read_results
 
     notes: list[str] = []
-    results = [result for file in files for result in read_results(file, notes)]
+    results = [result for file in files for result in read_results(file, notes, follow=True)]
     for note in notes:
         print_error(note)
     return results

@@ -1,7 +1,8 @@
 """Files that several processes write, and files that strangers wrote.
 
-Shared files: locks with a time limit, and contents that are there whole or not at all. Files of strangers: only regular files of a limited
-size are read. No link is followed below a folder, nor at the end of a path; links in front of a folder that the user names are.
+Shared files: locks with a time limit, and contents that are there whole or not at all. Files of strangers: only regular files are opened,
+and only those of a limited size are read. No link is followed below a folder, nor at the end of a path; links in front of a folder that
+the user names are. What is below the folder of a run is opened here, for writing too: a test forbids other ways.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from io import BufferedReader
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader, FileIO
 from pathlib import Path, PurePath
 from typing import IO, Any
 
 from peerlane.errors import FileRefused
 
 _LOOK_S = 0.01
-_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe without a writer would be waited for
+_FILE = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe without a writer would be waited for
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a link",
@@ -51,7 +52,7 @@ def lock(file: IO[Any], patience_s: float) -> bool:
 @contextmanager
 def one_process(path: Path, patience_s: float = 60.0) -> Iterator[bool]:
     """Admits one process of the node at a time, by a lock on the file ``path``; gives False to one that has waited for so long."""
-    with path.open("w") as file:
+    with open_appendable(path) as file:
         yield lock(file, patience_s)
 
 
@@ -76,28 +77,45 @@ def read_regular(path: Path, limit: int, below: Path | None = None, *, follow: b
         follow: whether ``path`` may be a link, as for a file that only its owner can put there.
     """
     with open_regular(path, below, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
-        data = file.read(limit + 1) if size <= limit else b""
-        if max(size, len(data)) > limit:
-            raise FileRefused(f"{shown_path(path)} has {max(size, len(data))} bytes: expected at most {limit}")
-        return data
+        if (size := os.fstat(file.fileno()).st_size) > limit:
+            raise FileRefused(f"{shown_path(path)} has {size} bytes: expected at most {limit}")
+        return file.read(size)  # what another program adds meanwhile is left for the next reader
 
 
 @contextmanager
 def open_regular(path: Path, below: Path | None = None, *, follow: bool = False) -> Iterator[BufferedReader]:
     """Opens a regular file as :func:`read_regular` does. Neither a pipe nor a lease makes it wait."""
     with ExitStack() as stack:
-        try:
+        with _refusals("read", path):
             beside = None if below is None else stack.enter_context(_opened_folder(below, path.relative_to(below).parts[:-1]))
             name = path if beside is None else path.name
             _must_be_regular(path, os.stat(name, dir_fd=beside, follow_symlinks=follow))
-            descriptor = os.open(name, _FILE | (0 if follow else os.O_NOFOLLOW), dir_fd=beside)
+            descriptor = os.open(name, _FILE | os.O_RDONLY | (0 if follow else os.O_NOFOLLOW), dir_fd=beside)
             file = stack.enter_context(os.fdopen(descriptor, "rb"))
             _must_be_regular(path, os.fstat(descriptor))  # another file may have taken the name in the meantime
-        except (OSError, ValueError) as error:  # ValueError: a name that holds a zero byte
-            why = getattr(error, "strerror", None) or error
-            raise FileRefused(f"cannot read {shown_path(path)}: {why}") from None
         yield file
+
+
+@contextmanager
+def open_appendable(path: Path) -> Iterator[FileIO]:
+    """Opens a regular file to read it, to append to it and to lock it; makes it if there is none. No link is followed, nothing is cut."""
+    with ExitStack() as stack:
+        with _refusals("write", path):
+            with suppress(FileNotFoundError):
+                _must_be_regular(path, os.stat(path, follow_symlinks=False))
+            descriptor = os.open(path, _FILE | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            file = stack.enter_context(FileIO(descriptor, "a+"))
+            _must_be_regular(path, os.fstat(descriptor))
+        yield file
+
+
+@contextmanager
+def _refusals(verb: str, path: Path) -> Iterator[None]:
+    """Raises FileRefused for errors of the system."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a name that holds a zero byte
+        raise FileRefused(f"cannot {verb} {shown_path(path)}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _must_be_regular(path: Path, found: os.stat_result) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from peerlane.hardware.roofline import Peaks, datasheet_peaks, measured_peaks
 from peerlane.hardware.virtual_node import Sharing, VirtualNode, share_gpus
 from peerlane.results.identity import NodeClass
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation, choose
+from peerlane.settings import multicast_environment
 
 
 class TooFewGpus(Exception):
@@ -64,7 +66,7 @@ class Node:
 def describe_node(plan: EvaluationPlan) -> Node:
     """This machine, as results record it; raises :class:`UsageError` if it has no GPU and one was asked for."""
     rules = plan.rules_hash
-    environment: dict[str, Any] = record()
+    environment: dict[str, Any] = record(environ=os.environ | multicast_environment())
     if plan.nodes > 1:
         environment["virtual_cluster"] = {"nodes": plan.nodes}
     if plan.place.emulated:

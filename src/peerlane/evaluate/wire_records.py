@@ -10,6 +10,7 @@ from peerlane.evaluate.wire_format import Must, is_count
 MOST_NAMES, NAME_CHARACTERS = 4_000, 300
 """different names that one rank may report of one span, and what is kept of each"""
 MOST_EVENTS = 20_000
+MOST_MARKS = 4
 """that one rank may report of one recording"""
 MOST_FINDINGS, FINDING_CHARACTERS = 8, 4_000
 """races that the emulator reports of one case, and what is kept of each"""
@@ -95,16 +96,18 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Recording:
-    """A profiler's record of one span: how often each name ran on the host and on the device, and whether both marks are there.
+    """A profiler's record of one span: how often each name ran on the host and on the device, and the names of marks in it.
 
-    ``replaced``: functions of the evaluator or the profiler that are not what they were. ``events`` (name, lane, start, end) and ``roles``
-    (name, role, block, start, end) are those of a timeline, in nanoseconds; None without one.
+    ``functions``: how many functions of the evaluator's the rank compared with what they were. ``replaced``: those of them, or of the
+    profiler, that are something else now. ``events`` (name, lane, start, end) and ``roles`` (name, role, block, start, end) are those of a
+    timeline, in nanoseconds; None without one.
     """
 
     host: NameCounts
     device: NameCounts
-    marked: bool
+    marks: Annotated[list[Name], at_most(MOST_MARKS)]
     collectives: Count
+    functions: Count
     replaced: list[str]
     events: Annotated[list[Event], at_most(MOST_EVENTS)] | None
     roles: Annotated[list[RoleStamp], at_most(MOST_EVENTS)] | None

@@ -22,15 +22,13 @@ from peerlane.hardware.profiles import profile_for
 from peerlane.hardware.toolkit import find_nvcc
 from peerlane.hardware.topology import Topology, discover
 from peerlane.hardware.virtual_node import CONTROL, available_sharing
+from peerlane.settings import MULTICAST_OFF
 
 Status = Literal["ok", "warn", "fail", "absent"]
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 9)
 SHARED_MEMORY_BYTES = 2**30
-
-MULTICAST_OFF: Mapping[str, str] = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""Variables that keep NCCL, torch and NVSHMEM from using NVLink multicast."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 from peerlane.common.files import read_regular, write_atomically
 from peerlane.common.version import __version__
 from peerlane.errors import UsageError
+from peerlane.evaluate.candidates import REFERENCE
 from peerlane.generate.judgements import settings_of
 from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder
 from peerlane.publish.archive import opened, read_member
@@ -109,6 +110,8 @@ class Bundle:
             where = f"{FILE} in {self.path}: the result of {result.candidate.name} on problem {result.problem.id}"
             if (result.problem.id, result.candidate.sha256) not in samples:
                 raise UsageError(f"{where} is of code that the bundle lacks: ask its author for another copy")
+            if result.candidate.backend == REFERENCE:
+                raise UsageError(f"{where} is called the reference: expected candidates alone; the keeper's own results have references")
             if result.world_size > _MOST_RANKS:
                 raise UsageError(f"{where} claims {result.world_size} ranks: expected at most {_MOST_RANKS}")
             if (largest := max(map(abs, _numbers(result.model_dump(include={"speed"}))), default=0.0)) > _LARGEST:

@@ -14,15 +14,17 @@ from typing import Literal, NamedTuple
 from peerlane.common.files import find_files, read_regular
 from peerlane.common.version import PACKAGE
 from peerlane.errors import FileRefused, UsageError
+from peerlane.evaluate.candidates import REFERENCE
 from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
 from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, RunSettings, is_run
 from peerlane.publish.bundle import is_bundle, read_bundle
+from peerlane.publish.signature import read_signer
 from peerlane.publish.verify import read_verification
-from peerlane.results.reader import FILE, MOST_BYTES, newest, read_results
+from peerlane.results.json_lines import MOST_BYTES
+from peerlane.results.reader import FILE, newest, read_results
 from peerlane.results.result import Result
 
-REFERENCE = "reference"
 UNNAMED = "candidates"
 TRACES = "trace"
 _MOST_TRACES, _MOST_TRACE_BYTES = 4, 16 << 20
@@ -60,6 +62,7 @@ class Sample:
         result: None where there was no code to judge, or no evaluation yet.
         code: the candidate's file, if it is at hand; its contents may have changed since.
         traces: name and contents of the pictures of `peerlane trace` in the sample's folder ``trace``.
+        signer: the key that signed the bundle which the sample comes from.
         settings: of the run that the sample belongs to, with the version of its prompts; None of a file that was judged by itself.
     """
 
@@ -71,11 +74,17 @@ class Sample:
     standing: Standing = "own"
     traces: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
     settings: RunSettings | None = field(default=None, repr=False)
+    signer: str | None = None
+
+    @property
+    def is_trusted(self) -> bool:
+        """True if the keeper of the page measured the figures."""
+        return self.standing in ("own", "verified")
 
     @property
     def is_reference(self) -> bool:
         """True for the built-in reference."""
-        return self.result is not None and self.result.candidate.backend == REFERENCE
+        return self.is_trusted and self.result is not None and self.result.candidate.backend == REFERENCE
 
     @property
     def task(self) -> Task:
@@ -116,7 +125,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
         except FileRefused as error:
             found.skipped.append(f"{run.path} is left out: {error}")
     for bundle in map(read_bundle, bundles):
-        checked = read_verification(bundle)
+        checked, signer = read_verification(bundle), read_signer(bundle.path)
         standing: Standing = "unverified" if checked is None else checked.standing
         found.files.append((str(bundle.path), bundle.sha256))
         with tempfile.TemporaryDirectory(prefix="peerlane-bundle-") as scratch:
@@ -129,8 +138,8 @@ def gather(paths: Sequence[Path]) -> Gathered:
             samples = list(_samples_of_run(run, results, author))
             if verified:  # nobody has judged the steps of an agent again
                 samples = [replace(sample, attempt=replace(sample.attempt, steps=())) for sample in samples]
-        found.samples += [replace(sample, standing=standing) for sample in samples]
-    found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found)))
+        found.samples += [replace(sample, standing=standing, signer=signer) for sample in samples]
+    found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found, follow=file in paths)))
     if not found.samples:
         where = ", ".join(map(str, paths))
         raise UsageError("\n".join([f"nothing in {where} was judged: expected results of `peerlane eval`", *found.skipped]))
@@ -167,17 +176,17 @@ def _below(paths: Iterable[Path], skipped: list[str]) -> tuple[list[Path], list[
     return list(runs), list(files)
 
 
-def _read(path: Path, found: Gathered) -> list[Result]:
+def _read(path: Path, found: Gathered, *, follow: bool = False) -> list[Result]:
     """The results in a file. A file of something else, such as calibrations, is left out with a message."""
     if not os.path.lexists(path):
         return []
     try:
-        results = read_results(path, found.notes)
+        results = read_results(path, found.notes, follow=follow)
     except UsageError as error:
         found.skipped.append(str(error))
         return []
     if results:
-        found.files.append((str(path), hashlib.sha256(read_regular(path, MOST_BYTES, follow=True)).hexdigest()))
+        found.files.append((str(path), hashlib.sha256(read_regular(path, MOST_BYTES, follow=follow)).hexdigest()))
     return results
 
 

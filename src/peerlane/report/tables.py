@@ -124,7 +124,7 @@ class TextTable:
     def csv(self) -> str:
         """Returns the table as comma-separated values, its columns' names first."""
         out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([self.columns, *self.rows])
+        csv.writer(out, lineterminator="\n").writerows([map(_csv, row) for row in (self.columns, *self.rows)])
         return out.getvalue()
 
     def latex(self) -> str:
@@ -149,8 +149,17 @@ class TextTable:
         return [name for name in self.columns if name not in silent or name not in {*self.spare, *self.hidden_if_silent}]
 
 
+_NUMBER_LIKE = re.compile(r"[+-]([\d.].*)?")
+_IN_LATEX = {"\\": r"\textbackslash ", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", **{char: f"\\{char}" for char in "&%$#_{}"}}
+
+
+def _csv(text: str) -> str:
+    """Returns a cell that no spreadsheet takes for a formula: names may be a stranger's."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER_LIKE.fullmatch(text) else text
+
+
 def _latex(text: str) -> str:
-    return re.sub(r"([&%$#_{}])", r"\\\1", text.replace("\\", r"\textbackslash "))
+    return "".join(_IN_LATEX.get(char, char) for char in text)
 
 
 def result_table(results: Iterable[Result]) -> TextTable:

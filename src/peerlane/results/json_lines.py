@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
-from peerlane.common.files import lock
-from peerlane.errors import HarnessError, UsageError
+from peerlane.common.files import lock, open_appendable, read_regular, shown_path
+from peerlane.errors import FileRefused, HarnessError, UsageError
 
 _PATIENCE_S = 5.0  # with other runs that append to the file, which takes milliseconds; any other holder of its lock is ignored
 _BEGINNING = b'{"schema_version"'  # of every record
 _LOOK_BACK = 1 << 16
+_CONTROL = re.compile(rb"[\x00-\x1f]")
+MOST_BYTES = 4 << 30
+"""of a file: some hundred thousand results"""
 
 
 def is_torn(line: bytes) -> bool:
-    """True for what a killed run may have left of a record."""
-    return line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+    """True for what a killed run may have left of a record, at the end of a file; a record holds no control characters."""
+    return (line.startswith(_BEGINNING) and not _CONTROL.search(line)) or _BEGINNING.startswith(line)
 
 
 def is_json(line: bytes) -> bool:
@@ -30,18 +34,22 @@ def is_json(line: bytes) -> bool:
 
 def whole_lines(path: Path) -> list[bytes]:
     """The lines of a file, without one at the end that a killed run left unfinished."""
-    return path.read_bytes().split(b"\n")[:-1]
+    return read_regular(path, MOST_BYTES).split(b"\n")[:-1]
 
 
 def make_appendable(path: Path) -> None:
     """Makes the file if there is none; raises UsageError if it cannot be written, or holds something and not one record."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab"):
+        with open_appendable(path):
             pass
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path, MOST_BYTES).split(b"\n")
+    except FileRefused as error:
+        raise UsageError(f"cannot write results: {error}; name a folder that can be written with --out") from None
     except OSError as error:
-        raise UsageError(f"cannot write results to {path}: {error.strerror}; name a place that can be written with --out") from None
+        raise UsageError(
+            f"cannot write results to {shown_path(path)}: {error.strerror}; name a folder that can be written with --out"
+        ) from None
     if any(lines) and not any(line.startswith(_BEGINNING) for line in lines) and not (lines[-1] and is_torn(lines[-1])):
         found = next(filter(None, lines))[:40].decode(errors="replace")
         raise UsageError(f"{path} begins with {found!a}: expected records, one a line; move the file away or choose another with --out")
@@ -55,7 +63,7 @@ def append_lines(path: Path, *lines: bytes) -> None:
     data = b"".join(line + b"\n" for line in lines)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as file:
+        with open_appendable(path) as file:
             lock(file, _PATIENCE_S)
             end = _end_of_lines(file.fileno())
             if end is None:  # what is whole, or not ours, stays on a line of its own
@@ -69,6 +77,8 @@ def append_lines(path: Path, *lines: bytes) -> None:
             except OSError:
                 file.truncate(end)
                 raise
+    except FileRefused as error:
+        raise HarnessError(f"{error}; the result was not stored") from None
     except OSError as error:
         raise HarnessError(f"cannot append to {path}: {error.strerror}; the result was not stored") from None
 

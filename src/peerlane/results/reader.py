@@ -1,4 +1,7 @@
-"""Reads a ``results.jsonl``. Lines that are no results of this version are left out and counted; none makes the others unreadable."""
+"""Reads a ``results.jsonl``. Lines that are no results of this version are left out and told; none makes the others unreadable.
+
+What a killed run left of a record, or is still writing, is the end of a file: it alone goes without a word.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,35 @@ from pydantic import ValidationError
 from peerlane.common.files import read_regular
 from peerlane.common.words import counted
 from peerlane.errors import FileRefused, UsageError
-from peerlane.results.json_lines import is_json, is_torn
+from peerlane.results.json_lines import MOST_BYTES, is_torn
 from peerlane.results.result import SCHEMA_VERSION, EnvironmentLine, Result
 
 FILE = "results.jsonl"
-MOST_BYTES = 4 << 30
-"""of a file: some hundred thousand results"""
+_LAST_VERSION = 1_000_000
+_MOST_TOLD = 5
+"""lines that a note names"""
 
 
 class ResultsReader:
-    """The results of a file, oldest first, and what was left out. Raises UsageError if the file cannot be read."""
+    """The results of a file, oldest first, and what was left out. Raises UsageError if the file cannot be read.
 
-    def __init__(self, path: Path) -> None:
+    ``follow``: whether it may be a link, as where the user named it.
+    """
+
+    def __init__(self, path: Path, *, follow: bool = False) -> None:
         self.path = path
         self.results: list[Result] = []
         self.environments: dict[str, dict[str, Any]] = {}
         self._garbage: dict[int, str] = {}
         self._versions: dict[int, int] = {}
         try:
-            *lines, last = read_regular(path, MOST_BYTES, follow=True).split(b"\n")
+            *lines, last = read_regular(path, MOST_BYTES, follow=follow).split(b"\n")
         except FileRefused as error:
             raise UsageError(f"{error}; expected a {FILE} that `peerlane eval` wrote") from None
-        for self._number, line in enumerate([*lines, last] if is_json(last) else lines, 1):  # a last line may lack its end alone
+        for self._number, line in enumerate(lines, 1):
             self._read(line)
+        self._number = len(lines) + 1
+        self._read(last, unfinished=True)
 
     def notes(self) -> list[str]:
         """A sentence for every kind of line that was left out."""
@@ -44,23 +53,25 @@ class ResultsReader:
             lines = f"{self.path}: {counted(count, 'line')} left out"
             found.append(f"{lines}: written by another version of peerlane (schema {version}, this one reads {SCHEMA_VERSION})")
         if self._garbage:
-            number, why = next(iter(self._garbage.items()))
-            count = len(self._garbage)
-            which = f"line {number} is no result" if count == 1 else f"{count} lines are no results, the first is line {number}"
+            (number, why), *others = self._garbage.items()
+            which = f"line {number} is no result"
+            if others:
+                more = f" and {len(others) + 1 - _MOST_TOLD} more" if len(others) >= _MOST_TOLD else ""
+                which = f"lines {', '.join(map(str, list(self._garbage)[:_MOST_TOLD]))}{more} are no results"
             found.append(f"{self.path}: {which} and left out ({why})")
         return found
 
-    def _read(self, line: bytes) -> None:
+    def _read(self, line: bytes, unfinished: bool = False) -> None:
         if not line.strip():
             return
         try:
             record = json.loads(line, parse_constant=_refuse)
         except (ValueError, RecursionError):
-            if not is_torn(line):
+            if not (unfinished and is_torn(line)):
                 self._garbage[self._number] = "not JSON"
             return
         version = record.get("schema_version") if isinstance(record, dict) else None
-        if not isinstance(version, int):
+        if type(version) is not int or not 0 <= version <= _LAST_VERSION:
             self._garbage[self._number] = "no schema_version"
         elif version != SCHEMA_VERSION:
             self._versions[version] = self._versions.get(version, 0) + 1
@@ -74,7 +85,9 @@ class ResultsReader:
                 self.environments[found.environment_hash] = found.environment
             elif "type" not in record:
                 self._garbage[self._number] = "no type"
-            elif record["type"] == "result":
+            elif record["type"] != "result":
+                self._garbage[self._number] = "an unknown type"
+            else:
                 environment = self.environments.get(record.get("environment_hash", ""), {})
                 self.results.append(Result.model_validate({**record, "environment": environment}))
         except ValidationError as error:
@@ -82,16 +95,17 @@ class ResultsReader:
             self._garbage[self._number] = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
 
 
-def read_results(path: Path, notes: list[str] | None = None) -> list[Result]:
+def read_results(path: Path, notes: list[str] | None = None, *, follow: bool = False) -> list[Result]:
     """The results in a file, or in a folder's ``results.jsonl``. What was left out is added to ``notes``.
 
-    Raises UsageError if there is no such file, and if it holds lines and none of them is a result.
+    ``follow``: whether a file may be a link; the one in a folder may not. Raises UsageError if there is no such file, and if it holds lines
+    and none of them is a result.
     """
     if path.is_dir():
-        path /= FILE
+        path, follow = path / FILE, False
     if not os.path.lexists(path):
         raise UsageError(f"there is no file {path}: expected a {FILE} that `peerlane eval` wrote, or its folder")
-    reader = ResultsReader(path)
+    reader = ResultsReader(path, follow=follow)
     found = reader.notes()
     if found and not reader.results:
         raise UsageError("\n".join(found))

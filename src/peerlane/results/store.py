@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from peerlane.common.files import lock
+from peerlane.common.files import lock, open_appendable
 from peerlane.errors import HarnessError
 from peerlane.results.identity import Identity
 from peerlane.results.json_lines import append_lines, make_appendable
@@ -40,7 +40,7 @@ class ResultsStore:
     def alone(self, wait: Callable[[], None]) -> Iterator[None]:
         """Keeps other runs from judging for this folder, after what they have added is read. They are waited for, with calls of ``wait``,
         which may raise. The kernel ends the lock of a run that is killed."""
-        with self.path.with_name(_LOCK).open("w") as file:
+        with open_appendable(self.path.with_name(_LOCK)) as file:
             while not lock(file, _LOOK_S):
                 wait()
             if self.path.stat().st_size != self._size:

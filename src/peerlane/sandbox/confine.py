@@ -10,6 +10,7 @@ import glob
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,7 @@ class Confinement:
         if self.measures:
             # The CUDA driver reads its variable when it starts, before the candidate and its cache are known.
             os.environ.update(TMPDIR=folder, CUDA_CACHE_PATH=os.path.join(folder, "cuda-cache"))
+            tempfile.tempdir = None  # a module that the fork server imported may have asked for the former one
 
 
 # --- trying the measures ---

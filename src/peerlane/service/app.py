@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -21,7 +22,7 @@ from peerlane.service.metrics import render_metrics
 from peerlane.service.node import Node
 from peerlane.service.openapi import openapi_document
 from peerlane.service.queue import JobQueue, NotOwner
-from peerlane.service.request import ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
+from peerlane.service.request import DEFAULT_NAME, ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
 from peerlane.service.settings import ServiceSettings, Tokens
 
 MOST_BODY_BYTES = 4 << 20
@@ -45,10 +46,19 @@ class Service:
         queue: the jobs.
         node: who judges them.
         identify: the evaluator whose identities name jobs; it need not be open.
+        end: called if the node's loop ends by a defect: nothing would be judged any more.
     """
 
-    def __init__(self, settings: ServiceSettings, tokens: Tokens, queue: JobQueue, node: Node, identify: Evaluator) -> None:
-        self.settings, self.tokens, self.queue, self.node, self.identify = settings, tokens, queue, node, identify
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        tokens: Tokens,
+        queue: JobQueue,
+        node: Node,
+        identify: Evaluator,
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.settings, self.tokens, self.queue, self.node, self.identify, self.end = settings, tokens, queue, node, identify, end
         self.responses: Counter[tuple[str, int]] = Counter()
 
     def application(self) -> Starlette:
@@ -68,11 +78,12 @@ class Service:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         work = asyncio.create_task(self.node.run())
+        work.add_done_callback(lambda _: self.end())
         try:
             yield
         finally:
             await self.node.drain(0.0)
-            await work
+            await asyncio.gather(work, return_exceptions=True)
 
     def _counted(self, name: str, handler: Handler, *, public: bool = False) -> Callable[[Request], Awaitable[Response]]:
         """The handler, behind the token unless it is public; its answers are counted."""
@@ -83,7 +94,11 @@ class Service:
                 why = "expected a header `Authorization: Bearer TOKEN` with an accepted token"
                 answer = refuse(401, why, {"WWW-Authenticate": "Bearer"})
             else:
-                answer = await handler(request, owner or "")
+                try:
+                    answer = await handler(request, owner or "")
+                except sqlite3.Error as error:
+                    self.node.disk_failed(error)
+                    answer = refuse(503, f"the node is left out: {self.node.why}", {"Retry-After": str(_AGAIN_S)})
             self.responses[name, answer.status_code] += 1
             return answer
 
@@ -113,7 +128,7 @@ class Service:
         except NotOwner as error:
             return refuse(403, str(error))
         self.node.work_came()
-        document = self._document(key)
+        document = self._document(key, owner)
         assert document is not None
         return _job(document, 200 if document.state in ENDED else 202, {"Location": f"/v1/jobs/{key}"})
 
@@ -149,7 +164,7 @@ class Service:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), left)
-        document = self._document(key)
+        document = self._document(key, owner)
         return _unknown(key) if document is None else _job(document)
 
     async def cancel(self, request: Request, owner: str) -> Response:
@@ -159,7 +174,7 @@ class Service:
             return _unknown(key)
         if self.queue.cancel(key, owner):
             self.node.cancel(key)
-        document = self._document(key)
+        document = self._document(key, owner)
         assert document is not None
         return _job(document)
 
@@ -173,7 +188,11 @@ class Service:
             told: tuple[str, str | None] | None = None
             while True:
                 event = self.node.changes.of(key)
-                document = self._document(key)
+                try:
+                    document = self._document(key, owner)
+                except sqlite3.Error as error:
+                    self.node.disk_failed(error)
+                    return
                 if document is None:
                     return
                 if (now := (document.state, document.stage)) != told:
@@ -189,8 +208,11 @@ class Service:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
-    def _document(self, key: str) -> JobDocument | None:
+    def _document(self, key: str, owner: str) -> JobDocument | None:
+        """The job; another token than the owner's does not see how the owner calls the candidate."""
         document = self.queue.get(key)
+        if document is not None and document.result is not None and self.queue.owner(key) != owner:
+            document.result["candidate"]["name"] = DEFAULT_NAME
         running = self.node.running.get(key)
         if document is not None and running is not None and document.state == "running":
             document.stage = running.stage

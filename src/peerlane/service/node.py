@@ -8,14 +8,17 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
-from peerlane.errors import PeerlaneError, UsageError
+from peerlane.errors import PeerlaneError, RunStopped, UsageError
 from peerlane.evaluate.evaluator import Evaluator, Progress, Silent
 from peerlane.results.result import OVERLOADED, Result
 from peerlane.service import node_check
@@ -31,9 +34,11 @@ _FAULTS = 2
 _HOLD_UP = ("hang", "too_slow", "out_of_memory")
 """verdicts of candidates that cost the node much"""
 _LOOK_S = 0.5
-
+_DISK_S = 5.0
+"""after an error of the disk"""
 
 Opener: TypeAlias = Callable[[Progress], Evaluator]
+T = TypeVar("T")
 
 
 class NodeCheck(NamedTuple):
@@ -100,8 +105,11 @@ class Node:
 
     def __init__(self, queue: JobQueue, open_evaluator: Opener, check: NodeCheck | None = None) -> None:
         self.changes = Changes()
-        self.condition: Condition = "checking" if check else "ready"
-        self.why: str | None = None
+        self._condition: Condition = "checking" if check else "ready"
+        self._why: str | None = None
+        self._disk_fault: str | None = None
+        self.ended_by: Exception | None = None
+        """what ended the loop: a defect of peerlane"""
         self.stopped = False
         """nothing will change any more"""
         self.running: dict[str, Running] = {}
@@ -117,6 +125,25 @@ class Node:
         self._faults = 0
 
     # --- for the service ---
+
+    @property
+    def condition(self) -> Condition:
+        """Returns what the node does; it is left out while its disk fails."""
+        return "left_out" if self._disk_fault is not None and self._condition != "draining" else self._condition
+
+    @property
+    def why(self) -> str | None:
+        """Returns why the node is left out or checked."""
+        return self._why if self._disk_fault is None else self._disk_fault
+
+    def disk_failed(self, error: Exception) -> None:
+        """Leaves the node out until a job and its result can be written again."""
+        fault = f"jobs and results cannot be stored: {error}"
+        if self._disk_fault is None:
+            print(f"{fault}; the service goes on when they can", file=sys.stderr, flush=True)
+        self._disk_fault = fault
+        self.changes.tell_all()
+        self._wake.set()
 
     def work_came(self) -> None:
         """Wakes the node: something was queued."""
@@ -145,25 +172,52 @@ class Node:
         """Judges until it is drained; then no process of the evaluator is left."""
         tasks = set[asyncio.Task[None]]()
         try:
-            while self.condition != "draining":
-                if self.condition != "ready" or self._evaluator is None:
+            while self._condition != "draining":
+                if self.ended_by is not None:
+                    raise self.ended_by
+                if self._condition != "ready" or self._evaluator is None:
                     await _all_of(tasks)
                     await self._get_ready()
                     continue
-                taken = self._queue.take() if len(self.running) < self._evaluator.capacity else None
+                taken = await self._written(self._take)
                 if taken is None:
                     await self._sleep(_LOOK_S if self.running else 60.0)  # an evaluation that takes long makes room for another
                     continue
                 tasks.add(task := asyncio.create_task(self._judge(self._begin(taken), self._evaluator)))
                 task.add_done_callback(tasks.discard)
             await _all_of(tasks)
+        except Exception as error:
+            traceback.print_exc()
+            self.ended_by = error
+            self._say("left_out", f"the loop of the node has ended: {type(error).__name__}: {error}")
+            raise
         finally:
             await asyncio.to_thread(self._close)
+
+    def _take(self) -> Taken | None:
+        """Returns the next job, if there is room for one."""
+        assert self._evaluator is not None
+        return self._queue.take() if len(self.running) < self._evaluator.capacity else None
+
+    async def _written(self, write: Callable[[], T]) -> T | None:
+        """Returns what a call of the queue gives, once the disk has room for it; None if the service ends before."""
+        while True:
+            try:
+                if self._disk_fault is not None:
+                    await asyncio.sleep(_DISK_S)
+                    self._queue.check_room()
+                    self._disk_fault = None
+                    self.changes.tell_all()
+                return write()
+            except sqlite3.Error as error:
+                self.disk_failed(error)
+                if self._condition == "draining":
+                    return None  # the next service queues again what seems to run
 
     async def _get_ready(self) -> None:
         """Checks the node and opens an evaluator; a node that fails waits for its next check."""
         await asyncio.to_thread(self._close)
-        if self._check is not None and self.condition != "ready":
+        if self._check is not None and self._condition != "ready":
             report = await self._run_check(self._check)
             print(report, file=sys.stderr, flush=True)
             if report.faults:
@@ -201,7 +255,7 @@ class Node:
                 await talk
 
     async def _stopped(self) -> None:
-        while self.condition != "draining":
+        while self._condition != "draining":
             await self._sleep(60.0)
 
     def _begin(self, taken: Taken) -> Running:
@@ -225,27 +279,34 @@ class Node:
     async def _judge(self, running: Running, evaluator: Evaluator) -> None:
         """Waits for the end of an evaluation, and stores what it gives."""
         taken, begin = running.taken, time.monotonic()
+        end: Callable[[], object]
+        release = partial(self._queue.release, taken)  # of a job that was cancelled, this changes nothing
         try:
-            result = await running.evaluation
+            end = self._end_with(taken, await running.evaluation)
         except asyncio.CancelledError:
-            self._queue.release(taken)  # of a job that was cancelled, this changes nothing
+            end = release
+        except RunStopped as error:
+            self.disk_failed(error)
+            end = release
         except UsageError as error:
-            self._queue.finish(taken, Outcome(error=f"the request cannot be carried out: {error}"))
+            end = partial(self._queue.finish, taken, Outcome(error=f"the request cannot be carried out: {error}"))
         except Exception as error:  # a fault of ours must not end the service
             self._faults += 1
-            self._queue.finish(taken, Outcome(error=f"{type(error).__name__}: {error}", again=True))
-        else:
-            self._keep(taken, result)
+            end = partial(self._queue.finish, taken, Outcome(error=f"{type(error).__name__}: {error}", again=True))
+        try:
+            await self._written(end)
+        except Exception as error:
+            self.ended_by = error
         finally:
             self.seconds += time.monotonic() - begin
             del self.running[taken.key]
             self.changes.tell(taken.key)
             self._wake.set()
-        if self.condition == "ready" and (self._faults >= _FAULTS or evaluator.gave_up is not None):
+        if self._condition == "ready" and (self._faults >= _FAULTS or evaluator.gave_up is not None):
             self._say("checking", evaluator.gave_up or _faults_in_a_row(self._faults))
 
-    def _keep(self, taken: Taken, result: Result) -> None:
-        """Stores a result with its job; what says nothing about the candidate is tried again."""
+    def _end_with(self, taken: Taken, result: Result) -> Callable[[], object]:
+        """Returns the call that stores a result with its job; what says nothing about the candidate is tried again."""
         kind = result.verdict.kind
         self.verdicts[kind] += 1
         self._faults = self._faults + 1 if kind == "harness_error" else 0
@@ -255,7 +316,6 @@ class Node:
         outcome = Outcome(result.model_dump_json(), environment, error, again=ours, held_up=kind in _HOLD_UP)
         if kind == "not_run" and OVERLOADED not in result.flags and self._evaluator is not None and self._evaluator.gave_up is None:
             taken = taken._replace(tries=sys.maxsize)  # this machine lacks what the candidate needs: so it will the next time
-        self._queue.finish(taken, outcome)
         if not ours:
             building = result.stage_seconds.get("build", 0.0)
             judging = sum(result.stage_seconds.values()) - building
@@ -263,10 +323,11 @@ class Node:
             self.histograms["waiting"].add(max(0.0, time.time() - taken.submitted - building - judging))
             if "build" in result.stage_seconds:
                 self.histograms["building"].add(building)
+        return partial(self._queue.finish, taken, outcome)
 
     def _say(self, condition: Condition, why: str | None) -> None:
-        if self.condition != "draining":
-            self.condition, self.why = condition, why
+        if self._condition != "draining":
+            self._condition, self._why = condition, why
             self.changes.tell_all()
 
     def _close(self) -> None:

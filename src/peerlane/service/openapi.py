@@ -26,7 +26,7 @@ _REFUSALS = {
     "413": "the body is too large",
     "422": "a field is wrong; fields names it",
     "429": "the queue, or the token's share of it, is full; Retry-After says when to try again",
-    "503": "the node is left out or the service ends; Retry-After says when to try again",
+    "503": "the node is left out, its disk fails, or the service ends; Retry-After says when to try again",
 }
 
 
@@ -62,13 +62,13 @@ def openapi_document() -> dict[str, Any]:
                 "summary": "The job, perhaps once it has ended",
                 "operationId": "show",
                 "parameters": [_ID, _WAIT],
-                "responses": {"200": job, **_refusals("401", "404", "422")},
+                "responses": {"200": job, **_refusals("401", "404", "422", "503")},
             },
             "delete": {
                 "summary": "Take the request back",
                 "operationId": "cancel",
                 "parameters": [_ID],
-                "responses": {"200": job, **_refusals("401", "404")},
+                "responses": {"200": job, **_refusals("401", "404", "503")},
             },
         },
         "/v1/jobs/{id}/events": {
@@ -78,7 +78,7 @@ def openapi_document() -> dict[str, Any]:
                 "parameters": [_ID],
                 "responses": {
                     "200": {"description": "events until the job ends", "content": {"text/event-stream": {"schema": {"type": "string"}}}},
-                    **_refusals("401", "404"),
+                    **_refusals("401", "404", "503"),
                 },
             }
         },
@@ -95,7 +95,7 @@ def openapi_document() -> dict[str, Any]:
                 "operationId": "metrics",
                 "responses": {
                     "200": {"description": "Prometheus text", "content": {"text/plain": {"schema": {"type": "string"}}}},
-                    **_refusals("401"),
+                    **_refusals("401", "503"),
                 },
             }
         },

@@ -31,6 +31,10 @@ _NEXT = """
 select job.key, body, owner, tries, submitted from job left join turn using(owner) left join penalty using(owner) where state = 'queued'
 order by ifnull(turn.last, 0) + ifnull(penalty.seconds, 0), priority desc, submitted limit 1
 """
+_ROOM_BYTES = 1 << 20
+"""for a job and its result"""
+_LOCKED_S = 1.0
+"""to wait for another program that holds the file: the service answers nobody meanwhile"""
 _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 5.0, 300.0
 """by which a token's turn is later than those of others: after two candidates in a row that held up the node, and at most"""
 
@@ -62,18 +66,21 @@ class NotOwner(PeerlaneError):
 
 
 class JobQueue:
-    """Jobs by content. Tokens take turns; among the jobs of one token the priority counts, then the order of arrival."""
+    """Jobs by content. Tokens take turns; among the jobs of one token the priority counts, then the order of arrival.
+
+    Every method raises sqlite3.Error if the disk is full or fails; then it has changed nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(folder / FILE, isolation_level=None, timeout=30.0, check_same_thread=False)
+            self._db = sqlite3.connect(folder / FILE, isolation_level=None, timeout=_LOCKED_S, check_same_thread=False)
             self._db.executescript(_SCHEMA)
+            self._recover()
         except (OSError, sqlite3.Error) as error:
             raise UsageError(
                 f"the queue in {folder} cannot be opened: {error}; expected a folder on a local disk that can be written"
             ) from None
-        self._recover()
 
     def close(self) -> None:
         """Closes the database."""
@@ -135,7 +142,7 @@ class JobQueue:
         with self._db:
             self._db.execute("begin immediate")
             again = request.rerun and self.state(key) == "done" and self.is_open(key)
-            if again and self._owner(key) != owner:
+            if again and self.owner(key) != owner:
                 raise NotOwner("this job belongs to another token: send the request without rerun, and get its result")
             self._db.execute("insert or ignore into submitter values(?, ?)", (key, owner))
             if self.is_open(key) and not again:
@@ -145,7 +152,8 @@ class JobQueue:
                 (key, request.model_dump_json(), request.priority, owner, time.time()),
             )
 
-    def _owner(self, key: str) -> str | None:
+    def owner(self, key: str) -> str | None:
+        """The token that asked for the job first."""
         row = self._db.execute("select owner from job where key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -181,17 +189,19 @@ class JobQueue:
         """Ends a try; the new state. A job that was cancelled in the meantime stays so."""
         again = outcome.again and taken.tries < MOST_TRIES
         state: State = "queued" if again else "done" if outcome.result is not None else "failed"
-        self._db.execute(
-            "update job set state = ?, finished = ?, result = ?, environment = ?, error = ? where key = ? and state = 'running'",
-            (state, None if again else time.time(), outcome.result, outcome.environment, outcome.error, taken.key),
-        )
-        if state == "done" and not outcome.again:
-            self._count_strike(taken.key, outcome.held_up)
+        with self._db:
+            self._db.execute("begin immediate")
+            self._db.execute(
+                "update job set state = ?, finished = ?, result = ?, environment = ?, error = ? where key = ? and state = 'running'",
+                (state, None if again else time.time(), outcome.result, outcome.environment, outcome.error, taken.key),
+            )
+            if state == "done" and not outcome.again:
+                self._count_strike(taken.key, outcome.held_up)
         return self.state(taken.key) or state
 
     def _count_strike(self, key: str, held_up: bool) -> None:
         """The token of a job whose last candidates held up the node waits behind others, longer each time; one that did not ends that."""
-        owner = self._owner(key)
+        owner = self.owner(key)
         row = self._db.execute("select strikes from penalty where owner = ?", (owner,)).fetchone()
         strikes = (0 if row is None else row[0]) + 1 if held_up else 0
         seconds = 0.0 if strikes < 2 else min(_LONGEST_PENALTY_S, _FIRST_PENALTY_S * 2.0 ** min(strikes - 2, 10))
@@ -200,6 +210,13 @@ class JobQueue:
     def release(self, taken: Taken) -> None:
         """Puts back a job that was interrupted by us; the try does not count."""
         self._db.execute("update job set state = 'queued', tries = tries - 1 where key = ? and state = 'running'", (taken.key,))
+
+    def check_room(self) -> None:
+        """Writes as much as a job and its result need, and deletes it again."""
+        with self._db:
+            self._db.execute("begin immediate")
+            self._db.execute("insert or replace into turn values(zeroblob(?), 0)", (_ROOM_BYTES,))
+        self._db.execute("delete from turn where typeof(owner) = 'blob'")
 
     # --- counts ---
 

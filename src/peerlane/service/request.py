@@ -13,18 +13,19 @@ from peerlane.evaluate.plan import Cases, EvaluationPlan, Job, make_jobs
 from peerlane.results.record import Mode, Track
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
+DEFAULT_NAME = "candidate"
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 
 
 class JobRequest(BaseModel):
     """One evaluation that is asked for."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     problem: int = Field(ge=1, description="number of the problem")
     source: str = Field(min_length=1, description="the candidate: a Python module that defines solution")
     name: str = Field(
-        default="candidate", min_length=1, max_length=200, description="what the result calls the candidate; no part of the job"
+        default=DEFAULT_NAME, min_length=1, max_length=200, description="what the result calls the candidate; no part of the job"
     )
     preset: str = Field(default="pkb", description="one preset of the problem")
     modes: tuple[Mode, ...] = Field(default=("eager", "graph"), description="launch modes to time; none: correctness alone")

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from peerlane.errors import MissingDependency, UsageError
+from peerlane.errors import HarnessError, MissingDependency, UsageError
 from peerlane.settings import cache_dir
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def serve(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gp
                 flush=True,
             )
         node = Node(queue, open_evaluator, NodeCheck(settings.device, tier) if settings.check else None)
-        service = Service(settings, tokens, queue, node, identify)
+        service = Service(settings, tokens, queue, node, identify, lambda: setattr(server, "should_exit", True))
         config = uvicorn.Config(
             service.application(),
             log_level="warning",
@@ -130,7 +130,10 @@ def serve(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gp
 
         host, port = listener.getsockname()[:2]
         print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+        server = Server(config)
         try:
-            Server(config).run(sockets=[listener])
+            server.run(sockets=[listener])
         finally:
             queue.close()
+        if node.ended_by is not None:
+            raise HarnessError(f"the service ended: {type(node.ended_by).__name__}: {node.ended_by}") from node.ended_by

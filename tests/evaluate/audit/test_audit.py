@@ -29,7 +29,12 @@ NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 def recorded(device: dict[str, int] | None = None, **changes: Any) -> wire.Recording:
     counts = {"two_shot": 1} if device is None else device
-    return replace(wire.Recording({"cuLaunchKernel": 1}, counts, True, 0, [], None, None), **changes)
+    return replace(wire.Recording({"cuLaunchKernel": 1}, counts, ["begin", "end"], 0, 10_000, [], None, None), **changes)
+
+
+def with_marker(recording: wire.Recording, marker: str) -> wire.Recording:
+    """The recording whose marks have this secret in front."""
+    return replace(recording, marks=[f"{marker}:{name}" for name in recording.marks])
 
 
 class Answers:
@@ -51,10 +56,12 @@ class Answers:
 
     def check(self, phase: str, deadline_s: float, slots: Sequence[int], marker: str | None = None) -> list[wire.Called]:
         self.checked += slots
-        return [wire.Called([{}], False, [recording] if marker else [], self.collectives) for recording in self.of_ranks]
+        return [
+            wire.Called([{}], False, [with_marker(recording, marker)] if marker else [], self.collectives) for recording in self.of_ranks
+        ]
 
     def profile_block(self, mode: str, marker: str) -> list[wire.Recording]:
-        return [*self.of_ranks]
+        return [with_marker(recording, marker) for recording in self.of_ranks]
 
 
 def auditor(recording: wire.Recording, place: Place = GPUS, **more: Any) -> Auditor:
@@ -111,7 +118,17 @@ def test_nothing_seen_is_no_proof() -> None:
     assert auditor(recorded({}, host={}), place=CPU).saw_nothing
 
 
-@pytest.mark.parametrize("change", [{"marked": False}, {"replaced": ["torch.profiler.profile"]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"marks": []},
+        {"marks": ["begin"]},
+        {"marks": ["begin", "end", "end"]},
+        {"marks": ["begin", "over"]},
+        {"functions": 0},
+        {"replaced": ["torch.profiler.profile"]},
+    ],
+)
 def test_a_profiler_that_was_interfered_with(change: dict[str, Any]) -> None:
     made = auditor(recorded(**change))
     record = made.record()
@@ -125,6 +142,11 @@ def test_the_evaluators_own_functions_may_be_replaced_in_no_track() -> None:
     )
     found = auditor(recorded(replaced=["torch.profiler.profile", "peerlane.evaluate.ranks.timed_block._elapsed"])).integrity_failure
     assert found is not None and found.what.endswith(": peerlane.evaluate.ranks.timed_block._elapsed, torch.profiler.profile")
+
+
+def test_a_list_of_functions_that_was_emptied_is_allowed_in_no_track() -> None:
+    found = auditor(recorded(functions=3)).integrity_failure
+    assert found is not None and "compared 3 functions of the evaluator" in found.what
 
 
 def test_a_record_names_the_most_frequent_operators_only() -> None:

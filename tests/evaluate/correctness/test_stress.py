@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import os
 import time
@@ -214,6 +215,56 @@ def test_a_gpu_is_kept_busy_for_as_long_as_a_pass_takes_that_shares_none(
     ranks, seconds = zip(*runner.passes, strict=True)
     assert len(ranks) == 100 and ranks[:2] == (None, None) and set(ranks) == {None, 0, 1}
     assert seconds[1:] == pytest.approx([busy_s] * 99)  # also right behind a pass that shared one, and took longer for it
+
+
+class OrderedRunner(StressedRunner):
+    """One whose slots are alike, and which writes down what its calls are asked."""
+
+    alike = [0] * 25
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(1e-3, monkeypatch)
+        self.asked: list[list[wire.CallUnderStress]] = []
+        self.collected: list[tuple[set[int], set[int]]] = []
+        """of every pass, the slots that are compared, and those whose inputs are"""
+        self.again: list[int] = []
+        self.judged: list[int] = []
+        """how many passes had been collected"""
+
+    def judge(self, phase: str) -> None:
+        self.judged.append(len(self.collected))
+
+    def call_under_stress(self, requests: list[wire.CallUnderStress], deadline_s: float) -> list[wire.DescribedOutputs]:
+        self.asked.append(requests)
+        return super().call_under_stress(requests, deadline_s)
+
+    def collect_from(self, outputs: Any, chosen: list[int], phase: str, contents: list[int], intact: set[int]) -> None:
+        self.collected.append((set(chosen), set(intact)))
+
+    def recheck_output(self, slot: int, phase: str, ended: float) -> None:
+        self.again.append(slot)
+
+
+def test_every_pass_disturbs_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads inputs late finds them overwritten; who reads them early reads those of another call."""
+    runner = OrderedRunner(monkeypatch)
+    Stress(runner, StressRules(calls=25 * 200)).run(math.inf)  # type: ignore[arg-type]
+    passes = [requests[0] for requests in runner.asked]
+    assert runner.judged == list(range(1, 201)), "each pass is judged"
+    assert all(sorted(request.order) == list(range(25)) for request in passes)
+    for first, second in runner.asked:
+        assert (first.poisoned, first.kept, first.swaps) == (second.poisoned, second.kept, second.swaps), "ranks do the same"
+    calls = 25 * len(passes)
+    assert 0.4 < sum(len(request.poisoned) for request in passes) / calls < 0.6
+    assert 0.15 < sum(len(request.kept) for request in passes) / calls < 0.25, "of most calls the inputs are overwritten"
+    late = [bool(request.swaps) for request in passes]
+    assert late[:2] == [False, True] and 0.5 < sum(late) / len(late) < 0.85
+    assert all(len(request.swaps) == 24 for request in passes if request.swaps), "each call but the last"
+    repeated = [after.order == before.order for before, after in itertools.pairwise(passes)]
+    assert repeated == late[1:], "a late pass has the order of the one before, any other a new one"
+    for request, (compared, intact), again in zip(passes, runner.collected, runner.again, strict=True):
+        assert again == request.order[-1] and again in compared, "the last output is looked at again"
+        assert intact == {request.order[position] for position in [*request.kept, -1]}
 
 
 class NotedRanks:

@@ -32,12 +32,13 @@ def test_the_source_says_what_is_wanted(source: str, wanted: bool) -> None:
 
 
 # The name in pieces: the source must not want what it looks for.
-RANKS = """import sys
+RANKS = """import os, sys, tempfile
 had = "torch._dyn" "amo" in sys.modules
 {line}
 
 def solution(tensor):
-    raise RuntimeError(f"had it: {{had}}, has tensors: {{'torch.distributed' '.tensor' in sys.modules}}")
+    own = tempfile.gettempdir() == os.environ.get("TMPDIR")
+    raise RuntimeError(f"own folder: {{own}}, had it: {{had}}, has tensors: {{'torch.distributed' '.tensor' in sys.modules}}")
 """
 
 
@@ -48,3 +49,4 @@ def test_ranks_have_it_before_the_candidate_imports_it() -> None:
         for line, had in (("import torch", False), ("from torch.nn.attention.bias import causal_lower_right", True)):
             verdict = evaluator.evaluate(1, RANKS.format(line=line)).verdict
             assert isinstance(verdict, RuntimeFailure) and f"had it: {had}, has tensors: {had}" in verdict.message
+            assert "own folder: True" in verdict.message or evaluator.isolation.tier == "L0"

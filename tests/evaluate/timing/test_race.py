@@ -169,6 +169,39 @@ def test_a_reference_against_itself_is_as_fast_and_a_candidate_of_half_the_time_
     assert clock[-1].collected, "outputs are compared"
 
 
+def test_all_that_a_race_collected_is_judged(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its last outputs are looked at again."""
+    judged: list[tuple[str, int]] = []
+    again: list[tuple[int, str]] = []
+    monkeypatch.setattr(World, "judge", lambda world, phase: judged.append((phase, len(world.collected))))
+    monkeypatch.setattr(World, "recheck_output", lambda world, slot, phase, ended: again.append((slot, phase)))
+    speed = measure(clock, "eager")
+    assert judged[-1] == ("timing", len(clock[-1].collected)), "nothing was collected behind the last judgement"
+    assert again and set(again) == {(speed.calls_per_block - 1, "timing")}
+
+
+def test_both_sides_are_first_in_some_rounds(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes second may find a warmer clock, or a warmer device."""
+    blocks: list[str] = []
+    first: Counter[str] = Counter()
+    for side in (TrustedSide, CandidateSide):
+        run = side.run_block
+        monkeypatch.setattr(side, "run_block", lambda self, *args, run=run: (blocks.append(type(self).__name__), run(self, *args))[1])
+    play = race_module.Race._round
+
+    def one_round(race: race_module.Race, *, compared: bool) -> Any:
+        blocks.clear()
+        times = play(race, compared=compared)
+        assert sorted(blocks) == ["CandidateSide", "TrustedSide"]
+        first[blocks[0]] += 1
+        return times
+
+    monkeypatch.setattr(race_module.Race, "_round", one_round)
+    for _ in range(4):
+        measure(clock, "eager")
+    assert min(first["TrustedSide"], first["CandidateSide"]) > first.total() / 5
+
+
 def test_forged_events_win_nothing_and_gross_ones_are_a_failure_of_integrity(clock: list[World]) -> None:
     forged = measure(clock, events_share=0.6)
     assert forged.speedup.median == pytest.approx(1.0, abs=0.08)

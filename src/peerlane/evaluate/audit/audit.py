@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from peerlane.common.place import Place
 from peerlane.evaluate import wire
+from peerlane.evaluate.audit import monkeypatch_check, recorder
 from peerlane.evaluate.audit.activity import Activity, activity, kernel_kind, most_per_call
 from peerlane.evaluate.audit.library import library_kernels
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
@@ -31,6 +32,8 @@ _SLOTS, _SLOW_SLOTS = 4, 2  # so few where comparing takes long
 _MOST_CHOICES = 16
 _MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record
 _OWN = "peerlane."
+_LEAST_FUNCTIONS = len(monkeypatch_check.functions_of(monkeypatch_check, recorder))
+"""that a rank compares with what they were: it has more modules than these, which every rank has"""
 CUSTOM_RULE = "in the custom track a call's communication must be the candidate's own"
 
 
@@ -82,15 +85,16 @@ class Auditor:
         for slot in slots:
             marker = secrets.token_hex(16) if slot in audited else None
             for rank, answer in enumerate(runner.check("audit", limit_s, [slot], marker=marker)):
-                self.calls += [self._take(rank, recording) for recording in answer.recordings]
+                self.calls += [self._take(rank, recording, marker or "") for recording in answer.recordings]
                 unrecorded[rank] += answer.collectives - sum(recording.collectives for recording in answer.recordings)
         self.unrecorded_collectives = max(self.unrecorded_collectives, *unrecorded)
         self.audited += len(audited)
 
     def audit_block(self, speed: Benchmark, mode: Mode) -> None:
         """Records a block of a timed mode, which judges its outputs and keeps no times; raises Rejected for wrong outputs."""
-        for rank, recording in enumerate(speed.profile_block(mode, secrets.token_hex(16))):
-            self.blocks.append(self._take(rank, recording, calls=speed.calls[mode]).without_snapshots())
+        marker = secrets.token_hex(16)
+        for rank, recording in enumerate(speed.profile_block(mode, marker)):
+            self.blocks.append(self._take(rank, recording, marker, calls=speed.calls[mode]).without_snapshots())
         self.block_modes.append(mode)
 
     def look_at_code(self, runner: CaseRunner) -> None:
@@ -101,14 +105,20 @@ class Auditor:
             self.library |= {name for tokens in answer.sources if (name := library_kernels().get(tokens)) is not None}
         self.choices = tuple(choice[:NAME_CHARACTERS] for choice in answers[0].choices[:_MOST_CHOICES])
 
-    def _take(self, rank: int, recording: wire.Recording, calls: int = 1) -> Activity:
+    def _take(self, rank: int, recording: wire.Recording, marker: str, calls: int = 1) -> Activity:
         """Notes the faults of a recording; returns what ran in it."""
         if recording.replaced:
             names = sorted(recording.replaced, key=lambda name: not name.startswith(_OWN))
             self.faults.append(f"replaced on rank {rank}: {', '.join(names[:4])}")
             if names[0].startswith(_OWN):
                 self.monkeypatches.append(self.faults[-1])
-        elif not recording.marked:
+        elif recording.functions < _LEAST_FUNCTIONS:
+            self.faults.append(
+                f"rank {rank} compared {recording.functions} functions of the evaluator with what they were: expected at least "
+                f"{_LEAST_FUNCTIONS}, so the list was emptied"
+            )
+            self.monkeypatches.append(self.faults[-1])
+        elif sorted(recording.marks) != [f"{marker}:begin", f"{marker}:end"]:
             self.faults.append(
                 f"the marks at the ends of an audited call are not in its record on rank {rank}: the profiler was interfered with"
             )

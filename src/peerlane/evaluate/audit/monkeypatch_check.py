@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 _PACKAGE = "peerlane.evaluate."
@@ -18,17 +18,29 @@ _originals: dict[str, tuple[Any, str, Any, Any]] = {}
 def remember_originals() -> None:
     """Takes what the evaluator's modules hold now for its own."""
     _originals.clear()
-    for module in [module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]:
+    _originals.update(functions_of(*[module for name, module in sys.modules.items() if name.startswith(_PACKAGE)]))
+
+
+def functions_of(*modules: ModuleType) -> dict[str, tuple[Any, str, Any, Any]]:
+    """Returns the functions and members of classes in these modules by name: who holds each and by what name, itself, and its code."""
+    found: dict[str, tuple[Any, str, Any, Any]] = {}
+
+    def note(place: str, owner: Any, name: str, value: Any) -> None:
+        if callable(value) or isinstance(value, (property, staticmethod, classmethod)):
+            found[f"{place}.{name}"] = owner, name, value, _code(value)
+
+    for module in modules:
         for name, value in list(vars(module).items()):
             if inspect.isclass(value) and value.__module__ == module.__name__:
                 for member, own in list(vars(value).items()):
-                    _note(f"{module.__name__}.{name}", value, member, own)
-            _note(module.__name__, module, name, value)
+                    note(f"{module.__name__}.{name}", value, member, own)
+            note(module.__name__, module, name, value)
+    return found
 
 
-def _note(place: str, owner: Any, name: str, value: Any) -> None:
-    if callable(value) or isinstance(value, (property, staticmethod, classmethod)):
-        _originals[f"{place}.{name}"] = owner, name, value, _code(value)
+def remembered() -> int:
+    """Returns how many functions :func:`replaced` compares. The supervisor judges whether they are enough: a candidate may forget some."""
+    return len(_originals)
 
 
 def _code(value: Any) -> Any:

@@ -22,7 +22,7 @@ from peerlane.device.tools import trace
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.timeline import HOST_LANE
-from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_NAMES, NAME_CHARACTERS
+from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_MARKS, MOST_NAMES, NAME_CHARACTERS
 
 _front: Any = torch.autograd.profiler
 _Activity, _Settings, _KINETO, _CPU = _front.ProfilerActivity, _front.ProfilerConfig, _front.ProfilerState.KINETO, _front.DeviceType.CPU
@@ -66,20 +66,21 @@ class Recording:
         self._marker = marker
         self.host: dict[str, int] = {}
         self.device: dict[str, int] = {}
-        self.marked, self.collectives, self.replaced = False, 0, list[str]()
+        self.collectives, self.functions = 0, 0
+        self.marks, self.replaced = list[str](), list[str]()
         self.events: list[tuple[str, int, int, int]] | None = None
         self.roles: list[tuple[str, str, int, int, int]] | None = None
 
     def result(self) -> wire.Recording:
         """As the supervisor gets it."""
-        return wire.Recording(self.host, self.device, self.marked, self.collectives, self.replaced, self.events, self.roles)
+        return wire.Recording(self.host, self.device, self.marks, self.collectives, self.functions, self.replaced, self.events, self.roles)
 
     def mark_calls(self) -> AbstractContextManager[Any]:
         """Of a timeline: only what the device does for launches in here is kept, if this is entered."""
         return _Mark(f"{self._marker}:calls")
 
     def keep(self, events: list[Any], marker: str, before: int, after: int) -> None:
-        """Counts the events' names: ``host`` and ``device``; ``marked`` says whether both marks are among them."""
+        """Counts the events' names: ``host`` and ``device``; ``marks`` are those among them, which the supervisor judges."""
         host: Counter[str] = Counter()
         device: Counter[str] = Counter()
         for event in events:
@@ -88,9 +89,12 @@ class Recording:
             elif not event.is_user_annotation():
                 device[event.name()[:NAME_CHARACTERS]] += 1
         host.pop(f"{marker}:calls", 0)
-        self.marked = host.pop(f"{marker}:begin", 0) == 1 and host.pop(f"{marker}:end", 0) == 1
+        for name in [name for name in host if name.startswith(f"{marker}:")]:
+            self.marks += [name] * min(host.pop(name), MOST_MARKS)
+        del self.marks[MOST_MARKS:]
         self.host, self.device = dict(host.most_common(MOST_NAMES)), dict(device.most_common(MOST_NAMES))
         self.collectives = after - before
+        self.functions = monkeypatch_check.remembered()
         self.replaced = [*replaced(), *monkeypatch_check.replaced()]
 
     def keep_events(self, events: list[Any], marker: str) -> None:

@@ -26,6 +26,7 @@ from peerlane.sandbox.caches import RunFolders
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.sandbox.limits import Limits
 from peerlane.sandbox.untrusted_folders import remove_tree
+from peerlane.settings import multicast_environment
 
 RANK_PROGRAM = "peerlane.evaluate.ranks.serve"
 """The module whose ``serve`` every rank runs. It is named, not imported: it imports torch, and lies above this one."""
@@ -44,7 +45,7 @@ def memory_file(name: str) -> int:
 
 def fork_server_environment(device: str) -> dict[str, str]:
     """Returns the variables that the fork server of this device's ranks gets besides those of its isolation."""
-    environment = {
+    environment = multicast_environment() | {
         "OMP_NUM_THREADS": "1",  # the fork server must have one thread when it forks
         "OPENBLAS_NUM_THREADS": "1",
         "KINETO_LOG_LEVEL": "99",  # audits would print a line for each end of every record

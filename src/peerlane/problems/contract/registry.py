@@ -9,6 +9,7 @@ import sys
 import traceback
 from types import ModuleType
 
+from peerlane.common.files import open_regular, shown_path
 from peerlane.common.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, number_named, problem_files
 from peerlane.errors import UnknownProblem, UsageError
 from peerlane.problems.contract.spec import Problem
@@ -33,14 +34,18 @@ def _load(file: ProblemFile) -> Problem:
         package = ModuleType(file.package, f"The problems in {file.path.parent}.")
         package.__path__ = [str(file.path.parent)]
         sys.modules[file.package] = package
+    if file.package != OWN_PACKAGE:
+        with open_regular(file.path, follow=True):  # or the import would say that there is no such module
+            pass
     try:
         module = importlib.import_module(f"{file.package}.{file.path.stem}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if file.package == OWN_PACKAGE:
             raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file.path)]
         where = f", line {lines[-1]}," if lines else ""
-        raise UsageError(f"{file.path}{where} raised {type(error).__name__}: {error}; correct this file") from error
+        said = str(error) if str(error).isprintable() else ascii(str(error))  # a terminal would obey some characters
+        raise UsageError(f"{shown_path(file.path)}{where} raised {type(error).__name__}: {said}; correct this file") from error
     problem = getattr(module, "PROBLEM", None)
     if not isinstance(problem, Problem):
         raise UsageError(f"{file.path} declares no problem: expected `PROBLEM = Problem(...)`, got {problem!r}")

@@ -34,6 +34,7 @@ def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]
         ("isolation", [result.isolation for result in results]),
         ("judged", [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else []),
         ("prompt", [prompt_of(sample.author, sample.settings) for sample in samples if sample.settings is not None]),
+        ("signed by", [f"{sample.author}: {sample.signer}" for sample in samples if sample.signer is not None]),
         ("model calls", [f"{usage.calls:,}"] if usage.calls else []),
     ]
     return [(name, "; ".join(told)) for name, values in rows if (told := [value for value in dict.fromkeys(values) if value])]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from peerlane.common.files import read_regular, write_atomically
 from peerlane.common.version import __version__
 from peerlane.common.words import counted
-from peerlane.errors import HarnessError, RunStopped
+from peerlane.errors import HarnessError, RunStopped, UsageError
 from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job
@@ -19,6 +21,7 @@ from peerlane.results.store import ResultsStore
 from peerlane.sandbox.isolation import Tier
 
 FILE = "conditions.json"
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,14 @@ class Conditions:
     def of_earlier_run(cls, plan: EvaluationPlan) -> Self | None:
         """Those under which ``plan.out`` was begun, if results would still be comparable; a farm then takes no other class of nodes."""
         file = None if plan.out is None else plan.out / FILE
-        if file is None or not file.is_file():
+        if file is None or not os.path.lexists(file):
             return None
-        told = json.loads(file.read_text(encoding="utf-8"))
-        same = told["evaluator_version"] == __version__ and told["rules_hash"] == plan.rules_hash
-        found = cls.of(told) if same else None
+        try:
+            told = json.loads(read_regular(file, _MOST_BYTES))
+            same = told["evaluator_version"] == __version__ and told["rules_hash"] == plan.rules_hash
+            found = cls.of(told) if same else None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UsageError(f"{file} does not hold the conditions of a run ({error!r}): delete it, or choose another --out") from None
         return found if found is not None and set(plan.world_sizes) <= found.classes.keys() else None
 
     @staticmethod
@@ -51,7 +57,7 @@ class Conditions:
         """Keeps them beside the results."""
         if plan.out is not None:
             plan.out.mkdir(parents=True, exist_ok=True)
-            (plan.out / FILE).write_text(json.dumps(told), encoding="utf-8")
+            write_atomically(plan.out / FILE, json.dumps(told).encode())
 
     def identity(self, job: Job) -> Identity:
         """The identity of the result that a job will have."""
