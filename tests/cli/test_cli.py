@@ -387,10 +387,10 @@ def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
 def test_exit_codes_of_errors(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(nodes: int | None) -> None:
+    def fail() -> None:
         raise error
 
-    monkeypatch.setattr(problems, "all_problems", fail)
+    monkeypatch.setattr(problem_index, "index_entries", fail)
     assert peerlane("list") == code
     assert "Traceback" not in capsys.readouterr().err
 
@@ -398,7 +398,7 @@ def test_exit_codes_of_errors(
 def test_a_defect_is_a_harness_failure_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(problems, "all_problems", lambda nodes: 1 / 0)
+    monkeypatch.setattr(problem_index, "index_entries", lambda: 1 / 0)
     assert peerlane("list") == ExitCode.HARNESS
     assert "ZeroDivisionError" in capsys.readouterr().err
 

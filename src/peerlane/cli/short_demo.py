@@ -1,4 +1,4 @@
-"""What ``peerlane demo`` shows by default: one right candidate, four wrong ones, and a kernel with a race, each with a sentence."""
+"""The short demonstration: one right candidate, four wrong ones, and a kernel with a race, each with a sentence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CANDIDATES = (
 )
 KERNEL = "race/missing_release.py"
 COMPILER = "g++"
-"""What the emulator compiles kernels with."""
+"""The compiler of the emulator."""
 WORLD_SIZE = 2
 CALLS_S = 4.0
 """Seconds for calls, one of which never ends. Right ones take milliseconds, and a second on a machine that is very busy."""

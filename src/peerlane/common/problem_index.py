@@ -1,4 +1,4 @@
-"""The index of the suite: what lists of problems show, read from one file that `make docs` writes. No problem is imported for it."""
+"""The index of the suite: the entries of lists of problems, in one file that `make docs` writes. No problem is imported for it."""
 
 from __future__ import annotations
 
