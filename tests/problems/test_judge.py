@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from peerlane import problems
+from peerlane.problems import INTEGER, RANDOM
 from peerlane.problems.contract import Expected, Score, Tolerance, compare_close, judge
 from peerlane.problems.contract.judge import digests, type_mismatch
 
@@ -143,3 +146,19 @@ SUM = Expected("sum", torch.zeros(2, 3, dtype=torch.float64), torch.bfloat16)
 )
 def test_types_are_exact(got: Any, expected: Any, told: str | None) -> None:
     assert type_mismatch(got, expected) == told
+
+
+def test_sums_of_whole_numbers_are_exact_and_other_sums_are_not() -> None:
+    """Of whole numbers a sum is exact in any order, so every error is one; it may come out as either zero. Moved data keeps its zeros."""
+    problem = dataclasses.replace(problems.get(1), integer_exact=True, compare=None)
+    (case, *_), want = problem.cases("small", 2), torch.tensor([64.0, 0.0], dtype=torch.float64)
+    (name,) = problem.tolerance(case)
+
+    def ratio(got: list[float], kind: str, exact: bool = False) -> float:
+        expected = Expected(name, want, torch.float32, exact=exact, magnitude=torch.full((2,), 128.0))
+        return judge.score(problem, case, torch.tensor(got), expected, kind)[0].ratio
+
+    beside = float(torch.nextafter(torch.tensor(64.0), torch.tensor(65.0)))
+    assert 0.0 < ratio([beside, 0.0], RANDOM) <= 1.0 and ratio([beside, 0.0], INTEGER) == math.inf
+    assert ratio([64.0, -0.0], INTEGER) == 0.0 == ratio([64.0, -0.0], RANDOM)
+    assert ratio([64.0, 0.0], RANDOM, exact=True) == 0.0 and ratio([64.0, -0.0], RANDOM, exact=True) == math.inf
