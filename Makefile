@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
-# The cuda extra compiles device code even where there is no GPU; leave it out with `make EXTRAS=triton demo`; the tests need all of them.
+# The demo needs the package alone; tests need all extras, of which cuda compiles device code even where there is no GPU.
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -20,6 +20,7 @@ ROOM_report := report docs_build
 ROOM_results := results evaluate report
 ROOM_sandbox := sandbox e2e adversarial
 ROOM_solutions := device
+BASE := .venv/.installed-base
 STAMP := .venv/.installed
 # Hundreds of processes import torch: bytecode is kept even where the environment says not to, which would cost each of them a second.
 export PYTHONDONTWRITEBYTECODE :=
@@ -28,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup demo test test-room test-all mutants test-trainers check docs site lock clean
 
 help:
-	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
+	@echo "make demo    judge six examples, right and wrong, on CPU ranks; sets up .venv without extras"
 	@echo "make test    run the tests that every change has to pass, in about five minutes on two cores"
 	@echo "make test-room ROOM=evaluate  run the slow tests of a room too, when it has changed: $(sort $(ROOMS))"
 	@echo "make test-all run every test, nightly: about an hour on two cores"
@@ -45,7 +46,7 @@ setup: $(STAMP)
 # torch comes first and by its bare pin of constraints.txt, so that pip keeps whichever build of that version the machine offers (CPU or CUDA).
 # The build back end is installed and pinned too, hence --no-build-isolation. Only what ranks import
 # is compiled to bytecode: they may not write any themselves, and would compile a thousand modules of torch in every evaluation.
-$(STAMP): pyproject.toml constraints.txt
+$(BASE): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "peerlane needs Python 3.11 or newer, got $$(python3 --version 2>&1); \
 	install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
@@ -54,11 +55,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch
 	$(BIN)/pip install --quiet --no-compile -c constraints.txt --upgrade pip hatchling editables
-	$(BIN)/pip install --quiet --no-compile -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
-	$(BIN)/python -c "import peerlane.evaluate.ranks.serve, torch._dynamo, torch._inductor.compile_fx"
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt --no-build-isolation -e .
+	$(BIN)/python -c "import peerlane.evaluate.ranks.serve"
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(BASE)
+	@echo "adding what tests and documentation need"
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
+	$(BIN)/python -c "import torch._dynamo, torch._inductor.compile_fx"
+	@touch $@
+
+demo: $(BASE)
 	$(BIN)/peerlane demo
 
 # At most 500 CPU seconds of all processes. What costs more is marked slow, or long; CONTRIBUTING.md says which promises are held where.

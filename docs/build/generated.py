@@ -8,6 +8,9 @@ from pathlib import Path
 from docs.build import architecture, command_reference, navigation, pages, sections, tutorial_figures
 from docs.build.evidence import packaged, read_evidence
 from peerlane import problems
+from peerlane.common.problem_index import INDEX
+from peerlane.common.version import PACKAGE
+from peerlane.report.catalogue import index
 
 
 def generated(root: Path) -> dict[Path, str]:
@@ -16,6 +19,7 @@ def generated(root: Path) -> dict[Path, str]:
     return {
         **pages.pages(problems.suite(None), evidence),
         **packaged(evidence),
+        INDEX.relative_to(PACKAGE.parents[1]): index(problems.suite(None)),
         **sections.documents(root),
         **command_reference.page(),
         **architecture.picture(root),

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from peerlane import cli, problems
 from peerlane.cli import doctor, exit_codes, progress
 from peerlane.cli.evaluation import print_results
 from peerlane.cli.exit_codes import ExitCode
+from peerlane.common import problem_index
 from peerlane.device import emulator
 from peerlane.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
@@ -49,7 +50,7 @@ COMMAND_LINE = {
     "verify": "bundle --sample --device --isolation --out --json",
     "export": "",
     "results": "",
-    "demo": "--examples --preset --world-size --device --json",
+    "demo": "--all --examples --preset --world-size --device --json",
     "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --honest --emulated --world-size --load --timeout --out --json",
     "serve": "--host --port --out --problems --world-size --device --ranks-per-gpu --isolation --token-file --queue-limit --share "
     "--drain --judges --check",
@@ -86,6 +87,33 @@ def test_help_does_not_import_what_is_slow() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (("list",), "13   gemm_allreduce"),
+        (("list", "--category", "cooking"), "no problem fits"),
+        (("show", "13"), "# 13. "),
+        (("show", "gemm_allreduse"), "perhaps gemm_allreduce"),
+    ],
+)
+def test_lists_and_pages_of_the_suite_do_not_import_torch(words: Sequence[str], printed: str) -> None:
+    code = "import atexit, sys, peerlane.cli; atexit.register(lambda: print('torch' in sys.modules)); peerlane.cli.main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert printed in done.stdout + done.stderr and done.stdout.endswith("False\n")
+
+
+def test_an_index_that_lacks_a_problem_is_not_used(
+    peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Such as one of a user's own: all problems are imported then, and have the same entries."""
+    entries = problem_index.index_entries()
+    assert entries
+    (tmp_path / "index.json").write_text(json.dumps(entries[1:]))
+    monkeypatch.setattr(problem_index, "INDEX", tmp_path / "index.json")
+    assert problem_index.index_entries() is None and peerlane("list", "--json") == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["problems"] == entries
+
+
 def test_module_is_the_same_program() -> None:
     done = subprocess.run([sys.executable, "-m", "peerlane", "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Usage: peerlane")
@@ -107,6 +135,7 @@ def test_list_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
                 "modes": ["str"],
                 "presets": ["str"],
                 "variants": ["str"],
+                "signature": "str",
             }
         ]
     }
@@ -517,7 +546,7 @@ def test_an_interrupt_while_torch_is_imported_is_one(tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text(FIRST_INTERRUPTED)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    ended = subprocess.run([sys.executable, "-m", "peerlane", "show", "1"], env=environment, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-m", "peerlane", "show", "1", "--json"], env=environment, capture_output=True, text=True)
     assert (tmp_path / "again").exists()
     assert ended.returncode == 130 and "interrupted" in ended.stderr and "Traceback" not in ended.stderr
 

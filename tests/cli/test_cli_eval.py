@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monk
 
 def test_demo_compares_verdicts_with_the_expected_ones(examples: Path) -> None:
     (examples / "broken" / "1_idle_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
-    done = CliRunner().invoke(cli.app, ["demo", "--examples", str(examples), "--world-size", "2"])
+    done = CliRunner().invoke(cli.app, ["demo", "--all", "--examples", str(examples), "--world-size", "2"])
     assert done.exit_code == ExitCode.NOT_CORRECT, done.output
     assert "did not get its expected verdict" in done.stderr
     assert "--device cpu lacks what they need: 1_right_cuda\n" in done.stderr
@@ -100,8 +101,36 @@ def test_demo_compares_verdicts_with_the_expected_ones(examples: Path) -> None:
 
 
 def test_demo_needs_its_examples(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.app, ["demo", "--examples", str(tmp_path)])
+    done = CliRunner().invoke(cli.app, ["demo", "--all", "--examples", str(tmp_path)])
     assert isinstance(done.exception, UsageError) and "no candidates in" in str(done.exception)
+
+
+@pytest.mark.slow
+def test_the_short_demonstration_shows_what_is_wrong_with_each() -> None:
+    done = CliRunner().invoke(cli.app, ["demo", "--json"])
+    assert done.exit_code == ExitCode.OK, done.output
+    shown = {item["name"]: item for item in json.loads(done.stdout)["shown"]}
+    assert len(shown) == 6 and all(item["got"] == item["expected"] and item["sentence"] for item in shown.values())
+    lines = [line for line in shown["missing_release"]["reason"].splitlines() if ": source.cu:" in line]
+    assert len(lines) == 2 and "writes" in lines[0] and "reads" in lines[1]
+
+
+def test_the_short_demonstration_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The race is left out with a sentence, and what follows from a wrong verdict is an exit code."""
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    named = (on_cpu().candidate.model_copy(update={"name": name}) for name in ("1_allreduce_pytorch", "1_returns_nan_pytorch"))
+    judged = [on_cpu(candidate=candidate) for candidate in named]
+    monkeypatch.setattr("peerlane.evaluate.evaluate", lambda plan, progress: [*map(progress.finished, judged)])
+    monkeypatch.setattr("peerlane.evaluate.processes.prestart.early_start", lambda *_: contextlib.nullcontext())
+    done = CliRunner().invoke(cli.app, ["demo"])
+    assert done.exit_code == ExitCode.NOT_CORRECT
+    assert "left out: the race of a kernel, for there is no g++" in done.stderr
+    assert "1_returns_nan_pytorch: correct, and not wrong_result as expected" in done.stdout and "1 of 2 verdicts" in done.stdout
+
+
+def test_options_that_choose_among_all_examples_need_all() -> None:
+    done = CliRunner().invoke(cli.app, ["demo", "--device", "cuda"])
+    assert isinstance(done.exception, UsageError) and "give --all too" in str(done.exception)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device.backend import kit, ordering
+from peerlane.device.backend.captured_messages import captured_messages
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus, share_gpus
+from peerlane.device.collectives.point_to_point import Transfer
 from peerlane.device.host import cuda_bindings, lane, tally
+from peerlane.errors import UsageError
 
 
 class Stream:
@@ -172,7 +175,7 @@ def test_a_captured_graph_and_calls_outside_do_not_wait(machine: Machine) -> Non
         captured.capture = capture
         assert machine.side is not None
         with machine.on(captured):
-            assert order_of_calls.capturing()
+            assert order_of_calls.capture() == capture
             machine.side.capture = capture  # it joins when it waits for the captured stream
             outside, machine.side.before = machine.side.before, set()
             order_of_calls.run(machine.call(f"captured {capture}", seen), [], asynchronous=True).wait()
@@ -182,6 +185,64 @@ def test_a_captured_graph_and_calls_outside_do_not_wait(machine: Machine) -> Non
         assert seen[f"captured {capture} again"] == {f"captured {capture}"}
     order_of_calls.run(machine.call("eager 2", seen), [], asynchronous=False)
     assert seen["eager 2"] == {"eager 1"}
+
+
+def test_messages_of_a_capture_run_as_one_behind_their_own_calls(machine: Machine) -> None:
+    """From two streams; what is captured between the calls and the first wait runs beside the messages."""
+    order_of_calls, seen, tensors = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), [Tensor(), Tensor()]
+    messages, started, streams = captured_messages(order_of_calls), list[list[Any]](), [Stream(machine), Stream(machine)]
+
+    def start(transfers: Any, tensors: Any, points: Any) -> dist.Work:
+        started.append(transfers)
+        assert machine.side is None
+        machine.side = Stream(machine)
+        machine.side.capture = 7  # it joins when it waits for a captured event
+        order_of_calls._beside = [machine.side] * 32  # type: ignore[list-item]
+        return order_of_calls.run_beside(machine.call("messages", seen), tensors, ["key"], points)
+
+    for stream in streams:
+        stream.capture = 7
+    works = []
+    for number, stream in enumerate(streams):
+        with machine.on(stream):
+            machine.current.before.add(f"producer {number}")
+            works.append(messages.add(transfer(number), tensors[number], start))  # type: ignore[arg-type]
+            machine.current.before.add(f"meanwhile {number}")
+    with machine.on(streams[0]):
+        assert not started and not works[0].is_completed()
+        assert works[1].wait() and works[0].wait()
+        assert machine.current.before == {"producer 0", "producer 1", "meanwhile 0", "messages"}
+    assert started == [[transfer(0), transfer(1)]] and seen["messages"] == {"producer 0", "producer 1"}
+    assert [tensor.kept_for for tensor in tensors] == [[machine.side]] * 2
+
+
+def test_messages_that_a_capture_did_not_wait_for_are_an_error(machine: Machine) -> None:
+    """Once, at the next call, and at every wait that comes too late. Captures that still run keep theirs."""
+    messages, other = captured_messages(ordering.CudaLane(torch.device("cpu"))), Stream(machine)
+    started = list[Any]()
+
+    def start(transfers: Any, tensors: Any, points: Any) -> dist.Work:
+        started.append(transfers)
+        return ordering.FinishedWork(tensors)
+
+    stream, other.capture = machine.current, 2
+    stream.capture = 1
+    lost = messages.add(transfer(0), Tensor(), start)  # type: ignore[arg-type]
+    with machine.on(other):
+        kept = messages.add(transfer(1), Tensor(), start)  # type: ignore[arg-type]
+    stream.capture = 0
+    with pytest.raises(UsageError, match=r"lacks messages \(1\): .* call wait\(\) on the work"):
+        messages.launch()
+    messages.launch()
+    with pytest.raises(UsageError, match="lacks messages"):
+        lost.wait()
+    with machine.on(other):
+        assert kept.wait()
+    assert started == [[transfer(1)]]
+
+
+def transfer(number: int) -> Transfer:
+    return Transfer(address=number, nbytes=4, peer=1, receives=bool(number), label="tag 0")
 
 
 def test_a_program_of_one_stream_pays_for_no_event(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,6 +135,17 @@ def test_messages_arrive_whole_in_every_schedule(make: object) -> None:
     assert report.clean, report
 
 
+def test_long_sends_ahead_of_their_receives_in_one_queue_wait_for_ever_and_together_do_not() -> None:
+    """Why the backend launches the messages of a captured graph together: its branches may share a queue."""
+    messages = [Message(0, 1, 300), Message(1, 0, 300)]
+    apart, together = Messages(messages), Messages(messages)
+    apart.post([0, 1], [])
+    apart.post([], [0, 1])
+    together.post([0, 1], [0, 1])
+    assert "deadlock" in {finding.kind for finding in check(apart.scenario, schedules=3).findings}
+    assert check(together.scenario, schedules=30).clean
+
+
 @dataclass(frozen=True)
 class Twin:
     """One line of the header changed so that the protocol is wrong."""

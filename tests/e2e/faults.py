@@ -180,5 +180,8 @@ class LentForkServer(ForkServer):
     def alive(self) -> bool:
         return os.getpid() != self.owner or super().alive
 
+    def clear(self) -> bool:
+        return False  # it is lent, not kept
+
     def close(self) -> None:
         self.end_groups()

@@ -55,6 +55,8 @@ def test_the_wheel_has_all_device_code(installed: Path) -> None:
 def test_the_wheel_lists_and_prompts(installed: Path, tmp_path: Path) -> None:
     assert len(json.loads(run(installed, tmp_path, "-m", "peerlane", "list", "--json", "--nodes", "1"))["problems"]) == 87
     assert "solution" in run(installed, tmp_path, "-m", "peerlane", "prompt", "1")
+    code = "from peerlane.report.stored_page import stored_page; print(stored_page(1), end='')"
+    assert run(installed, tmp_path, "-c", code) == run(installed, tmp_path, "-m", "peerlane", "show", "1")
 
 
 def test_the_wheel_judges_its_kit_example_and_reports(installed: Path, tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_the_wheel_judges_its_kit_example_and_reports(installed: Path, tmp_path:
 
 @pytest.mark.long
 def test_the_wheel_runs_its_demonstration(installed: Path, tmp_path: Path) -> None:
-    shown = json.loads(run(installed, tmp_path, "-m", "peerlane", "demo", "--world-size", "2", "--json"))
+    shown = json.loads(run(installed, tmp_path, "-m", "peerlane", "demo", "--all", "--world-size", "2", "--json"))
     assert shown["as_expected"] and all(shown["as_expected"]) and {item["verdict"]["kind"] for item in shown["good"]} == {"correct"}
 
 

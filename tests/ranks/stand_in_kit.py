@@ -191,6 +191,8 @@ class ThreadLane:
         self._last: list[Any] = []
         self._beside = ThreadPoolExecutor(32)
         self._ends: dict[Hashable, Future[None]] = {}
+        self.captured = 0
+        """the capture that the caller is in"""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> dist.Work:
         self.synchronize() if not asynchronous else None
@@ -200,7 +202,9 @@ class ThreadLane:
         self._last.append(work)
         return work
 
-    def run_beside(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> dist.Work:
+    def run_beside(
+        self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()
+    ) -> dist.Work:
         self.synchronize()
         before = [self._ends[key] for key in keys if key in self._ends]
 
@@ -220,8 +224,11 @@ class ThreadLane:
         if work is not None:
             work.wait()
 
-    def capturing(self) -> bool:
-        return False
+    def point(self) -> tuple[int, Any]:
+        return 0, None
+
+    def capture(self, stream: int | None = None) -> int:
+        return self.captured
 
     def synchronize(self) -> None:
         last, self._last = self._last, []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -127,6 +129,116 @@ WORKS = [
 def test_messages_arrive_by_the_kit(ranks: RankPool, work: Callable[[int, int], None]) -> None:
     for places in ranks.run(counted, work):
         assert places <= {("kit", "")}
+
+
+@contextlib.contextmanager
+def capture(number: int) -> Iterator[None]:
+    """The calls inside are in a capture, as far as the backend can tell."""
+    lane = group_of_all()._provider.lane(torch.device("cpu"))
+    lane.captured = number
+    try:
+        yield
+    finally:
+        lane.captured = 0
+
+
+def group_of_all() -> Any:
+    assert isinstance(dist.group.WORLD, backend.PeerlaneGroup)
+    return dist.group.WORLD
+
+
+def launches_since(before: int = 0) -> list[int]:
+    """How many messages each launch had."""
+    return list(group_of_all()._messages.batches[before:])
+
+
+def captured_one_by_one(rank: int, world: int) -> list[int]:
+    """Three for each pair and a batch: what was posted before a wait, a batch or a collective is one launch, and every byte is right."""
+    dist.all_reduce(torch.zeros(1))
+    before = len(launches_since())
+    right, left = (rank + 1) % world, (rank - 1) % world
+    got = torch.zeros(3, 5)
+    with capture(1):
+        works = [dist.isend(numbers(10 * rank + turn), right) for turn in range(3)]
+        works += [dist.irecv(got[turn], left) for turn in range(3)]
+        assert launches_since(before) == []
+        for work in reversed(works):
+            assert work is not None and work.wait()
+        assert torch.equal(got, torch.stack([numbers(10 * left + turn) for turn in range(3)]))
+        for follow in (collective, batch, blocking):
+            got.zero_()
+            works = [dist.isend(numbers(rank), right), dist.irecv(got[0], left)]
+            follow(rank, world)
+            for work in works:
+                assert work is not None and work.wait()
+            assert torch.equal(got[0], numbers(left))
+    return launches_since(before)
+
+
+def collective(rank: int, world: int) -> None:
+    before = len(launches_since())
+    dist.all_reduce(torch.zeros(1))
+    assert launches_since(before) == [2]
+
+
+def batch(rank: int, world: int) -> None:
+    got, right, left = torch.zeros(5), (rank + 1) % world, (rank - 1) % world
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, numbers(7), right, tag=1), dist.P2POp(dist.irecv, got, left, tag=1)]):
+        work.wait()
+    assert torch.equal(got, numbers(7))
+
+
+def blocking(rank: int, world: int) -> None:
+    dist.send(numbers(8), (rank + 1) % world, tag=2)
+    dist.recv(got := torch.zeros(5), (rank - 1) % world, tag=2)
+    assert torch.equal(got, numbers(8))
+
+
+def test_messages_of_a_capture_are_launched_together(ranks: RankPool) -> None:
+    assert ranks.run(captured_one_by_one) == [[6, 2, 2, 2, 3, 1]] * RANKS
+
+
+def more_than_a_launch_has(rank: int, world: int) -> list[int]:
+    dist.all_reduce(torch.zeros(1))
+    before, got = len(launches_since()), torch.zeros(40, 5)
+    with capture(1):
+        works = []
+        for turn in range(40):
+            works += [dist.isend(numbers(rank + turn), (rank + 1) % world), dist.irecv(got[turn], (rank - 1) % world)]
+        for work in works:
+            assert work is not None and work.wait()
+    assert torch.equal(got, torch.stack([numbers((rank - 1) % world + turn) for turn in range(40)]))
+    return launches_since(before)
+
+
+def test_more_messages_of_a_capture_than_a_launch_has_are_several_launches(ranks: RankPool) -> None:
+    assert ranks.run(more_than_a_launch_has) == [[64, 16]] * RANKS
+
+
+def not_waited_for(rank: int, world: int) -> list[int]:
+    """The next call raises, of whatever kind; the one after it works."""
+    dist.all_reduce(torch.zeros(1))
+    before, right, left = len(launches_since()), (rank + 1) % world, (rank - 1) % world
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(torch.zeros(1)),
+        dist.barrier,
+        lambda: dist.send(numbers(0), right),
+        lambda: dist.recv(numbers(0), left),
+    ]
+    for call in calls:
+        with capture(1):
+            works = [dist.isend(numbers(rank), right), dist.irecv(torch.zeros(5), left)]
+        with pytest.raises(UsageError, match=r"lacks messages \(2\)"):
+            call()
+        with pytest.raises(UsageError, match="lacks messages"):
+            works[0].wait()  # type: ignore[union-attr]
+    assert launches_since(before) == []
+    receives_before_sends(rank, world)
+    return launches_since(before)
+
+
+def test_a_captured_message_that_is_not_waited_for_is_an_error(ranks: RankPool) -> None:
+    assert ranks.run(not_waited_for) == [[1, 1]] * RANKS
 
 
 def from_anybody(rank: int, world: int) -> None:

@@ -17,9 +17,10 @@ from peerlane.hardware.profiles import B200_SXM, H200_SXM
 from peerlane.problems import Case, Cost, Draw, GroupRef, KnownWrongAnswer, Problem, Tolerance, case, preset
 from peerlane.problems.contract import describe
 from peerlane.report.catalogue import argument_text, find_profile, page_world_size, plain, problem_detail
-from peerlane.report.evidence import Measured, PublicTimes, SolutionTime, packaged_evidence
+from peerlane.report.evidence import NOTHING, Measured, PublicTimes, SolutionTime, packaged_evidence
 from peerlane.report.problem_page import page
 from peerlane.report.problem_speeds import FAR, beside_public
+from peerlane.report.stored_page import stored_page
 from sample_results import result
 
 
@@ -248,6 +249,14 @@ def test_what_the_times_themselves_explain_is_said(eager_us: float, graph_us: fl
 
 def test_without_a_graph_nothing_is_said_of_one() -> None:
     assert "graph" not in beside_public(PublicTimes(mean_us=100.0, min_us=90.0), {"eager": 200.0})
+
+
+@pytest.mark.parametrize("number", [4, 13, 73, 101])
+def test_the_page_that_show_prints_is_in_the_documentation(number: int) -> None:
+    problem = problems.get(number)
+    assert stored_page(number) == page(
+        problem_detail(problem, world_size=page_world_size(problem)), packaged_evidence().get(number, NOTHING)
+    )
 
 
 def test_references_unlike_the_public_one_have_a_page_with_why() -> None:

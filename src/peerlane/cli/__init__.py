@@ -74,6 +74,10 @@ app = typer.Typer(
 )
 
 
+_WITHOUT_TORCH = ("list", "show")
+"""Commands that usually need no torch; where they do, the problems import numpy first."""
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"peerlane {__version__}")
@@ -82,8 +86,11 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand not in _WITHOUT_TORCH:
+        importlib.import_module("numpy")  # before torch, which takes an interrupt in there for a missing numpy
 
 
 _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
@@ -91,7 +98,7 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "doctor": (doctor.doctor, "Say what this machine has and what is missing."),
         "list": (list_problems.list_problems, "List the problems."),
         "show": (show.show, "Show one problem: signature, shapes, error model, limit."),
-        "demo": (demo.demo, "Judge the examples, right ones and broken ones."),
+        "demo": (demo.demo, "Judge a few examples, right and wrong, in half a minute."),
     },
     "Write a kernel": {
         "new": (new.new, "Write a candidate that is correct from the start."),
@@ -132,7 +139,6 @@ app.add_typer(results.results, name="results", rich_help_panel="Read results", s
 def main() -> None:
     """Runs the console script. Errors that peerlane raises on purpose end in one block on stderr, without a traceback."""
     try:
-        importlib.import_module("numpy")  # before torch, which takes an interrupt in there for a missing numpy
         app(prog_name="peerlane")
     except KeyboardInterrupt:
         print_error("interrupted")

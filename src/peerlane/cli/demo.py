@@ -1,4 +1,4 @@
-"""``peerlane demo``: the bundled candidates, good and broken, judged on this machine."""
+"""``peerlane demo``: bundled candidates, good and broken, judged on this machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import positive_integers
 from peerlane.cli.output import console, print_error, print_json, print_table
 from peerlane.cli.progress import progress
+from peerlane.cli.short_demo import COMPILER, ShortDemo
 from peerlane.common.place import Device, Place
 from peerlane.common.version import PACKAGE
 from peerlane.errors import UsageError
@@ -27,35 +28,43 @@ if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
     from peerlane.results.result import Result
 
+USUAL = {"preset": "small", "world_size": "2,4", "device": "cpu"}
 BROKEN = "broken"
 BROKEN_DEADLINE_S = 8.0
 """For calls of broken candidates, some of which never return; good ones get the usual, longer deadlines."""
 
 REASON_LENGTH = 100
-COMPILER = "g++"
-"""What the emulator compiles candidates with."""
 
 
 def demo(
+    every: Annotated[bool, typer.Option("--all", help="Judge all examples, which takes minutes.")] = False,
     examples: Annotated[
         Path | None,
-        typer.Option(help="Folder of good candidates, also in subfolders; those in broken/ are made to fail. By default peerlane's own."),
+        typer.Option(
+            help="With --all: folder of good candidates, also in subfolders; those in broken/ are made to fail. By default peerlane's own."
+        ),
     ] = None,
-    preset: Annotated[str, typer.Option(help="The preset to judge on.")] = "small",
-    world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
+    preset: Annotated[str, typer.Option(help="With --all: the preset to judge on.")] = USUAL["preset"],
+    world_size: Annotated[str, typer.Option(help="With --all: numbers of ranks, separated by commas.")] = USUAL["world_size"],
+    device: Annotated[str, typer.Option(help="With --all: auto, cuda or cpu.")] = USUAL["device"],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Judge the bundled candidates: the good ones must be correct, the broken ones must get the verdict that they are made for.
+    """Judge one right example, four wrong ones and a kernel with a race on two CPU ranks, and say what is wrong with each.
 
-    On CPU, kernels of the device kit are judged on emulated ranks.
+    With --all, judge all examples: the good ones must be correct, the broken ones must get the verdict that they are made for. On CPU,
+    kernels of the device kit are judged on emulated ranks.
 
     Exit codes: 0 if every verdict is the expected one, else 3, or 4 if peerlane itself failed.
     """
+    if not every:
+        if examples is not None or {"preset": preset, "world_size": world_size, "device": device} != USUAL:
+            raise UsageError("--examples, --preset, --world-size and --device choose among all examples: give --all too")
+        raise typer.Exit(ShortDemo(bundled_examples(), as_json=as_json).run())
     sizes = positive_integers(world_size, "--world-size")
     rank_device = choose_device(device)
 
     from peerlane.evaluate import discover
+    from peerlane.evaluate.processes.prestart import early_start
 
     folder = bundled_examples() if examples is None else examples
     good, broken = discover(good_folders(folder)), discover([str(folder / BROKEN)])
@@ -66,10 +75,11 @@ def demo(
     left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, rank_device)}
     if left_out:
         print(f"left out, for this machine or --device {rank_device} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
-    good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, rank_device)
-    if emulated:
-        good_results += _run(emulated, preset, sizes[:1], "emulated")
-    broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, rank_device, BROKEN_DEADLINE_S)
+    with early_start(rank_device, None):
+        good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, rank_device)
+        if emulated:
+            good_results += _run(emulated, preset, sizes[:1], "emulated")
+        broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, rank_device, BROKEN_DEADLINE_S)
     expected = {name: expectation.on(rank_device) for name, expectation in made_for.items()}
     rows = [comparison(result, expected) for result in broken_results]
     if as_json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,39 +20,42 @@ def list_problems(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the problems."""
-    from peerlane import problems
-    from peerlane.report.catalogue import problem_entry
+    from peerlane.common.problem_index import index_entries
     from peerlane.report.tables import TextTable
 
-    suite = [
-        problem
-        for problem in problems.all_problems(nodes)
-        if (category or "").lower() in problem.category.lower()
-        and any((parallelism or "").lower() in tag.lower() for tag in problem.parallelism)
+    every = index_entries() or _entries_of_modules()
+    chosen = [
+        entry
+        for entry in every
+        if nodes in (None, *entry["nodes"])
+        and (category or "").lower() in entry["category"].lower()
+        and any((parallelism or "").lower() in tag.lower() for tag in entry["parallelism"])
     ]
-    if not suite:
-        known = sorted({problem.category for problem in problems.all_problems(None)})
-        tags = sorted({tag for problem in problems.all_problems(None) for tag in problem.parallelism})
-        raise UsageError(f"no problem fits; categories: {', '.join(known)}; parallelism: {', '.join(tags)}")
+    if not chosen:
+        known, tags = {entry["category"] for entry in every}, {tag for entry in every for tag in entry["parallelism"]}
+        raise UsageError(f"no problem fits; categories: {', '.join(sorted(known))}; parallelism: {', '.join(sorted(tags))}")
     if as_json:
-        print_json({"problems": [problem_entry(problem) for problem in suite]})
+        print_json({"problems": chosen})
         return
     columns = ("id", "name", "category", *(("title", "parallelism", "nodes", "ranks", "presets") if long else ()))
     table = TextTable(columns, right={"id"}, spare=("presets", "ranks", "nodes", "parallelism", "category") if long else ())
-    for problem in suite:
-        short = (str(problem.id), problem.slug, problem.category)
-        if not long:
-            table.add(*short)
-            continue
-        table.add(
-            *short,
-            problem.title,
-            ", ".join(problem.parallelism),
-            ", ".join(map(str, problem.nodes)),
-            ", ".join(map(str, problem.world_sizes)),
-            str(len(problem.presets) - len(problem.family("sweep"))) + (" + sweep" if problem.family("sweep") else ""),
+    for entry in chosen:
+        presets = [name for name in entry["presets"] if not name.startswith("sweep_")]
+        long_cells = (
+            entry["title"],
+            *(", ".join(map(str, entry[name])) for name in ("parallelism", "nodes", "world_sizes")),
+            str(len(presets)) + (" + sweep" if len(presets) < len(entry["presets"]) else ""),
         )
+        table.add(str(entry["id"]), entry["slug"], entry["category"], *(long_cells if long else ()))
     print_table(table)
     console().print(
         "`peerlane show NUMBER` prints everything about one problem" + ("." if long else ", `peerlane list --long` the titles.")
     )
+
+
+def _entries_of_modules() -> list[dict[str, Any]]:
+    """Returns the entries of all problems, imported one by one, which takes seconds."""
+    from peerlane.problems import all_problems
+    from peerlane.report.catalogue import problem_entry
+
+    return [problem_entry(problem) for problem in all_problems(None)]

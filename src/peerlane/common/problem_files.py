@@ -6,6 +6,7 @@ names folders of such files by ``--problems``, or in PEERLANE_PROBLEMS. See docs
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import importlib.metadata
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from peerlane.errors import UsageError
+from peerlane.errors import UnknownProblem, UsageError
 from peerlane.settings import problem_folders
 
 ENTRY_POINTS = "peerlane.problems"
@@ -55,6 +56,19 @@ def problem_files() -> Mapping[int, ProblemFile]:
 def slugs() -> Mapping[int, str]:
     """Returns the slugs of all problems, by number."""
     return {number: file.slug for number, file in problem_files().items()}
+
+
+def number_named(text: str) -> int:
+    """Returns the number of the problem with this number or slug; raises :class:`UnknownProblem`, with the closest slugs."""
+    known = slugs()
+    if text.isdecimal() and int(text) in known:
+        return int(text)
+    by_slug = {slug: number for number, slug in known.items()}
+    if text in by_slug:
+        return by_slug[text]
+    close = [] if text.isdecimal() else difflib.get_close_matches(text, by_slug, n=3, cutoff=0.5)
+    hint = f", perhaps {' or '.join(close)} is meant" if close else ""
+    raise UnknownProblem(f"there is no problem {text if text.isdecimal() else repr(text)}{hint}; `peerlane list` prints those there are")
 
 
 def folder_package(folder: Path) -> str:

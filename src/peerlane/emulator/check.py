@@ -56,20 +56,21 @@ def check(
     timeout_s: float = 300.0,
     gpu: EmulatedGpu | None = None,
     from_ptx: bool = False,
+    for_gpu: bool = True,
 ) -> Report:
     """Runs the scenario under ``schedules`` schedules, the same for the same seed.
 
     As many blocks run at a time as ``gpu`` (default: an H100) holds, unless the scenario says a number. ``from_ptx``: what the GPU's
-    compiler made of the source runs. Raises UsageError for a scenario that cannot be run, CompileError where g++ or the GPU's compiler
-    refuses the source, LaunchError for a block that no SM can hold, MissingDependency where there is no g++, and DeviceError if the
-    emulator itself dies or does not end in time.
+    compiler made of the source runs. ``for_gpu``: the GPU's compiler compiles the source too, where it is installed. Raises UsageError for
+    a scenario that cannot be run, CompileError where g++ or the GPU's compiler refuses the source, LaunchError for a block that no SM can
+    hold, MissingDependency where there is no g++, and DeviceError if the emulator itself dies or does not end in time.
     """
     gpu = gpu or default_gpu()
-    for_gpu = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs)
+    gpu_build = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs, wanted=for_gpu)
     if from_ptx:
-        program = build.compile_program(for_gpu.ptx())
+        program = build.compile_program(gpu_build.ptx())
     else:
-        program = for_gpu.beside(
+        program = gpu_build.beside(
             lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
         )
     if not scenario.launches or schedules < 1:
@@ -77,7 +78,7 @@ def check(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"
         )
     check_kernels(scenario.name, scenario.launches, program)
-    job, kernels = scenario.job(program.globals), for_gpu.kernels()
+    job, kernels = scenario.job(program.globals), gpu_build.kernels()
     job.launches = [
         replace(launch, resident_blocks=scenario.resident_blocks or resident_blocks(launch, kernels, gpu.sm_count))
         for launch in job.launches

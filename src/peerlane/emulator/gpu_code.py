@@ -118,6 +118,7 @@ class GpuBuild:
         arch: str = DEFAULT_ARCH,
         defines: Mapping[str, str | int] | None = None,
         include_dirs: Sequence[Path] = (),
+        wanted: bool = True,
     ) -> None:
         self._kernels: dict[str, Resources] | None = None
         self._error: Exception | None = None
@@ -137,7 +138,7 @@ class GpuBuild:
             except Exception as error:
                 self._error = error
 
-        if compiler_is_here():
+        if wanted and compiler_is_here():
             self._thread = threading.Thread(target=build, name="NVRTC", daemon=True)
             self._thread.start()
 

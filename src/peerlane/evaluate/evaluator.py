@@ -26,6 +26,7 @@ from peerlane.evaluate.pipeline_emulated import EmulatedPipeline
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.limit import Cancelled, Limit
 from peerlane.evaluate.processes.machine_faults import SLOWED, STARVED, lost_gpus
+from peerlane.evaluate.processes.prestart import kept_between_sessions
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.progress import OneAtATime
@@ -101,12 +102,16 @@ class Evaluator:
         self._without_ranks: list[str] = []  # why the last evaluations had no ranks
         self._missing: str | None = None  # why there is no evaluating any more
         self._threads: ThreadPoolExecutor | None = None
+        self._kept = contextlib.ExitStack()  # a fork server, from one number of ranks to the next
         self._closed = self._introduced = False
 
     def __enter__(self) -> Self:
-        if self._warm and not isinstance(self._placement(self._plan.world_sizes[0]), str):
-            lanes = self._lanes_of(self._plan.world_sizes[0])
-            lanes.first.start_warm_groups(self._plan.pool_settings.warm_groups)
+        with contextlib.ExitStack() as kept:
+            kept.enter_context(kept_between_sessions())
+            if self._warm and not isinstance(self._placement(self._plan.world_sizes[0]), str):
+                lanes = self._lanes_of(self._plan.world_sizes[0])
+                lanes.first.start_warm_groups(self._plan.pool_settings.warm_groups)
+            self._kept = kept.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -115,7 +120,8 @@ class Evaluator:
         if self._threads is not None:
             self._threads.shutdown()
         self._turns.wait_for_all()
-        self._end_session()
+        with self._kept:
+            self._end_session()
 
     # --- one candidate ---
 

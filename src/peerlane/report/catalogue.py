@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +38,13 @@ def problem_entry(problem: Problem) -> Entry:
         "modes": list(problem.modes),
         "presets": [preset.name for preset in problem.presets],
         "variants": list(problem.variants),
+        "signature": problem.signature,
     }
+
+
+def index(suite: Sequence[Problem]) -> str:
+    """Returns the text of the index of the suite, see :mod:`peerlane.common.problem_index`."""
+    return "[\n" + ",\n".join(json.dumps(problem_entry(problem), ensure_ascii=False) for problem in suite) + "\n]\n"
 
 
 def find_profile(name: str) -> HardwareProfile:
@@ -76,7 +83,6 @@ def problem_detail(
     return {
         **problem_entry(problem),
         "origin": problem.origin,
-        "signature": problem.signature,
         "summary": problem.summary,
         "notes": list(problem.notes),
         "speed_note": problem.speed_note,

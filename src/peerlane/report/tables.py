@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from peerlane.results.reader import newest
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -281,6 +279,8 @@ def by_node(results: Iterable[Result]) -> dict[str, list[Result]]:
 
     Results that a later one replaces are left out. Only results of one group may be compared.
     """
+    from peerlane.results.reader import newest  # tables of problems need no results
+
     groups: dict[str, list[Result]] = {}
     for result in newest(results):
         older = result.superseded_protocol

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate import EvaluationPlan, evaluate
+from peerlane.evaluate.candidates import reference_candidate
 from peerlane.evaluate.processes import prestart
 from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment
 from peerlane.evaluate.processes.prestart import early_start
@@ -55,14 +59,42 @@ def test_what_starts_a_fork_server_does_not_import_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, peerlane.{module}; assert 'torch' not in sys.modules"], check=True)
 
 
-def test_the_first_session_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_of_the_block_take_it_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, UP)
     with early_start("cpu", None):
-        pid = prestart._waiting[0].pid
+        early = prestart._waiting[0]
+        for device in ("cpu", "emulated"):
+            with session(UP, device) as taking:
+                assert taking.fork_server is early and not prestart._waiting
+        with session(UP) as first, session(UP) as second:
+            assert first.fork_server is early and second.fork_server is not early
+        assert len(prestart._waiting) == 2
+        with session(UP), session(UP), session(UP):
+            pass
+        assert len(prestart._waiting) == 2, "so many wait at most"
+    assert not early.alive
+    with session(UP) as alone:
+        assert alone.fork_server.alive
+    assert not alone._fork_server
+
+
+def test_one_that_was_killed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_always(monkeypatch, UP)
+    with early_start("cpu", None):
         with session(UP) as first:
-            assert first.fork_server.pid == pid
-        with session(UP) as second:
-            assert second.fork_server.pid != pid
+            os.kill(first.fork_server.pid, signal.SIGKILL)
+            first.fork_server._process.wait()
+        assert not prestart._waiting
+
+
+@pytest.mark.slow
+def test_an_evaluator_starts_one_for_all_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
+    launched: list[ForkServer] = []
+    launch = ForkServer._launch
+    monkeypatch.setattr(ForkServer, "_launch", lambda made: [launched.append(made), launch(made)])
+    plan = EvaluationPlan([reference_candidate()], problems="1", presets=("small",), world_sizes=(2, 4), modes=(), cases="timed")
+    assert [result.verdict.kind for result in evaluate(plan)] == ["correct", "correct"]
+    assert len(launched) == 1 and not launched[0].alive
 
 
 def test_it_may_outlive_the_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,9 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def close(self) -> None: ...
 
+        def clear(self) -> bool:
+            return False
+
     monkeypatch.setattr("peerlane.evaluate.processes.session.ForkServer", lambda *_: Idle())
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from peerlane.errors import UsageError
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots
 from peerlane.evaluate.ranks import timed_block
-from peerlane.evaluate.wire import BlockPlan
+from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.wire import BlockPlan, PrepareBlock
 from peerlane.problems.contract.tree import describe
 
 CPU = torch.device("cpu")
@@ -38,6 +40,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "_record": lambda event: LOG.append("event"),
         "_elapsed": lambda start, end: 0.25,
         "_current_stream": lambda: None,
+        "_set_stream": lambda stream: None,
         "_synchronize": lambda: None,
         "_all_reduce": lambda tensor: LOG.append("barrier"),
         "quiesce": lambda: LOG.append("quiesce"),
@@ -101,6 +104,33 @@ def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
     assert block.run().events_us == 250.0
     assert LOG == ["barrier", ("replay", 0), ("replay", 1), ("replay", 2), "idle"]
     assert int(block.latest()[0][0]) == 139
+
+
+def test_a_graph_without_some_of_its_messages_is_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the capture ended well or not, the messages left are reported once: the eager calls that follow must not raise for them."""
+    left: list[str] = []
+    rank = object.__new__(Rank)
+    rank.device, rank.give_back = CPU, lambda: None  # type: ignore[method-assign]
+
+    def check_capture() -> None:
+        if left:
+            raise UsageError(left.pop())
+
+    def posts(tensor: torch.Tensor) -> torch.Tensor:
+        left[:] = ["messages were not launched"]
+        return tensor
+
+    def fails(tensor: torch.Tensor) -> torch.Tensor:
+        posts(tensor)
+        raise RuntimeError("not while capturing")
+
+    rank._check_capture = check_capture
+    request = PrepareBlock("case", "graph", "candidate", PLAN)
+    for candidate, reason in ((posts, "UsageError: messages were not launched"), (fails, "RuntimeError: not while capturing")):
+        assert rank.build_block(request, candidate, *slots_of(6)).failure == reason
+        assert rank.block is None and not left
+    assert rank.build_block(request, solution, *slots_of(6)).failure is None
+    assert isinstance(rank.block, timed_block.GraphBlock)
 
 
 def test_swaps_and_copies_alone_call_one_of_alike_slots_and_swap_as_often_as_said() -> None:

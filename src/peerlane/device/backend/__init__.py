@@ -17,9 +17,10 @@ Rules for programs:
 
 import torch.distributed as dist
 
+from peerlane.device.backend.captured_messages import check_captured_messages
 from peerlane.device.backend.process_group import PeerlaneGroup, create_group
 from peerlane.device.host.tally import Count, counts, report, reset_counts
 
-__all__ = ["Count", "PeerlaneGroup", "counts", "report", "reset_counts"]
+__all__ = ["Count", "PeerlaneGroup", "check_captured_messages", "counts", "report", "reset_counts"]
 
 dist.Backend.register_backend("peerlane", create_group, extended_api=True, devices=["cpu", "cuda"])

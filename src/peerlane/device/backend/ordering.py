@@ -35,8 +35,15 @@ class Lane(Protocol):
         """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
         ...
 
-    def run_beside(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> Work:
-        """Starts ``call`` outside of this order, behind what the caller's stream has now and earlier calls with one of ``keys``."""
+    def run_beside(
+        self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()
+    ) -> Work:
+        """Starts ``call`` outside of this order, behind ``points``, or else what the caller's stream has now, and earlier calls with one
+        of ``keys``."""
+        ...
+
+    def point(self) -> tuple[int, Any]:
+        """Returns the caller's stream, and a point behind what it has now."""
         ...
 
     def before_child(self) -> None:
@@ -47,8 +54,8 @@ class Lane(Protocol):
         """Records the collective that ``child`` has started. ``work`` stands for its end; None if it runs on the caller's stream."""
         ...
 
-    def capturing(self) -> bool:
-        """Tells whether the caller's stream is captured into a graph."""
+    def capture(self, stream: int | None = None) -> int:
+        """Returns the number of the graph capture that ``stream``, or else the caller's, is in; 0 outside of captures."""
         ...
 
     def synchronize(self) -> None:
@@ -176,7 +183,9 @@ class CudaLane:
             tensor.record_stream(side)
         return StreamWork(side, end, tensors)
 
-    def run_beside(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable]) -> Work:
+    def run_beside(
+        self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()
+    ) -> Work:
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             capture = capture_of(current.cuda_stream)
@@ -185,7 +194,8 @@ class CudaLane:
                     self._beside.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
                 self._turn = (self._turn + 1) % len(self._beside)
                 side = self._beside[self._turn]
-                side.wait_stream(current)
+                for point in points or (current.record_event(),):
+                    side.wait_event(point)
                 for key in keys:
                     before, known = self._ends.get(key, (None, 0))
                     if before is not None and known == capture:
@@ -212,9 +222,14 @@ class CudaLane:
             else:
                 self._lane.note_other(id(child), work.wait, capture_of(stream))
 
-    def capturing(self) -> bool:
+    def point(self) -> tuple[int, Any]:
         with torch.cuda.device(self.device):
-            return bool(torch.cuda.is_current_stream_capturing())
+            current = torch.cuda.current_stream()
+            return current.cuda_stream, current.record_event()
+
+    def capture(self, stream: int | None = None) -> int:
+        with torch.cuda.device(self.device):
+            return capture_of(torch.cuda.current_stream().cuda_stream if stream is None else stream)
 
     def synchronize(self) -> None:
         with torch.cuda.device(self.device):

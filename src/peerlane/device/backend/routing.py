@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 
 from peerlane import settings
 from peerlane.device.backend import kit
+from peerlane.device.backend.captured_messages import captured_messages
 from peerlane.device.backend.kit import Collectives, KitProvider, Messages, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
@@ -109,7 +110,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _open_kit(self, device: torch.device) -> None:
         """Opens the kit on all ranks, or on none. NCCL connects too: messages between some of the ranks may follow, which can not do it."""
-        if self._provider.lane(device).capturing():
+        if self._provider.lane(device).capture():
             raise UsageError("the group's first collective came while a graph was captured; call it once before, on every rank")
         opened, messages, problem = None, None, ""
         try:
@@ -131,8 +132,10 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
     def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
         assert self._kit_device is not None
         self._check()
+        lane = self._provider.lane(self._kit_device)
+        captured_messages(lane).launch()
         try:
-            work = self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp)
+            work = lane.run(call, tensors, asynchronous=opts.asyncOp)
         except DeviceTimeout as error:
             raise dist.DistBackendError(str(error)) from error
         if isinstance(work, FinishedWork):
@@ -152,22 +155,29 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         return self if self._messages is not None and self._kit_device == device else None
 
     def _start_messages(self, transfers: Sequence[Transfer], tensors: Sequence[torch.Tensor]) -> Work:
+        device = self._kit_device
+        assert device is not None
+        self._check()
+        lane = self._provider.lane(device)
+        if len(transfers) == 1 and lane.capture():
+            return captured_messages(lane).add(transfers[0], tensors[0], self._launch_messages)
+        captured_messages(lane).launch()
+        chunks = [slice(first, first + MOST_TRANSFERS) for first in range(0, len(transfers), MOST_TRANSFERS)]
+        works = [self._launch_messages(transfers[chunk], tensors[chunk]) for chunk in chunks]
+        return works[0] if len(works) == 1 else JointWork(works)
+
+    def _launch_messages(self, transfers: Sequence[Transfer], tensors: Sequence[torch.Tensor], points: Sequence[Any] = ()) -> Work:
         messages, device = self._messages, self._kit_device
         assert messages is not None and device is not None
-        self._check()
-        works: list[Work] = []
-        for first in range(0, len(transfers), MOST_TRANSFERS):
-            some = transfers[first : first + MOST_TRANSFERS]
-            keys = {(transfer.peer, transfer.receives, transfer.label): None for transfer in some}
-            call = functools.partial(messages.start, some)
-            try:
-                work = self._provider.lane(device).run_beside(call, tensors[first : first + MOST_TRANSFERS], list(keys))
-            except DeviceTimeout as error:
-                raise dist.DistBackendError(str(error)) from error
-            if isinstance(work, FinishedWork):
-                work.check = self._check
-            works.append(work)
-        return works[0] if len(works) == 1 else JointWork(works)
+        keys = {(transfer.peer, transfer.receives, transfer.label): None for transfer in transfers}
+        call = functools.partial(messages.start, transfers)
+        try:
+            work = self._provider.lane(device).run_beside(call, tensors, list(keys), points)
+        except DeviceTimeout as error:
+            raise dist.DistBackendError(str(error)) from error
+        if isinstance(work, FinishedWork):
+            work.check = self._check
+        return work
 
     def _check(self) -> None:
         """Raises DistBackendError if waits of this group have ended early: what its last calls have returned is of no use."""
@@ -181,6 +191,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if tensor.device.type != self._provider.device_type:
             return self._noted(issue(child))
         lane = self._provider.lane(tensor.device)
+        captured_messages(lane).launch()
         with lane.lock:
             lane.before_child()
             work = issue(child)
@@ -211,7 +222,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         device = self._barrier_device(opts)
         if device is not None:
             lane = self._provider.lane(device)
-            if lane.capturing():
+            captured_messages(lane).launch()
+            if lane.capture():
                 work: Work = self.allreduce([torch.zeros(1, dtype=torch.int32, device=device)])
                 return work
             lane.synchronize()

@@ -111,6 +111,19 @@ class ForkServer:
         return self._isolation == isolation and self._variables == isolation.environment() | environment
 
     @property
+    def is_up(self) -> bool:
+        """True once it has told that it takes orders."""
+        return self._up
+
+    def clear(self) -> bool:
+        """Ends all groups, so that another session may use it; False if it cannot be used any more."""
+        if not self._up or not self.alive:
+            return False
+        self.end_groups()
+        self._groups, self.sharers = [], 1
+        return True
+
+    @property
     def alive(self) -> bool:
         """False once the process has ended: somebody killed it. Its groups live on."""
         return self._process.poll() is None

@@ -1,38 +1,75 @@
-"""A fork server that comes up while the supervisor imports torch itself; the first session that would start the same takes it. No torch."""
+"""Fork servers that wait for a session: one that comes up while the supervisor imports torch itself, and those that sessions have left.
+
+A fork server imports torch, which takes seconds, and is the same for all numbers of ranks and for CPU and emulated ranks. No torch here.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment
 from peerlane.sandbox.isolation import Isolation, Tier, choose
 from peerlane.settings import Deadlines
 
-_waiting: list[ForkServer] = []  # one, or none
+_MOST = 2
+_waiting: list[ForkServer] = []
+_blocks = 0
+_access = threading.Lock()
+
+
+@contextlib.contextmanager
+def kept_between_sessions() -> Iterator[None]:
+    """In the block a session leaves its fork server to the next one; behind it, none waits any more. Blocks may lie in each other."""
+    global _blocks
+    with _access:
+        _blocks += 1
+    try:
+        yield
+    finally:
+        with _access:
+            _blocks -= 1
+            ended = [] if _blocks else [_waiting.pop() for _ in range(len(_waiting))]
+        for fork_server in ended:
+            fork_server.close()
 
 
 @contextlib.contextmanager
 def early_start(device: str, tier: Tier | None) -> Iterator[None]:
-    """Starts the fork server for evaluations with these, and ends it if nobody takes it in the block.
+    """Starts the fork server for evaluations with these; in the block it is kept between sessions.
 
     Raises nothing: what cannot be started here is started by the session, which says why not. L2 depends on the candidates, and waits.
     """
-    try:
+    with kept_between_sessions():
         if tier != "L2":
             with contextlib.suppress(Exception):
                 _waiting.append(ForkServer(fork_server_environment(device), Deadlines().spawn, choose(tier, device)))
         yield
-    finally:
-        while _waiting:
-            _waiting.pop().close()
 
 
 def take(environment: dict[str, str], isolation: Isolation) -> ForkServer | None:
-    """The fork server that waits, if one that is started with these now would be no different: it is the caller's to close. Else it is
-    ended: it would hold cores."""
-    fork_server = _waiting.pop() if _waiting else None
-    if fork_server is None or fork_server.serves(environment, isolation):
-        return fork_server
-    fork_server.close()
-    return None
+    """The newest fork server that waits and is no different from one that is started with these now: it is the caller's to :func:`give`.
+
+    Another one that is coming up is ended: it would hold cores.
+    """
+    with _access:
+        chosen = next((item for item in reversed(_waiting) if item.serves(environment, isolation)), None)
+        unwanted = [] if chosen is not None else [item for item in _waiting if not item.is_up]
+        for item in (*unwanted, *([] if chosen is None else [chosen])):
+            _waiting.remove(item)
+    for item in unwanted:
+        item.close()
+    return chosen
+
+
+def give(fork_server: ForkServer) -> None:
+    """Keeps a session's fork server for the next session, or ends it."""
+    surplus = fork_server
+    if _blocks and fork_server.clear():
+        with _access:
+            _waiting.append(fork_server)
+            if len(_waiting) <= _MOST:
+                return
+            surplus = _waiting.pop(0)
+    surplus.close()

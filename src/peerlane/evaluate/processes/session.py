@@ -115,7 +115,7 @@ class Session:
             self.drop_trusted()
             self._pool.clear()
         elif self._fork_server is not None:
-            self._fork_server.close()
+            prestart.give(self._fork_server)
             self._fork_server = None
         self._daemon = None
         self._kept_open.close()

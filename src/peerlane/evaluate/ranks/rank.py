@@ -5,6 +5,7 @@ Imports the standard library, torch and peerlane's problems; the candidate's sid
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import importlib
@@ -100,6 +101,8 @@ class Rank:
         self.leaving = False
         self.send: Callable[[messages.Message], None] = lambda _: None
         """sends a message to the supervisor between a request and its answer"""
+        self._check_capture: Callable[[], None] = lambda: None
+        """raises if the process group has captured messages that nothing waited for"""
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None
         """what was prepared; one at a time, for live graphs with collectives slow down eager calls"""
@@ -117,7 +120,7 @@ class Rank:
             backend = self.config["backend"]
             device_id = self.device if backend == "nccl" else None  # a group written in Python connects at its first call
             if backend == "peerlane":
-                importlib.import_module("peerlane.device.backend")
+                self._check_capture = importlib.import_module("peerlane.device.backend").check_captured_messages
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, device_id=device_id)
             dist.all_reduce(torch.zeros(1, device=self.device))
             torch.cuda.synchronize()
@@ -167,10 +170,14 @@ class Rank:
         if request.mode == "graph":  # which has memory of its own, beside what calls have left for later ones
             self.give_back()
         try:
-            self.block = make_block(request.mode, solution, arguments, outputs, self.device, request.plan)
+            block = make_block(request.mode, solution, arguments, outputs, self.device, request.plan)
+            self._check_capture()
+            self.block = block
         except Exception as error:
             if request.mode != "graph":
                 raise
+            with contextlib.suppress(Exception):  # messages of a graph that is not replayed: eager calls follow
+                self._check_capture()
             return wire.PreparedBlock(capture_failure(error))
         return wire.PreparedBlock(None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import re
@@ -11,7 +10,7 @@ import traceback
 from types import ModuleType
 
 from peerlane.common.files import open_regular, shown_path
-from peerlane.common.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, problem_files
+from peerlane.common.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, number_named, problem_files
 from peerlane.errors import UnknownProblem, UsageError
 from peerlane.problems.contract.spec import Problem
 
@@ -59,14 +58,7 @@ def _load(file: ProblemFile) -> Problem:
 
 def named(text: str) -> Problem:
     """The problem with this number or slug; raises :class:`UnknownProblem`, with the closest slugs."""
-    if text.isdecimal():
-        return get(int(text))
-    slugs = {problem.slug: problem for problem in all_problems(None)}
-    if text in slugs:
-        return slugs[text]
-    close = difflib.get_close_matches(text, slugs, n=3, cutoff=0.5)
-    hint = f", perhaps {' or '.join(close)} is meant" if close else ""
-    raise UnknownProblem(f"there is no problem {text!r}{hint}; `peerlane list` prints those there are")
+    return get(number_named(text))
 
 
 def all_problems(nodes: int | None = 1) -> tuple[Problem, ...]:
