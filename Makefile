@@ -7,9 +7,10 @@ EXTRAS ?= triton,cuda,models,serve,ray,slurm
 BIN := .venv/bin
 # Files stay together, for their rank groups take seconds to start; in the order of their folders, for the longest come first there.
 PYTEST := $(BIN)/python -m pytest -ra -n 2 --dist loadfile --no-loadscope-reorder
-# Folders of src/peerlane, and the folders of tests that say something about each, where it is not the one of its name.
-ROOMS := cli emulator device evaluate generate hardware nn ops problems publish report results sandbox service solutions
+# Folders of src/peerlane, and docs; and the folders of tests that say something about each, where it is not the one of its name.
+ROOMS := cli docs emulator device evaluate generate hardware nn ops problems publish report results sandbox service solutions
 ROOM_device := device ops ranks
+ROOM_docs := docs_build project
 ROOM_emulator := device
 ROOM_evaluate := evaluate ranks e2e adversarial sandbox selftest
 ROOM_nn := ops ranks

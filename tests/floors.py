@@ -32,6 +32,10 @@ evaluate/test_emulated.py::test_a_kernel_that_no_gpu_runs_is_a_build_error
 evaluate/processes/test_prestart.py::test_one_whose_supervisor_dies_before_it_is_awaited_clears_up
 evaluate/ranks/test_extension_calls.py::test_an_evaluation_finds_what_its_builder_compiled
 evaluate/ranks/test_triton_bounds.py::test_a_kernel_within_its_bounds_is_correct
+evaluate/test_lanes.py::test_a_hang_holds_up_nobody_in_a_run evaluate/test_lanes.py::test_a_hang_holds_up_nobody_who_asks_later
+project/test_docs.py::test_evaluating_from_python_works_as_written
+project/test_release.py::test_the_wheel_judges_its_kit_example_and_reports
+project/test_tutorials.py::test_the_all_reduce_is_right_and_unstable_without_step_4
 """
 _TRAINING = "ops/test_operators.py ops/test_training_examples.py ops/test_worlds.py"
 _OTHERS = """

@@ -300,7 +300,7 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
             isolation=tier,
             stress=STRESS,
         )
-        with within(120):
+        with within(600):
             attacker, good = evaluate(plan, Told(folder / "processes.json"))
     return Attacked(way, files, shared, caller, attacker, good)
 

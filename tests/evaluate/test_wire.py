@@ -14,6 +14,7 @@ from peerlane.evaluate.ranks.candidate import CandidateRank
 from peerlane.evaluate.ranks.emulated import EmulatedCandidate
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.trusted import TrustedRank
+from peerlane.evaluate.wire_format import reader_of
 from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_FINDINGS, MOST_NAMES
 
 CASE = wire.CaseId(1, "small", "37x53 bf16", 2, 1)
@@ -198,3 +199,28 @@ def test_an_error_keeps_its_kind_its_end_and_its_rank() -> None:
     assert messages.read_answer(CALL, {"ok": False, "error": {"kind": "not_run", "message": [], "rank": "x"}}) == messages.RankError(
         "not_run", "no message", None
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "passes"),
+    [
+        (int, 1, True),
+        (int, True, False),
+        (int, 1.0, False),
+        (bool, True, True),
+        (bool, 1, False),
+        (float, 1, True),
+        (float, True, False),
+        (float, 2**53, False),
+        (str, "a", True),
+        (str, 1, False),
+        (tuple[int, ...], [True], False),
+        (list[int], [1, 2], True),
+    ],
+)
+def test_a_boolean_is_no_number_and_a_number_no_boolean(kind: Any, value: Any, passes: bool) -> None:
+    if passes:
+        assert list(reader_of(kind)(value)) == value if isinstance(value, list) else reader_of(kind)(value) == value
+    else:
+        with pytest.raises(ProtocolError, match="expected"):
+            reader_of(kind)(value)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 
+from peerlane import problems
+from peerlane.problems import INTEGER, RANDOM
 from peerlane.problems.contract import Expected, Score, Tolerance, compare_close, judge
-from peerlane.problems.contract.judge import digests
+from peerlane.problems.contract.judge import digests, type_mismatch
 
 TOLERANCE = Tolerance(relative=0.01, magnitude=0.02, rms=0.01, normwise=0.05, rowwise=0.1)
 SPECIAL = (math.inf, -math.inf, math.nan)
@@ -117,3 +121,44 @@ def test_checksums_tell_contents_and_places_apart() -> None:
     empty = torch.empty(0, dtype=torch.float32)
     one, other, nothing = digests([tensor, swapped, empty])
     assert one != other and nothing == 0 and digests([tensor.clone()]) == [one]
+
+
+SUM = Expected("sum", torch.zeros(2, 3, dtype=torch.float64), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "told"),
+    [
+        (torch.empty(2, 3, dtype=torch.bfloat16), SUM, None),
+        (torch.empty(3, 2, dtype=torch.bfloat16).T, SUM, None),
+        (torch.empty(2, 3), SUM, "output: got dtype float32, expected bfloat16"),
+        (torch.empty(2, 3, dtype=torch.float16), SUM, "output: got dtype float16, expected bfloat16"),
+        (torch.empty(3, 2, dtype=torch.bfloat16), SUM, "output: got shape (3, 2), expected (2, 3)"),
+        (torch.empty(6, dtype=torch.bfloat16), SUM, "output: got shape (6,), expected (2, 3)"),
+        (None, SUM, "output: got None, expected a tensor"),
+        ((torch.empty(2, 3, dtype=torch.bfloat16),), SUM, "output: got a tuple, expected a tensor"),
+        ([torch.empty(2, 3, dtype=torch.bfloat16)], (SUM,), "output: got list of 1, expected tuple of 1"),
+        ((torch.empty(2, 3, dtype=torch.bfloat16), 3), (SUM,), "output: got tuple of 2, expected tuple of 1"),
+        ((torch.empty(2, 3), 3), (SUM, 3), "output[0]: got dtype float32, expected bfloat16"),
+        ((torch.empty(2, 3, dtype=torch.bfloat16), 4), (SUM, 3), "output[1]: got 4, expected 3"),
+        ({"b": 1, "a": 2}, {"a": 2, "b": 1}, "output: got a dict with keys ['b', 'a'], expected a dict with keys ['a', 'b']"),
+    ],
+)
+def test_types_are_exact(got: Any, expected: Any, told: str | None) -> None:
+    assert type_mismatch(got, expected) == told
+
+
+def test_sums_of_whole_numbers_are_exact_and_other_sums_are_not() -> None:
+    """Of whole numbers a sum is exact in any order, so every error is one; it may come out as either zero. Moved data keeps its zeros."""
+    problem = dataclasses.replace(problems.get(1), integer_exact=True, compare=None)
+    (case, *_), want = problem.cases("small", 2), torch.tensor([64.0, 0.0], dtype=torch.float64)
+    (name,) = problem.tolerance(case)
+
+    def ratio(got: list[float], kind: str, exact: bool = False) -> float:
+        expected = Expected(name, want, torch.float32, exact=exact, magnitude=torch.full((2,), 128.0))
+        return judge.score(problem, case, torch.tensor(got), expected, kind)[0].ratio
+
+    beside = float(torch.nextafter(torch.tensor(64.0), torch.tensor(65.0)))
+    assert 0.0 < ratio([beside, 0.0], RANDOM) <= 1.0 and ratio([beside, 0.0], INTEGER) == math.inf
+    assert ratio([64.0, -0.0], INTEGER) == 0.0 == ratio([64.0, -0.0], RANDOM)
+    assert ratio([64.0, 0.0], RANDOM, exact=True) == 0.0 and ratio([64.0, -0.0], RANDOM, exact=True) == math.inf
