@@ -15,9 +15,9 @@ import torch
 from peerlane.device import ArenaView, compile_cubin
 from peerlane.device.collectives import workspace
 from peerlane.device.collectives.point_to_point import Slots
+from peerlane.device.host.arena import RemoteView
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.jit import INCLUDE_DIR
-from peerlane.device.host.remote import RemoteView
 from peerlane.device.host.waits import RECORD_WORDS, ROLES, WaitRecord
 from peerlane.device.products import gemm
 

@@ -12,8 +12,7 @@ import torch
 
 from device.pool_doubles import RANKS, HostMemory, Meeting
 from peerlane.device.host import pool as pools
-from peerlane.device.host.free_list import FreeList
-from peerlane.device.host.pool import Lease, MemoryPool
+from peerlane.device.host.pool import FreeList, Lease, MemoryPool
 from peerlane.errors import DeviceError, UsageError
 
 LEASE_BYTES, FIRST_BYTES = 256, 4096

@@ -40,10 +40,10 @@ def run(installed: Path, folder: Path, *arguments: str, status: int = 0) -> str:
 
 
 def test_the_wheel_has_the_corpus(installed: Path, tmp_path: Path) -> None:
-    code = "from peerlane.evaluate.selftest.table import load; corpus = load(); print(len(corpus.entries), corpus.folder)"
+    code = "from peerlane.evaluate.selftest.table import corpus_home, load; print(len(load().entries), corpus_home())"
     count, folder = run(installed, tmp_path, "-c", code).split()
     assert int(count) == len(load().entries)
-    assert Path(folder) == installed / "peerlane" / "evaluate" / "selftest" / "corpus"
+    assert Path(folder) == installed / "peerlane" / "evaluate" / "selftest"
 
 
 def test_the_wheel_has_all_device_code(installed: Path) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from peerlane.device.host.arena import ArenaView
+from peerlane.device.host.arena import ArenaView, RemoteView
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
-from peerlane.device.host.remote import RemoteView
 from peerlane.device.host.waits import WaitRecord
 from peerlane.emulator.job import BASE, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Job, Launch, Region, check_threads, whole_pages
 from peerlane.emulator.ptx_front_end import Ptx

@@ -25,13 +25,14 @@ from peerlane.results.result import Result
 from peerlane.sandbox.holdings import available_memory
 
 _PATIENCE_S = 3.0  # an evaluation that takes longer may well hang, as long as none has ended
-_TIMES, _LEAST_S, _MOST_S = 2.0, 1.0, 30.0  # later: that takes so many times as long as those that ended last, within these
-_REMEMBERED = 16
-_BUSY_CORES = 0.67  # of a rank, of which an evaluation waits a third
-_LANE_BYTES = 1 << 30  # that the processes of a session need
-_MOST = 16  # sessions
-_LOOK_S = 0.1
-_END_S = 15.0  # for evaluations that are cancelled
+_SLOW_FACTOR, _MIN_SLOW_S, _MAX_SLOW_S = 2.0, 1.0, 30.0
+"""An evaluation counts as slow once it takes this many times the median of the last ones, and no sooner or later than these seconds."""
+_REMEMBERED = 16  # durations of finished evaluations, of which the median is taken
+_BUSY_CORES = 0.67  # cores that one rank keeps busy: an evaluation waits for a third of its time
+_LANE_BYTES = 1 << 30  # memory that the processes of one session need
+_MAX_LANES = 16
+_POLL_S = 0.1  # seconds between two looks at what runs
+_END_S = 15.0  # seconds that cancelled evaluations get to end
 
 
 @dataclass
@@ -40,15 +41,15 @@ class Lane:
 
     session: Session
     kept: RankGroup | None = None
-    """of the reference, which is ours: one group for all its problems"""
+    """The ranks that ran the reference; they serve all of its problems."""
     after_failure: bool = False
-    """the last evaluation here left ranks that had to be killed"""
+    """Whether the last evaluation here left ranks that had to be killed."""
     begun: float = 0.0
-    """when the evaluation at work began"""
+    """The time at which the running evaluation began."""
     slow: bool = False
-    """it takes longer than most"""
+    """Whether the running evaluation counts as slow."""
     alone: bool = False
-    """nothing else may be judged meanwhile"""
+    """Whether nothing else may be judged while it runs."""
 
 
 class Lanes:
@@ -74,7 +75,7 @@ class Lanes:
             most = most or 1
         if most is not None:
             return cls(first, open_beside, most, most)
-        cores, room = len(os.sched_getaffinity(0)), max(1, min(_MOST, available_memory() // _LANE_BYTES))
+        cores, room = len(os.sched_getaffinity(0)), max(1, min(_MAX_LANES, available_memory() // _LANE_BYTES))
         if first.place.emulated:  # one busy process each, which is told at once that it hangs: what takes long is at work
             return cls(first, open_beside, min(cores, room), min(cores, room))
         usual = max(1, math.ceil(cores / (_BUSY_CORES * first.world_size)))
@@ -93,7 +94,7 @@ class Lanes:
             return len(self._busy)
         now, patience_s = time.monotonic(), _PATIENCE_S
         if self._seconds:
-            patience_s = min(_MOST_S, max(_LEAST_S, _TIMES * statistics.median(self._seconds)))
+            patience_s = min(_MAX_SLOW_S, max(_MIN_SLOW_S, _SLOW_FACTOR * statistics.median(self._seconds)))
         for lane in self._busy:
             if not lane.slow and now - lane.begun >= patience_s:
                 lane.slow = True
@@ -144,7 +145,7 @@ class Lanes:
 
 
 Judge: TypeAlias = Callable[[Limit | None], Result]
-"""judges one job, under a limit"""
+"""Judges one job under a limit."""
 
 
 class OneByOne:
@@ -239,7 +240,7 @@ class SideBySide:
 def _take(lanes: Lanes, limit: Limit | None, ended: list[tuple[Job, Result | BaseException]]) -> list[tuple[Job, Result | BaseException]]:
     with lanes.changed:
         if not ended:
-            lanes.changed.wait(_LOOK_S)
+            lanes.changed.wait(_POLL_S)
         if limit is not None and limit.cancelled and not ended:
             raise Cancelled
         found, ended[:] = list(ended), []

@@ -48,7 +48,7 @@ class Communicator:
     moves take any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape
     compiles and loads; do that before a graph is captured. A wait of more than ``timeout_s`` (default: the group's limit) ends in
     DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks. ``stages``: sums of
-    4 to 64 MiB go by ordinary stores in place of packets and rings, which has not been measured on GPUs yet.
+    4 to 64 MiB go by ordinary stores in place of packets and rings, in memory of twice the tensor (docs/device/collectives.md).
     """
 
     def __init__(

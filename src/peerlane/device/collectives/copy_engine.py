@@ -1,5 +1,8 @@
 """Copies between ranks by the GPU's copy engines: no SM is used, and large copies run at the highest rate there is.
 
+Deprecated: no kernel of the kit uses it, its calls cannot be replayed in CUDA graphs, and nothing ends its waits. New code uses
+:class:`peerlane.device.Communicator`.
+
 A large tensor goes in chunks. Behind each the engine raises a flag at the receiver, in stream order, so a kernel that waits for
 ``peers.wait(source, slot, number)`` starts on the first chunk while the next ones are on their way:
 

@@ -24,6 +24,15 @@ from peerlane.device.host.waits import WaitRecord, describe_fault
 from peerlane.errors import DeviceTimeout, UsageError
 
 
+class RemoteView(ctypes.Structure):
+    """The memory of the second tier, which other ranks reach by messages alone: ``Remote`` of remote.cuh.
+
+    ``own`` is the address of this rank's part, ``stride`` the distance from rank to rank in the emulator; on GPUs it is 0.
+    """
+
+    _fields_ = (("own", ctypes.c_uint64), ("stride", ctypes.c_uint64), ("rank", ctypes.c_uint32), ("world_size", ctypes.c_uint32))
+
+
 class ArenaView(ctypes.Structure):
     """The arena as a kernel argument, by value. Mirrors ``peerlane::Arena`` in ``arena.cuh``."""
 

@@ -37,9 +37,9 @@ class Entry:
         self.home, self.key, self.stays = home, key, stays
         self.value: Any = None
         self.used = 0
-        """larger for later uses"""
+        """A number that grows with every use of the cache: the smallest was used longest ago."""
         self.number: int | None = None
-        """of a collective entry among all of its group, the same on every rank"""
+        """The number of a collective entry in its group, the same on every rank; None for other entries."""
         self.in_making, self.collective = True, False
         self.arenas: list[Evictable] = []
         self.needs: set[Entry] = set()
@@ -68,7 +68,7 @@ class GroupCache:
     def __init__(self) -> None:
         self.entries: dict[Hashable, Entry] = {}
         self.captures: Callable[[], bool] = lambda: False
-        """whether a CUDA graph is captured at present"""
+        """Returns whether a CUDA graph is being captured."""
         self._numbers = itertools.count()
 
     def get(self, key: Hashable, make: Callable[[], Any], *, stays: bool = False) -> Any:

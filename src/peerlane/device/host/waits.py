@@ -24,7 +24,7 @@ DEFAULT_LIMIT_S = 600.0
 LONGEST_LIMIT_S = 12 * 3600.0
 """Waits inside a block, which know no limit, trap after twice as long."""
 _HOST_PATIENCE_S = 300.0
-"""where the limit is not the job's"""
+"""The time limit of a wait, in seconds, unless the job has its own."""
 ENDED_AT = 4
 """Where in an arena the word lies that says so; of arena.cuh."""
 ROLES = ("block", "loader", "consumer", "storer", "communicator")
@@ -53,7 +53,7 @@ class Waiting(Protocol):
     name: str
     record: WaitRecord
     follows: bool
-    """its limit is the group's"""
+    """Whether the arena has no limit of its own and takes the group's."""
 
 
 class Waits:
@@ -64,13 +64,13 @@ class Waits:
     def __init__(self, limit_s: float = DEFAULT_LIMIT_S, *, traps: bool = False) -> None:
         self.limit_s, self.traps = limit_s, traps
         self.stop_address = 0
-        """of the group's stop word, as kernels address it; 0: every arena has its own, in its record"""
+        """The address of the group's stop word on the device; 0 if every arena has its own, in its record."""
         self.reason = ""
-        """why the group has stopped, once somebody has found out"""
+        """The reason why the group has stopped; empty while it runs or the reason is unknown."""
         self.told: Callable[[], str] = str
-        """what other ranks have said about it; may take two seconds"""
+        """Returns what other ranks reported about the stop; may take two seconds."""
         self.tell: Callable[[str], object] = str
-        """lets the other ranks know"""
+        """Reports a stop to the other ranks."""
         self._word = (ctypes.c_uint32 * 1)()
         self._words: Any = self._word
         self._arenas: WeakSet[Waiting] = WeakSet()

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from peerlane import settings
+from peerlane.device.host.arena import RemoteView
 from peerlane.device.host.device_memory import bytes_at
 from peerlane.device.host.ipc import host_name
 from peerlane.device.host.jit import Cubin
 from peerlane.device.host.launch import Kernel, module_of
-from peerlane.device.host.remote import RemoteView
 from peerlane.device.nvshmem.host_library import LIMITED, HostLibrary, host_library
 from peerlane.device.nvshmem.installation import installation
 from peerlane.errors import DeviceError, UsageError
