@@ -83,7 +83,7 @@ def metrics(
     most = min((scored.samples for scored in models), default=1) or 1
     ks = list(positive_integers(k, "--k")) if k else sorted({1, most})
     if too_many := [value for value in ks if value > most]:
-        raise UsageError(f"--k got {too_many[0]}: one run has only {most} judged samples of a problem; generate more")
+        raise UsageError(f"--k got {too_many[0]}: one run has only {most} samples of a problem; generate more")
     if as_json:
         print_json({"models": [summary.summary(scored, ks, thresholds) for scored in models]})
         return
@@ -115,7 +115,9 @@ def _print(
     for scored in models:
         out.print(f"{scored.model}: {len(tried(scored.attempts))} of {len(scored.problems)} tasks tried")
         if missing := unjudged(scored.attempts):
-            out.print(f"{scored.model}: {missing} of {len(scored.attempts)} samples are not judged; counts are lower bounds")
+            out.print(
+                f"{scored.model}: {missing} of {len(scored.attempts)} samples are not judged: counts go from all of them wrong to all right"
+            )
         if needing := needing_multicast(scored.attempts):
             out.print(f"{scored.model}: {needing} of {len(scored.attempts)} samples need NVLink multicast, which was off")
     tables = [summary.category_table(models, ks, ps[0], mode), summary.model_table(models, ks, ps)]
