@@ -206,7 +206,7 @@ def category_table(models: Sequence[Scored], ks: Sequence[int], p: float, mode: 
         for scored in models:
             for test, measured in ((metrics.is_correct, True), (metrics.is_faster(p, mode), _timed(scored, mode))):
                 ends = [ends_of(scored, test, k, numbers) for k in dict.fromkeys((first, last))]
-                cells.append(" -> ".join(_range(*end) for end in ends) if measured else NOT_MEASURED)
+                cells.append(" -> ".join(ranged(*end) for end in ends) if measured else NOT_MEASURED)
         table.add(name, str(len(numbers)), theirs.get(name, "-"), *cells)
     return table
 
@@ -251,7 +251,7 @@ def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]
                 estimate = _estimate(scored, test, k)
                 interval = f"{estimate['low']:.1f} to {estimate['high']:.1f}"
                 shares = dict.fromkeys(f"{estimate[end]:.1%}" for end in ("share", "share_most"))
-                problems = _range(estimate["problems"], estimate["problems_most"])
+                problems = ranged(estimate["problems"], estimate["problems_most"])
                 table.add(scored.model, name, str(k), problems, interval, " to ".join(shares))
             for mode in MODES:
                 if metrics.is_timed(scored.attempts, mode):
@@ -349,8 +349,9 @@ def published_table() -> tuple[str, TextTable]:
     return data["label"], table
 
 
-def _range(least: float, most: float) -> str:
-    return " to ".join(dict.fromkeys(map(_number, (least, most))))
+def ranged(least: float, most: float, to: str = " to ") -> str:
+    """Returns both ends of a count, or one number where they are alike."""
+    return to.join(dict.fromkeys(map(_number, (least, most))))
 
 
 def _number(value: float) -> str:
