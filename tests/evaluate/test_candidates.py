@@ -15,7 +15,7 @@ import pytest
 from e2e.runs import GOOD, judge
 from peerlane.errors import CandidateChanged, CandidateNotFound
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
-from peerlane.evaluate.candidates import candidate_file, reference_candidate
+from peerlane.evaluate.candidates import candidate_file, candidate_text, reference_candidate
 from peerlane.evaluate.ranks.candidate import import_candidate
 
 SOURCE = b'# -*- coding: latin-1 -*-\nNAME = "\xe9"\n\n\ndef solution(tensor):\n    return tensor\n'
@@ -107,3 +107,29 @@ def test_samples_in_subfolders_are_told_apart_and_a_bad_name_stops_nobody(tmp_pa
     found = discover([str(tmp_path)], notes.append)
     assert [(item.name, item.problem) for item in found] == [("sample0/1_x_pytorch", 1), ("sample1/1_x_pytorch", 1)]
     assert len(notes) == 2 and all("it is skipped" in text for text in notes)
+
+
+INLINE = "from torch.utils.cpp_extension import load_inline\nmodule = load_inline({})\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "backend"),
+    [
+        (INLINE.format("'a', CPP, functions=['f']"), "pytorch"),
+        (INLINE.format("'a', cpp_sources=[CPP], cuda_sources=None, with_cuda=False"), "pytorch"),
+        ("import torch.utils.cpp_extension as build\nbuild.load_inline('a', cpp_sources='int f();')\n", "pytorch"),
+        (INLINE.format("'a', CPP, CUDA"), "cuda"),
+        (INLINE.format("'a', cpp_sources=CPP, cuda_sources=CUDA"), "cuda"),
+        (INLINE.format("'a', CPP, with_cuda=True"), "cuda"),
+        (INLINE.format("'a', **ARGUMENTS"), "cuda"),
+        (INLINE.format("*ARGUMENTS"), "cuda"),
+        (INLINE.format("'a', cpp_sources='#include <cuda_runtime.h>'"), "cuda"),
+        (INLINE.format("'a', CPP") + "other = load_inline\n", "cuda"),
+        ("from torch.utils import cpp_extension\ncpp_extension.load('a', ['a.cu'])\n", "cuda"),
+        ("from torch.utils.cpp_extension import load_inline as build\nbuild('a', CPP, CUDA)\n", "cuda"),
+        ("from torch.utils.cpp_extension import CUDAExtension\n", "cuda"),
+    ],
+)
+def test_extensions_of_cpp_alone_need_no_gpu(source: str, backend: str) -> None:
+    candidate = candidate_text(source)
+    assert (candidate.backend, candidate.compiles) == (backend, True)

@@ -13,9 +13,12 @@ from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
 from peerlane.evaluate.ranks.emulated import EmulatedCandidate
 from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.serve import _error
 from peerlane.evaluate.ranks.trusted import TrustedRank
 from peerlane.evaluate.wire_format import reader_of
 from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_FINDINGS, MOST_NAMES
+from peerlane.results.feedback import feedback
+from peerlane.results.verdict import RuntimeFailure
 
 CASE = wire.CaseId(1, "small", "37x53 bf16", 2, 1)
 LAYOUT = wire.CaseLayout({"kind": "cpu", "size": 4096, "offset": 0}, [{"kind": "list", "items": []}], [{}], 512, 256, {"tp": [[0, 1]]})
@@ -224,3 +227,15 @@ def test_a_boolean_is_no_number_and_a_number_no_boolean(kind: Any, value: Any, p
     else:
         with pytest.raises(ProtocolError, match="expected"):
             reader_of(kind)(value)
+
+
+@pytest.mark.parametrize("said", ["boom " + "x" * 50_000 + " end", "boom\n" + "line\n" * 20_000 + "end"])
+def test_a_long_exception_keeps_its_type_and_its_end(said: str) -> None:
+    try:
+        raise RuntimeError(said)
+    except RuntimeError as error:
+        found = messages.read_answer(CALL, sent(messages.error_message(_error(error, "runtime_error"))))
+    assert isinstance(found, messages.RankError)
+    assert "RuntimeError: boom" in found.text and found.text.endswith("end")
+    shown = feedback(RuntimeFailure(phase="first_call", rank=0, message=found.text), (), (), (), "")
+    assert "RuntimeError: boom" in shown

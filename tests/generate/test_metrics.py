@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane.generate import metrics
 from peerlane.generate.attempts import NO_CODE, Attempt, Speedup, Usage, best_attempt
+from peerlane.generate.intervals import binomial_interval, student_t
 from peerlane.generate.summary import Scored, model_table, summary
 
 VERDICTS = ["correct", "wrong_result", "hang", NO_CODE, "not_run"]
@@ -134,7 +137,7 @@ def test_an_attempt_at_another_problem_is_an_error() -> None:
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=40))
 def test_interval_holds_the_mean_and_a_model_equals_itself(values: list[float]) -> None:
-    mean = metrics.bootstrap_mean(values)
+    mean = metrics.mean_with_interval(values)
     assert mean.low - 1e-9 <= mean.value <= mean.high + 1e-9
     model = dict(enumerate(values))
     same = metrics.compare(model, model)
@@ -142,11 +145,38 @@ def test_interval_holds_the_mean_and_a_model_equals_itself(values: list[float]) 
 
 
 def test_a_share_is_never_certain() -> None:
-    """8 of 8 is no proof of 100 %: the Wilson interval says so, and 0 of 8 is its mirror image."""
+    """8 of 8 is no proof of 100 %: the Clopper-Pearson interval says so, and 0 of 8 is its mirror image."""
     value, low, high = metrics.share([1.0] * 8)
-    assert (value, high) == (1.0, 1.0) and low == pytest.approx(0.6756, abs=1e-4)
+    assert (value, high) == (1.0, 1.0) and low == pytest.approx(0.025 ** (1 / 8))
     assert metrics.share([0.0] * 8) == pytest.approx((0.0, 0.0, 1 - low))
-    assert metrics.share([1.0]).low < 0.25
+    assert metrics.share([1.0]).low == pytest.approx(0.025)
+    assert binomial_interval(1.0, 10) == pytest.approx((0.00252858, 0.44501612))  # as printed in tables of this interval
+    assert [student_t(freedom) for freedom in (1, 2, 10)] == pytest.approx([12.7062, 4.30265, 2.22814], rel=1e-5)
+
+
+def test_equal_values_have_an_interval() -> None:
+    """One right answer of three at each of three problems: the spread over problems is zero but for rounding, and says nothing."""
+    found = metrics.share([1 / 3] * 3)
+    assert found.low < 0.05 and found.high > 0.85
+
+
+def test_unjudged_samples_give_both_ends() -> None:
+    """One right sample and three that no machine could run are no 100 %."""
+    run = [attempt(1, 0), *(attempt(1, sample, "not_run") for sample in (1, 2, 3))]
+    scored = Scored("m", None, run, {1: "collective"})
+    assert metrics.solved(run, [1], metrics.is_correct, 1) == {1: 0.25}
+    assert metrics.solved(run, [1], metrics.is_correct, 1, unjudged=True) == {1: 1.0}
+    found = summary(scored, [1, 4], [1.0])["pass_at_k"]
+    assert {name: found["1"][name] for name in ("problems", "problems_most", "share", "share_most", "high")} == {
+        "problems": 0.25,
+        "problems_most": 1.0,
+        "share": 0.25,
+        "share_most": 1.0,
+        "high": 1.0,
+    }
+    assert found["4"]["share"] == 1.0
+    assert "| 0.2 to 1 |" in model_table([scored], [1], [1.0]).markdown()
+    assert "25.0% to 100.0%" in model_table([scored], [1], [1.0]).markdown()
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
@@ -155,14 +185,43 @@ def test_a_share_s_interval_holds_it(values: list[float]) -> None:
     assert 0 <= found.low <= found.value + 1e-12 and found.value - 1e-12 <= found.high <= 1 and found.low < found.high
 
 
-def test_a_share_s_interval_covers_as_often_as_it_says() -> None:
-    """Problems differ in difficulty, and each has three samples."""
-    draw, covered = random.Random(3), 0
-    for _ in range(300):
-        rates = [draw.choice((0.05, 0.5, 0.95)) for _ in range(40)]
-        found = metrics.share([sum(draw.random() < rate for _ in range(3)) / 3 for rate in rates])
-        covered += found.low <= 0.5 <= found.high
-    assert 0.92 <= covered / 300 <= 0.99
+POPULATIONS: dict[str, tuple[float, ...]] = {
+    "alike": (0.5,),
+    "hard": (0.1,),
+    "easy": (0.9,),
+    "solved or not": (0.0, 1.0),
+    "mostly solved": (0.0, 1.0, 1.0, 1.0, 1.0),
+    "mixed": (0.05, 0.5, 0.95),
+    "rarely": (0.02, 0.02, 0.02, 0.5),
+}
+"""rates of solving a problem, one of which each problem has"""
+
+
+def coverage(problems: int, samples: int, k: int, rates: Sequence[float], runs: int) -> float:
+    """How often the interval of pass@k holds the mean over all problems that there could be."""
+    draw = np.random.default_rng([problems, samples, k, len(rates)])
+    truth = sum(1 - (1 - rate) ** k for rate in rates) / len(rates)
+    correct = draw.binomial(samples, draw.choice(rates, size=(runs, problems)))
+    values = np.array([metrics.pass_at_k(samples, count, k) for count in range(samples + 1)])[correct]
+    found = [metrics.share(list(row)) for row in values]
+    return sum(item.low <= truth <= item.high for item in found) / runs
+
+
+@pytest.mark.parametrize("rates", POPULATIONS.values(), ids=POPULATIONS)
+def test_a_share_s_interval_covers_as_often_as_it_says(rates: Sequence[float]) -> None:
+    for problems, samples in ((3, 1), (3, 3), (8, 3), (40, 2)):
+        assert coverage(problems, samples, 1, rates, 300) >= 0.95 - 3 * (0.95 * 0.05 / 300) ** 0.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rates", POPULATIONS.values(), ids=POPULATIONS)
+@pytest.mark.parametrize("problems", [3, 4, 5, 6, 8, 12, 20, 40, 87])
+def test_a_share_s_interval_covers_from_three_problems_on(problems: int, rates: Sequence[float]) -> None:
+    runs = 4000
+    for samples in (1, 2, 3, 5, 10):
+        for k in sorted({1, (samples + 1) // 2, samples}):
+            covered = coverage(problems, samples, k, rates, runs)
+            assert covered >= 0.95 - 3.5 * (0.95 * 0.05 / runs) ** 0.5, (samples, k, covered)
 
 
 def test_problems_without_a_judged_sample_are_not_tried() -> None:
@@ -175,16 +234,24 @@ def test_pairing_tells_a_small_but_steady_lead() -> None:
     a = {number: value + 0.05 + 0.01 * (number % 3) for number, value in b.items()}
     found = metrics.compare(a, b)
     assert found.difference.low > 0 and found.better == 1 and found.problems == 40
-    assert metrics.bootstrap_mean(list(a.values())).low < metrics.bootstrap_mean(list(b.values())).high
+    assert metrics.mean_with_interval(list(a.values())).low < metrics.mean_with_interval(list(b.values())).high
 
 
 def test_interval_covers_as_often_as_it_says() -> None:
     draw = random.Random(2)
     covered = 0
     for _ in range(200):
-        mean = metrics.bootstrap_mean([float(draw.random() < 0.4) for _ in range(87)])
+        mean = metrics.mean_with_interval([float(draw.random() < 0.4) for _ in range(87)])
         covered += mean.low <= 0.4 <= mean.high
     assert 0.88 <= covered / 200 <= 0.99
+
+
+@pytest.mark.parametrize("problems", [3, 6, 20])
+def test_a_mean_s_interval_covers_from_three_problems_on(problems: int) -> None:
+    """Logarithms of speedups, as bell curves have them."""
+    draw = np.random.default_rng(problems)
+    found = [metrics.geometric_mean(dict(enumerate(row))) for row in draw.normal(0.7, 0.5, size=(1000, problems))]
+    assert sum(item.low <= math.exp(0.7) <= item.high for item in found) >= 930
 
 
 def test_steps_of_agents() -> None:

@@ -37,8 +37,10 @@ def metrics(
     compare: Annotated[bool, typer.Option("--compare", help="Compare the first run with every other, problem by problem.")] = False,
     problems_too: Annotated[bool, typer.Option("--by-problem", help="One row for every problem, too.")] = False,
     published: Annotated[bool, typer.Option("--published", help="Show published figures of others below, labelled.")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print all tables as comma-separated values.")] = False,
-    as_latex: Annotated[bool, typer.Option("--latex", help="Print all tables as LaTeX (booktabs).")] = False,
+    csv_folder: Annotated[
+        Path | None, typer.Option("--csv", metavar="FOLDER", help="Write long tables with raw numbers there, a CSV file each.")
+    ] = None,
+    as_latex: Annotated[bool, typer.Option("--latex", help="Print two tables for a paper (booktabs).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Count what models solved: correct@k, fast_p@k, speedups, failures, tokens and cost.
@@ -47,14 +49,14 @@ def metrics(
     interval.
     """
     from peerlane import problems
-    from peerlane.generate import summary
+    from peerlane.generate import paper, summary
     from peerlane.generate.judgements import settings_of
     from peerlane.generate.judging import MODES
     from peerlane.generate.run_folder import RunFolder
     from peerlane.results.reader import FILE
 
     one_of(mode, MODES, "--mode")
-    if as_csv + as_latex + as_json > 1:
+    if (csv_folder is not None) + as_latex + as_json > 1:
         raise UsageError("got several of --csv, --latex and --json: expected one of them")
     thresholds = [_number(text) for text in words(p, "--p")]
     opened = [RunFolder.open(path) for path in runs]
@@ -84,41 +86,44 @@ def metrics(
     most = min((scored.samples for scored in models), default=1) or 1
     ks = list(positive_integers(k, "--k")) if k else sorted({1, most})
     if too_many := [value for value in ks if value > most]:
-        raise UsageError(f"--k got {too_many[0]}: one run has only {most} judged samples of a problem; generate more")
+        raise UsageError(f"--k got {too_many[0]}: one run has only {most} samples of a problem; generate more")
     if as_json:
         print_json({"models": [summary.summary(scored, ks, thresholds) for scored in models]})
         return
-    form = "csv" if as_csv else "latex" if as_latex else ""
-    _print(models, ks, thresholds, mode, shared, problems_too=problems_too, compare=compare, form=form)
+    _tell(models, shared, on_stderr=as_latex or csv_folder is not None)
+    if csv_folder is not None:
+        for file in paper.write_csv(csv_folder, models, ks, thresholds):
+            print(file)
+        return
+    if as_latex:
+        print(paper.latex_tables(models, ks, thresholds[0], mode))
+        return
+    _print(models, ks, thresholds, mode, problems_too=problems_too, compare=compare)
     if published:
         label, table = summary.published_table()
         console().print(f"\n{label}")
         print_table(table)
 
 
-def _print(
-    models: Sequence[Scored],
-    ks: Sequence[int],
-    ps: Sequence[float],
-    mode: str,
-    setting: Setting | None,
-    *,
-    problems_too: bool,
-    compare: bool,
-    form: str,
-) -> None:
-    """Prints the tables. ``form``: ``csv`` or ``latex``, with nothing but tables on stdout; else for a screen."""
-    from peerlane.generate import summary
+def _tell(models: Sequence[Scored], setting: Setting | None, *, on_stderr: bool) -> None:
+    """Says under which setting the samples were judged, and what is missing."""
     from peerlane.generate.metrics import needing_multicast, tried, unjudged
 
-    out = console(stderr=bool(form))
+    out = console(stderr=on_stderr)
     out.print(str(setting) if setting is not None else "nothing was judged yet: run `peerlane eval RUN`")
     for scored in models:
+        samples = len(scored.attempts)
         out.print(f"{scored.model}: {len(tried(scored.attempts))} of {len(scored.problems)} tasks tried")
         if missing := unjudged(scored.attempts):
-            out.print(f"{scored.model}: {missing} of {len(scored.attempts)} samples are not judged; counts are lower bounds")
+            out.print(f"{scored.model}: {missing} of {samples} samples are not judged: counts go from all of them wrong to all right")
         if needing := needing_multicast(scored.attempts):
-            out.print(f"{scored.model}: {needing} of {len(scored.attempts)} samples need NVLink multicast, which was off")
+            out.print(f"{scored.model}: {needing} of {samples} samples need NVLink multicast, which was off")
+
+
+def _print(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float], mode: str, *, problems_too: bool, compare: bool) -> None:
+    """Prints the tables for a screen."""
+    from peerlane.generate import summary
+
     tables = [summary.category_table(models, ks, ps[0], mode), summary.model_table(models, ks, ps)]
     tables += [summary.regime_table(models, ks[-1], ps[0], mode), summary.verdict_table(models), summary.usage_table(models)]
     if any(attempt.steps for scored in models for attempt in scored.attempts):
@@ -126,13 +131,10 @@ def _print(
     if problems_too:
         tables.append(summary.problem_table(models))
     for table in tables:
-        if form:
-            print(table.csv() if form == "csv" else table.latex() + "\n")
-        else:
-            print_table(table)
+        print_table(table)
     for other in models[1:] if compare else ():
         for line in summary.comparison_lines(models[0], other, ks, ps[0]):
-            out.print(line)
+            console().print(line)
 
 
 def _scored(run: RunFolder, name: str, judged: Sequence[Result], setting: Setting | None, counted: dict[int, str]) -> Scored:

@@ -32,6 +32,9 @@ _CUDA_NAMES = (
     *("peerlane.device", "cuda.core", "cuda.bindings", "cupy", "pycuda", "numba.cuda", "nvshmem"),
 )
 """modules and functions that only sources with CUDA kernels import or call"""
+_CPP_NAMES = {"torch.utils.cpp_extension", "torch.utils.cpp_extension.load_inline", "cpp_extension", "load_inline"}
+"""of these, the names that sources with C++ extensions alone have too"""
+_CUDA_HEADER = re.compile(r"#include\s*[<\"][^>\"]*(cuda|nccl|nvshmem)", re.IGNORECASE)
 _TRITON_NAMES = ("triton", "peerlane.device.triton")
 KIT = "peerlane.device"
 _NVSHMEM = re.compile(r"\bpeerlane\.device(\.nvshmem\b| import [^\n]*\bnvshmem\b)|^\s*(import|from) nvshmem\b", re.MULTILINE)
@@ -151,15 +154,33 @@ def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> Candi
 def _backend(source: str) -> Backend:
     """Returns what a source's kernels are, from what it imports and calls. What Python cannot read is searched for the same words."""
     try:
-        names = set(_names(ast.parse(source)))
+        tree = ast.parse(source)
+        names = set(_names(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         if any(mark in source for mark in _CUDA_MARKS):
             return "cuda"
         return "triton" if re.search(r"^\s*(import|from) triton\b", source, re.MULTILINE) else "pytorch"
     triton = {name for name in names if _below(name, _TRITON_NAMES)}
-    if any(_below(name, _CUDA_NAMES) for name in names - triton):
+    cuda = {name for name in names - triton if _below(name, _CUDA_NAMES)}
+    if cuda and not (cuda <= _CPP_NAMES and "load" not in names and _compiles_cpp_alone(tree)):
         return "cuda"
     return "triton" if triton else "pytorch"
+
+
+def _compiles_cpp_alone(tree: ast.Module) -> bool:
+    """Tells whether a module's extensions are all shown to be C++ for the host, by calls of ``load_inline`` without CUDA sources."""
+    nodes = list(ast.walk(tree))
+    uses = sum(getattr(node, "attr", getattr(node, "id", "")) == "load_inline" for node in nodes)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "load_inline"]
+    texts = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return 0 < uses == len(calls) and all(map(_is_cpp, calls)) and not any(map(_CUDA_HEADER.search, texts))
+
+
+def _is_cpp(call: ast.Call) -> bool:
+    """Tells whether a call of ``load_inline`` gives no source but ``cpp_sources``."""
+    unknown = any(isinstance(argument, ast.Starred) for argument in call.args) or any(item.arg is None for item in call.keywords)
+    given = [item.value for item in call.keywords if item.arg in ("cuda_sources", "sycl_sources", "with_cuda")]
+    return not unknown and len(call.args) <= 2 and all(ast.unparse(value) in ("None", "''", "[]", "False") for value in given)
 
 
 def _below(name: str, modules: Sequence[str]) -> bool:

@@ -18,7 +18,8 @@ Message = dict[str, Any]
 A = TypeVar("A", bound=Answer)
 
 ERROR_CHARACTERS = 8_000
-"""of a rank's error, its end"""
+"""of a rank's error, its end, which holds all that :func:`shortened` leaves of the last exception"""
+_EXCEPTION_CHARACTERS = 6_000
 _ERROR_KINDS = get_args(ErrorKind)
 _OP, _RANKS = "op", "ranks"
 
@@ -57,6 +58,12 @@ def answer_message(answer: Answer | Sequence[Answer]) -> Message:
         message["ok"] = True
         return message
     return {"ok": True, _RANKS: [to_plain(item) for item in answer]}
+
+
+def shortened(text: str, most: int = _EXCEPTION_CHARACTERS) -> str:
+    """Returns a long text without its middle, so that the type of an exception, what it says first and its end are kept."""
+    head, tail = most // 3, most - most // 3
+    return text if len(text) <= most else f"{text[:head]}\n... {len(text) - most} characters ...\n{text[-tail:]}"
 
 
 def error_message(error: RankError) -> Message:

@@ -1,7 +1,7 @@
 """Metrics of a model over problems: pure functions of attempts.
 
-Every count is a sum over problems, so that totals add up to their number. A problem whose samples were not all judged counts with those
-that were, and one without any as unsolved: counts are then lower bounds, and :func:`unjudged` says how many samples are missing.
+Every count is a sum over problems, so that totals add up to their number. A sample that was not judged counts as wrong, which gives the
+least count, or as right, which gives the most: see :func:`solved`. It is never left out of a denominator.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from peerlane.generate.attempts import Attempt, Usage
+from peerlane.generate.intervals import binomial_interval, student_t
 
 RESAMPLES = 2000
 _SEED = 20_26
-_Z = 1.959964  # of a 95 % interval
 
 Test = Callable[[Attempt], bool]
 
@@ -60,20 +60,22 @@ def is_faster(p: float, mode: str) -> Test:
 
 
 def by_problem(attempts: Sequence[Attempt], problems: Sequence[int]) -> dict[int, list[Attempt]]:
-    """Returns the judged attempts of every problem; raises ValueError for attempts at other problems."""
+    """Returns the attempts at every problem; raises ValueError for attempts at other problems."""
     groups: dict[int, list[Attempt]] = {number: [] for number in problems}
     for attempt in attempts:
         if attempt.problem not in groups:
             raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(groups)} that are counted")
-        if attempt.judged:
-            groups[attempt.problem].append(attempt)
+        groups[attempt.problem].append(attempt)
     return groups
 
 
-def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int) -> dict[int, float]:
-    """Returns by problem the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one."""
+def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int, *, unjudged: bool = False) -> dict[int, float]:
+    """Returns by problem the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one.
+
+    ``unjudged``: whether a sample that was not judged counts as one that passes.
+    """
     return {
-        number: pass_at_k(len(group), sum(map(test, group)), min(k, len(group))) if group else 0.0
+        number: pass_at_k(len(group), sum(test(item) if item.judged else unjudged for item in group), min(k, len(group))) if group else 0.0
         for number, group in by_problem(attempts, problems).items()
     }
 
@@ -130,21 +132,17 @@ def timed_log_speedups(attempts: Sequence[Attempt], mode: str) -> dict[int, floa
     return {number: sum(found) / len(found) for number, found in sorted(logarithms.items())}
 
 
-def share(values: Sequence[float]) -> Estimate:
-    """Returns the mean of probabilities by problem with its 95 % Wilson interval; raises ValueError for none.
+def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estimate:
+    """Returns the mean of probabilities by problem with its 95 % Clopper-Pearson interval; raises ValueError for none.
 
-    The interval counts as many independent trials as explain the spread over problems, which holds the samples of a problem too, and at
-    least one a problem. So it is never of no width: 8 of 8 is 1 [0.68, 1].
+    Each problem is one trial, however many samples it has. So the interval is never of no width: 8 of 8 is 1 [0.63, 1]. ``most``: the
+    values if every unjudged sample were right, whose interval gives the upper end.
     """
     if not values:
         raise ValueError("the share of no problems: expected at least one")
-    count = len(values)
-    mean = sum(values) / count
-    spread = sum((value - mean) ** 2 for value in values) / (count - 1) / count if count > 1 else 0.0
-    trials = max(float(count), mean * (1 - mean) / spread) if spread > 0 else float(count)
-    centre, room = mean + _Z**2 / (2 * trials), _Z * math.sqrt(mean * (1 - mean) / trials + _Z**2 / (4 * trials**2))
-    whole = 1 + _Z**2 / trials
-    return Estimate(mean, min(mean, max(0.0, (centre - room) / whole)), max(mean, min(1.0, (centre + room) / whole)))
+    count, sums = len(values), [min(math.fsum(ends), float(len(values))) for ends in (values, most or values)]
+    low, high = binomial_interval(sums[0], count)[0], binomial_interval(sums[1], count)[1]
+    return Estimate(sums[0] / count, low, high)
 
 
 def tried(attempts: Sequence[Attempt]) -> list[int]:
@@ -154,17 +152,18 @@ def tried(attempts: Sequence[Attempt]) -> list[int]:
 
 def geometric_mean(logarithms: Mapping[int, float]) -> Estimate:
     """Returns the geometric mean over problems of the values with these logarithms, with its interval."""
-    value, low, high = bootstrap_mean(list(logarithms.values()))
+    value, low, high = mean_with_interval(list(logarithms.values()))
     return Estimate(math.exp(value), math.exp(low), math.exp(high))
 
 
-def bootstrap_mean(values: Sequence[float]) -> Estimate:
-    """Returns the mean and its 95 % percentile interval under resampling of the values; raises ValueError for none."""
+def mean_with_interval(values: Sequence[float]) -> Estimate:
+    """Returns the mean and its 95 % interval of Student's t, of no width for a single value; raises ValueError for none."""
     if not values:
         raise ValueError("the mean of no values: expected at least one problem")
-    means = _resampled_means(np.asarray(values, dtype=np.float64))
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Estimate(float(np.mean(values)), float(low), float(high))
+    found = np.asarray(values, dtype=np.float64)
+    mean, count = float(found.mean()), len(values)
+    room = student_t(count - 1) * float(found.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    return Estimate(mean, mean - room, mean + room)
 
 
 @dataclass(frozen=True)
@@ -183,15 +182,14 @@ class Comparison:
 
 
 def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
-    """Compares two models by a paired bootstrap over problems: both are resampled at the same problems, whose difficulty cancels."""
+    """Compares two models at the same problems, whose difficulty cancels."""
     shared = sorted(a.keys() & b.keys())
     if not shared:
         raise ValueError("the two models have no problem in common")
     differences = np.asarray([a[number] - b[number] for number in shared], dtype=np.float64)
     means = _resampled_means(differences)
-    low, high = np.quantile(means, [0.025, 0.975])
     better = float(np.mean(means > 0) + 0.5 * np.mean(means == 0))
-    return Comparison(Estimate(float(differences.mean()), float(low), float(high)), better, len(shared))
+    return Comparison(mean_with_interval(list(differences)), better, len(shared))
 
 
 def _resampled_means(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

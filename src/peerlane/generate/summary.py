@@ -35,7 +35,7 @@ class Scored:
 
     @property
     def samples(self) -> int:
-        """Judged samples of the problem that has the most."""
+        """Samples of the problem that has the most, judged or not."""
         return max((len(group) for group in metrics.by_problem(self.attempts, list(self.problems)).values()), default=0)
 
     def without_multicast(self) -> Scored:
@@ -60,8 +60,12 @@ class Scored:
         return {name: group for name, group in groups.items() if group}
 
     def counts(self, test: metrics.Test, k: int) -> dict[int, float]:
-        """Returns by problem the probability that k samples hold one that passes."""
+        """Returns by problem the probability that k samples hold one that passes, if every unjudged sample is wrong."""
         return metrics.solved(self.attempts, list(self.problems), test, k)
+
+    def most(self, test: metrics.Test, k: int) -> dict[int, float]:
+        """Returns the same if every unjudged sample passes."""
+        return metrics.solved(self.attempts, list(self.problems), test, k, unjudged=True)
 
 
 def summary(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str, Any]:
@@ -120,19 +124,23 @@ def _shares(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str,
 
 
 def _estimate(scored: Scored, test: metrics.Test, k: int) -> dict[str, float]:
-    """Returns the expected number of problems solved, with its interval, and the share."""
-    values = list(scored.counts(test, k).values())
-    mean = metrics.share(values)
-    count = len(values)
-    return {"problems": sum(values), "low": mean.low * count, "high": mean.high * count, "share": mean.value}
+    """Returns the expected number of problems solved, with its interval, and the share.
+
+    ``problems_most`` and ``share_most`` are what they would be if every unjudged sample passed.
+    """
+    values, most = (list(found.values()) for found in (scored.counts(test, k), scored.most(test, k)))
+    mean, count = metrics.share(values, most), len(values)
+    found = {"problems": sum(values), "problems_most": sum(most), "low": mean.low * count, "high": mean.high * count}
+    return {**found, "share": mean.value, "share_most": sum(most) / count}
 
 
 def _by_category(scored: Scored, ks: Sequence[int]) -> dict[str, dict[str, Any]]:
     sizes = metrics.by_category(dict.fromkeys(scored.problems, 1.0), scored.problems)
     categories: dict[str, dict[str, Any]] = {category: {"problems": int(size)} for category, size in sizes.items()}
     for k in ks:
-        for category, value in metrics.by_category(scored.counts(metrics.is_correct, k), scored.problems).items():
-            categories[category][f"correct@{k}"] = value
+        for name, found in (("correct", scored.counts), ("correct_most", scored.most)):
+            for category, value in metrics.by_category(found(metrics.is_correct, k), scored.problems).items():
+                categories[category][f"{name}@{k}"] = value
     return categories
 
 
@@ -150,12 +158,16 @@ def _part(scored: Scored, ks: Sequence[int], numbers: Sequence[int]) -> dict[str
     """Returns what of some of the problems was solved."""
     part: dict[str, Any] = {"problems": len(numbers)}
     for k in ks:
-        part[f"correct@{k}"] = metrics.share([scored.counts(metrics.is_correct, k)[number] for number in numbers])._asdict()
+        part[f"correct@{k}"] = _share_of(scored, metrics.is_correct, k, numbers)._asdict()
     for mode in MODES:
         if metrics.is_timed(scored.attempts, mode):
-            faster = scored.counts(metrics.is_faster(1.0, mode), ks[-1])
-            part[f"fast_1@{ks[-1]} {mode}"] = metrics.share([faster[number] for number in numbers])._asdict()
+            part[f"fast_1@{ks[-1]} {mode}"] = _share_of(scored, metrics.is_faster(1.0, mode), ks[-1], numbers)._asdict()
     return part
+
+
+def _share_of(scored: Scored, test: metrics.Test, k: int, numbers: Sequence[int]) -> metrics.Estimate:
+    least, most = scored.counts(test, k), scored.most(test, k)
+    return metrics.share([least[number] for number in numbers], [most[number] for number in numbers])
 
 
 def regime_table(models: Sequence[Scored], k: int, p: float, mode: str) -> TextTable:
@@ -163,49 +175,62 @@ def regime_table(models: Sequence[Scored], k: int, p: float, mode: str) -> TextT
     columns = ["tasks", "model", "problems", f"correct@{k}", f"fast_{p:g}@{k} {mode}"]
     table = TextTable(columns, right={"problems"})
     for scored in models:
-        correct, faster = scored.counts(metrics.is_correct, k), scored.counts(metrics.is_faster(p, mode), k)
         timed = metrics.is_timed(scored.attempts, mode)
         names = {"latency": f"bound below {LATENCY_US:g} us (latency)", "bandwidth": "bandwidth or compute"}
         for name, group in {**scored.regimes(), **scored.tiers()}.items():
-            cells = [_share(correct, group), _share(faster, group) if timed else NOT_MEASURED]
+            faster = _percent(_share_of(scored, metrics.is_faster(p, mode), k, group)) if timed else NOT_MEASURED
+            cells = [_percent(_share_of(scored, metrics.is_correct, k, group)), faster]
             table.add(names.get(name, name), scored.model, str(len(group)), *cells)
     return table
 
 
-def _share(values: Mapping[int, float], numbers: Sequence[int]) -> str:
-    estimate = metrics.share([values[number] for number in numbers])
+def _percent(estimate: metrics.Estimate) -> str:
     return f"{estimate.value:.0%} [{estimate.low:.0%}, {estimate.high:.0%}]"
 
 
 def category_table(models: Sequence[Scored], ks: Sequence[int], p: float, mode: str) -> TextTable:
     """Categories by models: how many problems are expected to be solved with the first and with the last of ``ks`` samples.
 
-    ``faster`` counts those with a speedup above p in this mode, by the lower end of the interval.
+    ``faster`` counts those with a speedup above p in this mode, by the lower end of the interval. Beside each category stands that of the
+    public benchmark with its size.
     """
     first, last = min(ks), max(ks)
     title = f"@{first}" if first == last else f"@{first} -> @{last}"
-    columns = ["category", "problems"]
+    columns = ["category", "problems", "public benchmark"]
     for scored in models:
         columns += [f"{scored.model}: correct {title}", f"{scored.model}: faster {title}"]
-    table = TextTable(columns, right=set(columns[1:]))
-    categories = models[0].problems
-    sizes = metrics.by_category(dict.fromkeys(categories, 1.0), categories)
-    cells: dict[str, list[str]] = {category: [category, f"{size:g}"] for category, size in sizes.items()}
-    total = ["total", str(len(categories))]
-    for scored in models:
-        for test, measured in ((metrics.is_correct, True), (metrics.is_faster(p, mode), metrics.is_timed(scored.attempts, mode))):
-            ends = [scored.counts(test, k) for k in dict.fromkeys((first, last))]
-            for category, row in cells.items():
-                values = [metrics.by_category(end, categories)[category] for end in ends]
-                row.append(" -> ".join(map(_number, values)) if measured else NOT_MEASURED)
-            total.append(" -> ".join(_number(sum(end.values())) for end in ends) if measured else NOT_MEASURED)
-    for row in [*cells.values(), total]:
-        table.add(*row)
+    table = TextTable(columns, right={columns[1], *columns[3:]}, spare=["public benchmark"])
+    theirs = public_categories()
+    for name, numbers in category_groups(models[0].problems):
+        cells = []
+        for scored in models:
+            for test, measured in ((metrics.is_correct, True), (metrics.is_faster(p, mode), _timed(scored, mode))):
+                ends = [ends_of(scored, test, k, numbers) for k in dict.fromkeys((first, last))]
+                cells.append(" -> ".join(ranged(*end) for end in ends) if measured else NOT_MEASURED)
+        table.add(name, str(len(numbers)), theirs.get(name, "-"), *cells)
     return table
 
 
+def category_groups(problems: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Returns each category with its problems, and ``total`` with all."""
+    groups = {name: [number for number, category in problems.items() if category == name] for name in dict.fromkeys(problems.values())}
+    return [*groups.items(), ("total", list(problems))]
+
+
+def ends_of(scored: Scored, test: metrics.Test, k: int, numbers: Sequence[int]) -> tuple[float, float]:
+    """Returns the expected number of these problems that are solved, if all unjudged samples are wrong and if all of them pass."""
+    least, most = scored.counts(test, k), scored.most(test, k)
+    return sum(least[number] for number in numbers), sum(most[number] for number in numbers)
+
+
+def public_categories() -> dict[str, str]:
+    """Returns by category its name in the public benchmark, with the number of problems that its authors count there."""
+    data = json.loads(PUBLISHED_FILE.read_text())
+    return {ours: f"{theirs}: {data['categories'][theirs]['problems']}" for ours, theirs in data["ours"].items()}
+
+
 def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]) -> TextTable:
-    """Returns one row for every model, metric and k, with 95 % intervals from resampling problems.
+    """Returns one row for every model, metric and k, with 95 % intervals; both ends where samples were not judged.
 
     A model with samples that need NVLink multicast has its rows once more, without these.
     """
@@ -225,7 +250,9 @@ def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]
                     continue
                 estimate = _estimate(scored, test, k)
                 interval = f"{estimate['low']:.1f} to {estimate['high']:.1f}"
-                table.add(scored.model, name, str(k), _number(estimate["problems"]), interval, f"{estimate['share']:.1%}")
+                shares = dict.fromkeys(f"{estimate[end]:.1%}" for end in ("share", "share_most"))
+                problems = ranged(estimate["problems"], estimate["problems_most"])
+                table.add(scored.model, name, str(k), problems, interval, " to ".join(shares))
             for mode in MODES:
                 if metrics.is_timed(scored.attempts, mode):
                     mean = metrics.geometric_mean(metrics.log_speedups(scored.attempts, numbers, mode, k))
@@ -320,6 +347,11 @@ def published_table() -> tuple[str, TextTable]:
             cells += [f"{figures[0]} -> {figures[1]}", f"{figures[2]} -> {figures[3]}"]
         table.add(category, str(row["problems"]), *cells)
     return data["label"], table
+
+
+def ranged(least: float, most: float, to: str = " to ") -> str:
+    """Returns both ends of a count, or one number where they are alike."""
+    return to.join(dict.fromkeys(map(_number, (least, most))))
 
 
 def _number(value: float) -> str:

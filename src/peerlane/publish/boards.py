@@ -50,6 +50,9 @@ class Row:
     unjudged: int
     attempted: int
     pass_at: Mapping[int, metrics.Estimate]
+    """with unjudged samples counted as wrong; the interval's upper end counts them as right"""
+    pass_most: Mapping[int, float]
+    """the shares with unjudged samples counted as right, where that makes a difference"""
     fast: Mapping[str, metrics.Estimate | None]
     mean: Mapping[str, metrics.Estimate | None]
     """geometric mean over the tasks with a timed sample, each by its correct timed samples; slower ones count as what they are"""
@@ -154,6 +157,7 @@ class Board:
             unjudged=metrics.unjudged(attempts),
             attempted=len({attempt.problem for attempt in attempts}),
             pass_at={k: self._share(author, metrics.is_correct, k) for k in self.ks if k <= self._samples_a_task(author)},
+            pass_most=self._pass_most(author),
             fast=fast,
             mean=mean,
             timed={mode: len(found) for mode, found in gains.items()},
@@ -175,20 +179,29 @@ class Board:
     def _solved(self, author: str, test: metrics.Test, k: int = 1) -> dict[int, float]:
         return metrics.solved(self._attempts[author], range(len(self.tasks)), test, k)
 
+    def _solved_at_most(self, author: str, test: metrics.Test, k: int = 1) -> dict[int, float]:
+        return metrics.solved(self._attempts[author], range(len(self.tasks)), test, k, unjudged=True)
+
+    def _pass_most(self, author: str) -> dict[int, float]:
+        if not metrics.unjudged(self._attempts[author]):
+            return {}
+        ks = [k for k in self.ks if k <= self._samples_a_task(author)]
+        return {k: sum(self._solved_at_most(author, metrics.is_correct, k).values()) / len(self.tasks) for k in ks}
+
     def _without_multicast(self, author: str) -> dict[int, metrics.Estimate]:
         attempts, numbers = metrics.without_multicast(self._attempts[author], range(len(self.tasks)))
         if len(attempts) == len(self._attempts[author]) or not numbers:
             return {}
         most = max(Counter(attempt.problem for attempt in attempts).values(), default=1)
         found = {k: metrics.solved(attempts, numbers, metrics.is_correct, k) for k in self.ks if k <= most}
-        return {k: metrics.bootstrap_mean(list(values.values())) for k, values in found.items()}
+        return {k: metrics.share(list(values.values())) for k, values in found.items()}
 
     def _share(self, author: str, test: metrics.Test, k: int) -> metrics.Estimate:
-        return metrics.share(list(self._solved(author, test, k).values()))
+        return metrics.share(*(list(found(author, test, k).values()) for found in (self._solved, self._solved_at_most)))
 
     def heat(self) -> dict[str, tuple[int, dict[str, Cell]]]:
         """By category: its number of tasks, and a cell for each author."""
-        return self._heat(self._categories)
+        return {**self._heat(self._categories), **self._heat(dict.fromkeys(self._categories, "total"))}
 
     def kinds(self) -> dict[str, tuple[int, dict[str, Cell]]]:
         """The same for tasks that latency bounds, and for the others; without tasks whose roofline is not known here."""
@@ -216,14 +229,24 @@ class Board:
         return {number: value for number, value in self._solved(author, test).items() if number in groups}
 
     def fast_p(self) -> list[dict[str, Any]]:
-        """Points of the fast_p curves: the expected share of tasks with a speedup above p."""
-        timed = [(author, mode) for author in self.authors for mode in self.modes if metrics.is_timed(self._attempts[author], mode)]
-        return [
-            {"author": author, "mode": mode, "p": p, "share": sum(solved.values()) / len(self.tasks)}
-            for author, mode in timed
-            for p in THRESHOLDS
-            if (solved := self._solved(author, metrics.is_faster(p, mode)))
-        ]
+        """Points of the fast_p curves: the expected share of tasks with a speedup above p.
+
+        Correct samples that were not timed count as slow. ``most`` is the share without them, and without tasks that have no others.
+        """
+        found: list[dict[str, Any]] = []
+        for author in self.authors:
+            for mode in self.modes:
+                attempts = self._attempts[author]
+                timed = [item for item in attempts if mode in item.speedups or not item.correct]
+                left_out = {item.problem for item in attempts} - {item.problem for item in timed}
+                numbers = [number for number in range(len(self.tasks)) if number not in left_out]
+                for p in THRESHOLDS if metrics.is_timed(attempts, mode) else ():
+                    test = metrics.is_faster(p, mode)
+                    share = sum(self._solved(author, test).values()) / len(self.tasks)
+                    most = max(share, sum(metrics.solved(timed, numbers, test, 1).values()) / len(numbers))
+                    untimed = metrics.untimed(attempts, mode)
+                    found.append({"author": author, "mode": mode, "p": p, "share": share, "most": most, "untimed": untimed})
+        return found
 
     def verdicts(self) -> list[dict[str, Any]]:
         """Counts the samples of each author by verdict."""

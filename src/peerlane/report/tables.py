@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -121,20 +118,6 @@ class TextTable:
             table.add_row("", "")
         return table
 
-    def csv(self) -> str:
-        """Returns the table as comma-separated values, its columns' names first."""
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([map(_csv, row) for row in (self.columns, *self.rows)])
-        return out.getvalue()
-
-    def latex(self) -> str:
-        """Returns the table as a LaTeX ``tabular`` in the style of ``booktabs``."""
-        lines = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
-        places = "".join("r" if column in self.right else "l" for column in self.columns)
-        return "\n".join(
-            [rf"\begin{{tabular}}{{{places}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}"]
-        )
-
     def markdown(self) -> str:
         """Returns the table in GitHub's dialect, one line a row, with a newline at the end; without spare columns that say nothing."""
         shown = self._telling()
@@ -147,19 +130,6 @@ class TextTable:
         """Returns the columns, but for those that say nothing in any row and may then be left out."""
         silent = {name for name, *cells in zip(self.columns, *self.rows, strict=True) if self.rows and {*cells} <= {"-", NOT_MEASURED}}
         return [name for name in self.columns if name not in silent or name not in {*self.spare, *self.hidden_if_silent}]
-
-
-_NUMBER_LIKE = re.compile(r"[+-]([\d.].*)?")
-_IN_LATEX = {"\\": r"\textbackslash ", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", **{char: f"\\{char}" for char in "&%$#_{}"}}
-
-
-def _csv(text: str) -> str:
-    """Returns a cell that no spreadsheet takes for a formula: names may be a stranger's."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) and not _NUMBER_LIKE.fullmatch(text) else text
-
-
-def _latex(text: str) -> str:
-    return "".join(_IN_LATEX.get(char, char) for char in text)
 
 
 def result_table(results: Iterable[Result]) -> TextTable:

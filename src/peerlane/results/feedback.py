@@ -80,7 +80,10 @@ def _message(message: str) -> Iterator[str]:
     else:
         if (place := error_place(message)) is not None:
             yield f"place: {place}"
-        shown = own_traceback(message).splitlines()[-_MESSAGE_LINES:]
+        shown = own_traceback(message).splitlines()
+        if len(shown) > _MESSAGE_LINES:  # the type of the exception, and its end
+            half = _MESSAGE_LINES // 2
+            shown = [*shown[:half], f"... {len(shown) - 2 * half} lines ...", *shown[-half:]]
     yield from (f"  {one_line(line)}" for line in shown)
 
 

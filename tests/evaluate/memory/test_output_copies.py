@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from peerlane.evaluate.memory import slots
 from peerlane.evaluate.memory.output_copies import OutputCopies
 from peerlane.evaluate.memory.slots import OutputRegions, describe_answer, place_slots
 from peerlane.problems.contract.tree import Tree, leaves
@@ -38,6 +40,8 @@ RETURNED: dict[str, tuple[Tree, Tree]] = {
     "a dict": ({"a": ONE, "b": ONE}, {"b": ONE + 2, "a": ONE + 1}),
     "complex": (torch.complex(ONE, ONE), torch.complex(ONE, ONE + 1).conj()),
     "four tensors": ([ONE] * 4, [ONE + 1, ONE + 2, ONE + 3, ONE + 4]),
+    "not waited for": (ONE, AsyncCollectiveTensor(ONE + 1)),
+    "two that are not waited for": (PAIR, [AsyncCollectiveTensor(ONE + 1), AsyncCollectiveTensor(torch.arange(4.0))]),
     "empty": (torch.empty(0), torch.empty(0)),
 }
 
@@ -72,3 +76,23 @@ def test_what_is_as_expected_is_not_described_anew(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(OutputRegions, "take", lambda *_: refused.append(OutputRegions.take))
     copies.take(0, (ONE + 1, torch.arange(4.0)), ())
     assert not refused and [int(leaf.sum()) for leaf in leaves(regions.views[0])] == [21, 6]
+
+
+class _Lazy(AsyncCollectiveTensor):
+    def trigger_wait(self) -> torch.Tensor:
+        raise AssertionError("code of a subclass ran")
+
+    wait = trigger_wait
+
+
+def test_the_result_of_a_functional_collective_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region is filled from the tensor inside it, so nobody else would wait. Code of a subclass does not run."""
+    regions, waits = regions_of(ONE), list[torch.Tensor]()
+    monkeypatch.setattr(slots, "_wait", lambda tensor: waits.append(tensor) or tensor)
+    OutputCopies(regions, CPU).take(0, AsyncCollectiveTensor(ONE + 1), ())
+    assert len(waits) == 1
+    assert torch.equal(regions.views[0][0], ONE + 1)
+    assert OutputCopies(regions, CPU).take(1, _Lazy(ONE + 2), ()) == []
+    assert regions.descriptions[1] == {"kind": "other", "type": "_Lazy (a tensor subclass: return a plain tensor)"}
+    assert len(waits) == 1
+    assert not regions.views[1][0].any()

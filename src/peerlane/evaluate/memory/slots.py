@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from peerlane.evaluate.memory.arena import GUARD_BYTES, POISON, DeviceMemory, aligned, extent, place, view
 from peerlane.problems.contract.spec import Problem
@@ -151,10 +152,21 @@ _fill = torch.Tensor.fill_
 _detach = torch.Tensor.detach
 _data_ptr = torch.Tensor.data_ptr
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_wrapped, _wait = AsyncCollectiveTensor.elem.__get__, torch.ops._c10d_functional.wait_tensor  # type: ignore[attr-defined]
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor inside an ``AsyncCollectiveTensor``, waited for in stream order; any other tensor as it is.
+
+    Functional collectives return that class, and its owner's next operation would wait. Subclasses of it are left alone.
+    """
+    return _wait(_wrapped(tensor)) if type(tensor) is AsyncCollectiveTensor else tensor
 
 
 def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]) -> Description:
     """As :func:`describe`, for outputs: only plain tensors count, on the rank's device or (``host``) in host memory."""
+    if isinstance(tree, torch.Tensor):
+        tree = waited_for(tree)
     kind = type(tree)
     if kind in _TENSOR_TYPES:
         if tree.device != device and tree.device.type != "cpu":
@@ -165,7 +177,7 @@ def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]
         description = describe(found[-1])
         return description if tree.device == device else {**description, "host": True}
     if isinstance(tree, torch.Tensor):
-        return {"kind": "other", "type": f"{kind.__name__} (a tensor subclass)"}
+        return {"kind": "other", "type": f"{kind.__name__} (a tensor subclass: return a plain tensor)"}
     if kind is list or kind is tuple:
         return {"kind": "list" if kind is list else "tuple", "items": [_describe_output(item, device, found) for item in tree]}
     if kind is dict:

@@ -43,7 +43,7 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
 def _error(error: BaseException, default: wire.ErrorKind) -> messages.RankError:
     rank = error.rank if isinstance(error, RankFailure) else None
     cause = error.error if isinstance(error, RankFailure) else error
-    kind, text = classify(cause, default), "".join(traceback.format_exception(cause, limit=-12))
+    kind, text = classify(cause, default), "".join(map(messages.shortened, traceback.format_exception(cause, limit=-12)))
     if kind == "cuda_error" and not isinstance(cause, EmulatedFault):  # which says it itself, with source lines
         text = "\n".join([text, *faults()])
     return messages.RankError(kind, text, rank)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from peerlane.evaluate.audit.recorder import collectives
 from peerlane.evaluate.memory.output_copies import OutputCopies
-from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, Unowned
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, Unowned, waited_for
 from peerlane.evaluate.timing.cache_flush import evict, quiesce, synchronize_all
 from peerlane.evaluate.wire import BlockPlan, BlockRun
-from peerlane.problems.contract.tree import Tree, leaves
+from peerlane.problems.contract.tree import Tree, leaves, map_leaves
 
 _Event = torch.cuda.Event
 _record = torch.cuda.Event.record
@@ -211,7 +211,7 @@ def copies_time(
     for slot in range(plan.calls):
         layout = repr(outputs.shapes(slot))
         if layout not in alike:
-            alike[layout] = solution(*outputs.fresh(inputs.args[slot]))
+            alike[layout] = map_leaves(solution(*outputs.fresh(inputs.args[slot])), waited_for)  # waiting is no copy
         answers[slot] = alike[layout]
     calls = itertools.cycle(range(plan.calls))
 

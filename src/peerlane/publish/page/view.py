@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from peerlane.common.problem_files import slugs
 from peerlane.common.words import counted
+from peerlane.generate.summary import public_categories
 from peerlane.publish.boards import Board, Row, category_of, measured_bound
 from peerlane.publish.detail import Source, block_times, facts, source_of, speeds
 from peerlane.publish.gather import WHOSE, Sample
@@ -51,13 +52,21 @@ _NEED_MULTICAST = (
 _CLAIMED = "Entries that are not verified show what their authors claim."
 
 
+_CATEGORY_NAMES = {"fsdp_zero": "FSDP / ZeRO", "geometric_spatial": "geometric / spatial"}
+
+
+def category_name(category: str) -> str:
+    """Returns a category in words."""
+    return _CATEGORY_NAMES.get(category, category.replace("_", " "))
+
+
 class Item:
     """A sample in the table of candidates, and its details."""
 
     def __init__(self, sample: Sample, number: int, board: Board, back: str) -> None:
         self.sample, self.key, self.back = sample, f"c{number}", back
         self.href = f"#{self.key}"
-        self.category = category_of(sample.task.problem).replace("_", " ")
+        self.category = category_name(category_of(sample.task.problem))
         self.slug = sample.result.problem.slug if sample.result is not None else slugs().get(sample.task.problem, "")
         self.title = f"{sample.task.problem} {self.slug}: {sample.name}"
         self.board_title = f"{board.title}, {board.key.node}"
@@ -154,6 +163,16 @@ class View:
     def costs(self) -> bool:
         """True if any author's costs are known."""
         return any(row.usage.cost_usd is not None for row in self.rows)
+
+    @staticmethod
+    def name_of(category: str) -> str:
+        """Returns a category as readers know it."""
+        return category_name(category)
+
+    @property
+    def public_categories(self) -> dict[str, str]:
+        """By category, its name in the public benchmark, and how many problems it has there."""
+        return public_categories()
 
     @property
     def leaderboards(self) -> list[tuple[str, list[Row]]]:
