@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
             tools = [tool.get("name") or tool["function"]["name"] for tool in body.get("tools", [])]
             reply = fake.script(openai_messages(body["messages"]), tools)
             if "status" in reply:
-                return self.answer(reply["status"], reply["body"])
+                return self.answer(reply["status"], reply["body"], {"Content-Type": reply.get("type", "application/json")})
             (self.messages if anthropic else self.chat)(body, reply)
         finally:
             with fake.guard:

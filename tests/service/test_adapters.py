@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
 import tomllib
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from service.stand_in import TOKEN, Running, serving
 
 SMALL = {"presets": ("small",), "modes": ()}
 ROOT = Path(__file__).parents[2]
+CALLED = "def solution(tensor):\n    return tensor  # right by a tool\n"
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +74,17 @@ def test_verl_gets_a_flag_where_there_is_no_verdict(service: Running) -> None:
         assert (told["score"], told["harness_fault"]) == (value or 0.0, float(value is None))
 
 
-def test_nemo_rl_gets_rewards_observations_and_flags(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for its interfaces, for the package cannot be installed from PyPI."""
+@pytest.fixture
+def nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its interfaces, for the package cannot be installed from PyPI."""
     interfaces = ModuleType("nemo_rl.environments.interfaces")
     fields = ["observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers"]
     vars(interfaces).update(EnvironmentInterface=object, EnvironmentReturn=namedtuple("EnvironmentReturn", fields))
     for name, module in (("nemo_rl", interfaces), ("nemo_rl.environments", interfaces), (interfaces.__name__, interfaces)):
         monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_nemo_rl_gets_rewards_observations_and_flags(service: Running, nemo_rl: None) -> None:
     environment = environment_class()({"options": SMALL})
     logs = [[{"role": "user", "content": "write"}, {"role": "assistant", "content": text}] for text in REPLIES]
     found = environment.step(logs, [{"problem": 1, "index": 7}] * len(REPLIES))
@@ -123,6 +129,90 @@ def test_inspect_scores_the_task_that_its_entry_point_names(service: Running, tm
 def test_replies_of_all_shapes_are_read() -> None:
     assert reply_text("a") == reply_text([{"content": "a"}]) == reply_text({"content": [{"type": "text", "text": "a"}]}) == "a"
     assert reply_text([]) == "" and reply_text(None) == ""
+
+
+def odd_replies() -> list[str]:
+    """200 replies as models in training write them: cut, looping, without text, with bytes that no encoding has."""
+    draw = random.Random(7)
+    parts = [
+        "```",
+        "```python\n",
+        "~~~",
+        "\n",
+        "def solution(tensor):\n    return tensor  # right\n",
+        "def solution(",
+        '"""',
+        "<think>",
+        "</think>",
+    ]
+    parts += ["\ud800", "\x00", "\ufeff", "\r", "é", "None", "{", "I cannot", "solution = ", "(" * 300, "-" * 3000 + "1", "#" * 5000]
+    code = "```python\ndef solution(tensor):\n    return tensor  # right {}\n```"
+    fixed = [
+        "",
+        "\ud800",
+        code.format("\ud800"),
+        code.format("\x00"),
+        code.format("a" * (2 << 20)),
+        code.format("é" * ((2 << 20) - 99)),
+        "x" * (3 << 20),
+    ]
+    return fixed + ["".join(draw.choices(parts, k=draw.randrange(12))) for _ in range(200 - len(fixed))]
+
+
+async def inspected(problem: int, reply: str, settings: RewardSettings) -> float:
+    """What the scorer of Inspect says of a reply."""
+    from inspect_ai.model import ModelOutput
+    from inspect_ai.scorer import Target
+
+    from peerlane.service.adapters.inspect_task import kernel_scorer
+
+    state = SimpleNamespace(metadata={"problem": problem}, output=ModelOutput.from_content("mock/model", reply))
+    score: Any = await kernel_scorer(settings)(state, Target(""))  # type: ignore[arg-type]
+    return float(score.value["correct"])
+
+
+@pytest.mark.filterwarnings("ignore")  # of inspect
+def test_nothing_that_a_model_writes_raises(service: Running, nemo_rl: None) -> None:
+    """A reward that is a number for every reply, the same of all adapters: one odd reply must not end a training run."""
+    replies, settings = odd_replies(), RewardSettings(options=SMALL)
+    numbers = [1] * len(replies)
+    shown = asyncio.run(reward_function(settings)(prompts=numbers, completions=replies, problem=numbers))
+    assert len(replies) == 200 and set(shown) == {0.0, 1.0}
+    logs = [[{"role": "assistant", "content": reply}] for reply in replies]
+    assert environment_class()({"options": SMALL}).step(logs, [{"problem": 1}] * 200).rewards.tolist() == shown
+
+    async def of_the_others() -> list[list[float]]:
+        scores = [await verl.compute_score("peerlane", reply, "1", {}, options=SMALL) for reply in replies]
+        named = [await named_rewards(1, reply, settings) for reply in replies]
+        return [
+            [item["score"] for item in scores],
+            [item["correct"] for item in named],
+            [await inspected(1, reply, settings) for reply in replies],
+        ]
+
+    assert asyncio.run(of_the_others()) == [shown] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "verdict"),
+    [
+        ({"role": "assistant", "content": None}, 0.0, "empty"),
+        ([], 0.0, "empty"),
+        (None, 0.0, "empty"),
+        ("", 0.0, "empty"),
+        ({"content": 7}, 0.0, "empty"),
+        ({"content": [None, {"type": "text", "text": None}]}, 0.0, "empty"),
+        ({"content": None, "refusal": "I must not."}, 0.0, "refused"),
+        ([{"content": "```python\ndef solution(t):\n    return t  # \ud800\n```"}], 0.0, "no_code"),
+        (f"```python\ndef solution(t):\n    return t\n{'#' * (2 << 20)}\n```", 0.0, "no_code"),
+        (f"```python\ndef solution(t):\n    return t  # right\n#{'\u00e9' * 1_040_000}\n```", 1.0, "correct"),
+        ({"content": None, "tool_calls": [{"function": {"name": "write", "arguments": json.dumps({"file": CALLED})}}]}, 1.0, "correct"),
+        ({"content": None, "tool_calls": [{"function": {"name": "write", "arguments": "{"}}, None, 7]}, 0.0, "empty"),
+    ],
+)
+def test_every_shape_of_a_message_gets_a_reward(service: Running, given: Any, value: float, verdict: str) -> None:
+    found = asyncio.run(reward_of(1, given, RewardSettings(options=SMALL)))
+    assert (found.value, found.verdict) == (value, verdict) and found.feedback
 
 
 @pytest.mark.parametrize(

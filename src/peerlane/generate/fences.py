@@ -143,7 +143,7 @@ class _Reader:
             if found and self.parses(text) and (opens or self._is_answer(text)):
                 return Block(text, language, True), end if opens else end + 1
         if first is None:
-            return Block(code(len(self.lines)), language, False), len(self.lines)
+            return Block(code(len(self.lines) - (not self.lines[-1])), language, False), len(self.lines)
         return Block(code(first), language, True), first + 1
 
 
