@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 import peerlane as pl
+from peerlane.common.version import PACKAGE
 from peerlane.errors import HarnessError, UsageError
 from peerlane.results.reader import as_document
 from peerlane.results.verdict import HarnessFailure
@@ -205,7 +207,7 @@ def test_nothing_that_a_model_writes_raises(service: Running, nemo_rl: None) -> 
         ({"content": None, "refusal": "I must not."}, 0.0, "refused"),
         ([{"content": "```python\ndef solution(t):\n    return t  # \ud800\n```"}], 0.0, "no_code"),
         (f"```python\ndef solution(t):\n    return t\n{'#' * (2 << 20)}\n```", 0.0, "no_code"),
-        (f"```python\ndef solution(t):\n    return t  # right\n#{'\u00e9' * 1_040_000}\n```", 1.0, "correct"),
+        (f"```python\ndef solution(t):\n    return t  # right\n#{'é' * 1_040_000}\n```", 1.0, "correct"),
         ({"content": None, "tool_calls": [{"function": {"name": "write", "arguments": json.dumps({"file": CALLED})}}]}, 1.0, "correct"),
         ({"content": None, "tool_calls": [{"function": {"name": "write", "arguments": "{"}}, None, 7]}, 0.0, "empty"),
     ],
@@ -250,6 +252,32 @@ def test_harbor_rewards_are_finite_numbers_or_nothing() -> None:
     assert told(result())["log_speedup"] > 1
     with pytest.raises(HarnessError, match="no verdict"):
         told(on_cpu(verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=()))
+
+
+def test_the_image_of_an_agent_holds_no_answers(tmp_path: Path) -> None:
+    """The command of the Dockerfile, on a copy of the package with what a wheel adds to it; the evaluator's audit works without them."""
+    package = tmp_path / "peerlane"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for source, target in (("examples", "examples"), ("tests/adversarial/corpus", "evaluate/selftest/corpus")):
+        shutil.copytree(ROOT / source, package / target, dirs_exist_ok=True)
+    (task,) = harbor.export_harbor(tmp_path / "tasks", "1", harbor.HarborSettings(hardware="h200x4"))
+    (line,) = [line for line in (task / "environment" / "Dockerfile").read_text().splitlines() if line.startswith("RUN pip install")]
+    command = line.partition(" && ")[2]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, check=True, timeout=60)
+    left = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
+    assert "evaluate/evaluator.py" in left and (ROOT / "src" / "peerlane" / "solutions").is_dir()
+    assert not [name for name in left if name.startswith(("solutions/", "ops/", "nn/", "examples/", "evaluate/selftest/corpus/"))]
+    for answer in (PACKAGE / "solutions").rglob("p0*.py"):
+        assert not [name for name in left if Path(name).name == answer.name and (package / name).read_text() == answer.read_text()]
+    program = (
+        "from peerlane.evaluate.audit.library import library_kernels as found; import peerlane; print(peerlane.__file__, len(found()))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True
+    )
+    path, count = shown.stdout.split()
+    assert path.startswith(str(package)) and int(count) > 10
 
 
 @pytest.mark.slow
