@@ -108,6 +108,7 @@ SHAPES: dict[str, tuple[str, str | None]] = {
     "trailing blanks behind the fence": (f"```python  \n{CODE}```  \n", CODE),
     "inline backticks in prose": (f"Use ```solution``` as in\n```python\n{CODE}```", CODE),
     "more bytes than a candidate may have": (f"```python\n{CODE}#{'é' * MOST_BYTES}\n```", None),
+    "nested too deep for Python": (f"```python\n{CODE}x = {'-' * 3000}1\n```", f"{CODE}x = {'-' * 3000}1\n"),
     "a lone surrogate in prose": (f"\ud800\n```python\n{CODE}```", CODE),
 }
 

@@ -184,13 +184,10 @@ def test_nothing_that_a_model_writes_raises(service: Running, nemo_rl: None) -> 
     assert environment_class()({"options": SMALL}).step(logs, [{"problem": 1}] * 200).rewards.tolist() == shown
 
     async def of_the_others() -> list[list[float]]:
-        scores = [await verl.compute_score("peerlane", reply, "1", {}, options=SMALL) for reply in replies]
-        named = [await named_rewards(1, reply, settings) for reply in replies]
-        return [
-            [item["score"] for item in scores],
-            [item["correct"] for item in named],
-            [await inspected(1, reply, settings) for reply in replies],
-        ]
+        scores = await asyncio.gather(*[verl.compute_score("peerlane", reply, "1", {}, options=SMALL) for reply in replies])
+        named = await asyncio.gather(*[named_rewards(1, reply, settings) for reply in replies])
+        inspect = await asyncio.gather(*[inspected(1, reply, settings) for reply in replies])
+        return [[item["score"] for item in scores], [item["correct"] for item in named], inspect]
 
     assert asyncio.run(of_the_others()) == [shown] * 3
 

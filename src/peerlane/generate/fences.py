@@ -47,11 +47,15 @@ class Reading(NamedTuple):
     thinking: bool
 
 
+UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError, SystemError)
+"""what ``ast.parse`` raises for a text: ValueError for null bytes, the last three for one that is too deep"""
+
+
 def is_python(text: str) -> bool:
     """Tells whether Python can read the text as a module."""
     try:
         ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: null bytes
+    except UNREADABLE:
         return False
     return True
 

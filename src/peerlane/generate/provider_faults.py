@@ -48,7 +48,7 @@ def unreachable(error: BaseException) -> str | None:
 def tell_of_retries(model: Model, tell: Callable[[str], None], may_retry: Callable[[BaseException], bool]) -> None:
     """Makes a model tell of each request that it tries again, and not try those again that ``may_retry`` refuses."""
     decide, client = model.api.should_retry, getattr(model.api, "client", None)
-    if isinstance(getattr(client, "max_retries", None), int):
+    if client is not None and isinstance(getattr(client, "max_retries", None), int):
         client.max_retries = 0  # the provider's package would try again in silence
 
     def should_retry(error: Any) -> Any:
@@ -59,7 +59,7 @@ def tell_of_retries(model: Model, tell: Callable[[str], None], may_retry: Callab
             tell(f"tried again: {first_line(error)}")
         return decision
 
-    model.api.should_retry = should_retry  # type: ignore[method-assign]
+    model.api.should_retry = should_retry
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from peerlane.evaluate.candidates import MOST_BYTES
-from peerlane.generate.fences import END_OF_THOUGHT, INVISIBLE, PYTHON, Block, Reading, is_python, read_blocks
+from peerlane.generate.fences import END_OF_THOUGHT, INVISIBLE, PYTHON, UNREADABLE, Block, Reading, is_python, read_blocks
 
 Status = Literal["code", "no_code", "truncated", "refused", "empty"]
 """``code``: there is a candidate. Otherwise why there is none; see :func:`extract`."""
@@ -133,7 +133,7 @@ def _names(source: str) -> _Names:
     """Returns the names that a module binds anywhere, and those that it lacks."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNREADABLE:
         return _Names(set(), set())
     bound, used = set[str](), set[str]()
     for node in nodes:
@@ -157,7 +157,7 @@ def defines_solution(source: str) -> bool:
     text = textwrap.dedent(source)
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: null bytes
+    except UNREADABLE:
         return _DEFINES.search(text) is not None
     return any(_binds(statement) for statement in _module_level(tree.body))
 
@@ -189,7 +189,7 @@ def _is_sketch(source: str) -> bool:
     """Tells whether the only ``solution`` is a signature whose body is ``...`` or ``pass``."""
     try:
         tree = ast.parse(textwrap.dedent(source))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNREADABLE:
         return False
     found = [statement for statement in _module_level(tree.body) if _binds(statement)]
     return all(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and all(map(_says_nothing, item.body)) for item in found)
