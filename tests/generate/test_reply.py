@@ -148,7 +148,7 @@ def test_shape(reply: str, code: str | None) -> None:
         (f"I cannot test it here, and so {'I reason. ' * 80}", "stop", "no_code"),
     ],
 )
-def test_a_reply_without_code_says_why(reply: str, stop_reason: str, status: str) -> None:
+def test_status_of_a_reply_without_code(reply: str, stop_reason: str, status: str) -> None:
     assert extract(reply, stop_reason).status == status
 
 
@@ -256,7 +256,7 @@ def test_a_hostile_reply_takes_no_long_time(part: str) -> None:
     st.text(max_size=200) | st.lists(st.sampled_from([*LINES, *STATEMENTS, CODE, "(", '"""']), max_size=12).map("\n".join),
     st.sampled_from(["", "stop", "length"]),
 )
-def test_any_reply_gives_code_or_says_why(reply: str, stop_reason: str) -> None:
+def test_any_reply_gives_code_or_another_status(reply: str, stop_reason: str) -> None:
     source, status = extract(reply, stop_reason)
     assert (source is None) == (status != "code") and (source is None or source.endswith("\n"))
 

@@ -162,7 +162,7 @@ def odd_replies() -> list[str]:
 
 
 async def inspected(problem: int, reply: str, settings: RewardSettings) -> float:
-    """What the scorer of Inspect says of a reply."""
+    """Returns the score that Inspect gives a reply."""
     from inspect_ai.model import ModelOutput
     from inspect_ai.scorer import Target
 
@@ -174,7 +174,7 @@ async def inspected(problem: int, reply: str, settings: RewardSettings) -> float
 
 
 @pytest.mark.filterwarnings("ignore")  # of inspect
-def test_nothing_that_a_model_writes_raises(service: Running, nemo_rl: None) -> None:
+def test_odd_replies_get_a_reward_from_every_adapter(service: Running, nemo_rl: None) -> None:
     """A reward that is a number for every reply, the same of all adapters: one odd reply must not end a training run."""
     replies, settings = odd_replies(), RewardSettings(options=SMALL)
     numbers = [1] * len(replies)

@@ -63,7 +63,7 @@ def extract(reply: str, stop_reason: str = "", arguments: Sequence[str] = ()) ->
     if source is None:
         source = next((found.source for argument in arguments if (found := extract(argument, stop_reason)).source is not None), None)
     if source is None or len(source.encode(errors="replace")) > MOST_BYTES:
-        return Extracted(None, _why_none(reading, stop_reason))
+        return Extracted(None, _status_without_code(reading, stop_reason))
     return Extracted(_finished(source), "code")
 
 
@@ -113,7 +113,7 @@ def _files(blocks: Sequence[Block]) -> list[str]:
     return files
 
 
-def _why_none(reading: Reading, stop_reason: str) -> Status:
+def _status_without_code(reading: Reading, stop_reason: str) -> Status:
     said = reading.prose.strip(INVISIBLE + " \t\n")
     open_end = reading.thinking or any(not block.closed for block in reading.blocks)
     if stop_reason in CUT or (open_end and stop_reason not in (*COMPLETE, *FILTERED)):
