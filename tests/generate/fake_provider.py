@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Reply = dict[str, Any]  # {"text": str} or {"tool": name, "args": {...}}; "reasoning": str and "cut": True may stand beside either
+# {"status": int, "body": dict or str} is the answer as it is
 Script = Callable[[list[dict[str, Any]], list[str]], Reply]  # (messages, tool names) -> reply
 
 
@@ -69,13 +70,15 @@ class Handler(BaseHTTPRequestHandler):
             anthropic = self.path.endswith("/messages")
             tools = [tool.get("name") or tool["function"]["name"] for tool in body.get("tools", [])]
             reply = fake.script(openai_messages(body["messages"]), tools)
+            if "status" in reply:
+                return self.answer(reply["status"], reply["body"], {"Content-Type": reply.get("type", "application/json")})
             (self.messages if anthropic else self.chat)(body, reply)
         finally:
             with fake.guard:
                 fake.busy -= 1
 
     def chat(self, body: dict[str, Any], reply: Reply) -> None:
-        message: dict[str, Any] = {"role": "assistant", "content": reply.get("text")}
+        message: dict[str, Any] = {"role": "assistant", "content": reply.get("text"), "refusal": reply.get("refusal")}
         if "reasoning" in reply:
             message["reasoning_content"] = reply["reasoning"]  # as vLLM, SGLang and DeepSeek name it
         if "tool" in reply:

@@ -107,7 +107,7 @@ def test_cut_replies_and_refusals_are_samples_without_code(tmp_path: Path, peerl
         assert peerlane("generate", "1-2", *settings(server), "--connections", 1, "--out", tmp_path / "run") == ExitCode.OK
     run = RunFolder.open(tmp_path / "run")
     records = [run.sample(key) for key in run.sample_keys()]
-    assert [record.status for record in records] == ["truncated", "no_code"] and records[0].stop_reason == "max_tokens"
+    assert [record.status for record in records] == ["truncated", "refused"] and records[0].stop_reason == "max_tokens"
 
 
 def test_money_is_not_spent_beyond_the_limit(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import peerlane as pl
+from peerlane.common.version import PACKAGE
 from peerlane.errors import HarnessError, UsageError
 from peerlane.results.reader import as_document
 from peerlane.results.verdict import HarnessFailure
@@ -31,6 +34,7 @@ from service.stand_in import TOKEN, Running, serving
 
 SMALL = {"presets": ("small",), "modes": ()}
 ROOT = Path(__file__).parents[2]
+CALLED = "def solution(tensor):\n    return tensor  # right by a tool\n"
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +76,17 @@ def test_verl_gets_a_flag_where_there_is_no_verdict(service: Running) -> None:
         assert (told["score"], told["harness_fault"]) == (value or 0.0, float(value is None))
 
 
-def test_nemo_rl_gets_rewards_observations_and_flags(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for its interfaces, for the package cannot be installed from PyPI."""
+@pytest.fixture
+def nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for its interfaces, for the package cannot be installed from PyPI."""
     interfaces = ModuleType("nemo_rl.environments.interfaces")
     fields = ["observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers"]
     vars(interfaces).update(EnvironmentInterface=object, EnvironmentReturn=namedtuple("EnvironmentReturn", fields))
     for name, module in (("nemo_rl", interfaces), ("nemo_rl.environments", interfaces), (interfaces.__name__, interfaces)):
         monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_nemo_rl_gets_rewards_observations_and_flags(service: Running, nemo_rl: None) -> None:
     environment = environment_class()({"options": SMALL})
     logs = [[{"role": "user", "content": "write"}, {"role": "assistant", "content": text}] for text in REPLIES]
     found = environment.step(logs, [{"problem": 1, "index": 7}] * len(REPLIES))
@@ -125,6 +133,87 @@ def test_replies_of_all_shapes_are_read() -> None:
     assert reply_text([]) == "" and reply_text(None) == ""
 
 
+def odd_replies() -> list[str]:
+    """200 replies as models in training write them: cut, looping, without text, with bytes that no encoding has."""
+    draw = random.Random(7)
+    parts = [
+        "```",
+        "```python\n",
+        "~~~",
+        "\n",
+        "def solution(tensor):\n    return tensor  # right\n",
+        "def solution(",
+        '"""',
+        "<think>",
+        "</think>",
+    ]
+    parts += ["\ud800", "\x00", "\ufeff", "\r", "é", "None", "{", "I cannot", "solution = ", "(" * 300, "-" * 3000 + "1", "#" * 5000]
+    code = "```python\ndef solution(tensor):\n    return tensor  # right {}\n```"
+    fixed = [
+        "",
+        "\ud800",
+        code.format("\ud800"),
+        code.format("\x00"),
+        code.format("a" * (2 << 20)),
+        code.format("é" * ((2 << 20) - 99)),
+        "x" * (3 << 20),
+    ]
+    return fixed + ["".join(draw.choices(parts, k=draw.randrange(12))) for _ in range(200 - len(fixed))]
+
+
+async def inspected(problem: int, reply: str, settings: RewardSettings) -> float:
+    """Returns the score that Inspect gives a reply."""
+    from inspect_ai.model import ModelOutput
+    from inspect_ai.scorer import Target
+
+    from peerlane.service.adapters.inspect_task import kernel_scorer
+
+    state = SimpleNamespace(metadata={"problem": problem}, output=ModelOutput.from_content("mock/model", reply))
+    score: Any = await kernel_scorer(settings)(state, Target(""))  # type: ignore[arg-type]
+    return float(score.value["correct"])
+
+
+@pytest.mark.filterwarnings("ignore")  # of inspect
+def test_odd_replies_get_a_reward_from_every_adapter(service: Running, nemo_rl: None) -> None:
+    """A reward that is a number for every reply, the same of all adapters: one odd reply must not end a training run."""
+    replies, settings = odd_replies(), RewardSettings(options=SMALL)
+    numbers = [1] * len(replies)
+    shown = asyncio.run(reward_function(settings)(prompts=numbers, completions=replies, problem=numbers))
+    assert len(replies) == 200 and set(shown) == {0.0, 1.0}
+    logs = [[{"role": "assistant", "content": reply}] for reply in replies]
+    assert environment_class()({"options": SMALL}).step(logs, [{"problem": 1}] * 200).rewards.tolist() == shown
+
+    async def of_the_others() -> list[list[float]]:
+        scores = await asyncio.gather(*[verl.compute_score("peerlane", reply, "1", {}, options=SMALL) for reply in replies])
+        named = await asyncio.gather(*[named_rewards(1, reply, settings) for reply in replies])
+        inspect = await asyncio.gather(*[inspected(1, reply, settings) for reply in replies])
+        return [[item["score"] for item in scores], [item["correct"] for item in named], inspect]
+
+    assert asyncio.run(of_the_others()) == [shown] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "verdict"),
+    [
+        ({"role": "assistant", "content": None}, 0.0, "empty"),
+        ([], 0.0, "empty"),
+        (None, 0.0, "empty"),
+        ("", 0.0, "empty"),
+        ({"content": 7}, 0.0, "empty"),
+        ({"content": [None, {"type": "text", "text": None}]}, 0.0, "empty"),
+        ({"content": None, "refusal": "I must not."}, 0.0, "refused"),
+        ([{"content": "```python\ndef solution(t):\n    return t  # \ud800\n```"}], 0.0, "no_code"),
+        (f"```python\ndef solution(t):\n    return t\n{'#' * (2 << 20)}\n```", 0.0, "no_code"),
+        (f"```python\ndef solution(t):\n    return t  # right\n#{'é' * 1_040_000}\n```", 1.0, "correct"),
+        ({"content": None, "tool_calls": [{"function": {"name": "write", "arguments": json.dumps({"file": CALLED})}}]}, 1.0, "correct"),
+        ({"content": None, "tool_calls": [{"function": {"name": "write", "arguments": "{"}}, None, 7]}, 0.0, "empty"),
+    ],
+)
+def test_every_shape_of_a_message_gets_a_reward(service: Running, given: Any, value: float, verdict: str) -> None:
+    found = asyncio.run(reward_of(1, given, RewardSettings(options=SMALL)))
+    assert (found.value, found.verdict) == (value, verdict) and found.feedback
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -160,6 +249,32 @@ def test_harbor_rewards_are_finite_numbers_or_nothing() -> None:
     assert told(result())["log_speedup"] > 1
     with pytest.raises(HarnessError, match="no verdict"):
         told(on_cpu(verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=()))
+
+
+def test_the_image_of_an_agent_holds_no_answers(tmp_path: Path) -> None:
+    """The command of the Dockerfile, on a copy of the package with what a wheel adds to it; the evaluator's audit works without them."""
+    package = tmp_path / "peerlane"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    for source, target in (("examples", "examples"), ("tests/adversarial/corpus", "evaluate/selftest/corpus")):
+        shutil.copytree(ROOT / source, package / target, dirs_exist_ok=True)
+    (task,) = harbor.export_harbor(tmp_path / "tasks", "1", harbor.HarborSettings(hardware="h200x4"))
+    (line,) = [line for line in (task / "environment" / "Dockerfile").read_text().splitlines() if line.startswith("RUN pip install")]
+    command = line.partition(" && ")[2]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], env=environment, cwd=tmp_path, check=True, timeout=60)
+    left = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
+    assert "evaluate/evaluator.py" in left and (ROOT / "src" / "peerlane" / "solutions").is_dir()
+    assert not [name for name in left if name.startswith(("solutions/", "ops/", "nn/", "examples/", "evaluate/selftest/corpus/"))]
+    for answer in (PACKAGE / "solutions").rglob("p0*.py"):
+        assert not [name for name in left if Path(name).name == answer.name and (package / name).read_text() == answer.read_text()]
+    program = (
+        "from peerlane.evaluate.audit.library import library_kernels as found; import peerlane; print(peerlane.__file__, len(found()))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True
+    )
+    path, count = shown.stdout.split()
+    assert path.startswith(str(package)) and int(count) > 10
 
 
 @pytest.mark.slow

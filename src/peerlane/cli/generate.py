@@ -169,6 +169,8 @@ def new_progress(missing: int, wanted: int, max_cost: float | None) -> Progress:
 
 def finish(run: RunFolder, asked: list[SampleKey], progress: Progress) -> None:
     """Says where everything is and what is missing, and ends the command."""
+    if progress.unreachable is not None:
+        raise UsageError(f"{progress.unreachable}: is a server running there? Check --base-url; the same command asks again")
     lacking = [key for key in asked if not run.is_done(key)]
     if not lacking:
         console(stderr=True).print(f"all samples are in {run.path}; judge them with: peerlane eval {run.path}")

@@ -15,9 +15,9 @@ from peerlane.generate.attempts import Usage, best_attempt
 from peerlane.generate.judging import MODES, Judge, Judged
 from peerlane.generate.models import ModelOptions, usage_of
 from peerlane.generate.prompt import Prompt
-from peerlane.generate.reply import Status, extract_code
+from peerlane.generate.reply import Status, extract, extract_code
 from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord, StepRecord
-from peerlane.generate.single_shot import Progress, run_inspect
+from peerlane.generate.single_shot import Progress, check_fits, run_inspect, stop_reason_of
 from peerlane.generate.tools import Workbench, workbench_tools
 
 INSTRUCTIONS = """
@@ -98,7 +98,7 @@ def run_agents(
     for number in {key.problem for key in keys}:
         run.write_prompt(number, text[number])
     samples = [Sample(id=key.folder, input=text[key.problem], metadata=key._asdict()) for key in keys]
-    run_inspect(run, samples, _episode(run, options, limits, judge, progress), options)
+    run_inspect(run, samples, _episode(run, options, limits, judge, progress), options, progress)
 
 
 @solver
@@ -113,6 +113,8 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
             tools = workbench_tools(bench)
             while not bench.submitted and limit is None:
                 output = await get_model().generate(state.messages, tools)
+                if turns == 0:
+                    check_fits(output)
                 turns += 1
                 reply_usage = usage_of(output, options.prices)
                 usage += reply_usage
@@ -137,7 +139,7 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
             raise
         source = bench.source
         ending = ("submitted", None) if bench.submitted else ("limit", limit)
-        status: Status = "code" if source is not None else "no_code"
+        status: Status = "code" if source is not None else extract(state.output.completion, stop_reason_of(state.output)).status
         record = SampleRecord.of(key, status, usage, seconds=time.monotonic() - began, stop_reason=ending[0], limit=ending[1])
         run.write_sample(record, state.output.completion, source)
         progress.kept(record)

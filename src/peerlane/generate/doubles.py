@@ -63,7 +63,7 @@ BROKEN: tuple[tuple[str, Callable[[int], str]], ...] = (
     ("runtime_error", lambda number: _block("def solution(*args):\n    raise ValueError('broken on purpose')\n")),
     ("no_code", lambda number: _block("def answer(*args):\n    return args\n")),
     ("import_error", lambda number: _block("def solution(*args:\n")),
-    ("no_code", lambda number: "I cannot write this kernel."),
+    ("refused", lambda number: "I cannot write this kernel."),
     ("truncated", lambda number: _block(reference_candidate(number)).partition("\ndef ")[0]),
 )
 """Verdict in the open track, and the reply: problem n gets entry (n - 1) mod 8. In the custom track, "correct" breaks the rules."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +11,11 @@ from inspect_ai.model import GenerateConfig, Model, ModelOutput, get_model
 from peerlane.errors import UsageError
 from peerlane.generate import doubles  # registers peerlane/...
 from peerlane.generate.attempts import Usage
+from peerlane.generate.provider_faults import first_line
 
-__all__ = ["ModelOptions", "Prices", "doubles", "first_line", "open_model", "usage_of"]
+__all__ = ["ModelOptions", "Prices", "doubles", "open_model", "usage_of"]
 
 _MILLION = 1e6
-_MARKUP = re.compile(r"\[/?[a-z][a-z ]*\]")  # of rich, such as [bold][blue]
 
 
 @dataclass(frozen=True)
@@ -91,10 +90,3 @@ def usage_of(output: ModelOutput, prices: Prices | None) -> Usage:
     fresh = usage.input_tokens + written  # input_tokens leaves out tokens that came from a cache
     cost = prices.cost(fresh, usage.output_tokens, cached) if prices is not None else None
     return Usage(fresh + cached, usage.output_tokens, usage.reasoning_tokens or 0, cached, cost, 1)
-
-
-def first_line(error: BaseException) -> str:
-    """Returns an error's message in one line of at most 300 characters, without the markup of terminals."""
-    text = str(getattr(error, "message", "") or error).strip() or type(error).__name__
-    line = " ".join(_MARKUP.sub("", text).split())
-    return line if len(line) <= 300 else f"{line[:297]}..."

@@ -1,28 +1,41 @@
 """Takes the candidate out of a model's reply.
 
-The last complete fenced block of Python that defines ``solution`` counts: by a function (``async`` too, so that its author learns what is
-wrong) or by an assignment. A block that imports ``solution`` shows its use, and is passed over. Without any block the whole reply counts,
-if it is Python that defines ``solution``. A block that never ends is no block. Blocks in another language are passed over. What a model
-wrote between ``<think>`` and ``</think>`` is no part of its reply.
+A reply that is a Python file as a whole is the candidate. Otherwise the last complete fenced block of Python that defines ``solution``
+counts: by a function (``async`` too, so that its author learns what is wrong) or by an assignment. Passed over are a bare signature, a use
+of ``solution`` by an import, and an excerpt, which uses names that only an earlier block binds. :mod:`peerlane.generate.fences` says where
+blocks end. Without a block, bare code behind a thought counts, and then code among the arguments of a tool.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-Status = Literal["code", "no_code", "truncated"]
+from peerlane.evaluate.candidates import MOST_BYTES
+from peerlane.generate.fences import END_OF_THOUGHT, INVISIBLE, PYTHON, UNREADABLE, Block, Reading, is_python, read_blocks
 
-_OPENING = re.compile(r"^(?P<indent>[ \t>]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^`\r\n]*?)[ \t]*$")
-_PYTHON = re.compile(r"(?:python|py|python3|py3)?", re.IGNORECASE)
+Status = Literal["code", "no_code", "truncated", "refused", "empty"]
+"""``code``: there is a candidate. Otherwise why there is none; see :func:`extract`."""
+
 _DEFINES = re.compile(r"^(?:async[ \t]+)?def[ \t]+solution\b|^solution\b[^=\n]*=(?!=)", re.MULTILINE)
-_REASONING = re.compile(r"^.*</think(?:ing)?>", re.DOTALL)
-_CUT_REASONING = re.compile(r"<think(?:ing)?>")
+_REFUSAL = re.compile(
+    r"(?:i['\u2019]?m (?:very |really )?sorry|i am sorry|sorry|i (?:can['\u2019]?t|can ?not|won['\u2019]t|will not|must decline|decline to)"
+    r"|i['\u2019]m (?:not able|unable)|i am (?:not able|unable)|as an ai\b)",
+    re.IGNORECASE,
+)
+_MOST_ENDS = 20  # of thoughts, behind which bare code is looked for
+_MOST_OF_A_REFUSAL = 600  # characters: longer texts explain something
 CUT = ("max_tokens", "model_length", "length")
 """Stop reasons of a reply that a limit cut."""
+COMPLETE = ("stop", "end_turn", "stop_sequence", "tool_calls", "tool_use")
+"""Stop reasons of a reply that its model ended."""
+FILTERED = ("content_filter", "refusal")
+"""Stop reasons of a reply that the provider or the model refused."""
 
 
 class Extracted(NamedTuple):
@@ -32,28 +45,26 @@ class Extracted(NamedTuple):
     status: Status
 
 
-class _Block(NamedTuple):
-    text: str
-    language: str
-    closed: bool
+def extract(reply: str, stop_reason: str = "", arguments: Sequence[str] = ()) -> Extracted:
+    """Takes the candidate out of a reply, or out of the arguments that its calls of tools have.
 
+    ``stop_reason`` is the provider's, in inspect_ai's or OpenAI's words; empty if it is not known. A reply without a candidate is
 
-def extract(reply: str, stop_reason: str = "") -> Extracted:
-    """Takes the candidate out of a reply, which is ``truncated`` if it holds none and was cut.
-
-    A reply was cut if the provider says so (``stop_reason``, in inspect_ai's or OpenAI's words), or if it ends within a block or a thought.
+    * ``truncated`` if the provider says that a limit cut it; if nothing is known, if it ends within a block or a thought;
+    * ``refused`` if the provider says so, or if it is short and begins as a refusal does, such as "I cannot";
+    * ``empty`` if nothing is said outside of thoughts;
+    * ``no_code`` otherwise.
     """
-    text = _REASONING.sub("", reply.replace("\r\n", "\n"), count=1)
-    blocks = list(_blocks(text))
-    python = [block.text for block in blocks if block.closed and _PYTHON.fullmatch(block.language)]
-    defining = [block for block in python if defines_solution(block)]
-    whole = [block for block in defining if not _is_sketch(block)]
-    if defining:
-        return Extracted(_finished((whole or defining)[-1]), "code")
-    if not blocks and _is_python(text) and defines_solution(text):
-        return Extracted(_finished(text), "code")
-    cut = stop_reason in CUT or bool(blocks and not blocks[-1].closed) or _CUT_REASONING.search(text) is not None
-    return Extracted(None, "truncated" if cut else "no_code")
+    text = reply.replace("\r\n", "\n").lstrip(INVISIBLE)
+    reading = read_blocks(text, defines_solution)
+    source = _bare(text) if stop_reason not in CUT else None
+    if source is None:
+        source = _chosen(reading, text, stop_reason)
+    if source is None:
+        source = next((found.source for argument in arguments if (found := extract(argument, stop_reason)).source is not None), None)
+    if source is None or len(source.encode(errors="replace")) > MOST_BYTES:
+        return Extracted(None, _status_without_code(reading, stop_reason))
+    return Extracted(_finished(source), "code")
 
 
 def extract_code(reply: str) -> str | None:
@@ -61,12 +72,92 @@ def extract_code(reply: str) -> str | None:
     return extract(reply).source
 
 
+def _bare(text: str) -> str | None:
+    """Returns a reply, or what stands behind a thought in it, if all of that is a candidate without a fence around it."""
+    ends = [0, *(found.end() for found in itertools.islice(END_OF_THOUGHT.finditer(text), _MOST_ENDS))]
+    for bare in (text[end:].lstrip("\n") for end in ends):
+        if not bare.lstrip().startswith(("```", "~~~")) and is_python(bare) and defines_solution(bare):
+            return bare
+    return None
+
+
+def _chosen(reading: Reading, text: str, stop_reason: str) -> str | None:
+    """Returns the block that counts; one that Python can read, if there is any.
+
+    An open block or thought counts if the provider says that the reply is complete.
+    """
+    complete = stop_reason in COMPLETE
+    if reading.thinking and not complete:
+        return None
+    last = _last_files(reading, complete)
+    if not last or not is_python(last[0]):
+        last += _last_files(read_blocks(text, defines_solution, mid_line=True), complete)
+    return next((source for source in last if is_python(source)), last[0] if last else None)
+
+
+def _last_files(reading: Reading, complete: bool) -> list[str]:
+    """Returns the last file among the closed blocks, and in a complete reply the last of all blocks."""
+    closed = [block for block in reading.blocks if block.closed]
+    return [*_files(closed)[-1:], *(_files(reading.blocks)[-1:] if complete else ())]
+
+
+def _files(blocks: Sequence[Block]) -> list[str]:
+    """Returns the blocks that may be the candidate, in order."""
+    defining = [block.text for block in blocks if block.language in PYTHON and defines_solution(block.text)]
+    files, bound = list[str](), set[str]()
+    for text in [text for text in defining if not _is_sketch(text)] or defining:
+        names = _names(text)
+        if not names.unbound & bound:
+            files.append(text)
+        bound |= names.bound
+    return files
+
+
+def _status_without_code(reading: Reading, stop_reason: str) -> Status:
+    said = reading.prose.strip(INVISIBLE + " \t\n")
+    open_end = reading.thinking or any(not block.closed for block in reading.blocks)
+    if stop_reason in CUT or (open_end and stop_reason not in (*COMPLETE, *FILTERED)):
+        return "truncated"
+    if stop_reason in FILTERED or (not reading.blocks and len(said) <= _MOST_OF_A_REFUSAL and _REFUSAL.match(said)):
+        return "refused"
+    return "no_code" if said or reading.blocks else "empty"
+
+
+class _Names(NamedTuple):
+    bound: set[str]
+    unbound: set[str]
+    """used, and neither bound nor built in"""
+
+
+def _names(source: str) -> _Names:
+    """Returns the names that a module binds anywhere, and those that it lacks."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except UNREADABLE:
+        return _Names(set(), set())
+    bound, used = set[str](), set[str]()
+    for node in nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                used.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                bound.add(name)
+            case ast.alias(name=name, asname=other):
+                bound.add(other or name.split(".")[0])
+    star = "*" in bound
+    return _Names(bound, set() if star else used - bound - set(dir(builtins)))
+
+
 def defines_solution(source: str) -> bool:
     """Tells whether a module binds ``solution`` by a function or an assignment; of what Python cannot read, whether it looks like that."""
     text = textwrap.dedent(source)
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # ValueError: null bytes
+    except UNREADABLE:
         return _DEFINES.search(text) is not None
     return any(_binds(statement) for statement in _module_level(tree.body))
 
@@ -98,7 +189,7 @@ def _is_sketch(source: str) -> bool:
     """Tells whether the only ``solution`` is a signature whose body is ``...`` or ``pass``."""
     try:
         tree = ast.parse(textwrap.dedent(source))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNREADABLE:
         return False
     found = [statement for statement in _module_level(tree.body) if _binds(statement)]
     return all(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and all(map(_says_nothing, item.body)) for item in found)
@@ -108,30 +199,5 @@ def _says_nothing(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Pass) or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
 
 
-def _blocks(text: str) -> Iterator[_Block]:
-    """Yields the fenced blocks in order, without the indent of their fences; the last one may lack its end."""
-    lines = iter(text.split("\n"))
-    for line in lines:
-        opening = _OPENING.match(line)
-        if opening is None:
-            continue
-        fence, inside, closed = opening["fence"], [], False
-        closing = re.compile(rf"^[ \t>]*{re.escape(fence[0])}{{{len(fence)},}}[ \t]*$")
-        for line in lines:
-            if closing.match(line):
-                closed = True
-                break
-            inside.append(line.removeprefix(opening["indent"]))
-        yield _Block("\n".join(inside), opening["language"].split("{")[0].split(":")[0].split(" ")[0].strip(), closed)
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
-
-
 def _finished(source: str) -> str:
-    return textwrap.dedent(source).strip("\n") + "\n"
+    return source if source.endswith("\n") else source + "\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 from inspect_ai.tool import Tool, ToolError, tool
 
 from peerlane import problems
+from peerlane.generate.fences import UNREADABLE
 from peerlane.generate.judging import MODES, Judge, Judged
 
 _NOTES = Path(__file__).parent / "prompts" / "notes"
@@ -43,7 +44,7 @@ def check_source(problem: int, source: str) -> str:
         tree = ast.parse(source)
     except SyntaxError as error:
         raise ToolError(f"candidate.py:{error.lineno}:{error.offset}: SyntaxError: {error.msg}") from None
-    except ValueError as error:
+    except UNREADABLE as error:
         raise ToolError(f"candidate.py: {error}") from None
     wanted = problems.get(problem).parameters
     for node in tree.body:

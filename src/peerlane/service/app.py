@@ -25,8 +25,8 @@ from peerlane.service.queue import JobQueue, NotOwner
 from peerlane.service.request import DEFAULT_NAME, ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
 from peerlane.service.settings import ServiceSettings, Tokens
 
-MOST_BODY_BYTES = 4 << 20
-"""a candidate has at most half of it, and JSON may double it"""
+MOST_BODY_BYTES = 13 << 20
+"""a candidate has at most two of these megabytes, and JSON may make six bytes of one"""
 _BODY_S = 30.0
 """for a body to arrive"""
 LONGEST_POLL_S = 60.0

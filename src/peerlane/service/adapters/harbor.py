@@ -14,6 +14,8 @@ from typing import Any
 
 from peerlane.common.version import PACKAGE, __version__
 from peerlane.errors import HarnessError, PeerlaneError, UsageError
+from peerlane.evaluate.candidates import MOST_BYTES
+from peerlane.generate.export import remove_answers
 from peerlane.generate.machine import choose_machine
 from peerlane.generate.prompt import PromptSettings, render_prompt
 from peerlane.problems import Problem, select
@@ -45,12 +47,17 @@ cpus = 16
 memory_mb = 131072
 gpus = {gpus}
 """
-_DOCKERFILE = "FROM {image}\nRUN pip install 'peerlane[cuda,triton]=={version}'\nWORKDIR /app\n"
+_DOCKERFILE = """FROM {image}
+# Answers go in the layer that brings them, so that no layer of the agent's image holds one.
+RUN pip install --no-cache-dir 'peerlane[cuda,triton]=={version}' && {remove_answers}
+WORKDIR /app
+"""
 _TEST = """#!/bin/bash
 # Writes /logs/verifier/reward.json; nothing if peerlane itself failed, which Harbor records as an error and not as a wrong candidate.
 mkdir -p /logs/verifier
 candidate=/logs/verifier/{number}_candidate_{ending}.py
-cp /app/candidate.py "$candidate" || {{ echo '{{"reward": 0, "correct": 0}}' > /logs/verifier/reward.json; exit 0; }}
+[ -f /app/candidate.py ] && [ "$(wc -c < /app/candidate.py)" -le {most} ] && cp /app/candidate.py "$candidate" ||
+    {{ echo '{{"reward": 0, "correct": 0}}' > /logs/verifier/reward.json; exit 0; }}
 peerlane eval "$candidate" {options} --json --out /logs/verifier/peerlane > /logs/verifier/result.json
 python3 -m peerlane.service.adapters.harbor reward /logs/verifier/result.json > /logs/verifier/reward.tmp || exit 1
 mv /logs/verifier/reward.tmp /logs/verifier/reward.json
@@ -92,8 +99,8 @@ def _export(task: Path, problem: Problem, settings: HarborSettings) -> Path:
         ),
         "instruction.md": render_prompt(problem, prompt).text
         + "\nWrite the candidate to `/app/candidate.py`; the file counts, not your reply.\n",
-        "environment/Dockerfile": _DOCKERFILE.format(image=settings.image, version=__version__),
-        "tests/test.sh": _TEST.format(number=problem.id, ending=ending, options=options),
+        "environment/Dockerfile": _DOCKERFILE.format(image=settings.image, version=__version__, remove_answers=remove_answers()),
+        "tests/test.sh": _TEST.format(number=problem.id, ending=ending, options=options, most=MOST_BYTES),
     }
     if (solution := next((PACKAGE / "solutions").rglob(f"p{problem.id:03d}_*.py"), None)) is not None:
         files["solution/solve.sh"] = f"#!/bin/bash\ncat > /app/candidate.py <<'END_OF_SOLUTION'\n{solution.read_text()}END_OF_SOLUTION\n"

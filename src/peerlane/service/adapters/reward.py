@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from peerlane.results.result import Result
 
 _NO_SOURCE = {
-    "no_code": "The reply holds no complete Python block that defines `solution`.",
+    "no_code": "The reply holds no complete Python block that defines `solution`, or one of more than two megabytes.",
+    "refused": "The reply declines to answer.",
+    "empty": "The reply says nothing.",
     "truncated": "The reply ends before a complete Python block that defines `solution`.",
 }
 URL = "PEERLANE_URL"
@@ -34,8 +36,8 @@ class Reward:
 
     Attributes:
         value: None if nothing can be said: the service was not there, the machine failed, or a speed was not measured.
-        verdict: kind of the verdict; ``no_code`` if the reply holds no candidate, ``truncated`` if it was cut before one,
-            ``no_verdict`` if there is none.
+        verdict: kind of the verdict; ``no_verdict`` if there is none. If the reply holds no candidate, why: ``no_code``, ``truncated``,
+            ``refused`` or ``empty``.
         feedback: text for the author of the reply.
         result: the stored record, if there is one.
     """
@@ -96,12 +98,20 @@ def _client(_process: int, urls: tuple[str, ...], options: str) -> Client:
 
 
 async def reward_of(problem: int, reply: Any, settings: RewardSettings) -> Reward:
-    """The reward of a reply: text, or a chat's messages, of which the last counts."""
-    source, status = extract(reply_text(reply))
+    """The reward of a reply: text, or a chat's messages, of which the last counts.
+
+    Whatever a model writes gets a reward. UsageError is about the settings alone, such as a missing token.
+    """
+    client = settings.client()
+    source, status = extract(reply_text(reply), "refusal" if _refuses(reply) else "", _arguments(reply))
     if source is None:
         return Reward(0.0, status, f"verdict: {status}\n{_NO_SOURCE[status]}")
     try:
-        result = await settings.client().evaluate_async(problem, source)
+        source.encode()
+    except UnicodeEncodeError as error:
+        return Reward(0.0, "no_code", f"verdict: no_code\nThe code is no valid text: {error.reason} at character {error.start}.")
+    try:
+        result = await client.evaluate_async(problem, source)
     except ServiceFault as fault:
         return Reward(None, "no_verdict", str(fault))
     return Reward(result.reward(settings.kind, p=settings.p), result.verdict.kind, result.feedback(), result)
@@ -113,7 +123,39 @@ def reply_text(reply: Any) -> str:
         return reply
     if isinstance(reply, Sequence) and reply:
         return reply_text(reply[-1])
-    content = reply.get("content", "") if isinstance(reply, Mapping) else getattr(reply, "content", "")
+    content = _part(reply, "content") or _part(reply, "refusal") or ""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    parts = content if isinstance(content, Sequence) else ()
+    texts = [_part(part, "text") or _part(part, "refusal") for part in parts]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _part(reply: Any, name: str) -> Any:
+    return reply.get(name) if isinstance(reply, Mapping) else getattr(reply, name, None)
+
+
+def _last(reply: Any) -> Any:
+    return reply[-1] if isinstance(reply, Sequence) and not isinstance(reply, str) and reply else reply
+
+
+def _refuses(reply: Any) -> bool:
+    message = _last(reply)
+    return not isinstance(message, str) and bool(_part(message, "refusal"))
+
+
+def _arguments(reply: Any) -> list[str]:
+    """The texts among the arguments of a reply's calls of tools, as OpenAI's protocol has them."""
+    message = _last(reply)
+    calls = None if isinstance(message, str) else _part(message, "tool_calls")
+    found: list[str] = []
+    for call in calls if isinstance(calls, Sequence) and not isinstance(calls, str) else ():
+        given = _part(_part(call, "function") or call, "arguments")
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except (ValueError, RecursionError):
+                given = {"text": given}
+        if isinstance(given, Mapping):
+            found += [value for value in given.values() if isinstance(value, str)]
+    return found

@@ -40,7 +40,7 @@ def taskset_class(settings: RewardSettings | None = None, problem_range: str = "
 
         @vf.reward(weight=1.0)
         async def judged(self, trace: vf.Trace) -> dict[str, float]:
-            return await named_rewards(self.data.problem, str(trace.last_reply), chosen)
+            return await named_rewards(self.data.problem, trace.last_reply or "", chosen)
 
     class KernelConfig(vf.TasksetConfig):
         problems: str = problem_range
