@@ -67,11 +67,11 @@ RUN = [
 PROBLEMS = [1, 2, 3, 4]
 
 
-def test_samples_that_were_never_judged_are_no_failures() -> None:
-    """Neither a machine without GPUs nor our own failure says anything about a model."""
+def test_samples_that_were_never_judged_are_neither_failures_nor_left_out() -> None:
+    """They are failures at one end and right at the other: nobody knows."""
     run = [attempt(1, 0), attempt(1, 1, "not_run"), attempt(2, 0, "harness_error"), attempt(2, 1, "hang"), attempt(2, 2)]
-    assert metrics.solved(run, [1, 2], metrics.is_correct, 1) == pytest.approx({1: 1.0, 2: 0.5})
-    assert {number: len(group) for number, group in metrics.by_problem(run, [1, 2]).items()} == {1: 1, 2: 2}
+    assert metrics.solved(run, [1, 2], metrics.is_correct, 1) == pytest.approx({1: 1 / 2, 2: 1 / 3})
+    assert metrics.solved(run, [1, 2], metrics.is_correct, 1, unjudged=True) == pytest.approx({1: 1.0, 2: 2 / 3})
     assert metrics.unjudged(run) == 2
 
 

@@ -152,7 +152,7 @@ def test_status_of_a_reply_without_code(reply: str, stop_reason: str, status: st
     assert extract(reply, stop_reason).status == status
 
 
-def test_code_among_the_arguments_of_a_tool_counts_where_the_text_has_none() -> None:
+def test_code_in_a_tool_call_counts_where_the_text_has_none() -> None:
     assert extract("", "tool_calls", ["13", CODE]) == (CODE, "code")
     assert extract("See:", "tool_calls", [f"```python\n{CODE}```"]) == (CODE, "code")
     assert extract(f"```python\n{OTHER}{CODE}```", "tool_calls", [CODE]).source == OTHER + CODE

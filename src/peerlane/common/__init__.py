@@ -1,1 +1,1 @@
-"""What all rooms use: places and nodes where ranks run, files, the version, words of messages. No torch here."""
+"""Modules that all rooms use: places and nodes of ranks, files, the version, words of messages. No torch here."""

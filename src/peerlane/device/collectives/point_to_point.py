@@ -77,7 +77,7 @@ class Transfer:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What the other end knows the message by: the label and the size."""
+        """Returns what the other end knows the message by: a digest of the label and the size."""
         digest = hashlib.blake2b(f"{self.nbytes} {self.label}".encode(), digest_size=8).digest()
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 

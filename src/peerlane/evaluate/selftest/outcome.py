@@ -81,7 +81,7 @@ class Outcome(Record):
 
     @property
     def honest_class(self) -> str:
-        """What the outcome says of an honest candidate: ``correct``, ``overloaded``, ``not_run`` and ``harness_error`` accuse nobody;
+        """Returns what the outcome says of an honest candidate: ``correct``, ``overloaded``, ``not_run`` and ``harness_error`` accuse nobody;
         every other verdict is ``false``."""
         if self.verdict != "correct" and "overloaded" in self.flags:
             return "overloaded"
