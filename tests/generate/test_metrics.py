@@ -67,7 +67,7 @@ RUN = [
 PROBLEMS = [1, 2, 3, 4]
 
 
-def test_samples_that_were_never_judged_are_neither_failures_nor_left_out() -> None:
+def test_samples_that_were_not_judged_count_at_both_ends() -> None:
     """They are failures at one end and right at the other: nobody knows."""
     run = [attempt(1, 0), attempt(1, 1, "not_run"), attempt(2, 0, "harness_error"), attempt(2, 1, "hang"), attempt(2, 2)]
     assert metrics.solved(run, [1, 2], metrics.is_correct, 1) == pytest.approx({1: 1 / 2, 2: 1 / 3})

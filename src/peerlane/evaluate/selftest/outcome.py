@@ -81,8 +81,10 @@ class Outcome(Record):
 
     @property
     def honest_class(self) -> str:
-        """Returns what the outcome says of an honest candidate: ``correct``, ``overloaded``, ``not_run`` and ``harness_error`` accuse nobody;
-        every other verdict is ``false``."""
+        """Returns what the outcome says of an honest candidate.
+
+        ``correct``, ``overloaded``, ``not_run`` and ``harness_error`` accuse nobody; every other verdict is ``false``.
+        """
         if self.verdict != "correct" and "overloaded" in self.flags:
             return "overloaded"
         return self.verdict if self.verdict in ("correct", "not_run", "harness_error") else "false"
