@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from e2e.bombs import BOMBS, LIMITS, write_bomb
 from e2e.runs import EXAMPLES, MARK, marked_processes, wait_for
-from peerlane.cli.demo import read_expectation
+from peerlane.cli.expectations import read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.evaluator import Silent
 from peerlane.hardware.memory import gpu_memory

@@ -13,9 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from peerlane import cli
-from peerlane.cli.demo import Expectation, can_run, good_folders, needs_gpu, read_expectation
+from peerlane.cli.demo import can_run, good_folders, needs_gpu
 from peerlane.cli.evaluation import choose_device, gpu_count, torch_has_cuda
 from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.expectations import Expectation, read_expectation
 from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate import discover
 from peerlane.evaluate.candidates import reference_candidate

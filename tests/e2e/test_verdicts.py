@@ -11,7 +11,8 @@ import torch
 
 from e2e.runs import DEADLINES, EXAMPLES, PATIENT, judge, marked, marked_processes
 from e2e.runs import GOOD as GOOD_ONE
-from peerlane.cli.demo import can_run, read_expectation
+from peerlane.cli.demo import can_run
+from peerlane.cli.expectations import read_expectation
 from peerlane.evaluate import Result
 from peerlane.hardware.toolkit import find_nvcc
 from representatives import first

@@ -85,7 +85,7 @@ def test_emulated_evaluations_take_a_core_each(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_patience_grows_with_what_evaluations_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "_LEAST_S", 0.0)
+    monkeypatch.setattr(lanes, "_MIN_SLOW_S", 0.0)
     made, _ = lanes_of(1, 4)
     for _ in range(3):
         lane = made.take()

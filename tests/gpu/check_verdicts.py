@@ -22,7 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from e2e.runs import EXAMPLES, GOOD, MARK, alternate, marked, marked_processes
-from peerlane.cli.demo import can_run, read_expectation
+from peerlane.cli.demo import can_run
+from peerlane.cli.expectations import read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.evaluator import Silent
 from peerlane.settings import SELFTEST_RULES, Deadlines

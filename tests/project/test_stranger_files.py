@@ -10,9 +10,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "peerlane"
 ROOMS = ("cli", "generate", "publish", "results", "selftest", "service")
 """rooms that handle folders of runs"""
 ELSEWHERE = {
-    "cli/command_reference.py": "a page of the documentation",
     "cli/new.py": "a file that the user names",
     "generate/export.py": "a folder that was empty",
+    "generate/paper.py": "a folder that the user names",
     "generate/prompt.py": "files of the package",
     "publish/dataset.py": "a folder that the user names",
     "publish/page/render.py": "a file that the user names",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.expectations import BROKEN, read_expectation
 from peerlane.cli.output import console, print_error, print_json
 from peerlane.cli.race import imported, scenarios
 
@@ -108,8 +109,6 @@ class ShortDemo:
 
     def finished(self, result: Result) -> None:
         """Prints a verdict."""
-        from peerlane.cli.demo import BROKEN, read_expectation
-
         path = next(self.examples / name for name in CANDIDATES if Path(name).stem == result.candidate.name)
         expected = read_expectation(path).on("cpu")[0] if path.parent.name == BROKEN else "correct"
         self.failed |= result.verdict.kind == "harness_error"

@@ -1,4 +1,4 @@
-"""Forges what the profiler recorded, and empties the list of functions that the evaluator compares with what they were."""
+"""C66: forges what the profiler recorded, and empties the list of functions that the evaluator compares with what they were."""
 
 import torch.distributed as dist
 
