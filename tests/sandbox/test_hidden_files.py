@@ -13,17 +13,17 @@ from peerlane.sandbox.hidden_files import everything_but, hidden_paths, holds_pr
 
 MOUNTS = r"""
 22 1 254:0 / / rw - ext4 /dev/vda rw
-23 22 254:0 /work /mnt rw - ext4 /dev/vda rw
-24 22 254:0 /work/main/.git/objects /srv/two\040words rw - ext4 /dev/vda rw
+23 22 254:0 /data /mnt rw - ext4 /dev/vda rw
+24 22 254:0 /data/main/.git/objects /srv/two\040words rw - ext4 /dev/vda rw
 25 22 254:0 /home /copies/home rw - ext4 /dev/vda rw
 26 22 254:1 / /other rw - ext4 /dev/vdb rw
-27 26 254:1 /tokens /work/tokens rw - ext4 /dev/vdb rw
+27 26 254:1 /tokens /data/tokens rw - ext4 /dev/vdb rw
 """.strip()
 
 
 def test_a_file_is_hidden_under_every_mount() -> None:
-    assert with_other_paths(["/work/main/.git"], MOUNTS) == {"/work/main/.git", "/mnt/main/.git", "/srv/two words"}
-    assert with_other_paths(["/work/tokens/one"], MOUNTS) == {"/work/tokens/one", "/other/tokens/one"}
+    assert with_other_paths(["/data/main/.git"], MOUNTS) == {"/data/main/.git", "/mnt/main/.git", "/srv/two words"}
+    assert with_other_paths(["/data/tokens/one"], MOUNTS) == {"/data/tokens/one", "/other/tokens/one"}
 
 
 def test_objects_borrowed_from_elsewhere_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
