@@ -60,7 +60,7 @@ def test_broken_model_fails_as_its_table_says(tmp_path: Path, peerlane: Peerlane
     assert peerlane("metrics", run, "--latex") == ExitCode.OK
     shown = capsys.readouterr()
     assert r"\toprule" in shown.out and "tasks tried" in shown.err and "tasks tried" not in shown.out
-    words = ("--latex", "--csv", tables)
+    words = ["--latex", "--csv", tables]
     assert peerlane("metrics", run, *words) == ExitCode.USAGE and "expected one of them" in capsys.readouterr().err
     assert found["by_regime"] == {} or sum(part["problems"] for part in found["by_regime"].values()) == 8
     assert {name: part["problems"] for name, part in found["by_tier"].items()} == {"hard": 8}
@@ -123,7 +123,7 @@ def test_nothing_is_written_or_deleted_behind_a_link(
     if link == "logs":
         progress = Progress(1)
         with pytest.raises(UsageError, match="logs is a link"):
-            run_inspect(opened, [], None, ModelOptions("mockllm/model"), progress)  # type: ignore[arg-type]
+            run_inspect(opened, [], None, ModelOptions("mockllm/model"), progress)
     elif link.endswith("steps"):
         with pytest.raises(UsageError, match="steps is a link"):
             opened.write_step(key, step, "theirs")
