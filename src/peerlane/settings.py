@@ -162,7 +162,7 @@ def multicast_environment() -> dict[str, str]:
     wanted = os.environ.get("PEERLANE_MULTICAST")
     if wanted not in (None, "forbid", "allow"):
         raise UsageError(f"PEERLANE_MULTICAST={wanted!r}: expected forbid or allow")
-    in_parts = any("MIG-" in os.environ.get(name, "") for name in _GPUS_VISIBLE)
+    in_parts = any(re.search("MIG-|[0-9]:[0-9]", os.environ.get(name, "")) for name in _GPUS_VISIBLE)
     return dict(MULTICAST_OFF) if wanted == "forbid" or (wanted is None and in_parts) else {}
 
 

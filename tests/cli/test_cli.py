@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -592,3 +593,15 @@ def test_progress_keeps_clock_and_countdown(columns: int, monkeypatch: pytest.Mo
     told = [line for line in lines if "first_call" in line]
     assert told and all("0/87 0:0" in line and len(line.rstrip()) <= columns for line in told)
     assert all("timeout in 87 s" in line for line in told) or columns == 60
+
+
+def test_a_full_disk_is_no_defect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "table.csv")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == ExitCode.HARNESS and "cannot write table.csv: No space left on device" in said
+    assert "defect" not in said and "Traceback" not in said

@@ -112,6 +112,9 @@ def test_an_installed_package_offers_problems(folder: Path, tmp_path: Path) -> N
         ("p1003_x.py", "import torch\n1 / 0\n", "p1003_x.py, line 2, raised ZeroDivisionError"),
         ("p1004_x.py", "import sys\nsys.exit(3)\n", "p1004_x.py, line 2, raised SystemExit: 3; correct this file"),
         ("p1005_x.py", "raise OSError('\\x1b[2J')\n", r"raised OSError: '\x1b[2J'; correct this file"),
+        ("p1006_x.py", "class E(BaseException):\n def __str__(self): raise self\nraise E\n", "line 3, raised E: an error without a text"),
+        ("p1007_x.py", "PROBLEM = type('\x1b', (), {'__repr__': None})()\n", r"got '\x1b'"),
+        ("p1008_x.py", "def __getattr__(name): raise OSError\n", "declares no problem"),
         ("p1_x.py", "", "there are no problems in"),
     ],
 )

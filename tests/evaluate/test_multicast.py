@@ -40,7 +40,14 @@ def _unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "devices", "off"),
-    [(None, "0,1", False), (None, "MIG-7a0e", True), ("forbid", "0,1", True), ("allow", "MIG-7a0e", False), ("allow", "0,1", False)],
+    [
+        (None, "0,1", False),
+        (None, "MIG-7a0e", True),
+        (None, "0:1", True),
+        ("forbid", "0,1", True),
+        ("allow", "MIG-7a0e", False),
+        ("allow", "0,1", False),
+    ],
 )
 def test_the_setting_reaches_ranks_and_records(setting: str | None, devices: str, off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", devices)

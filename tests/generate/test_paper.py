@@ -67,6 +67,14 @@ def test_latex_has_a_header_of_two_rows(timed: bool) -> None:
 def test_all_that_latex_obeys_is_escaped() -> None:
     assert escape_latex("a\\{b}") == r"a\textbackslash{}\{b\}"
     assert not re.search(r"(?<!\\)[&%$#_]", escape_latex("&%$#_~^<>|"))
+    assert escape_latex("[2ex]* a\n\nb\x1b") == "{[}2ex{]}{*} a  b "
+
+
+@pytest.mark.parametrize("name", ["=1", "+1", "-1", "@1", "＝1", "\t=1", "\r=1", "\n=1", "a\r=1"])
+def test_no_cell_begins_a_formula(name: str, tmp_path: Path) -> None:
+    files = write_csv(tmp_path, [scored(name)], [1], [1.0])
+    (found,) = {row["model"] for row in read(files[0])}
+    assert found[0] in "'a" and found[1:].isprintable()
 
 
 def test_the_public_benchmarks_categories_stand_beside_ours() -> None:

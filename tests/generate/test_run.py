@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from peerlane.cli.exit_codes import ExitCode
+from peerlane.errors import HarnessError, UsageError
+from peerlane.generate.agent import Episode
 from peerlane.generate.doubles import BROKEN, broken_reply, expert_source
 from peerlane.generate.extra import require_models_extra
+from peerlane.generate.models import ModelOptions
 from peerlane.generate.reply import extract_code
-from peerlane.generate.run_folder import RunFolder
+from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord, StepRecord
+from peerlane.generate.single_shot import Progress, ProviderDown, run_inspect
 from peerlane.problems.reference_source import reference_source
 
 require_models_extra()  # says what to install
@@ -56,7 +60,7 @@ def test_broken_model_fails_as_its_table_says(tmp_path: Path, peerlane: Peerlane
     assert peerlane("metrics", run, "--latex") == ExitCode.OK
     shown = capsys.readouterr()
     assert r"\toprule" in shown.out and "tasks tried" in shown.err and "tasks tried" not in shown.out
-    words = ("--latex", "--csv", tables)
+    words = ["--latex", "--csv", tables]
     assert peerlane("metrics", run, *words) == ExitCode.USAGE and "expected one of them" in capsys.readouterr().err
     assert found["by_regime"] == {} or sum(part["problems"] for part in found["by_regime"].values()) == 8
     assert {name: part["problems"] for name, part in found["by_tier"].items()} == {"hard": 8}
@@ -99,7 +103,46 @@ def test_numbered_files_become_samples_of_a_run(tmp_path: Path, peerlane: Peerla
     assert json.loads(capsys.readouterr().out)["models"][0]["verdicts"] == {"correct": 1, "wrong_result": 1}
     (folder / "002").symlink_to(tmp_path)
     (folder / "2_allgather_cuda.py").write_text(right)
-    assert peerlane("eval", folder, "--model", "them", *JUDGE) == ExitCode.USAGE and "behind a link" in capsys.readouterr().err
+    assert peerlane("eval", folder, "--model", "them", *JUDGE) == ExitCode.USAGE and "002 is a link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("link", ["001", "001/0", "001/0/steps", "logs"])
+def test_nothing_is_written_or_deleted_behind_a_link(
+    link: str, tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    for folder in ("", "0", "0/steps", "steps"):
+        (mine / folder).mkdir(parents=True, exist_ok=True)
+        (mine / folder / "candidate.py").write_text("mine")
+    (run / link).parent.mkdir(parents=True)
+    (run / link).symlink_to(mine)
+    before = sorted(mine.rglob("*"))
+    opened, key = RunFolder(run, RunSettings.model_construct(kind="generate")), SampleKey(1, 0)
+    record = SampleRecord(problem=1, sample=0, status="code")
+    step = StepRecord.model_construct(step=1)
+    if link == "logs":
+        progress = Progress(1)
+        with pytest.raises(UsageError, match="logs is a link"):
+            run_inspect(opened, [], None, ModelOptions("mockllm/model"), progress)
+    elif link.endswith("steps"):
+        with pytest.raises(UsageError, match="steps is a link"):
+            opened.write_step(key, step, "theirs")
+    else:
+        for write in (lambda: opened.write_sample(record, "", "theirs"), lambda: Episode(opened, key)):
+            with pytest.raises(UsageError, match=r"001(/0)? is a link"):
+                write()
+    assert sorted(mine.rglob("*")) == before and {file.read_text() for file in mine.rglob("*.py")} == {"mine"}
+
+
+def test_after_a_reply_that_cannot_be_kept_nothing_is_asked(tmp_path: Path) -> None:
+    told: list[str] = []
+    (tmp_path / "001/0/candidate.py").mkdir(parents=True)
+    progress = Progress(2, tell=told.append)
+    with pytest.raises(HarnessError, match="cannot write"):
+        progress.keep(RunFolder(tmp_path, RunSettings.model_construct()), SampleRecord(problem=1, sample=0, status="code"), "", "x = 1")
+    with pytest.raises(ProviderDown, match="not asked: cannot write"):
+        progress.check()
+    assert len(told) == 1 and "cannot write" in told[0]
 
 
 def test_the_doubles_answer_with_solution_and_reference() -> None:

@@ -14,7 +14,7 @@ import pytest
 from e2e.runs import within
 from peerlane.common.files import one_process
 from peerlane.errors import FileRefused, HarnessError, UsageError
-from peerlane.results.json_lines import append_lines, make_appendable
+from peerlane.results.json_lines import MOST_LINE_BYTES, append_lines, make_appendable
 from peerlane.results.reader import ResultsReader, as_document, read_results
 from peerlane.results.store import ResultsStore
 from sample_results import hung, result, text_of, wrong
@@ -48,6 +48,7 @@ def test_an_environment_is_stored_once(tmp_path: Path) -> None:
         ('{"schema_version": 2, "type": "footnote"}', "line 3 is no result and left out (an unknown type)"),
         ('{"schema_version": 3, "type": "result"}', "1 line left out: written by another version of peerlane (schema 3, this one reads 2)"),
         ('{"schema_version": %s}' % ("9" * 400), "line 3 is no result and left out (no schema_version)"),
+        ('{"schema_version": 2, "type": "result", "environment_hash": []}', "line 3 is no result and left out (evaluator_version: Field"),
         ('{"schema_version": 1}', "1 line left out: written by another version of peerlane (schema 1, this one reads 2)"),
     ],
 )
@@ -119,6 +120,23 @@ def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_line_without_end_takes_neither_memory_nor_time(tmp_path: Path) -> None:
+    """Its file takes no room on the disk."""
+    file, notes = tmp_path / "results.jsonl", list[str]()
+    file.write_text(text_of(result()))
+    os.truncate(file, 300 << 20)
+    tracemalloc.start()
+    try:
+        with within(30):
+            make_appendable(file)
+            append_lines(file, text_of(wrong()).splitlines()[1].encode())
+            assert read_results(file, notes) == [result(), wrong()]
+        assert tracemalloc.get_traced_memory()[1] < 80 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(notes) == 1 and f"line 3 is no result and left out (more than {MOST_LINE_BYTES} bytes)" in notes[0]
 
 
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:

@@ -148,6 +148,15 @@ def test_an_append_reads_one_byte_and_not_the_file(tmp_path: Path, monkeypatch: 
     assert read == [1]
 
 
+def test_a_file_that_is_removed_during_a_run_is_made_again(tmp_path: Path) -> None:
+    store = ResultsStore(tmp_path)
+    store.append(numbered(1))
+    store.path.unlink()
+    with store.alone(lambda: None):
+        store.append(numbered(2))
+    assert ResultsStore(tmp_path).results() == store.results() == [numbered(2)]
+
+
 def test_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     """A file size limit stands in for the full disk: the append fails in the middle of its line."""
     ResultsStore(tmp_path).append(numbered(1))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.service.queue import MOST_TRIES, JobQueue, NotOwner, Outcome
+from peerlane.service.queue import FILE, MOST_TRIES, JobQueue, NotOwner, Outcome
 from peerlane.service.request import JobRequest
+from peerlane.service.server import exclusive
 from peerlane.service.settings import read_tokens
 
 
@@ -46,6 +48,28 @@ def test_what_was_running_is_queued_again_but_not_for_ever(tmp_path: Path) -> No
     assert job.state == "failed" and f"{MOST_TRIES} times" in str(job.error)
     ask(queue, "a")
     assert queue.state("a") == "queued", "it was told, and may be asked for again"
+
+
+def test_a_job_that_this_version_cannot_read_fails_alone(tmp_path: Path) -> None:
+    queue = JobQueue(tmp_path)
+    ask(queue, "old")
+    with sqlite3.connect(tmp_path / FILE) as database:
+        database.execute("""update job set body = '{"problem": 1, "source": "x", "colour": "red"}'""")
+    ask(queue, "new")
+    assert order(queue) == ["new"]
+    job = queue.get("old")
+    assert job is not None and job.state == "failed" and "submit it again" in str(job.error)
+
+
+def test_files_of_the_service_are_no_links(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.sqlite"
+    (tmp_path / FILE).symlink_to(mine)
+    (tmp_path / "serve.lock").symlink_to(mine)
+    with pytest.raises(UsageError, match=r"queue\.sqlite is a link"):
+        JobQueue(tmp_path)
+    with pytest.raises(UsageError, match=r"serve\.lock is a link"), exclusive(tmp_path, []):
+        pass
+    assert not mine.exists()
 
 
 def test_a_job_that_two_tokens_want_is_cancelled_by_both(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Exit codes: see :class:`peerlane.cli.exit_codes.ExitCode`.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import sys
 import traceback
@@ -74,6 +75,7 @@ app = typer.Typer(
 )
 
 
+_DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 _WITHOUT_TORCH = ("list", "show")
 """Commands that usually need no torch; where they do, the problems import numpy first."""
 
@@ -153,7 +155,10 @@ def main() -> None:
     except PeerlaneError as error:
         print_error(f"{type(error).__name__}: {error}")
         sys.exit(ExitCode.HARNESS)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
+            print_error(f"cannot write {error.filename or 'a file'}: {error.strerror}; results that were finished are kept")
+            sys.exit(ExitCode.HARNESS)
         # A defect of peerlane: with its traceback, and never with an exit code that could be read as a verdict.
         traceback.print_exc()
         print_error("this is a defect of peerlane, please report it")

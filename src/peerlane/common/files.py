@@ -97,13 +97,13 @@ def open_regular(path: Path, below: Path | None = None, *, follow: bool = False)
 
 
 @contextmanager
-def open_appendable(path: Path) -> Iterator[FileIO]:
+def open_appendable(path: Path, mode: int = 0o666) -> Iterator[FileIO]:
     """Opens a regular file to read it, to append to it and to lock it; makes it if there is none. No link is followed, nothing is cut."""
     with ExitStack() as stack:
         with _refusals("write", path):
             with suppress(FileNotFoundError):
                 _must_be_regular(path, os.stat(path, follow_symlinks=False))
-            descriptor = os.open(path, _FILE | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            descriptor = os.open(path, _FILE | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode)
             file = stack.enter_context(FileIO(descriptor, "a+"))
             _must_be_regular(path, os.fstat(descriptor))
         yield file

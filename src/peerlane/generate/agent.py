@@ -16,7 +16,7 @@ from peerlane.generate.judging import MODES, Judge, Judged
 from peerlane.generate.models import ModelOptions, usage_of
 from peerlane.generate.prompt import Prompt
 from peerlane.generate.reply import Status, extract, extract_code
-from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord, StepRecord
+from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord, StepRecord, make_folder
 from peerlane.generate.single_shot import Progress, check_fits, run_inspect, stop_reason_of
 from peerlane.generate.tools import Workbench, workbench_tools
 
@@ -62,7 +62,7 @@ class Episode:
     steps: list[tuple[StepRecord, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        shutil.rmtree(self.run.path / self.key.folder / "steps", ignore_errors=True)  # of an episode that was killed
+        shutil.rmtree(make_folder(self.run.path, self.key.folder) / "steps", ignore_errors=True)  # of an episode that was killed
 
     def keep(self, tool: str, source: str, judged: Judged) -> None:
         """Keeps a judged candidate."""
@@ -141,8 +141,7 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
         ending = ("submitted", None) if bench.submitted else ("limit", limit)
         status: Status = "code" if source is not None else extract(state.output.completion, stop_reason_of(state.output)).status
         record = SampleRecord.of(key, status, usage, seconds=time.monotonic() - began, stop_reason=ending[0], limit=ending[1])
-        run.write_sample(record, state.output.completion, source)
-        progress.kept(record)
+        progress.keep(run, record, state.output.completion, source)
         return state
 
     return solve

@@ -21,8 +21,9 @@ _ESCAPED = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
+    **{character: f"{{{character}}}" for character in "[]*"},
 }
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = tuple("=+-@＝＋－＠")
 
 
 def write_csv(folder: Path, models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]) -> list[Path]:
@@ -43,7 +44,14 @@ def write_csv(folder: Path, models: Sequence[Scored], ks: Sequence[int], ps: Seq
 
 def _cell(value: Any) -> Any:
     """A spreadsheet must not take a text, such as a model's name, for a formula."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+    if not isinstance(value, str):
+        return value
+    text = _printable(value)  # a carriage return would begin a row
+    return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def long_tables(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]) -> dict[str, list[Row]]:
@@ -186,5 +194,5 @@ def _table(caption: str, label: str, groups: Sequence[tuple[str, int]], columns:
 
 
 def escape_latex(text: str) -> str:
-    """Returns the text with all that LaTeX would obey written out."""
-    return re.sub(r"[&%$#_{}\\~^<>|]", lambda found: _ESCAPED[found[0]], text)
+    """Returns the text with all that LaTeX would obey written out. Brackets and stars would belong to the end of the row before."""
+    return re.sub(r"[&%$#_{}\\~^<>|\[\]*]", lambda found: _ESCAPED[found[0]], _printable(text))

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from peerlane.common.files import read_regular, write_atomically
 from peerlane.common.version import __version__
-from peerlane.errors import FileRefused, UsageError
+from peerlane.errors import FileRefused, HarnessError, UsageError
 from peerlane.generate.attempts import Attempt, Speedup, Usage
 from peerlane.generate.machine import Machine
 from peerlane.generate.reply import Status
@@ -222,40 +222,33 @@ class RunFolder:
 
     def write_prompt(self, problem: int, text: str) -> None:
         """Keeps the prompt of a problem."""
-        path = self.path / f"{problem:03d}" / "prompt.md"
-        path.parent.mkdir(exist_ok=True)
-        write_atomically(path, text.encode())
+        _write(make_folder(self.path, f"{problem:03d}") / "prompt.md", text.encode())
 
     def write_sample(self, record: SampleRecord, reply: str, source: str | None) -> None:
         """Keeps a finished sample; ``sha256`` is filled in."""
-        folder = self.path / SampleKey(record.problem, record.sample).folder
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "reply.md", reply.encode(errors="replace"))
+        folder = make_folder(self.path, SampleKey(record.problem, record.sample).folder)
+        _write(folder / "reply.md", reply.encode(errors="replace"))
         candidate = folder / "candidate.py"
         if source is None:
             candidate.unlink(missing_ok=True)
         else:
             data = source.encode(errors="replace")
-            write_atomically(candidate, data)
+            _write(candidate, data)
             record = record.model_copy(update={"sha256": hashlib.sha256(data).hexdigest()})
-        write_atomically(folder / "sample.json", (record.model_dump_json(indent=2) + "\n").encode())
+        _write(folder / "sample.json", (record.model_dump_json(indent=2) + "\n").encode())
 
     def put_candidate(self, key: SampleKey, data: bytes) -> None:
         """Keeps a candidate from elsewhere, of which nothing else is known; raises UsageError if the sample is of another kind."""
         folder = self.path / key.folder
         if self.is_done(key):
             raise UsageError(f"{folder} is a sample of a model: expected only candidates from elsewhere; use another folder")
-        if folder.parent.is_symlink() or folder.is_symlink():
-            raise UsageError(f"{folder} is behind a link: expected folders; remove the link, or use another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "candidate.py", data)
+        _write(make_folder(self.path, key.folder) / "candidate.py", data)
 
     def write_step(self, key: SampleKey, record: StepRecord, source: str) -> None:
         """Keeps a candidate that an agent had judged."""
-        folder = self.path / key.folder / "steps" / str(record.step)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "candidate.py", source.encode(errors="replace"))
-        write_atomically(folder / "step.json", (record.model_dump_json(indent=2) + "\n").encode())
+        folder = make_folder(self.path, f"{key.folder}/steps/{record.step}")
+        _write(folder / "candidate.py", source.encode(errors="replace"))
+        _write(folder / "step.json", (record.model_dump_json(indent=2) + "\n").encode())
 
     def read(self, path: Path, limit: int = MOST_CODE_BYTES) -> bytes:
         """Reads a file in the run, which strangers may have made; raises FileRefused, see :mod:`peerlane.common.files`."""
@@ -290,6 +283,28 @@ class RunFolder:
             path = self.path / key.folder / "candidate.py"
             if os.path.lexists(path):
                 yield key, path
+
+
+def make_folder(run: Path, name: str) -> Path:
+    """Makes a folder in a run and returns its path; raises UsageError if a part of it is a link, or cannot be made."""
+    folder = run
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in name.split("/"):
+        folder /= part
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the folder {folder}: {error.strerror}; use another folder for the run") from None
+        if folder.is_symlink():
+            raise UsageError(f"{folder} is a link: expected a folder, not a link to one; remove it, or use another folder for the run")
+    return folder
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise HarnessError(f"cannot write {path}: {error.strerror}; the same command goes on once it can be written") from None
 
 
 def is_run(path: Path) -> bool:

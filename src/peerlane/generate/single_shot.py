@@ -17,7 +17,7 @@ from peerlane.generate.models import ModelOptions, open_model, usage_of
 from peerlane.generate.prompt import Prompt
 from peerlane.generate.provider_faults import first_line, tell_of_retries, unreachable
 from peerlane.generate.reply import extract
-from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord
+from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord, make_folder
 
 FAILURES_IN_A_ROW = 20
 """After so many samples without a reply, the provider is taken to be down, and nothing more is asked."""
@@ -36,7 +36,7 @@ class PromptTooLong(PeerlaneError):
 class Progress:
     """The progress of a run; ``tell`` hears of every sample that ends, and of every request that is tried again.
 
-    ``unreachable`` says why the first request reached no server, which ends the run.
+    ``unreachable`` says why the first request reached no server, and ``unwritable`` why a sample could not be kept; either ends the run.
     """
 
     total: int
@@ -46,13 +46,14 @@ class Progress:
     failures: list[str] = field(default_factory=list)
     cost_usd: float = 0.0
     unreachable: str | None = None
+    unwritable: str | None = None
     _in_a_row: int = 0
     _answered: bool = False
 
     def check(self) -> None:
         """Raises ProviderDown where asking on makes no sense."""
-        if self.unreachable is not None:
-            raise ProviderDown(f"not asked: {self.unreachable}")
+        if (why := self.unreachable or self.unwritable) is not None:
+            raise ProviderDown(f"not asked: {why}")
         if self._in_a_row >= FAILURES_IN_A_ROW:
             raise ProviderDown(f"not asked: {self._in_a_row} samples in a row got no reply")
         if self.max_cost_usd is not None and self.cost_usd >= self.max_cost_usd:
@@ -68,13 +69,19 @@ class Progress:
         """Counts the cost of a reply."""
         self.cost_usd += cost_usd or 0.0
 
-    def kept(self, record: SampleRecord) -> None:
-        """Counts a sample that was written."""
+    def keep(self, run: RunFolder, record: SampleRecord, reply: str, source: str | None) -> None:
+        """Writes a sample and counts it; after one that cannot be written nothing is asked, for its reply would be lost."""
+        key = SampleKey(record.problem, record.sample).folder
+        try:
+            run.write_sample(record, reply, source)
+        except PeerlaneError as error:
+            self.failed(SampleKey(record.problem, record.sample), error)
+            self.unwritable = first_line(error)
+            raise
         self.finished += 1
         self._in_a_row, self._answered = 0, True
         cost = f", {record.cost_usd:.4f} USD" if record.cost_usd is not None else ""
         what = record.status.replace("_", " ")
-        key = SampleKey(record.problem, record.sample).folder
         self.tell(f"{self.finished}/{self.total} {key}: {what}, {record.output_tokens} tokens{cost}, {record.seconds:.0f} s")
 
     def failed(self, key: SampleKey, error: BaseException) -> None:
@@ -98,6 +105,7 @@ def generate_samples(
 
 def run_inspect(run: RunFolder, samples: Sequence[Sample], solver: Solver, options: ModelOptions, progress: Progress) -> None:
     """Runs a solver, which keeps what it gets, on all samples; one that fails does not stop the others. The transcript is in RUN/logs."""
+    logs = make_folder(run.path, "logs")
     model = open_model(options)
     tell_of_retries(model, progress.tell, progress.may_retry)
     eval(
@@ -105,7 +113,7 @@ def run_inspect(run: RunFolder, samples: Sequence[Sample], solver: Solver, optio
         model=model,
         display="none",
         log_level="error",
-        log_dir=str(run.path / "logs"),
+        log_dir=str(logs),
         fail_on_error=False,
         score=False,
         acp_server=False,
@@ -134,9 +142,8 @@ def _ask_once(run: RunFolder, options: ModelOptions, progress: Progress) -> Solv
         usage = usage_of(output, options.prices)
         record = SampleRecord.of(key, status, usage, seconds=time.monotonic() - began, stop_reason=stop_reason)
         told = [f"{call.function}({json.dumps(call.arguments)})" for call in calls]
-        run.write_sample(record, "\n\n".join(filter(None, [reply, *told])), source)
         progress.spent(usage.cost_usd)
-        progress.kept(record)
+        progress.keep(run, record, "\n\n".join(filter(None, [reply, *told])), source)
         return state
 
     return solve

@@ -23,7 +23,7 @@ from peerlane.common.version import __version__
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
 from peerlane.generate.judgements import settings_of
-from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder
+from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder, make_folder
 from peerlane.publish.archive import opened, read_member
 from peerlane.results.reader import FILE, newest, read_results
 from peerlane.results.record import Record
@@ -83,7 +83,9 @@ class Bundle:
                 file = folder / name
                 if os.path.lexists(file) and read_regular(file, _LIMITS[file.name], folder) != data:
                     raise UsageError(f"{file} differs from the file in {self.path}: name another folder, or delete this one")
-                file.parent.mkdir(parents=True, exist_ok=True)
+                if "/" in name:
+                    make_folder(folder, name.rpartition("/")[0])
+                folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(file, data)
         with _named(self.path, folder):
             run = RunFolder.open(folder)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from peerlane.common.files import lock, open_appendable, read_regular, shown_path
+from peerlane.common.files import lock, open_appendable, open_regular, read_regular, shown_path
 from peerlane.errors import FileRefused, HarnessError, UsageError
 
 _PATIENCE_S = 5.0  # with other runs that append to the file, which takes milliseconds; any other holder of its lock is ignored
 _BEGINNING = b'{"schema_version"'  # of every record
-_LOOK_BACK = 1 << 16
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 MOST_BYTES = 4 << 30
 """of a file: some hundred thousand results"""
+MOST_LINE_BYTES = 16 << 20
 
 
 def is_torn(line: bytes) -> bool:
@@ -32,6 +33,17 @@ def is_json(line: bytes) -> bool:
     return True
 
 
+def read_lines(path: Path, *, follow: bool = False) -> Iterator[bytes]:
+    """Yields the lines of a file with their ends; of a line of more than MOST_LINE_BYTES a longer beginning alone. Raises FileRefused."""
+    with open_regular(path, follow=follow) as file:
+        if (size := os.fstat(file.fileno()).st_size) > MOST_BYTES:
+            raise FileRefused(f"{shown_path(path)} has {size} bytes: expected at most {MOST_BYTES}")
+        while line := file.readline(MOST_LINE_BYTES + 1):
+            yield line
+            while len(line) > MOST_LINE_BYTES and not line.endswith(b"\n"):  # what is left of it
+                line = file.readline(MOST_LINE_BYTES + 1) or b"\n"
+
+
 def whole_lines(path: Path) -> list[bytes]:
     """The lines of a file, without one at the end that a killed run left unfinished."""
     return read_regular(path, MOST_BYTES).split(b"\n")[:-1]
@@ -43,15 +55,19 @@ def make_appendable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open_appendable(path):
             pass
-        lines = read_regular(path, MOST_BYTES).split(b"\n")
+        first, ours = b"", False
+        for line in read_lines(path):
+            first = first or line.rstrip(b"\n")
+            if ours := line.startswith(_BEGINNING) or (not line.endswith(b"\n") and is_torn(line)):
+                break
     except FileRefused as error:
         raise UsageError(f"cannot write results: {error}; name a folder that can be written with --out") from None
     except OSError as error:
         raise UsageError(
             f"cannot write results to {shown_path(path)}: {error.strerror}; name a folder that can be written with --out"
         ) from None
-    if any(lines) and not any(line.startswith(_BEGINNING) for line in lines) and not (lines[-1] and is_torn(lines[-1])):
-        found = next(filter(None, lines))[:40].decode(errors="replace")
+    if first and not ours:
+        found = first[:40].decode(errors="replace")
         raise UsageError(f"{path} begins with {found!a}: expected records, one a line; move the file away or choose another with --out")
 
 
@@ -86,9 +102,11 @@ def append_lines(path: Path, *lines: bytes) -> None:
 def _end_of_lines(descriptor: int) -> int | None:
     """Returns the offset of the next line: the end, or that of an unfinished record. None behind something else that has no line end."""
     size = os.fstat(descriptor).st_size
-    begin, tail = size, b""
-    while begin and b"\n" not in tail:
-        begin = max(0, begin - _LOOK_BACK) if tail else begin - 1  # one byte says it nearly always
-        tail = os.pread(descriptor, size - begin, begin)
+    for length in (1, 1 << 16, MOST_LINE_BYTES):  # one byte says it nearly always
+        tail = os.pread(descriptor, min(length, size), max(0, size - length))
+        if b"\n" in tail or length >= size:
+            break
+    else:
+        return None
     unfinished = tail[tail.rfind(b"\n") + 1 :]
     return size - len(unfinished) if is_torn(unfinished) and not is_json(unfinished) else None

@@ -13,10 +13,9 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from peerlane.common.files import read_regular
 from peerlane.common.words import counted
 from peerlane.errors import FileRefused, UsageError
-from peerlane.results.json_lines import MOST_BYTES, is_torn
+from peerlane.results.json_lines import MOST_LINE_BYTES, is_torn, read_lines
 from peerlane.results.result import SCHEMA_VERSION, EnvironmentLine, Result
 
 FILE = "results.jsonl"
@@ -38,13 +37,10 @@ class ResultsReader:
         self._garbage: dict[int, str] = {}
         self._versions: dict[int, int] = {}
         try:
-            *lines, last = read_regular(path, MOST_BYTES, follow=follow).split(b"\n")
+            for self._number, line in enumerate(read_lines(path, follow=follow), 1):
+                self._read(line)
         except FileRefused as error:
             raise UsageError(f"{error}; expected a {FILE} that `peerlane eval` wrote") from None
-        for self._number, line in enumerate(lines, 1):
-            self._read(line)
-        self._number = len(lines) + 1
-        self._read(last, unfinished=True)
 
     def notes(self) -> list[str]:
         """A sentence for every kind of line that was left out."""
@@ -61,13 +57,16 @@ class ResultsReader:
             found.append(f"{self.path}: {which} and left out ({why})")
         return found
 
-    def _read(self, line: bytes, unfinished: bool = False) -> None:
+    def _read(self, line: bytes) -> None:
         if not line.strip():
+            return
+        if len(line) > MOST_LINE_BYTES:
+            self._garbage[self._number] = f"more than {MOST_LINE_BYTES} bytes"
             return
         try:
             record = json.loads(line, parse_constant=_refuse)
         except (ValueError, RecursionError):
-            if not (unfinished and is_torn(line)):
+            if line.endswith(b"\n") or not is_torn(line):
                 self._garbage[self._number] = "not JSON"
             return
         version = record.get("schema_version") if isinstance(record, dict) else None
@@ -88,7 +87,7 @@ class ResultsReader:
             elif record["type"] != "result":
                 self._garbage[self._number] = "an unknown type"
             else:
-                environment = self.environments.get(record.get("environment_hash", ""), {})
+                environment = self.environments.get(str(record.get("environment_hash")), {})
                 self.results.append(Result.model_validate({**record, "environment": environment}))
         except ValidationError as error:
             first = error.errors()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +29,18 @@ class ResultsStore:
         self._read()
 
     def _read(self) -> None:
+        self._size = self._size_now()  # before: what another run adds meanwhile is read again
         self._reader = ResultsReader(self.path)
         self._results: list[Result] = []
         self._final: dict[Identity, dict[str, Result]] = {}
         for result in self._reader.results:
             self._add(result)
         self.notes = self._reader.notes()
-        self._size = self.path.stat().st_size
+
+    def _size_now(self) -> int:
+        """Returns the size of the file, which is made again if it was removed."""
+        with open_appendable(self.path) as file:
+            return os.fstat(file.fileno()).st_size
 
     @contextmanager
     def alone(self, wait: Callable[[], None]) -> Iterator[None]:
@@ -43,7 +49,7 @@ class ResultsStore:
         with open_appendable(self.path.with_name(_LOCK)) as file:
             while not lock(file, _LOOK_S):
                 wait()
-            if self.path.stat().st_size != self._size:
+            if self._size_now() != self._size:
                 self._read()
             yield
 
@@ -70,7 +76,7 @@ class ResultsStore:
             told = EnvironmentLine(environment_hash=result.environment_hash, environment=result.environment)
             lines.insert(0, _line(told, "the environment"))
         append_lines(self.path, *lines)
-        self._size = self.path.stat().st_size
+        self._size = self._size_now()
         self._reader.environments[result.environment_hash] = result.environment
         self._add(result)
 

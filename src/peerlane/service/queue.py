@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
+from peerlane.common.files import open_appendable
 from peerlane.errors import PeerlaneError, UsageError
 from peerlane.service.request import ENDED, JobDocument, JobRequest, State
 
@@ -74,6 +77,8 @@ class JobQueue:
     def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            with open_appendable(folder / FILE):  # sqlite would follow a link
+                pass
             self._db = sqlite3.connect(folder / FILE, isolation_level=None, timeout=_LOCKED_S, check_same_thread=False)
             self._db.executescript(_SCHEMA)
             self._recover()
@@ -176,14 +181,19 @@ class JobQueue:
         """The next job, which runs from now on; None if none is queued."""
         with self._db:
             self._db.execute("begin immediate")
-            row = self._db.execute(_NEXT).fetchone()
-            if row is None:
-                return None
-            key, body, owner, tries, submitted = row
-            now = time.time()
+            while True:
+                if (row := self._db.execute(_NEXT).fetchone()) is None:
+                    return None
+                (key, body, owner, tries, submitted), now = row, time.time()
+                try:
+                    request = JobRequest.model_validate_json(body)
+                    break
+                except ValidationError:
+                    why = "another version of peerlane accepted this job, and this one cannot read it: submit it again"
+                    self._db.execute("update job set state = 'failed', finished = ?, error = ? where key = ?", (now, why, key))
             self._db.execute("update job set state = 'running', tries = tries + 1, started = ? where key = ?", (now, key))
             self._db.execute("insert or replace into turn values(?, ?)", (owner, now))
-        return Taken(key, JobRequest.model_validate_json(body), tries + 1, submitted)
+        return Taken(key, request, tries + 1, submitted)
 
     def finish(self, taken: Taken, outcome: Outcome) -> State:
         """Ends a try; the new state. A job that was cancelled in the meantime stays so."""

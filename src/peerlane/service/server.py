@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
 import ipaddress
 import os
@@ -15,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from peerlane.errors import HarnessError, MissingDependency, UsageError
+from peerlane.common.files import lock, open_appendable
+from peerlane.errors import FileRefused, HarnessError, MissingDependency, UsageError
 from peerlane.settings import cache_dir
 
 if TYPE_CHECKING:
@@ -66,13 +66,10 @@ def exclusive(folder: Path, gpus: list[str]) -> Iterator[None]:
         for path, what in files.items():
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except OSError as error:
-                raise UsageError(f"cannot write {path}: {error.strerror}; choose another folder with --out") from None
-            stack.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+                file = stack.enter_context(open_appendable(path, 0o600))
+            except (FileRefused, OSError) as error:
+                raise UsageError(f"{error}; choose another folder with --out") from None
+            if not lock(file, 0.0):
                 raise UsageError(f"another `peerlane serve` has {what}: end it, or choose another") from None
         yield
 

@@ -9,10 +9,13 @@ import sys
 import traceback
 from types import ModuleType
 
-from peerlane.common.files import open_regular, shown_path
+from peerlane.common.files import read_regular, shown_path
 from peerlane.common.problem_files import INTERNODE, OWN_PACKAGE, ProblemFile, folder_package, number_named, problem_files
 from peerlane.errors import UnknownProblem, UsageError
 from peerlane.problems.contract.spec import Problem
+
+_MOST_BYTES = 16 << 20
+"""of a problem's file"""
 
 
 def numbers() -> tuple[int, ...]:
@@ -35,25 +38,35 @@ def _load(file: ProblemFile) -> Problem:
         package.__path__ = [str(file.path.parent)]
         sys.modules[file.package] = package
     if file.package != OWN_PACKAGE:
-        with open_regular(file.path, follow=True):  # or the import would say that there is no such module
-            pass
+        read_regular(file.path, _MOST_BYTES, follow=True)  # the import would say that there is no such module, or fill the memory
     try:
         module = importlib.import_module(f"{file.package}.{file.path.stem}")
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if file.package == OWN_PACKAGE:
             raise
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file.path)]
         where = f", line {lines[-1]}," if lines else ""
-        said = str(error) if str(error).isprintable() else ascii(str(error))  # a terminal would obey some characters
+        said = _text_of(error)
         raise UsageError(f"{shown_path(file.path)}{where} raised {type(error).__name__}: {said}; correct this file") from error
-    problem = getattr(module, "PROBLEM", None)
+    problem = vars(module).get("PROBLEM")
     if not isinstance(problem, Problem):
-        raise UsageError(f"{file.path} declares no problem: expected `PROBLEM = Problem(...)`, got {problem!r}")
+        raise UsageError(f"{file.path} declares no problem: expected `PROBLEM = Problem(...)`, got {type(problem).__name__!a}")
     if (problem.id, problem.slug) != (file.number, file.slug):
         raise UsageError(
             f"{file.path} declares problem {problem.id} ({problem.slug}): expected {file.number} ({file.slug}), as its name says"
         )
     return problem
+
+
+def _text_of(error: BaseException) -> str:
+    """Returns what an error says; a terminal would obey some characters."""
+    try:
+        text = str(error)
+    except BaseException:
+        return "an error without a text"
+    return text if text.isprintable() else ascii(text)
 
 
 def named(text: str) -> Problem:
