@@ -330,6 +330,6 @@ def score(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = "
         else:
             known = ", ".join(tolerances) or "none"
             raise ValueError(
-                f"output {leaf.name!r}: tolerance(case) has no entry for it, only for: {known}; add one, or let the oracle return exactly(...)"
+                f"output {leaf.name!r}: tolerance(case) has no entry for it, only for: {known}; add one, or let the oracle use exactly(...)"
             )
     return scores
