@@ -331,12 +331,12 @@ class PoolSettings:
 
 
 TIMING_PROTOCOL = 2
-"""The version of the protocol of speed. Figures of different versions are never in one mean; docs/evaluating.md has their differences."""
+"""The version of the timing protocol. Figures of different versions are never in one mean; docs/evaluating.md has their differences."""
 
 
 @dataclass(frozen=True)
 class TimingRules:
-    """The protocol of speed. docs/evaluating.md has the table of these settings, which a test compares with this one."""
+    """The timing protocol. docs/evaluating.md has the table of these settings, which a test compares with this one."""
 
     min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 5_000.0, "graph": 2_000.0})
     """of a reference block, by launch mode: the hand-off and the host's hiccups must be small beside it"""

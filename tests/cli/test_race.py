@@ -65,6 +65,7 @@ def test_names_that_both_worlds_know_are_right(value: str, tmp_path: Path, peerl
     assert peerlane("race", written(tmp_path, value), "--world-size", 2, "--schedules", 2, "--case", "greet") == ExitCode.OK
     said = capsys.readouterr().out
     assert "nothing found" in said and "registers" in said and "bytes of shared memory" in said
+    assert said.endswith(", 2 ranks\n")
 
 
 @pytest.mark.parametrize(

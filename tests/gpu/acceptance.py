@@ -1,4 +1,4 @@
-"""How far references timed against themselves are from 1, and what a problem costs: the acceptance table of the protocol of speed.
+"""How far references timed against themselves are from 1, and what a problem costs: the acceptance table of the timing protocol.
 
     python tests/gpu/acceptance.py --results peerlane-results/results.jsonl [--out acceptance.json]
     python tests/gpu/acceptance.py [--world-size 4] [--problem 1-87] [--preset pkb] [--out acceptance.json]

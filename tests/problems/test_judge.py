@@ -115,6 +115,13 @@ def test_a_tolerance_that_scales_with_a_magnitude_needs_one() -> None:
         _score(torch.ones(2), torch.ones(2), None)
 
 
+def test_an_output_without_a_tolerance_is_named_with_the_remedy() -> None:
+    problem = dataclasses.replace(problems.get(1), tolerance=lambda _: {"other": TOLERANCE})
+    got, expected = torch.zeros(2), Expected("sum", torch.zeros(2), torch.float32)
+    with pytest.raises(ValueError, match=r"output 'sum': tolerance\(case\) has no entry for it, only for: other; add one, or .*exactly"):
+        judge.score(problem, problem.cases("small", 2)[0], got, expected)
+
+
 def test_checksums_tell_contents_and_places_apart() -> None:
     tensor = torch.arange(100, dtype=torch.float32)
     swapped = tensor.flip(0)

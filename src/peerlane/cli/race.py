@@ -115,13 +115,16 @@ def _race(asked: _Asked) -> bool:
         rows = list(_race_scenarios(asked, module))
         kind = "reports"
     clean = all(row["clean"] for row in rows)
-    kernels = list(dict.fromkeys(text for row in rows for text in row["kernels"] or ()))
+    kernels: dict[str, dict[int, None]] = {}  # what the compiler says of each, and for which numbers of ranks
+    for row in rows:
+        for text in row["kernels"] or ():
+            kernels.setdefault(text, {})[row["world_size"]] = None
     compiled = all(row["kernels"] is not None for row in rows)
     if asked.as_json:
-        print_json({"clean": clean, "compiled": compiled, "kernels": kernels, kind: rows})
+        print_json({"clean": clean, "compiled": compiled, "kernels": list(kernels), kind: rows})
         return clean
-    for text in kernels:
-        print(text)
+    for text, sizes in kernels.items():
+        print(f"{text}, {' or '.join(map(str, sizes))} ranks")
     if not compiled:
         print("not compiled for a GPU: there is no NVRTC here, which needs no GPU: pip install 'peerlane[cuda]'")
     return clean

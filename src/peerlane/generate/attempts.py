@@ -67,7 +67,7 @@ class Setting:
     variant: str = "default"
     cases: str = "all"
     superseded_protocol: int | None = None
-    """version of the protocol of speed, where it is not the current one"""
+    """version of the timing protocol, where it is not the current one"""
 
     def __str__(self) -> str:
         variant = "" if self.variant == "default" else f", variant {self.variant}"

@@ -37,7 +37,7 @@ class BoardKey(NamedTuple):
     variant: str
     cases: str
     superseded_protocol: int | None = None
-    """version of the protocol of speed, where it is not the current one"""
+    """version of the timing protocol, where it is not the current one"""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from peerlane.report.evidence import Measured, PublicTimes, ReferenceTime
 from peerlane.report.quantities import shown_us
 from peerlane.report.tables import TextTable
 
-EARLIER = "Times are of an [earlier protocol of speed](../measurements/earlier.md)."
+EARLIER = "Times are of an [earlier timing protocol](../measurements/earlier.md)."
 FAR = 0.3
 """A reference whose eager time differs from the public benchmark's by more than this share has a page that says why."""
 

@@ -245,7 +245,7 @@ def environment_lines(results: Iterable[Result]) -> list[str]:
 
 
 def by_node(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Groups results by class of machine and, where it is not the current one, version of the protocol of speed.
+    """Groups results by class of machine and, where it is not the current one, version of the timing protocol.
 
     Results that a later one replaces are left out. Only results of one group may be compared.
     """

@@ -180,7 +180,7 @@ class Result(Record):
     track: Track
     node: NodeClass
     rules_hash: str | None = Field(default=None, description="of the settings of timing, stress and deadlines; None: not recorded")
-    timing_protocol: int = Field(default=1, ge=1, description="version of the protocol of speed; 1: not every output was copied")
+    timing_protocol: int = Field(default=1, ge=1, description="version of the timing protocol; 1: not every output was copied")
     environment_hash: str = Field(default="", description="names the line of type environment that describes the machine and its software")
     verdict: Verdict
     correctness: tuple[CaseEvidence, ...] = ()
@@ -227,7 +227,7 @@ class Result(Record):
 
     @property
     def superseded_protocol(self) -> int | None:
-        """Returns the version of the protocol of speed if it is not the current one and speed was asked for. Such figures stay apart."""
+        """Returns the version of the timing protocol if it is not the current one and speed was asked for. Such figures stay apart."""
         return self.timing_protocol if self.modes and self.timing_protocol != TIMING_PROTOCOL else None
 
     @property

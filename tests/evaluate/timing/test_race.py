@@ -1,4 +1,4 @@
-"""The protocol of speed on scripted blocks and a simulated clock."""
+"""The timing protocol on scripted blocks and a simulated clock."""
 
 from __future__ import annotations
 

@@ -325,6 +325,11 @@ def score(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = "
             scores.append(compare_exact(leaf.name, value, leaf.value.to(leaf.dtype)))
         elif exact:  # a sum may come out as either zero: adding +0 makes both +0
             scores.append(compare_exact(leaf.name, value + 0.0, leaf.value.to(leaf.dtype) + 0.0))
-        else:
+        elif leaf.name in tolerances:
             scores.append(compare_close(leaf.name, value, leaf, tolerances[leaf.name]))
+        else:
+            known = ", ".join(tolerances) or "none"
+            raise ValueError(
+                f"output {leaf.name!r}: tolerance(case) has no entry for it, only for: {known}; add one, or let the oracle use exactly(...)"
+            )
     return scores
