@@ -14,7 +14,7 @@ from peerlane.evaluate.memory.slots import OutputRegions, unplaced
 from peerlane.problems.contract.tree import Description, Tree, dtype_of, tensor_descriptions
 
 _LARGE_BYTES = 64 << 20
-"""Of a tensor that a copy engine copies as quickly. Smaller ones are copied by a kernel, which a GPU that is shared starts sooner."""
+"""Size of a tensor above which an output is copied the long way. Below it one kernel copies all tensors of the output."""
 
 # Captured before any candidate code is loaded.
 _Tensor = torch.Tensor
