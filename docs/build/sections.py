@@ -28,6 +28,7 @@ from docs.build.findings import launch_modes_table, rungs_table
 from docs.build.kernels import LAYERS, backend_table, collectives_table, fused_table, layers_table, product_table, training_table
 from docs.build.operators import operators_table
 from docs.build.production import production_section
+from docs.build.published import PUBLISHED
 from docs.build.tables import Row, table
 from peerlane import problems
 from peerlane.errors import UsageError
@@ -208,6 +209,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
     "selftest_cpu": (RESULTS / "cpu" / outcome.FILE, _selftest),
     "selftest_gpu": (ONE_GPU / outcome.FILE, _selftest),
+    **{f"published_{name}": (RESULTS / "published" / "verdicts.jsonl", show) for name, show in PUBLISHED.items()},
 }
 """Name of a section -> the file of results it shows, relative to the checkout, and how."""
 
@@ -215,6 +217,7 @@ DOCUMENTS = (
     Path("docs/measurements.md"),
     *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "layers", "production", "virtual-node")),
     Path("docs/science.md"),
+    Path("docs/published-kernels.md"),
     Path("docs/suite.md"),
     Path("docs/calibration.md"),
     Path("docs/ops-support.md"),

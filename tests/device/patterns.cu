@@ -110,6 +110,21 @@ PATTERN(missing_release) {
     }
     meet(arena, flags, epoch);
 }
+PATTERN(one_thread_signals) {  // one warp stores a tile, a thread of the other one signals without waiting for it
+    if (arena.rank == 0) {
+        if (threadIdx.x >= 32) *word(arena, 1, data, threadIdx.x - 32) = epoch;
+        if (!BROKEN) __syncthreads();
+        if (threadIdx.x == 0) signal(flag(arena, 1, flags, 0), epoch);
+    }
+    if (arena.rank == 1) {
+        if (threadIdx.x == 0) await(flag(arena, 1, flags, 0), epoch);
+        __syncthreads();
+        if (threadIdx.x == 63) *out = *word(arena, 1, data, 31);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) meet(arena, flags, epoch);
+    __syncthreads();
+}
 PATTERN(missing_acquire) {
     if (arena.rank == 0) {
         *word(arena, 1, data) = epoch;
