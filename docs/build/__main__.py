@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs.build.generated import generated, stale, write
+from docs.build.sentences import figures_by_hand
 from docs.build.staging import stage
 from peerlane.errors import UsageError
 
@@ -33,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changes = write(ROOT, files) if options.write else stale(ROOT, files)
     print("".join(f"{'written: ' if options.write else ''}{change}\n" for change in changes), end="")
     print(f"{len(files)} files are generated" if options.write or not changes else "run `make docs`")
-    return int(options.check and bool(changes))
+    by_hand = figures_by_hand(ROOT)
+    print("".join(f"{line}\n" for line in by_hand), end="")
+    if by_hand:
+        print("take the figure from results: docs/build/sections.py names what a page can show between markers")
+    return int(options.check and bool(changes or by_hand))
 
 
 if __name__ == "__main__":

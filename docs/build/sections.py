@@ -29,6 +29,7 @@ from docs.build.kernels import LAYERS, backend_table, collectives_table, fused_t
 from docs.build.operators import operators_table
 from docs.build.production import production_section
 from docs.build.published import PUBLISHED
+from docs.build.sentences import below_half, headline
 from docs.build.tables import Row, table
 from peerlane import problems
 from peerlane.errors import UsageError
@@ -193,6 +194,9 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "backend_virtual": (ONE_GPU / "backend.json", partial(backend_table, mode="graph")),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
+    "headline": (TWO_GPUS / "production_solutions.jsonl", headline),
+    "below_half": (TWO_GPUS / "production_solutions.jsonl", below_half),
+    "below_half_pkb": (RESULTS / "h100x2" / "solutions.jsonl", below_half),
     "launch_modes": (REFERENCES, lambda path: launch_modes_table(path.parents[1])),
     "races_by_rung": (TWO_GPUS / outcome.FILE, lambda path: rungs_table(path.parents[1])),
     "coverage": (Path("src/peerlane/problems/__init__.py"), _coverage),
@@ -214,6 +218,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
 """Name of a section -> the file of results it shows, relative to the checkout, and how."""
 
 DOCUMENTS = (
+    Path("README.md"),
+    Path("docs/compare.md"),
     Path("docs/measurements.md"),
     *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "layers", "production", "virtual-node")),
     Path("docs/science.md"),
