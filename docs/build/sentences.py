@@ -26,8 +26,8 @@ def headline(path: Path) -> str:
     gpu = (last.node.gpu or "unknown GPU").removeprefix("NVIDIA ").partition(" ")[0]
     return (
         f"On {last.node.gpus} {gpu}, at the sizes of real models, {len(right)} of {len({result.problem.id for result in results})} kernels "
-        f"are right. As CUDA graphs, {sum(speed.faster for speed in speeds)} of {len(speeds)} are faster than PyTorch with NCCL. The geometric "
-        f"mean of their speedups is {geometric_mean(sure):.2f}{left_out}. Measured until {last.finished_at:%d %B %Y} by version "
+        f"are right. As CUDA graphs, {sum(speed.faster for speed in speeds)} of {len(speeds)} are faster than PyTorch with NCCL. "
+        f"The geometric mean of their speedups is {geometric_mean(sure):.2f}{left_out}. Measured until {last.finished_at:%d %B %Y} by version "
         f"{last.timing_protocol} of the timing protocol.\n"
     )
 
@@ -58,7 +58,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _shares(result: Result) -> tuple[float, float] | None:
-    """Returns the largest shares of the datasheet's bound that reference and candidate reach in a launch mode; None if nothing was timed."""
+    """Returns the largest shares of the datasheet's bound that reference and candidate reach in a mode; None if nothing was timed."""
     known = [
         (share.reference, share.candidate)
         for mode in result.modes
