@@ -27,8 +27,8 @@ def headline(path: Path) -> str:
     return (
         f"On {last.node.gpus} {gpu}, at the sizes of real models, {len(right)} of {len({result.problem.id for result in results})} kernels "
         f"are right. As CUDA graphs, {sum(speed.faster for speed in speeds)} of {len(speeds)} are faster than PyTorch with NCCL. "
-        f"The geometric mean of their speedups is {geometric_mean(sure):.2f}{left_out}. Measured until {last.finished_at:%d %B %Y} by version "
-        f"{last.timing_protocol} of the timing protocol.\n"
+        f"The geometric mean of their speedups is {geometric_mean(sure):.2f}{left_out}. Measured until {last.finished_at:%d %B %Y} by "
+        f"version {last.timing_protocol} of the timing protocol.\n"
     )
 
 
