@@ -297,7 +297,7 @@ class Deadlines:
 
 @dataclass(frozen=True)
 class StressRules:
-    """Rules by which calls that were right at rest are made to race; see docs/evaluating.md for the reasons."""
+    """Rules by which calls that were right at rest are made to race; see docs/judging.md for the reasons."""
 
     calls: int = 100
     """back to back, per case; fewer where ``budget_s`` does not do for them"""
@@ -331,12 +331,12 @@ class PoolSettings:
 
 
 TIMING_PROTOCOL = 2
-"""The version of the timing protocol. Figures of different versions are never in one mean; docs/evaluating.md has their differences."""
+"""The version of the timing protocol. Figures of different versions are never in one mean; docs/judging.md has their differences."""
 
 
 @dataclass(frozen=True)
 class TimingRules:
-    """The timing protocol. docs/evaluating.md has the table of these settings, which a test compares with this one."""
+    """The timing protocol. docs/judging.md has the table of these settings, which a test compares with this one."""
 
     min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 5_000.0, "graph": 2_000.0})
     """of a reference block, by launch mode: the hand-off and the host's hiccups must be small beside it"""

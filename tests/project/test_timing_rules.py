@@ -1,4 +1,4 @@
-"""The table of timing settings in docs/evaluating.md is that of the code."""
+"""The table of timing settings in docs/judging.md is that of the code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from peerlane import settings
 
-PAGE = Path(__file__).parents[2] / "docs" / "evaluating.md"
+PAGE = Path(__file__).parents[2] / "docs" / "judging.md"
 MOST_SETTINGS = 8
 
 

@@ -49,7 +49,7 @@ class Utilisation(Record):
 
 
 class ModeSpeed(Record):
-    """Speed in one launch mode. Times are microseconds of the slowest rank; docs/evaluating.md has the protocol in ten steps."""
+    """Speed in one launch mode. Times are microseconds of the slowest rank; docs/judging.md has the protocol in ten steps."""
 
     status: Literal["measured"] = "measured"
     mode: Mode

@@ -2,7 +2,7 @@
 
 With up to 93 of top-k each rank sends its k largest logits of a token, and every rank merges them; for other filters ranks count logits in
 bins, and send sums over bins. Bound by HBM: each rank reads its shard once, where the reference sends it, sorts it and sends results back.
-Small inputs are bound by the launch and the trips of packets. ``families/nucleus.py``, and docs/kernels/filtered-log-probability.md."""
+Small inputs are bound by the launch and the trips of packets. ``families/nucleus.py``, and docs/kernels.md."""
 
 from __future__ import annotations
 
