@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from docs.build.tables import Row, by_operation, measured, read_rows, table, where
+from docs.build.tables import Row, by_operation, measured, read_rows, table, time_us, where
 
 _OF_TORCH = ", ".join(f"torch {name}_us" for name in ("one_shot", "two_shot", "low_contention"))
 backend_table = partial(by_operation, operation="operation", figures=f"peerlane_us / nccl_us / {_OF_TORCH}")
@@ -102,6 +102,90 @@ LAYERS: dict[str, tuple[str, Mapping[str, str]]] = {
     ),
 }
 """By part of ``bench_layers.py``: what tells its rows apart, and its columns."""
+
+
+def _us(side: str) -> Callable[[Row], str]:
+    return lambda row: time_us(row["us"][side]) if side in row["us"] else "-"
+
+
+def _ratio(over: str, under: str) -> Callable[[Row], str]:
+    return lambda row: f"{row['us'][over] / row['us'][under]:.2f}" if {over, under} <= row["us"].keys() else "-"
+
+
+def _tflops(side: str, *others: str) -> Callable[[Row], str]:
+    """Returns a column: the largest rate of the sides whose names begin so, in TFLOP/s."""
+    return lambda row: f"{max(value for name, value in row['tflops'].items() if name in others or name.startswith(side)):.0f}"
+
+
+_FP8 = {"kit fast": _us("kit fast"), "torch fast": _us("torch fast"), "torch / kit": _ratio("torch fast", "kit fast")}
+_FP8 |= {"kit promoted": _us("kit promoted"), "torch promoted": _us("torch promoted")}
+_FP8 |= {"torch / kit, promoted": _ratio("torch promoted", "kit promoted")}
+_SEQUENCE = {"depth": "depth", "tokens": "length", "causal": lambda row: "yes" if row["causal"] else "no"}
+ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
+    "product": (
+        "h200x1/layers_product.jsonl",
+        partial(
+            measured,
+            key="size",
+            columns={"size": "size", "cuBLAS": "cublas_us", "kit": "k_major_us", "cuBLAS / kit": lambda row: f"{row['of_cublas']:.2f}"},
+        ),
+    ),
+    "grouped": (
+        "h100x1/grouped.json",
+        partial(
+            measured,
+            key="name rows",
+            words=("shape",),
+            columns={
+                "shape": "name",
+                "groups": "groups",
+                "rows x n x k": lambda row: f"{row['rows']} x {row['n']} x {row['k']}",
+                "cuBLAS loop": _us("cublas_loop"),
+                "torch grouped": _us("torch_grouped"),
+                "kit": _us("ours"),
+                "loop / kit": _ratio("cublas_loop", "ours"),
+            },
+        ),
+    ),
+    "fp8": (
+        "h200x1/fp8.jsonl",
+        partial(measured, key="size by", words=("scales",), columns={"square": "size", "scales": "by", **_FP8}, bench="product"),
+    ),
+    "fp8_grouped": (
+        "h200x1/fp8.jsonl",
+        partial(measured, key="name rows", words=("shape",), columns={"shape": "name", "rows": "rows", **_FP8}, bench="grouped"),
+    ),
+    "attention": (
+        "h100x1/attention.json",
+        partial(
+            measured,
+            key="depth length causal",
+            words=("causal",),
+            columns={
+                **_SEQUENCE,
+                "kit": _tflops("AttentionTiling"),
+                "torch": _tflops("flash", "cudnn"),
+                "share": lambda row: f"{row['share_of_best_torch']:.2f}",
+            },
+        ),
+    ),
+    "attention_gradients": (
+        "h200x1/attention_backward.json",
+        partial(
+            measured,
+            key="depth length causal",
+            words=("causal",),
+            columns={
+                **_SEQUENCE,
+                "one kernel": lambda row: f"{row['tflops']['kit fused']:.0f}",
+                "two kernels": lambda row: f"{row['tflops']['kit']:.0f}",
+                "torch": _tflops("flash", "cudnn"),
+                "share": lambda row: f"{row['tflops']['kit fused'] / max(row['tflops']['flash'], row['tflops']['cudnn']):.2f}",
+            },
+        ),
+    ),
+}
+"""Tables of single kernels on one GPU: name -> its file below ``results``, and what makes the table."""
 
 
 def layers_table(part: str) -> Callable[[Path], str]:

@@ -25,7 +25,16 @@ from docs.build.evidence import (
 )
 from docs.build.figures import headroom_table
 from docs.build.findings import launch_modes_table, rungs_table
-from docs.build.kernels import LAYERS, backend_table, collectives_table, fused_table, layers_table, product_table, training_table
+from docs.build.kernels import (
+    LAYERS,
+    ON_ONE_GPU,
+    backend_table,
+    collectives_table,
+    fused_table,
+    layers_table,
+    product_table,
+    training_table,
+)
 from docs.build.operators import operators_table
 from docs.build.production import production_section
 from docs.build.published import PUBLISHED
@@ -190,6 +199,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "backend_eager_of_two_h200": (TWO_GPUS / "backend.json", partial(backend_table, mode="eager")),
     **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", layers_table(part)) for part in _ON_H100},
     **{f"layers_{part}_of_two_h200": (TWO_GPUS / "layers.jsonl", layers_table(part)) for part in LAYERS if part not in _ON_H100},
+    **{f"{name}_of_one": (RESULTS / file, show) for name, (file, show) in ON_ONE_GPU.items()},
     "training_of_two_h200": (TWO_GPUS / "training.jsonl", training_table),
     "backend_virtual": (ONE_GPU / "backend.json", partial(backend_table, mode="graph")),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
@@ -221,7 +231,10 @@ DOCUMENTS = (
     Path("README.md"),
     Path("docs/compare.md"),
     Path("docs/measurements.md"),
-    *(Path(f"docs/measurements/{name}.md") for name in ("by-size", "earlier", "exactness", "layers", "production", "virtual-node")),
+    *(
+        Path(f"docs/measurements/{name}.md")
+        for name in ("by-size", "earlier", "exactness", "kernels", "layers", "production", "virtual-node")
+    ),
     Path("docs/science.md"),
     Path("docs/published-kernels.md"),
     Path("docs/suite.md"),

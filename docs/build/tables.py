@@ -81,8 +81,8 @@ def read_rows(path: Path, **only: Any) -> list[Row]:
         text = path.read_text(encoding="utf-8")
         document = {"rows": [json.loads(line) for line in text.splitlines()]} if path.suffix == ".jsonl" else json.loads(text)
         ranks = document.get("ranks") or document.get("world_size")
-        place = {"ranks": ranks, "environment": document["environment"]} if ranks else {}
-        rows = [{**row, **_medians(row), **place} for row in document.get("rows") or document["table"]]
+        place = {name: value for name, value in (("ranks", ranks), ("environment", document.get("environment"))) if value}
+        rows = [{**row, **_medians(row), **place} for row in document.get("rows") or document.get("speeds") or document["table"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} holds no rows of a measurement ({error!r}): expected what a script of tests/gpu writes there") from None
     found = [row for row in rows if all(row.get(name) == value for name, value in only.items())]
@@ -97,8 +97,8 @@ def _medians(row: Row) -> Row:
 
 def where(row: Row) -> str:
     """Returns where a row was measured, in a sentence."""
-    ranks = counted(row["ranks"], "rank")
+    ranks = f"; {counted(row['ranks'], 'rank')}" if "ranks" in row else ""
     if "environment" not in row:
-        return f"Node: {row['gpus']}x {row['gpu']}; {ranks}."
+        return f"Node: {row.get('gpus', 1)}x {row['gpu']}{ranks}."
     software = row["environment"]["software"]
-    return f"Node: {node_class(row['environment'])}; {ranks}; torch {software['torch']}, nccl {software['nccl']}."
+    return f"Node: {node_class(row['environment'])}{ranks}; torch {software['torch']}, nccl {software['nccl']}."
