@@ -120,7 +120,11 @@ def _tflops(side: str, *others: str) -> Callable[[Row], str]:
 _FP8 = {"kit fast": _us("kit fast"), "torch fast": _us("torch fast"), "torch / kit": _ratio("torch fast", "kit fast")}
 _FP8 |= {"kit promoted": _us("kit promoted"), "torch promoted": _us("torch promoted")}
 _FP8 |= {"torch / kit, promoted": _ratio("torch promoted", "kit promoted")}
-_SEQUENCE = {"depth": "depth", "tokens": "length", "causal": lambda row: "yes" if row["causal"] else "no"}
+_SEQUENCE: Mapping[str, str | Callable[[Row], str]] = {
+    "depth": "depth",
+    "tokens": "length",
+    "causal": lambda row: "yes" if row["causal"] else "no",
+}
 ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
     "product": (
         "h200x1/layers_product.jsonl",
