@@ -29,12 +29,14 @@ from peerlane.evaluate.candidates import runs_emulated
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.ranks import too_large
 from peerlane.evaluate.correctness.stress import Stress
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
 from peerlane.evaluate.processes.pool import NoRanks
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
@@ -308,12 +310,13 @@ class EvaluationPipeline:
         with self._in("import"):
             self.group.load(request)
 
-    def _load_request(self) -> wire.LoadReference | wire.LoadCandidate:
+    def _load_request(self) -> Request[None]:
         job, path = self.job, self.job.candidate.path
         if path is None:
-            return wire.LoadReference(job.problem.id, job.variant)
+            return Request(CandidateInterface.load_reference, job.problem.id, job.variant)
         assert self.source is not None, "a candidate with a path has a source"
-        return wire.LoadCandidate(
+        return Request(
+            CandidateInterface.load_candidate,
             path=str(path),
             source=self.source,
             cache=self.group.present.admit(job.candidate.sha256),

@@ -16,7 +16,7 @@ import pytest
 
 from peerlane.common.place import GPUS
 from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
-from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator, wire
+from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator
 from peerlane.evaluate.processes import machine_faults
 from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
@@ -250,7 +250,7 @@ class Builder(Group):
         self.let_go = threading.Event()
 
     def ask(self, request: Any, *_: Any) -> None:
-        if isinstance(request, wire.BuildCandidate):
+        if request.op == "build_candidate":
             while not self.let_go.wait(0.005):
                 self.limit.check("build")
             if self.wrong is not None:

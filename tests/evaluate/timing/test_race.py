@@ -83,9 +83,9 @@ class World:
         self.now_s += (us + behind_us + HAND_OFF_US * self.dice.uniform(0.8, 1.0)) * 1e-6
         return [wire.BlockRun(us * share * 0.9, 0.0, 1), wire.BlockRun(us * share, 0.0, 1)]
 
-    def prepare_block(self, mode: str, side: str, plan: wire.BlockPlan) -> tuple[list[wire.PreparedBlock], list[wire.PreparedBlock]]:
+    def prepare_block(self, mode: str, side: str, plan: wire.BlockPlan) -> tuple[list[str | None], list[str | None]]:
         self.mode, self.plan, self.side = mode, plan, side
-        return [wire.PreparedBlock(None)], [wire.PreparedBlock(None)]
+        return [None], [None]
 
     def collect_from(self, answers: Any, chosen: list[int], phase: str, swaps: Any = None, intact: Any = None) -> int:
         assert all(0 <= slot < self.plan.calls for slot in chosen)
@@ -109,9 +109,9 @@ class Side:
 
 
 class TrustedSide(Side):
-    def prepare_block(self, mode: str, plan: wire.BlockPlan) -> list[wire.PreparedBlock]:
+    def prepare_block(self, mode: str, plan: wire.BlockPlan) -> list[str | None]:
         self.world.mode, self.world.plan = mode, plan
-        return [wire.PreparedBlock(None)]
+        return [None]
 
     def time_copies(self) -> list[wire.CopiesTime]:
         return [wire.CopiesTime(40.0, 20.0)]
@@ -121,8 +121,8 @@ class TrustedSide(Side):
 
 
 class CandidateSide(Side):
-    def describe_outputs(self, slots: int) -> list[wire.DescribedOutputs]:
-        return [wire.DescribedOutputs([{}] * slots)] * 2
+    def describe_outputs(self, slots: int) -> list[wire.Outputs]:
+        return [[{}] * slots] * 2
 
     def run_block(self, deadline_s: float) -> list[wire.BlockRun]:
         world = self.world

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import messages
+from peerlane.evaluate.messages import Answer, Request
 from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.protocol import Channel, encode
 from peerlane.sandbox import linux
 from peerlane.sandbox.caches import CacheSlot
 from peerlane.sandbox.core_time import CoreTime
 
-A = TypeVar("A", bound=wire.Answer)
+A = TypeVar("A")
 
 _LOG_BYTES = 2000
 _EXPIRED = ") waited for rank "
@@ -131,7 +132,7 @@ class RankGroup:
         """for how long its processes have made no progress, as the leader saw last"""
         self._core_time: CoreTime | None = None
         self._counts_cpu = False
-        self._asked: list[wire.Request[Any]] = []
+        self._asked: list[Request[Any]] = []
         """of every rank, what it was asked last"""
         self.alive = True
         self.building = BuildTime(0.0)
@@ -151,7 +152,7 @@ class RankGroup:
 
     def ask(
         self,
-        requests: wire.Request[A] | Sequence[wire.Request[A]],
+        requests: Request[A] | Sequence[Request[A]],
         phase: str,
         deadline_s: float,
         *,
@@ -178,9 +179,7 @@ class RankGroup:
         """True if the leader, or a rank, has ended by now. Does not wait."""
         return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
 
-    def begin(
-        self, requests: wire.Request[Any] | Sequence[wire.Request[Any]], phase: str, deadline_s: float, *, calls: bool = True
-    ) -> None:
+    def begin(self, requests: Request[Any] | Sequence[Request[Any]], phase: str, deadline_s: float, *, calls: bool = True) -> None:
         """Sends without waiting; :meth:`finish` collects. Raises ProtocolError, with nothing sent, for a request that cannot be encoded."""
         if self._pending is not None:
             raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
@@ -195,9 +194,9 @@ class RankGroup:
             except OSError:
                 continue  # the exit report says why
 
-    def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
+    def _frames(self, requests: Request[Any] | Sequence[Request[Any]]) -> list[bytes]:
         """Returns the frame that each process is sent. Remembers the requests, which answers have to fit."""
-        if isinstance(requests, wire.Request):
+        if isinstance(requests, Request):
             frames = [encode(messages.request_message(requests))] * self.world_size
             self._asked = [requests] * self.world_size
         else:
@@ -205,8 +204,8 @@ class RankGroup:
             self._asked = list(requests)
         return frames
 
-    def _read_answer(self, process: int, message: messages.Message) -> Any:
-        """A process's answer, checked; raises ProtocolError."""
+    def _read_answer(self, process: int, message: messages.Message) -> Answer[Any] | messages.RankError:
+        """Returns a process's answer, checked; raises ProtocolError."""
         return messages.read_answer(self._asked[process], message)
 
     def finish(self) -> list[Any]:
@@ -216,7 +215,7 @@ class RankGroup:
         self._pending, waiting, begin = None, set(range(self.world_size)), time.monotonic()
         quiet_s, self._quiet_s = self._quiet_s, math.inf
         counts_cpu, self._counts_cpu = self._counts_cpu, False
-        answers: dict[int, Any] = {}
+        answers: dict[int, Answer[Any]] = {}
         failure: GroupFailure | None = None
         last_end = math.inf if self.limit is None else self.limit.end
         told_next = begin + _LONG_CALL_S if calls and self.tell_wait is not None else math.inf
@@ -290,7 +289,7 @@ class RankGroup:
             if not calls:
                 what += f" to {self._asked[0].op}, while no call ran: threads of the candidate, or other programs, keep them busy"
             raise GroupFailure("hang" if calls else "no_answer", phase, what, ranks=late, deadline_s=deadline_s, stuck=stuck)
-        return [answers[rank] for rank in range(self.world_size)]
+        return [answers[rank].value for rank in range(self.world_size)]
 
     def _cpu_left_s(self, cpu_s: float, waited_s: float) -> float:
         """Returns how much longer to wait for ranks that have not had their CPU seconds: 0 if they have, or do not want them."""
@@ -299,7 +298,7 @@ class RankGroup:
             return 0.0
         return max(0.0, min(max(1.0, cpu_s - had.longest_run_s), _MOST_TIMES * cpu_s - waited_s))
 
-    def _read_rank(self, rank: int, phase: str) -> Any | GroupFailure | None:
+    def _read_rank(self, rank: int, phase: str) -> Answer[Any] | GroupFailure | None:
         """A rank's answer, or how it failed; None while there is no answer. Here a candidate's answer becomes a checked one."""
         channel = self._ranks[rank]
         open_ = channel.feed()
@@ -315,7 +314,7 @@ class RankGroup:
             return answer
         return GroupFailure("exit", phase, "the process ended", rank=rank)
 
-    def _last_words(self, rank: int, phase: str) -> Any | GroupFailure:
+    def _last_words(self, rank: int, phase: str) -> Answer[Any] | GroupFailure:
         """Returns what a rank sent before it ended, or how it ended. Its answer may have come after the selector's last look."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._ranks[rank], selectors.EVENT_READ)
@@ -490,11 +489,11 @@ class EmulatedRankGroup(RankGroup):
     emulated_ranks = 0
     """how many ranks the process has; set when it is started"""
 
-    def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
-        self._asked = [requests] * self.emulated_ranks if isinstance(requests, wire.Request) else list(requests)
+    def _frames(self, requests: Request[Any] | Sequence[Request[Any]]) -> list[bytes]:
+        self._asked = [requests] * self.emulated_ranks if isinstance(requests, Request) else list(requests)
         return [encode(messages.request_message(requests))]
 
-    def _read_answer(self, process: int, message: messages.Message) -> Any:
+    def _read_answer(self, process: int, message: messages.Message) -> Answer[Any] | messages.RankError:
         return messages.read_answers(self._asked, message)
 
     def finish(self) -> list[Any]:

@@ -133,13 +133,13 @@ class Race(Rounds):
         self._must_be_captured(ours, trusted=True)
         self._must_be_captured(theirs, trusted=False)
 
-    def _must_be_captured(self, answers: list[wire.PreparedBlock], *, trusted: bool) -> None:
+    def _must_be_captured(self, failures: list[str | None], *, trusted: bool) -> None:
         """Raises :class:`CaptureFailed` if a rank says that it could not build its block."""
-        for answer in answers:
-            if answer.failure is not None:
+        for failure in failures:
+            if failure is not None:
                 if trusted:
                     self.runner.session.suspect_trusted()
-                raise CaptureFailed(answer.failure, trusted=trusted)
+                raise CaptureFailed(failure, trusted=trusted)
 
     def probe_us(self) -> float:
         """The shortest time of a reference call in a few blocks of the trusted ranks alone; raises :class:`CaptureFailed`."""
@@ -210,7 +210,7 @@ class Race(Rounds):
         runner, chosen = self.runner, self._choose_compared()
         self._compared += len(chosen)
         if chosen:
-            outputs = [answer.outputs for answer in runner.candidate.describe_outputs(self.calls)]
+            outputs = runner.candidate.describe_outputs(self.calls)
             contents = contents_at_calls(self._plan.swaps, self.calls)
             bytes_ = runner.collect_from(outputs, chosen, "timing", contents, [_dice.choice(chosen)])
             if bytes_ > _MOST_WAITING_BYTES:
