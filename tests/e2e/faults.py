@@ -16,9 +16,9 @@ import pytest
 
 from e2e.runs import EXAMPLES, wait_for
 from peerlane.evaluate.evaluator import Silent
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
-from peerlane.evaluate.wire import Request
 from peerlane.sandbox.process_tree import children
 from peerlane.settings import PoolSettings, StressRules
 

@@ -50,7 +50,7 @@ class Conversation:
             isolation="L0",
         )
         self.evaluator = Evaluator(plan=plan, progress=self.notes)
-        self.judged = self.evaluator.judge(evaluator.make_jobs(plan))
+        self.judged = self.evaluator.scheduler.judge(evaluator.make_jobs(plan))
 
     def evaluate(self, at: Message | None = None, fault: Fault | None = None) -> Result:
         """The next evaluation; its result has been stored, and ``struck_in`` is the phase of the fault."""

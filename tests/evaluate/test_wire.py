@@ -163,7 +163,7 @@ MALFORMED: list[tuple[Request[Any], Any]] = [
     ),
     *((Request(Block.run_block), {"events_us": 1.0, "collectives": value}) for value in (None, True, -1, 1.5, 2**53, int("9" * 4000))),
     *((Request(Block.run_block), message) for message in ({}, {"events_us": 1.0}, {"events_us": 1.0, "collectives": 0, "more": 1})),
-    *((Request(Base.exit), value) for value in ({}, {"more": 1}, 0, False)),
+    *((Request(Base.exit), {"more": value}) for value in (1, None)),
     *((RECORDED, called(outputs=value)) for value in (None, {}, [], [{}, {}])),
     *((RECORDED, called(aliased=value)) for value in (None, 0, "no")),
     *((RECORDED, called(recordings=value)) for value in (None, [], [recording()] * 2, [None], [[]])),
@@ -181,8 +181,8 @@ MALFORMED: list[tuple[Request[Any], Any]] = [
     (PROFILE, profiled(events=[[*EVENT]] * (MOST_EVENTS + 1))),
     *((PROFILE, profiled(roles=[value])) for value in (["wait", "storer", 5, 9], ["wait", "s" * 50, 5, 1, 2], ["wait", "storer", 5, 3, 2])),
     (PROFILE, {**profiled(), "outputs": []}),
-    (STRESS, [{}]),
-    (Request(Candidate.describe_outputs, "case", 2), [{}]),
+    (STRESS, {"answer": [{}]}),
+    *((Request(Candidate.describe_outputs, "case", 2), {"answer": value}) for value in (None, {}, [{}], [{}] * 3)),
     *((Request(Emulated.report_races), finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
     *((Request(Emulated.report_races), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
     (
@@ -202,14 +202,14 @@ MALFORMED: list[tuple[Request[Any], Any]] = [
         {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": [], "sources": []},
     ),
     (Request(Candidate.list_loaded_code, True), {"kernels": [], "unknown": [], "choices": [3], "sources": []}),
-    (Request(Block.prepare_block, "case", "eager", "candidate", PLAN), 3),
+    (Request(Block.prepare_block, "case", "eager", "candidate", PLAN), {"answer": 3}),
 ]
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED)
 def test_what_is_not_as_declared_is_refused_by_name(request_: Request[Any], message: Any) -> None:
     with pytest.raises(ProtocolError, match=f"the answer to {request_.op} is malformed: ") as caught:
-        messages.read_answer(request_, {"ok": True, "answer": message})
+        messages.read_answer(request_, {"ok": True, **message})
     assert len(str(caught.value)) < 300, "it quotes nothing of what it refuses"
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args, get_type_hints
 
 from peerlane.errors import ProtocolError
-from peerlane.evaluate.wire_format import Reader, fields_reader, is_count, reader_of, writer_of
+from peerlane.evaluate.wire_format import Reader, fields_reader, is_count, reader_of, to_plain, writer_of
 
 Message = dict[str, Any]
 Arguments = Mapping[str, Any]
@@ -52,14 +52,14 @@ class Declaration:
     check: Check | None
     writers: Mapping[str, Callable[[Any], Any]]
     read_arguments: Callable[[Any], dict[str, Any]]
-    write_answer: Callable[[Any], Any]
+    write_answer: Callable[[Any], Message]
     read_answer: Reader
 
     @classmethod
     def of(cls, method: Any) -> Declaration:
         """Makes a declaration from the signature and the annotations of a method."""
         hints = get_type_hints(method, include_extras=True)
-        answer = hints.pop("return")
+        write_answer, read_answer = _answer_format(hints.pop("return"))
         parameters = inspect.signature(method).parameters
         return cls(
             op=method.__name__,
@@ -69,9 +69,20 @@ class Declaration:
             check=getattr(method, "check", None),
             writers={name: write for name, hint in hints.items() if (write := writer_of(hint)) is not None},
             read_arguments=fields_reader(method.__name__, hints),
-            write_answer=writer_of(answer) or (lambda answer: answer),
-            read_answer=reader_of(answer),
+            write_answer=write_answer,
+            read_answer=read_answer,
         )
+
+
+def _answer_format(hint: Any) -> tuple[Callable[[Any], Message], Reader]:
+    """Returns what makes an answer an object, and an object an answer: a record has its fields, None has none, anything else has one."""
+    if is_dataclass(hint):
+        return to_plain, reader_of(hint)
+    read = fields_reader("answer", {} if hint is type(None) else {_ANSWER: hint})
+    if hint is type(None):
+        return lambda _: {}, lambda plain: read(plain).get(_ANSWER)
+    write = writer_of(hint)
+    return lambda answer: {_ANSWER: answer if write is None else write(answer)}, lambda plain: read(plain)[_ANSWER]
 
 
 REQUESTS: dict[str, Declaration] = {}
@@ -166,7 +177,9 @@ def answer_message(declaration: Declaration, answer: Any) -> Message:
     """Returns the message of an answer."""
     if isinstance(answer, PerRank):
         return {"ok": True, _RANKS: [declaration.write_answer(item) for item in answer]}
-    return {"ok": True, _ANSWER: declaration.write_answer(answer)}
+    message = declaration.write_answer(answer)
+    message["ok"] = True
+    return message
 
 
 def shortened(text: str, length: int = _EXCEPTION_CHARACTERS) -> str:
@@ -193,29 +206,24 @@ def read_building(message: Message) -> bool | None:
 
 
 def read_answer(request: Request[A], message: Message) -> Answer[A] | RankError:
-    """Returns a rank's answer, checked, or the failure that it reports; raises ProtocolError for anything else."""
+    """Returns a rank's answer, checked, or the failure that it reports; raises ProtocolError for anything else. Takes the message apart."""
     if message.get("ok") is not True:
         return _read_error(message)
-    return Answer(_read_part(request, _only(message, _ANSWER, request)))
+    del message["ok"]
+    return Answer(_read_part(request, message))
 
 
 def read_answers(requests: Sequence[Request[A]], message: Message) -> Answer[list[A]] | RankError:
     """Returns the answers of a process that carries out one request for each of its ranks; as :func:`read_answer`."""
     if message.get("ok") is not True:
         return _read_error(message)
+    del message["ok"]
     if _RANKS not in message:  # it stands for those of all ranks
-        return Answer([_read_part(requests[0], _only(message, _ANSWER, requests[0]))] * len(requests))
-    parts = _only(message, _RANKS, requests[0])
-    if not isinstance(parts, list) or len(parts) != len(requests):
+        return Answer([_read_part(requests[0], message)] * len(requests))
+    parts = message[_RANKS]
+    if len(message) != 1 or not isinstance(parts, list) or len(parts) != len(requests):
         raise ProtocolError(f"the answer to {requests[0].op} is malformed: expected a part for each of {len(requests)} ranks")
     return Answer([_read_part(request, part) for request, part in zip(requests, parts, strict=True)])
-
-
-def _only(message: Message, key: str, request: Request[Any]) -> Any:
-    """Returns what a message holds beside ``ok``; raises ProtocolError if that is not this alone."""
-    if len(message) != 2 or key not in message:
-        raise ProtocolError(f"the answer to {request.op} is malformed: expected ok and {key}, got {len(message)} fields")
-    return message[key]
 
 
 def _read_part(request: Request[A], plain: Any) -> A:

@@ -48,8 +48,6 @@ def _plain_value(value: Any) -> Any:
 
 def writer_of(hint: Any) -> Callable[[Any], Any] | None:
     """Returns the function that makes plain values of those of an annotation; None where they are plain already."""
-    if dataclasses.is_dataclass(hint):
-        return to_plain
     return _plain_value if _holds_record(hint) else None
 
 
@@ -74,8 +72,6 @@ def reader_of(hint: Any) -> Reader:
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return lambda value: value
-    if hint is type(None):
-        return _read_none
     if dataclasses.is_dataclass(hint):
         return _record_reader(hint)
     if origin is Annotated:
@@ -107,11 +103,6 @@ def _exact_reader(kind: type, expected: str) -> Reader:
         return value
 
     return read
-
-
-def _read_none(value: Any) -> None:
-    if value is not None:
-        raise _unexpected("null", value)
 
 
 def _read_float(value: Any) -> float:

@@ -21,7 +21,7 @@ def send(message):
 
 
 described = {"kind": "tensor", "shape": [37, 53], "stride": [53, 1], "dtype": "bfloat16"}
-answers = [{"ok": True, "answer": {"outputs": [described], "aliased": False, "recordings": [], "collectives": 0}}]
+answers = [{"ok": True, "outputs": [described], "aliased": False, "recordings": [], "collectives": 0}]
 
 
 def solution(tensor):

@@ -77,7 +77,7 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
     group, far = pair
     group.begin(Request(BlockInterface.use_device), "spawn", 0.05)
     for channel in far.ranks:
-        channel.send({"ok": True, "answer": None})
+        channel.send({"ok": True})
     time.sleep(0.1)
     assert len(group.finish()) == 2
 
@@ -85,7 +85,7 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
 def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
-    far.ranks[0].send({"ok": True, "answer": None})
+    far.ranks[0].send({"ok": True})
     with pytest.raises(GroupFailure) as caught:
         group.finish()
     assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
@@ -109,7 +109,7 @@ def test_a_busy_import_has_its_cpu_seconds(
             far.leader.send({"core_time": had})
         if answered:
             for channel in far.ranks:
-                channel.send({"ok": True, "answer": None})
+                channel.send({"ok": True})
 
     leader = threading.Thread(target=lead)
     leader.start()
@@ -121,7 +121,7 @@ def test_a_busy_import_has_its_cpu_seconds(
 def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin(Request(CandidateInterface.recopy_output, "case", 0), "stress", 0.1, calls=False)
-    far.ranks[0].send({"ok": True, "answer": None})
+    far.ranks[0].send({"ok": True})
     with pytest.raises(GroupFailure) as caught:
         group.finish()
     assert (caught.value.kind, caught.value.ranks) == ("no_answer", (1,))
@@ -162,7 +162,7 @@ def test_time_to_compile_is_taken_from_no_call_and_no_time_limit(pair: tuple[Ran
         time.sleep(0.4)
         for channel in far.ranks:
             channel.send({"building": False})
-            channel.send({"ok": True, "answer": None})
+            channel.send({"ok": True})
 
     for channel in far.ranks:
         channel.send({"building": True})
@@ -180,7 +180,7 @@ def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far
     for _ in range(2):
         group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
         far.ranks[1].send({"building": True})
-        far.ranks[0].send({"ok": True, "answer": None})
+        far.ranks[0].send({"ok": True})
         with pytest.raises(GroupFailure) as caught:
             group.finish()
         assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "build", (1,), 0.2)
@@ -338,15 +338,15 @@ def test_emulated_ranks_are_asked_and_answer_in_one_message(emulated: tuple[Emul
     group, far = emulated
     group.begin([Request(LoadingInterface.detach_case, space) for space in "abc"], "spawn", 5)
     assert far.ranks[0].receive() == {"op": "detach_case", "ranks": [{"space": "a"}, {"space": "b"}, {"space": "c"}]}
-    far.ranks[0].send({"ok": True, "answer": None})
+    far.ranks[0].send({"ok": True})
     assert group.finish() == [None] * 3
     group.begin(Request(RankInterface.initialize), "spawn", 5)
     assert far.ranks[0].receive() == {"op": "initialize"}
-    far.ranks[0].send({"ok": True, "ranks": [0, 1, 2]})
+    far.ranks[0].send({"ok": True, "ranks": [{"answer": pid} for pid in range(3)]})
     assert group.finish() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("ranks", [None, {}, [], [1] * 2, [1, 1, {}], [1, 1, None]])
+@pytest.mark.parametrize("ranks", [None, {}, [], [{"answer": 1}] * 2, [{"answer": 1}, {"answer": 1}, {}], [{"answer": 1}] * 2 + [3]])
 def test_every_emulated_rank_must_answer(ranks: Any, emulated: tuple[EmulatedRankGroup, Far]) -> None:
     group, far = emulated
     group.begin(Request(RankInterface.initialize), "spawn", 5)
