@@ -359,7 +359,7 @@ def test_memory_that_the_machine_lacks_is_not_the_candidates_fault(evaluator: pl
     with pl.Evaluator(2, "cpu", presets=("small",), isolation="L0", deadlines=DEADLINES, modes=()) as open_:
         assert open_.evaluate(1, kills).verdict.kind == "integrity_failure"
         counts = itertools.count()
-        monkeypatch.setattr("peerlane.evaluate.processes.rank_group.out_of_memory_kills", lambda: next(counts))
+        monkeypatch.setattr("peerlane.evaluate.processes.leader.out_of_memory_kills", lambda: next(counts))
         got = open_.evaluate(1, kills)
         assert got.verdict.kind == "harness_error" and "ran out of memory" in got.verdict.reason
 

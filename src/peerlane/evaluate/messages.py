@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from peerlane.errors import ProtocolError
 from peerlane.evaluate.wire_format import Reader, fields_reader, is_count, reader_of, to_plain, writer_of
@@ -77,7 +77,7 @@ class Declaration:
 def _answer_format(hint: Any) -> tuple[Callable[[Any], Message], Reader]:
     """Returns what makes an answer an object, and an object an answer: a record has its fields, None has none, anything else has one."""
     if is_dataclass(hint):
-        return to_plain, reader_of(hint)
+        return to_plain, reader_of(cast(Any, hint))
     read = fields_reader("answer", {} if hint is type(None) else {_ANSWER: hint})
     if hint is type(None):
         return lambda _: {}, lambda plain: read(plain).get(_ANSWER)

@@ -64,7 +64,7 @@ class EmulatedPipeline(EvaluationPipeline):
             raise Rejected(library_violation(self.library))
         if self.collectives and self.job.track == "custom":
             raise Rejected(NotRun(missing=_SET_UP.format(names=", ".join(sorted(self.collectives)))))
-        self.speeds = self._no_speeds()
+        self._leave_untimed(self.node.place.untimed)
         self._leave()
         return Correct()
 

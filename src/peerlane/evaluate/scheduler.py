@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from peerlane.evaluate.job_runner import JobRunner
 from peerlane.evaluate.node import Node, TooFewGpus, choose_isolation, describe_node, place_ranks
-from peerlane.evaluate.pipeline import EvaluationPipeline, groups_needed
+from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.pipeline_emulated import EmulatedPipeline
 from peerlane.evaluate.plan import EvaluationPlan, Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit
@@ -97,7 +97,7 @@ class Scheduler:
         plan = self.plan
         kind = EmulatedPipeline if plan.place.emulated else EvaluationPipeline
         still_needed = plan.pool_settings.warm_groups if self._warm else 0
-        still_needed += sum(groups_needed(other, plan.place) for other in left)
+        still_needed += sum(other.groups_needed(plan.place) for other in left)
 
         def report(phase: str) -> None:
             self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, phase)

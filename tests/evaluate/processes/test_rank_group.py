@@ -18,10 +18,11 @@ from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate import messages
 from peerlane.evaluate.correctness.case_runner import verdict_of
 from peerlane.evaluate.messages import Request
-from peerlane.evaluate.processes import rank_group
+from peerlane.evaluate.processes import leader
+from peerlane.evaluate.processes.group_failure import GroupFailure, root_cause
 from peerlane.evaluate.processes.limit import Limit, OutOfTime
 from peerlane.evaluate.processes.protocol import MAX_MESSAGE_BYTES, Channel
-from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, GroupFailure, RankGroup, _cause
+from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, RankGroup
 from peerlane.evaluate.rank_interface import BlockInterface, CandidateInterface, LoadingInterface, RankInterface, TrustedInterface
 
 
@@ -60,15 +61,15 @@ def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_
     group.begin(Request(RankInterface.initialize), "spawn", 5)
     far.ranks[0].send({"ok": True, "answer": 0})
     far.leader.send({"exited": 0, "status": 0})
-    read_control = group._read_control
+    read_control = group._leader.read
 
     def answered_meanwhile(phase: str) -> GroupFailure | None:
-        if not group._exits:
+        if not group._leader.exits:
             far.ranks[1].send({"ok": True, "answer": 1})
             far.leader.send({"exited": 1, "status": 0})
         return read_control(phase)
 
-    monkeypatch.setattr(group, "_read_control", answered_meanwhile)
+    monkeypatch.setattr(group._leader, "read", answered_meanwhile)
     assert group.finish() == [0, 1]
 
 
@@ -100,7 +101,7 @@ def test_a_busy_import_has_its_cpu_seconds(
     had: tuple[float, ...] | None, answered: bool, pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that others keep from its core is waited for beyond the deadline; one that sleeps, or has had its share, is not."""
-    monkeypatch.setattr(rank_group, "_TOLD_S", 10.0 if had else 0.1)
+    monkeypatch.setattr(leader, "_ANSWER_S", 10.0 if had else 0.1)
     group, far = pair
 
     def lead() -> None:
@@ -111,11 +112,11 @@ def test_a_busy_import_has_its_cpu_seconds(
             for channel in far.ranks:
                 channel.send({"ok": True})
 
-    leader = threading.Thread(target=lead)
-    leader.start()
+    thread = threading.Thread(target=lead)
+    thread.start()
     with contextlib.nullcontext() if answered else pytest.raises(GroupFailure, match="no answer"):
         assert len(group.ask(Request(BlockInterface.use_device), "import", 0.3, counts_cpu=True)) == 2
-    leader.join(10)
+    thread.join(10)
 
 
 def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> None:
@@ -359,13 +360,13 @@ def test_every_emulated_rank_must_answer(ranks: Any, emulated: tuple[EmulatedRan
 def test_of_ranks_that_lost_a_shared_gpu_the_one_that_knows_why_is_named() -> None:
     lost = GroupFailure("cuda_error", "first_call", "unspecified launch failure", rank=1)
     told = GroupFailure("cuda_error", "first_call", "unspecified launch failure\nmoe_up: rank 0 (storer) waited for rank 2", rank=0)
-    assert _cause(lost, told) is told and _cause(told, lost) is told
+    assert root_cause(lost, told) is told and root_cause(told, lost) is told
 
 
 def test_a_long_call_tells_how_long_it_is_waited_for(pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluator's own requests do not: no candidate hangs there."""
-    monkeypatch.setattr(rank_group, "_LONG_CALL_S", 0.0)
-    monkeypatch.setattr(rank_group, "_TELL_EVERY_S", 0.05)
+    monkeypatch.setattr("peerlane.evaluate.processes.rank_group._LONG_CALL_S", 0.0)
+    monkeypatch.setattr("peerlane.evaluate.processes.rank_group._REPORT_EVERY_S", 0.05)
     group, _ = pair
     told: list[tuple[str, float]] = []
     group.tell_wait = lambda phase, left_s: told.append((phase, left_s))
