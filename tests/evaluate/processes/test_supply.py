@@ -18,8 +18,8 @@ from peerlane.common.place import GPUS
 from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
 from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator, scheduler
 from peerlane.evaluate.processes import machine_faults
+from peerlane.evaluate.processes.fork_server import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.limit import Limit
-from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure
 from peerlane.evaluate.ranks import builds

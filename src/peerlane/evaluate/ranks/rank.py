@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
 
 from peerlane import problems
 from peerlane.common.cluster import Cluster
@@ -27,7 +29,6 @@ from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
 from peerlane.evaluate.messages import REQUESTS, ErrorKind, Message
 from peerlane.evaluate.rank_interface import BlockInterface, RankInterface
-from peerlane.evaluate.ranks.node_memory import keep_symmetric_memory_within_nodes
 from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
 from peerlane.evaluate.timing.cores import Pin, cores_of_rank
@@ -36,6 +37,7 @@ from peerlane.problems.contract.spec import Case, GroupLayout, Problem
 _MEETING = datetime.timedelta(minutes=10)  # the supervisor has timeouts of its own
 _KEPT_BYTES = 1 << 30  # of memory, that a rank may keep for later
 
+_c10d: Any = _distributed_c10d
 _CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
 _MEMORY_WORDS = (
     "out of memory",
@@ -70,6 +72,28 @@ def refused_source(error: BaseException) -> bool:
 def wants_gpu(line: str) -> bool:
     """Tells whether an error, by the last line of its traceback, says that there is no GPU, or nothing that goes with one."""
     return _GPU_WORDS.search(line) is not None and not line.startswith(("SyntaxError", "IndentationError", "NameError"))
+
+
+def keep_symmetric_memory_within_nodes(cluster: Cluster) -> None:
+    """Makes a rendezvous raise RuntimeError in a group whose ranks are in several nodes, as it does on real hosts.
+
+    Ranks of a virtual cluster are on one machine, which would let symmetric memory map any of them.
+    """
+    memory = _c10d._SymmetricMemory
+    rendezvous = memory.rendezvous
+
+    def rendezvous_within_node(tensor: Any, group_name: str | None = None) -> Any:
+        group = dist.group.WORLD if not group_name else _c10d._resolve_process_group(group_name)
+        members = distributed_c10d.get_process_group_ranks(group)
+        if cluster.spans_nodes(*members):
+            nodes = sorted({cluster.node_of(rank) for rank in members})
+            raise RuntimeError(
+                f"symmetric memory: ranks {members} are in nodes {nodes}, and memory of another node cannot be mapped; "
+                "pass the group of one node's ranks"
+            )
+        return rendezvous(tensor, group_name)
+
+    memory.rendezvous = staticmethod(rendezvous_within_node)
 
 
 class RankProcess(RankInterface):

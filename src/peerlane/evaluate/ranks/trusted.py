@@ -22,8 +22,7 @@ from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.jitter import compile_sm_holder, keep_busy
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.evaluate.memory.arena import POISON, aligned, view
-from peerlane.evaluate.memory.input_generation import Inputs
-from peerlane.evaluate.memory.layouts import Layouts, find_layouts
+from peerlane.evaluate.memory.layouts import Inputs, Layouts, find_layouts
 from peerlane.evaluate.rank_interface import TrustedInterface
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
