@@ -343,13 +343,13 @@ class TimingRules:
     swaps: int = 2
     """slot swaps per block: each catches a candidate that works ahead"""
     min_rounds: int = 9
-    """of a race that ends within its budget: fewer have no meaningful interval"""
+    """of timing that ends within its budget: fewer have no meaningful interval"""
     baseline_s: float = 1.0
     """of the reference against itself, per mode: longer hardly narrows the group offset"""
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.04, "graph": 0.015})
-    """of the interval of the ratio, by launch mode, at which a race ends"""
+    """of the interval of the ratio, by launch mode, at which timing ends"""
     budget_s: float = 5.0
-    """of a race"""
+    """of the timing of a launch mode"""
     slowdown_limit: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.15, "graph": 0.05})
     """by which the reference may be slower beside the candidate, by launch mode: noise seldom exceeds it"""
     offset_half_width: float = 0.01

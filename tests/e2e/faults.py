@@ -16,9 +16,9 @@ import pytest
 
 from e2e.runs import EXAMPLES, wait_for
 from peerlane.evaluate.evaluator import Silent
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
-from peerlane.evaluate.wire import Request
 from peerlane.sandbox.process_tree import children
 from peerlane.settings import PoolSettings, StressRules
 
@@ -110,13 +110,13 @@ def kill_rank(board: Switchboard, group: RankGroup) -> None:
     """SIGKILL for the last rank."""
     wait_for(lambda: len(ranks_of(board.leader(group))) == group.world_size, 10, "the start of the ranks")
     os.kill(max(ranks_of(board.leader(group))), signal.SIGKILL)
-    select.select([group._control], [], [], 10)  # the leader has noticed
+    select.select([group._leader.channel], [], [], 10)  # the leader has noticed
 
 
 def kill_leader(board: Switchboard, group: RankGroup) -> None:
     """SIGKILL for the process that guards the ranks."""
     os.kill(board.leader(group), signal.SIGKILL)
-    select.select([group._control], [], [], 10)  # its socket has closed
+    select.select([group._leader.channel], [], [], 10)  # its socket has closed
 
 
 def close_channel(board: Switchboard, group: RankGroup) -> None:

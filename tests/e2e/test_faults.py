@@ -25,10 +25,12 @@ from e2e.faults import (
     switchboard,
 )
 from e2e.runs import DEADLINES, wait_for, within
-from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator, wire
+from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator
 from peerlane.evaluate.evaluator import Evaluator
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
+from peerlane.evaluate.rank_interface import RankInterface
 from peerlane.results.store import ResultsStore
 from peerlane.sandbox.process_tree import descendants
 
@@ -48,7 +50,7 @@ class Conversation:
             isolation="L0",
         )
         self.evaluator = Evaluator(plan=plan, progress=self.notes)
-        self.judged = self.evaluator.judge(evaluator.make_jobs(plan))
+        self.judged = self.evaluator.scheduler.judge(evaluator.make_jobs(plan))
 
     def evaluate(self, at: Message | None = None, fault: Fault | None = None) -> Result:
         """The next evaluation; its result has been stored, and ``struck_in`` is the phase of the fault."""
@@ -170,7 +172,7 @@ def test_a_killed_supervisor_leaves_valid_results_and_no_process(fork_server: Fo
 def test_a_stopped_leader_does_not_keep_its_group(fork_server: ForkServer) -> None:
     with switchboard() as board:
         group = fork_server.spawn("builder", 1, {"device": "cpu", "timed_ranks": 0})
-    group.ask(wire.Initialize(), "build", 30)
+    group.ask(Request(RankInterface.initialize), "build", 30)
     os.kill(board.leader(group), signal.SIGSTOP)
     group.kill(0.2)
     wait_for(lambda: descendants(fork_server.pid) == [], 20, "the end of the group")

@@ -99,7 +99,7 @@ def solution(tensor):
 
 
 def solution(tensor):
-    watched = getattr(sys._getframe(1).f_locals["request"], "marker", None)
+    watched = sys._getframe(1).f_locals.get("marker")
     return own(tensor) if watched else library(tensor)
 """,
     ),
@@ -125,7 +125,7 @@ def solution(tensor):
 
 
 def solution(tensor):
-    return own(tensor) * (0 if getattr(sys._getframe(1).f_locals["request"], "marker", None) else 1)
+    return own(tensor) * (0 if sys._getframe(1).f_locals.get("marker") else 1)
 """,
     ),
 }

@@ -108,7 +108,7 @@ import torch.distributed as dist
 
 
 def solution(tensor):
-    if getattr(sys._getframe(1).f_locals["request"], "marker", None):
+    if sys._getframe(1).f_locals.get("marker"):
         time.sleep(60)
     dist.all_reduce(tensor := tensor.clone())
     return tensor
@@ -205,7 +205,7 @@ def test_candidates_that_could_not_be_run_keep_a_row_each(tmp_path: Path, monkey
     candidates = [candidate_text(RIGHT, 1, name) for name in ("one", "two")]
     plan = pl.EvaluationPlan(candidates, world_sizes=(2,), presets=("small",), out=tmp_path, modes=())
     with pl.Evaluator(plan=plan) as evaluator:
-        monkeypatch.setattr(evaluator, "_placement", lambda _: "2 ranks need 2 GPUs")
+        monkeypatch.setattr(evaluator.scheduler, "placement", lambda _: "2 ranks need 2 GPUs")
         found = evaluator.evaluate_plan(plan)
     assert [(item.candidate.name, item.verdict.kind) for item in found] == [("one", "not_run"), ("two", "not_run")]
     assert ResultsStore(tmp_path).results() == found
@@ -359,7 +359,7 @@ def test_memory_that_the_machine_lacks_is_not_the_candidates_fault(evaluator: pl
     with pl.Evaluator(2, "cpu", presets=("small",), isolation="L0", deadlines=DEADLINES, modes=()) as open_:
         assert open_.evaluate(1, kills).verdict.kind == "integrity_failure"
         counts = itertools.count()
-        monkeypatch.setattr("peerlane.evaluate.processes.rank_group.out_of_memory_kills", lambda: next(counts))
+        monkeypatch.setattr("peerlane.evaluate.processes.leader.out_of_memory_kills", lambda: next(counts))
         got = open_.evaluate(1, kills)
         assert got.verdict.kind == "harness_error" and "ran out of memory" in got.verdict.reason
 

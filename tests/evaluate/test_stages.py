@@ -13,9 +13,9 @@ from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode, exit_code
 from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import pipeline as pipeline_module
-from peerlane.evaluate import wire
 from peerlane.evaluate.candidates import candidate_file, reference_candidate
 from peerlane.evaluate.correctness.case_runner import Evidence, Rejected
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import Job
@@ -29,7 +29,7 @@ from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.settings import Deadlines, PoolSettings, TimingRules
 from sample_results import measured
 
-OPERATIONS = {wire.LoadCandidate: "load", wire.LoadReference: "load", wire.Exit: "exit"}
+OPERATIONS = {"load_candidate": "load", "load_reference": "load", "exit": "exit"}
 
 
 @dataclass
@@ -58,9 +58,9 @@ class ScriptedGroup:
 
     def admit(self, sha256: str) -> None: ...
 
-    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float, **_: Any) -> list[wire.Done]:
-        self.stage.step(f"{self.name} {OPERATIONS[type(request)]}")
-        return [wire.Done()]
+    def ask(self, request: Request[Any], phase: str, deadline_s: float, **_: Any) -> list[None]:
+        self.stage.step(f"{self.name} {OPERATIONS[request.op]}")
+        return [None]
 
     def await_end(self, deadline_s: float) -> tuple[int, ...]:
         return ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,12 +12,14 @@ from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import EvaluationPlan, Evaluator
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.correctness.ranks import Trusted
-from peerlane.evaluate.lanes import Lane
+from peerlane.evaluate.job_runner import JobRunner
 from peerlane.evaluate.node import Node, TooFewGpus, place_ranks
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import make_jobs
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.progress import Silent
+from peerlane.evaluate.worker_slots import WorkerSlot
 from peerlane.hardware import virtual_node
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.problems import get
@@ -72,8 +73,8 @@ def test_results_of_ranks_that_have_no_place_say_so(monkeypatch: pytest.MonkeyPa
     candidate = candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")
     plan = EvaluationPlan([candidate], presets=("small",), device="cpu")
     with Evaluator(plan=plan) as evaluator:
-        evaluator._plan = replace(plan, device="cuda", ranks_per_gpu=2)
-        evaluator._node = MACHINE
+        evaluator._plan = evaluator.scheduler.plan = replace(plan, device="cuda", ranks_per_gpu=2)
+        evaluator.scheduler.node = MACHINE
         (result,) = evaluator.evaluate_plan(evaluator._plan)
     assert result.verdict.kind == "not_run" and "4 ranks on 1 GPU" in result.verdict.reason
 
@@ -103,16 +104,14 @@ def test_a_candidate_is_judged_once_more_where_an_earlier_fault_cost_it_its_rank
     def start(**_: Any) -> EvaluationPipeline:
         return Scripted(session, job, replace(MACHINE, device="cpu"), cast(Any, None), lambda _: None)
 
-    evaluator = Evaluator(plan=EvaluationPlan((), device="cpu"))
-    evaluator._progress = cast(Any, SimpleNamespace(note=notes.append))
-    result = evaluator._run(Lane(session), cast(Callable[..., EvaluationPipeline], start))
+    result = JobRunner(cast(Any, SimpleNamespace(note=notes.append))).run(WorkerSlot(session), start)
     assert result.verdict.kind == again and not verdicts and "judged once more" in notes[0]
     assert session.recovered == 2, "before it is judged again, and for those that come next"
 
 
 @pytest.mark.parametrize("after_failure", [True, False])
 def test_memory_that_the_last_candidate_held_costs_the_next_one_nothing(after_failure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peerlane.evaluate.evaluator._MEMORY_S", 0.0)
+    monkeypatch.setattr("peerlane.evaluate.job_runner._MEMORY_S", 0.0)
     (job,) = make_jobs(EvaluationPlan([candidate_text("def solution(tensor):\n    return tensor\n", 1, "any")], presets=("small",)))
     session, tries = Session("cpu", 4, Deadlines()), list[bool]()
 
@@ -126,8 +125,7 @@ def test_memory_that_the_last_candidate_held_costs_the_next_one_nothing(after_fa
     def start(**_: Any) -> EvaluationPipeline:
         return Scripted(session, job, replace(MACHINE, device="cpu"), cast(Any, None), lambda _: None)
 
-    evaluator = Evaluator(plan=EvaluationPlan((), device="cpu"))
-    result = evaluator._run(Lane(session, after_failure=after_failure), cast(Callable[..., EvaluationPipeline], start))
+    result = JobRunner(Silent()).run(WorkerSlot(session, after_failure=after_failure), start)
     assert result.verdict.kind == ("harness_error" if after_failure else "not_run") and len(tries) == 1 + after_failure
 
 

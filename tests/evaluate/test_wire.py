@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 from peerlane.errors import ProtocolError
 from peerlane.evaluate import messages, wire
+from peerlane.evaluate.messages import REQUESTS, PerRank, Request
+from peerlane.evaluate.rank_interface import BlockInterface as Block
+from peerlane.evaluate.rank_interface import BuilderInterface as Building
+from peerlane.evaluate.rank_interface import CandidateInterface as Candidate
+from peerlane.evaluate.rank_interface import EmulatedInterface as Emulated
+from peerlane.evaluate.rank_interface import LoadingInterface as Loading
+from peerlane.evaluate.rank_interface import RankInterface as Base
+from peerlane.evaluate.rank_interface import TrustedInterface as Trusted
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
 from peerlane.evaluate.ranks.emulated import EmulatedCandidate
-from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.rank import RankProcess
 from peerlane.evaluate.ranks.serve import _error
 from peerlane.evaluate.ranks.trusted import TrustedRank
+from peerlane.evaluate.wire import MOST_EVENTS, MOST_FINDINGS, MOST_NAMES
 from peerlane.evaluate.wire_format import reader_of
-from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_FINDINGS, MOST_NAMES
 from peerlane.results.feedback import feedback
 from peerlane.results.verdict import RuntimeFailure
 
@@ -29,55 +38,61 @@ TIMELINE = wire.Recording({}, {}, ["begin", "end"], 0, 900, [], [EVENT], [STAMP]
 SCORE = wire.SlotScore(0, None, 0.5, "output", "differs", (1, 2), 1.0, 2.0, (("loss", 5),))
 REGION = wire.OutOfBounds(3, "argument tensor", "0 bytes behind its end")
 
-CALL = wire.Call("case", "candidate", [0, 1])
-RECORDED = wire.Call("case", "candidate", [0], "mark")
-ON_TIMELINE = wire.Call("case", "candidate", [0], "mark", True)
-STRESS = wire.CallUnderStress("case", [1, 0], [(0, "host", 1.5)], [1], [0], ((0, 1, 0),))
-PROFILE = wire.ProfileBlock("case", 1, "mark", True)
+CALL = Request(Candidate.call, "case", "candidate", [0, 1])
+RECORDED = Request(Candidate.call, "case", "candidate", [0], "mark")
+ON_TIMELINE = Request(Candidate.call, "case", "candidate", [0], "mark", True)
+STRESS = Request(Candidate.call_under_stress, "case", [1, 0], [(0, "host", 1.5)], [1], [0], ((0, 1, 0),))
+PROFILE = Request(Candidate.profile_block, "case", 1, "mark", True)
 KERNEL = wire.LoadedKernel("gemm", "triton", ["tma"])
 FINDING = wire.RaceFinding("race", "", 0, 3, "rank 0 reads", "text")
 
-EXCHANGES: list[tuple[wire.Request[Any], wire.Answer]] = [
-    (wire.Initialize(), wire.Initialized(17)),
-    (wire.ExportArena(), wire.ExportedArena({"kind": "cpu"}, 7)),
-    (wire.ImportArena({"kind": "cpu"}), wire.ImportedArena(7)),
-    (wire.UseDevice(), wire.Done()),
-    (wire.Exit(), wire.Done()),
-    (wire.PrepareBlock("case", "graph", "reference", PLAN), wire.PreparedBlock("no capture")),
-    (wire.WarmUpBlock(), wire.Done()),
-    (wire.ReadyBlock(3), wire.Done()),
-    (wire.RunBlock(), wire.BlockRun(12.5, 3.0, 4)),
-    (wire.TakeSecret("abc"), wire.SecretTaken("")),
-    (wire.OpenCase("case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1, 0.05)),
-    (wire.CloseCase("case"), wire.Done()),
-    (wire.GenerateInputs("case", 1, ["random"]), wire.Done()),
-    (wire.PublishInputs("case", 1), wire.Done()),
-    (wire.UndoSwaps("case"), wire.Done()),
-    (wire.TimeCopies("case"), wire.CopiesTime(1.5, 0.5)),
-    (wire.KeepDeviceBusy(0.5), wire.Done()),
-    (wire.CollectOutputs("case", [0], [1], [{"kind": "tensor"}], []), wire.CollectedBytes(4096)),
-    (wire.DiscardOutputs("case"), wire.Done()),
-    (wire.JudgeOutputs("case", True, [1, 0]), wire.Judgement([SCORE, wire.SlotScore(1, mismatch="a list")], ["weight"], REGION)),
-    (wire.SaveOutput("case", 1), wire.Done()),
-    (wire.CompareOutput("case"), wire.OutputComparison(None, None)),
-    (wire.MeasureMargins(CASE), wire.MeasuredMargins({"faults": []})),
-    (wire.LoadSmHolder("f0VMRg=="), wire.Done()),
-    (wire.AttachCase("case", 1, "default", LAYOUT), wire.Done()),
-    (wire.DetachCase("case"), wire.Done()),
-    (wire.LoadReference(1, "default"), wire.Done()),
-    (wire.LoadCandidate("a.py", "pass", None, 1, "default", {"peerlane.solutions": ""}), wire.Done()),
+EXCHANGES: list[tuple[Request[Any], Any]] = [
+    (Request(Base.initialize), 17),
+    (Request(Block.export_arena), wire.ExportedArena({"kind": "cpu"}, 7)),
+    (Request(Block.import_arena, {"kind": "cpu"}), 7),
+    (Request(Block.use_device), None),
+    (Request(Base.exit), None),
+    (Request(Block.prepare_block, "case", "graph", "reference", PLAN), "no capture"),
+    (Request(Block.warm_up_block), None),
+    (Request(Block.ready_block, 3), None),
+    (Request(Block.run_block), wire.BlockRun(12.5, 3.0, 4)),
+    (Request(Trusted.take_secret, "abc"), ""),
+    (Request(Trusted.open_case, "case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1, 0.05)),
+    (Request(Trusted.close_case, "case"), None),
+    (Request(Trusted.generate_inputs, "case", 1, ["random"]), None),
+    (Request(Trusted.publish_inputs, "case", 1), None),
+    (Request(Trusted.undo_swaps, "case"), None),
+    (Request(Trusted.time_copies, "case"), wire.CopiesTime(1.5, 0.5)),
+    (Request(Trusted.keep_device_busy, 0.5), None),
+    (Request(Trusted.collect_outputs, "case", [0], [1], [{"kind": "tensor"}], []), 4096),
+    (Request(Trusted.discard_outputs, "case"), None),
+    (
+        Request(Trusted.judge_outputs, "case", True, [1, 0]),
+        wire.Judgement([SCORE, wire.SlotScore(1, mismatch="a list")], ["weight"], REGION),
+    ),
+    (Request(Trusted.save_output, "case", 1), None),
+    (Request(Trusted.compare_output, "case"), wire.OutputComparison(None, None)),
+    (Request(Trusted.measure_margins, CASE), {"faults": []}),
+    (Request(Candidate.load_sm_holder, "f0VMRg=="), None),
+    (Request(Loading.attach_case, "case", 1, "default", LAYOUT), None),
+    (Request(Loading.detach_case, "case"), None),
+    (Request(Candidate.load_reference, 1, "default"), None),
+    (Request(Loading.load_candidate, "a.py", "pass", None, 1, "default", {"peerlane.solutions": ""}), None),
     (CALL, wire.Called([{}, {}], False, [], 2)),
     (RECORDED, wire.Called([{}], True, [PLAIN_RECORDING], 0)),
     (ON_TIMELINE, wire.Called([{}], True, [TIMELINE], 0)),
-    (STRESS, wire.DescribedOutputs([{}, {}])),
-    (wire.DescribeOutputs("case", 1), wire.DescribedOutputs([{}])),
-    (wire.RecopyOutput("case", 1), wire.Done()),
+    (STRESS, [{}, {}]),
+    (Request(Candidate.describe_outputs, "case", 1), [{}]),
+    (Request(Candidate.recopy_output, "case", 1), None),
     (PROFILE, wire.ProfiledBlock(TIMELINE, [{}])),
-    (wire.ListLoadedCode(True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
-    (wire.ProbeProfiler("mark"), wire.ProbedProfiler(PLAIN_RECORDING)),
-    (wire.ListConnections(), wire.Connections([wire.Connection("127.0.0.1:5", "127.0.0.1:6", 7)])),
-    (wire.ReportRaces(), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2})),
-    (wire.BuildCandidate("a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
+    (Request(Candidate.list_loaded_code, True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
+    (Request(Candidate.probe_profiler, "mark"), PLAIN_RECORDING),
+    (Request(Candidate.list_connections), [wire.Connection("127.0.0.1:5", "127.0.0.1:6", 7)]),
+    (
+        Request(Emulated.report_races),
+        wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2}),
+    ),
+    (Request(Building.build_candidate, "a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
 ]
 
 
@@ -87,42 +102,41 @@ def sent(message: messages.Message) -> messages.Message:
     return arrived
 
 
-@pytest.mark.parametrize(("request_", "answer"), EXCHANGES, ids=lambda item: type(item).__name__)
-def test_what_is_sent_is_what_is_read(request_: wire.Request[Any], answer: wire.Answer) -> None:
-    assert messages.read_request(sent(messages.request_message(request_))) == request_
-    assert messages.read_answer(request_, sent(messages.answer_message(answer))) == answer
+@pytest.mark.parametrize(("request_", "answer"), EXCHANGES, ids=[request_.op for request_, _ in EXCHANGES])
+def test_what_is_sent_is_what_is_read(request_: Request[Any], answer: Any) -> None:
+    assert messages.read_request(sent(messages.request_message(request_))) == (request_.declaration, request_.arguments)
+    assert read(request_, sent(messages.answer_message(request_.declaration, answer))) == answer
 
 
-def test_every_request_is_exchanged_above() -> None:
-    assert {type(request_) for request_, _ in EXCHANGES} == {*wire.REQUESTS.values()}
+def read(request_: Request[Any], message: messages.Message) -> Any:
+    answer = messages.read_answer(request_, message)
+    assert isinstance(answer, messages.Answer)
+    return answer.value
 
 
-RANKS: dict[type[Rank], dict[str, Any]] = {
-    TrustedRank: {},
-    CandidateRank: {},
-    Builder: {"timed_ranks": 0},
-    EmulatedCandidate: {"emulated_ranks": 2, "schedules": 1},
-}
+def test_every_request_is_exchanged_above_and_served() -> None:
+    processes: dict[type[RankProcess], dict[str, Any]] = {
+        TrustedRank: {}, CandidateRank: {}, Builder: {"timed_ranks": 0}, EmulatedCandidate: {"emulated_ranks": 2, "schedules": 1},
+    }  # fmt: skip
+    served = [kind({"device": "cpu", "world_size": 2, **config}, 0, -1).handlers for kind, config in processes.items()]
+    assert {request_.op for request_, _ in EXCHANGES} == {*REQUESTS} == {op for handlers in served for op in handlers}
 
 
-def test_handlers_take_and_return_what_they_are_registered_for() -> None:
-    served = set()
-    for kind, config in RANKS.items():
-        for request_, handler in kind({"device": "cpu", "world_size": 2, **config}, 0, -1).handlers.items():
-            hints = get_type_hints(handler)
-            assert hints["request" if "request" in hints else "requests"] in (request_, list[request_])  # type: ignore[valid-type]
-            assert hints["return"] in (request_.answer, list[wire.Answer]), handler
-            served.add(request_)
-    assert served == {*wire.REQUESTS.values()}
+def test_emulated_ranks_take_the_arguments_of_a_call() -> None:
+    """They answer for all ranks at once, so that their method overrides nothing."""
+    declared, theirs = inspect.signature(CandidateRank.call).parameters, inspect.signature(EmulatedCandidate.call).parameters
+    assert [*declared.values()] == [*theirs.values()]
 
 
 def test_ranks_of_one_process_are_asked_and_answer_together() -> None:
-    requests = [wire.DetachCase("a"), wire.DetachCase("b")]
-    assert messages.read_request(sent(messages.request_message(requests))) == requests
-    calls = [wire.Call("case", "candidate", [0])] * 2
+    requests = [Request(Loading.detach_case, space) for space in "ab"]
+    declaration = requests[0].declaration
+    assert messages.read_request(sent(messages.request_message(requests))) == (declaration, [{"space": "a"}, {"space": "b"}])
+    calls = [Request(Candidate.call, "case", "candidate", [0])] * 2
     answers = [wire.Called([{"kind": "value", "value": rank}], False, [], 0) for rank in range(2)]
-    assert messages.read_answers(calls, sent(messages.answer_message(answers))) == answers
-    assert messages.read_answers(calls, sent(messages.answer_message(answers[0]))) == [answers[0]] * 2
+    for answer, expected in ((PerRank(answers), answers), (answers[0], [answers[0]] * 2)):
+        result = messages.read_answers(calls, sent(messages.answer_message(calls[0].declaration, answer)))
+        assert isinstance(result, messages.Answer) and result.value == expected
 
 
 def called(**changes: Any) -> messages.Message:
@@ -142,11 +156,14 @@ def finding(**changes: Any) -> messages.Message:
     return {"findings": [{**vars(FINDING), **changes}], "launches": {}}
 
 
-MALFORMED: list[tuple[wire.Request[Any], Any]] = [
-    *((wire.RunBlock(), {"events_us": value, "collectives": 0}) for value in (None, "3", True, -1.0, float("nan"), float("inf"), 2**60)),
-    *((wire.RunBlock(), {"events_us": 1.0, "collectives": value}) for value in (None, True, -1, 1.5, 2**53, int("9" * 4000))),
-    *((wire.RunBlock(), message) for message in ({}, {"events_us": 1.0}, {"events_us": 1.0, "collectives": 0, "more": 1})),
-    (wire.Exit(), {"more": 1}),
+MALFORMED: list[tuple[Request[Any], Any]] = [
+    *(
+        (Request(Block.run_block), {"events_us": value, "collectives": 0})
+        for value in (None, "3", True, -1.0, float("nan"), float("inf"), 2**60)
+    ),
+    *((Request(Block.run_block), {"events_us": 1.0, "collectives": value}) for value in (None, True, -1, 1.5, 2**53, int("9" * 4000))),
+    *((Request(Block.run_block), message) for message in ({}, {"events_us": 1.0}, {"events_us": 1.0, "collectives": 0, "more": 1})),
+    *((Request(Base.exit), {"more": value}) for value in (1, None)),
     *((RECORDED, called(outputs=value)) for value in (None, {}, [], [{}, {}])),
     *((RECORDED, called(aliased=value)) for value in (None, 0, "no")),
     *((RECORDED, called(recordings=value)) for value in (None, [], [recording()] * 2, [None], [[]])),
@@ -164,24 +181,33 @@ MALFORMED: list[tuple[wire.Request[Any], Any]] = [
     (PROFILE, profiled(events=[[*EVENT]] * (MOST_EVENTS + 1))),
     *((PROFILE, profiled(roles=[value])) for value in (["wait", "storer", 5, 9], ["wait", "s" * 50, 5, 1, 2], ["wait", "storer", 5, 3, 2])),
     (PROFILE, {**profiled(), "outputs": []}),
-    (STRESS, {"outputs": [{}]}),
-    (wire.DescribeOutputs("case", 2), {"outputs": [{}]}),
-    *((wire.ReportRaces(), finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
-    *((wire.ReportRaces(), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
-    (wire.ReportRaces(), {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), "launches": {}, "sources": [], "kernels": None}),
-    *((wire.ReportRaces(), {"findings": [], "launches": value, "sources": [], "kernels": None}) for value in (None, [], {"a": -1})),
+    (STRESS, {"answer": [{}]}),
+    *((Request(Candidate.describe_outputs, "case", 2), {"answer": value}) for value in (None, {}, [{}], [{}] * 3)),
+    *((Request(Emulated.report_races), finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
+    *((Request(Emulated.report_races), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
+    (
+        Request(Emulated.report_races),
+        {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), "launches": {}, "sources": [], "kernels": None},
+    ),
     *(
-        (wire.ListLoadedCode(True), {"kernels": value, "unknown": [], "choices": [], "sources": []})
+        (Request(Emulated.report_races), {"findings": [], "launches": value, "sources": [], "kernels": None})
+        for value in (None, [], {"a": -1})
+    ),
+    *(
+        (Request(Candidate.list_loaded_code, True), {"kernels": value, "unknown": [], "choices": [], "sources": []})
         for value in (None, [3], [{"name": "k"}])
     ),
-    (wire.ListLoadedCode(True), {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": [], "sources": []}),
-    (wire.ListLoadedCode(True), {"kernels": [], "unknown": [], "choices": [3], "sources": []}),
-    (wire.PrepareBlock("case", "eager", "candidate", PLAN), {"failure": 3}),
+    (
+        Request(Candidate.list_loaded_code, True),
+        {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": [], "sources": []},
+    ),
+    (Request(Candidate.list_loaded_code, True), {"kernels": [], "unknown": [], "choices": [3], "sources": []}),
+    (Request(Block.prepare_block, "case", "eager", "candidate", PLAN), {"answer": 3}),
 ]
 
 
 @pytest.mark.parametrize(("request_", "message"), MALFORMED)
-def test_what_is_not_as_declared_is_refused_by_name(request_: wire.Request[Any], message: Any) -> None:
+def test_what_is_not_as_declared_is_refused_by_name(request_: Request[Any], message: Any) -> None:
     with pytest.raises(ProtocolError, match=f"the answer to {request_.op} is malformed: ") as caught:
         messages.read_answer(request_, {"ok": True, **message})
     assert len(str(caught.value)) < 300, "it quotes nothing of what it refuses"

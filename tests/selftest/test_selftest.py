@@ -162,18 +162,18 @@ def test_legitimate_candidates_stand_between_the_others(corpus: Corpus) -> None:
     assert order(bad[:2], [], random.Random(0)) in (bad[:2], bad[1::-1])
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_lanes_get_equal_shares_of_every_verdict(lanes: int) -> None:
-    """Those that hang take seconds each, and those that are timed take as long: a lane with more of them would be the last to end."""
+@pytest.mark.parametrize("runs", [1, 2, 3])
+def test_runs_get_equal_shares_of_every_verdict(runs: int) -> None:
+    """Those that hang take seconds each, and those that are timed take as long: a run with more of them would be the last to end."""
     verdicts = ("correct", "hang", "wrong_result")
     due = [entry(file=f"1_c01_{verdict}_{number}_pytorch", cpu=(verdict,)) for number in range(7) for verdict in verdicts]
     for seed in range(20):
-        shares = deal(due, lanes, "cpu", random.Random(seed))
+        shares = deal(due, runs, "cpu", random.Random(seed))
         assert sorted(item.file for share in shares for item in share) == sorted(item.file for item in due)
         for verdict in verdicts:
             counts = [sum(item.cpu == (verdict,) for item in share) for share in shares]
             assert max(counts) - min(counts) <= 1
-    assert deal(due, lanes, "cpu", random.Random(1)) != deal(due, lanes, "cpu", random.Random(2))
+    assert deal(due, runs, "cpu", random.Random(1)) != deal(due, runs, "cpu", random.Random(2))
 
 
 def outcome(item: Entry, given: Any) -> Outcome:

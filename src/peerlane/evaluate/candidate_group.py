@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from peerlane.evaluate import wire
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.rank_group import BuildTime, RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.rank_interface import RankInterface
 
 
 @dataclass
@@ -52,7 +53,7 @@ class CandidateGroup:
         self.ranks = self.session.take_group()
         self._adopt(self.ranks)
 
-    def load(self, request: wire.LoadReference | wire.LoadCandidate) -> None:
+    def load(self, request: Request[None]) -> None:
         """Loads what is judged; raises GroupFailure."""
         self.loaded = True
         self.present.ask(request, "import", self.session.deadlines.load, counts_cpu=True)
@@ -60,7 +61,7 @@ class CandidateGroup:
     def leave(self) -> tuple[int, ...]:
         """Has the processes end by themselves; returns the ranks that have not."""
         deadline_s = self.session.deadlines.exit
-        self.present.ask(wire.Exit(), "exit", deadline_s, calls=False)  # its exit handlers run behind the answer
+        self.present.ask(Request(RankInterface.exit), "exit", deadline_s, calls=False)  # its exit handlers run behind the answer
         return self.present.await_end(deadline_s)
 
     def end(self) -> None:

@@ -9,32 +9,32 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
-from peerlane.common.place import Place
 from peerlane.common.words import counted
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import messages
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.audit.library import team_collectives
 from peerlane.evaluate.audit.network import count_network_bytes
-from peerlane.evaluate.audit.timeline import timeline_of
+from peerlane.evaluate.audit.timeline_writer import TimelineWriter
 from peerlane.evaluate.candidate_group import CandidateGroup
 from peerlane.evaluate.candidates import runs_emulated
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.ranks import too_large
 from peerlane.evaluate.correctness.stress import Stress
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
 from peerlane.evaluate.processes.pool import NoRanks
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
@@ -52,17 +52,14 @@ from peerlane.settings import CANDIDATE_WAIT_S, TIMING_PROTOCOL, StressRules, Ti
 CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, _SLOW_JUDGING_S = 2, 1.0
 """So few slots are checked at rest where comparing one takes longer: an oracle in float64 may take seconds at production sizes."""
-_WHOLE_S = 40.0  # for an evaluation of one case: races that begin late have less time
-_TIMED_SHARE = 1 / 4  # of that time, that is left for timing at least
-_AUDITED_SHARE, _AUDITED_CALLS = 1 / 10, 8  # that the audit needs, or the time for comparing so many calls
-_FEWEST_CALLS = 12  # of a candidate that is right; half of what correctness and stress take, for the first may be slower
-_TELLING_S = 2.0  # a kernel whose wait has timed out is heard of within that
+_WHOLE_S = 40.0
+"""Seconds for an evaluation of one case. Timing that begins late has less of them."""
+_TIMED_SHARE = 1 / 4  # of these seconds that timing gets at least
+_AUDITED_SHARE, _AUDITED_CALLS = 1 / 10, 8
+"""The audit gets this share of the seconds, or the time in which so many calls are compared."""
+_MIN_CALLS = 12  # that a right candidate gets: half of the calls of correctness and stress, because the first may be slower
+_REPORT_S = 2.0  # seconds within which a kernel whose wait has timed out is heard of
 _RAISED = ("runtime_error", "import_error", "cuda_error")
-
-
-def groups_needed(job: Job, place: Place) -> int:
-    """The fresh groups that a candidate may take. The reference keeps the one it has."""
-    return 0 if job.candidate.is_reference else place.groups
 
 
 @dataclass
@@ -253,19 +250,19 @@ class EvaluationPipeline:
         if job.timelines is not None and not (timed and job.candidate.is_reference):
             # Before any timing: what hangs there then has a timeline of one call all the same.
             with self._in("audit"):
-                self._write_call(job.timelines, runner)
+                self._timelines(job.timelines).write_call(runner)
         speed: Benchmark | None = None
         if timed:
             speed = self._time(runner, begin)
             runner = speed.runner
         else:
-            self.speeds = self._no_speeds()
+            self._leave_untimed(self.node.place.untimed)
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(runner, speed)
         if job.timelines is not None and speed is not None and self.group.healthy:
             with self._in("audit"):
-                self._write_blocks(job.timelines, speed)
+                self._timelines(job.timelines).write_blocks(speed, self.speeds, self.auditor)
         if self.group.healthy:
             self._leave()
             if job.candidate.is_reference and self.group.reusable:  # its group stays, and the next problem may need the memory
@@ -275,28 +272,23 @@ class EvaluationPipeline:
 
     def _leave_untimed(self, why: str) -> None:
         """Notes why the modes that have no speed yet get none."""
-        known = {item.mode: item for item in self.speeds}
-        self.speeds = [known.get(mode, NotMeasured(mode=mode, why=why)) for mode in self.job.modes]
-
-    def _no_speeds(self) -> list[Speed]:
-        return [NotMeasured(mode=mode, why=self.node.place.untimed) for mode in self.job.modes]
+        measured = {item.mode: item for item in self.speeds}
+        self.speeds = [measured.get(mode, NotMeasured(mode=mode, why=why)) for mode in self.job.modes]
 
     def _cases(self) -> tuple[Case, ...]:
-        """Those to judge, the timed one first; raises :class:`Rejected` if the preset has none."""
+        """Returns the cases to judge, the timed one first; raises :class:`Rejected` if the preset has none."""
         job = self.job
-        cases = job.problem.cases(job.preset, job.world_size, job.variant, job.nodes)
-        if not cases:
+        if not (cases := job.judged_cases()):
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
             missing = f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}"
             raise Rejected(NotRun(missing=missing))
-        more = job.problem.cases("small", job.world_size, job.variant, job.nodes) if job.preset != "small" else ()
-        return (*cases, *more) if job.cases == "all" else tuple(cases[:1])
+        return cases
 
     def _spawn(self) -> None:
         with self._in("spawn"):
             if self.group.ranks is None:
                 self.session.import_ahead(self.source or "")
-                needed = max(1, groups_needed(self.job, self.node.place)) + self.groups_still_needed
+                needed = max(1, self.job.groups_needed(self.node.place)) + self.groups_still_needed
                 self.session.start_warm_groups(needed)
                 self.group.take()
                 self.session.start_warm_groups(needed - 1)
@@ -304,23 +296,17 @@ class EvaluationPipeline:
             self.limit.end += self.stage_seconds["spawn"]  # no candidate is to blame for it
 
     def _load(self) -> None:
-        request = self._load_request()
-        with self._in("import"):
-            self.group.load(request)
-
-    def _load_request(self) -> wire.LoadReference | wire.LoadCandidate:
+        """Loads the reference or the candidate in the ranks."""
         job, path = self.job, self.job.candidate.path
         if path is None:
-            return wire.LoadReference(job.problem.id, job.variant)
-        assert self.source is not None, "a candidate with a path has a source"
-        return wire.LoadCandidate(
-            path=str(path),
-            source=self.source,
-            cache=self.group.present.admit(job.candidate.sha256),
-            problem=job.problem.id,
-            variant=job.variant,
-            granted=family_sources(path),
-        )
+            request = Request(CandidateInterface.load_reference, job.problem.id, job.variant)
+        else:
+            assert self.source is not None, "a candidate with a path has a source"
+            cache = self.group.present.admit(job.candidate.sha256)
+            arguments = str(path), self.source, cache, job.problem.id, job.variant, family_sources(path)
+            request = Request(CandidateInterface.load_candidate, *arguments)
+        with self._in("import"):
+            self.group.load(request)
 
     def _open(self, case: Case, space: str, slots: int) -> CaseRunner:
         """A runner of a case; a case that is opened in both groups has one evidence."""
@@ -338,8 +324,8 @@ class EvaluationPipeline:
         """
         if self.limit is None or math.isinf(self.limit.seconds) or self.job.candidate.is_reference or self.node.place.emulated:
             return math.inf
-        least = CANDIDATE_WAIT_S + _TELLING_S if "peerlane" in (self.source or "") else 0.0
-        return max(self.session.deadlines.quiet, self.limit.seconds / _FEWEST_CALLS, least)
+        min_s = CANDIDATE_WAIT_S + _REPORT_S if "peerlane" in (self.source or "") else 0.0
+        return max(self.session.deadlines.quiet, self.limit.seconds / _MIN_CALLS, min_s)
 
     def _check(self, case: Case, *, first: bool) -> CaseRunner:
         """Judges the candidate on a case, at rest, with room for the stress to come; the runner knows what that cost."""
@@ -387,8 +373,8 @@ class EvaluationPipeline:
             speed.first_calls()
             modes = sorted(self.job.modes)  # eager first: a failed capture must not reach it
             for mode in modes:
-                found = self._measure(speed, mode) or self._record(speed, mode)
-                self.speeds = sorted([*self.speeds, found], key=lambda item: self.job.modes.index(item.mode))
+                result = self._measure(speed, mode)
+                self.speeds = sorted([*self.speeds, result], key=lambda item: self.job.modes.index(item.mode))
         return speed
 
     def _baseline(self, checked: CaseRunner, unmeasurable: dict[str, str], end: float) -> Benchmark:
@@ -409,8 +395,8 @@ class EvaluationPipeline:
             speed.baseline()
         return speed
 
-    def _measure(self, speed: Benchmark, mode: Mode) -> Failed | NotMeasured | None:
-        """Measures a mode; why not, if not."""
+    def _measure(self, speed: Benchmark, mode: Mode) -> Speed:
+        """Measures a mode; returns the record, or why there is none. Flags what is remarkable."""
         if not self.group.healthy:
             return NotMeasured(mode=mode, why="the ranks were lost in another mode")
         try:
@@ -422,10 +408,6 @@ class EvaluationPipeline:
             if reason.kind:
                 return Failed(mode=mode, kind=reason.kind, reason=str(reason))
             return NotMeasured(mode=mode, why=str(reason))
-        return None
-
-    def _record(self, speed: Benchmark, mode: Mode) -> ModeSpeed:
-        """Returns the record of a mode that was measured; flags what is remarkable."""
         measured = speed.record(mode)
         self.flags |= set(measured.flags)
         return measured
@@ -475,25 +457,8 @@ class EvaluationPipeline:
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
             raise Rejected(objection)
 
-    def _write_call(self, folder: Path, runner: CaseRunner) -> None:
-        runner.refresh_inputs(1)
-        answers = runner.check("audit", self.session.deadlines.first_call, [0], marker=secrets.token_hex(16), timeline=True)
-        recordings = [answer.recordings[0] for answer in answers]
-        self._write_timeline(folder, recordings, 1, {"case": runner.case.label, "mode": "call"})
-
-    def _write_blocks(self, folder: Path, speed: Benchmark) -> None:
-        for item in self.speeds:
-            if isinstance(item, ModeSpeed):
-                recordings = speed.profile_block(item.mode, secrets.token_hex(16), timeline=True)
-                labels: dict[str, object] = {"case": speed.runner.case.label, "mode": item.mode, "measured_us": item.candidate_us.median}
-                labels |= {"bound_us": item.utilisation[0].bound_us, "bound_by": item.utilisation[0].bound_by} if item.utilisation else {}
-                self._write_timeline(folder, recordings, speed.calls[item.mode], labels)
-
-    def _write_timeline(self, folder: Path, recordings: list[wire.Recording], calls: int, labels: dict[str, object]) -> None:
-        job, moving = self.job, {kernel.name: kernel.mechanisms for kernel in self.auditor.loaded} if self.auditor else {}
-        known: dict[str, object] = {"candidate": job.candidate.name, "problem": job.problem.id, "slug": job.problem.slug}
-        known |= {"preset": job.preset, "world_size": job.world_size, "device": self.node.device, **labels}
-        timeline_of(recordings, calls, moving, known).write(folder / f"{job.candidate.name}.{labels['mode']}.json")
+    def _timelines(self, folder: Path) -> TimelineWriter:
+        return TimelineWriter(folder, self.job, self.node.device)
 
     def _leave(self) -> None:
         """Lets the candidate's processes end by themselves, which they must."""
@@ -521,7 +486,7 @@ class EvaluationPipeline:
             device=self.node.device,
             timing_protocol=TIMING_PROTOCOL,
             verdict=verdict,
-            correctness=tuple(CaseEvidence(case=case, **vars(found)) for case, found in self.evidence.items() if found.slots),
+            correctness=tuple(CaseEvidence(case=case, **vars(evidence)) for case, evidence in self.evidence.items() if evidence.slots),
             speed=tuple(self.speeds) if correct else (),
             audit=self._audit_record(),
             mechanisms=() if self.auditor is None else self.auditor.mechanisms(),

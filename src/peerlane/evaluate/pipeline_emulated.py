@@ -10,14 +10,15 @@ from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.emulator.solution_run import wants_distributed
 from peerlane.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
-from peerlane.evaluate import wire
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
 from peerlane.evaluate.candidates import KIT, uses_nvshmem
 from peerlane.evaluate.correctness.case_runner import Rejected
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
+from peerlane.evaluate.rank_interface import EmulatedInterface
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.problems.contract.spec import Case
 from peerlane.results.result import Audit
@@ -63,7 +64,7 @@ class EmulatedPipeline(EvaluationPipeline):
             raise Rejected(library_violation(self.library))
         if self.collectives and self.job.track == "custom":
             raise Rejected(NotRun(missing=_SET_UP.format(names=", ".join(sorted(self.collectives)))))
-        self.speeds = self._no_speeds()
+        self._leave_untimed(self.node.place.untimed)
         self._leave()
         return Correct()
 
@@ -80,7 +81,7 @@ class EmulatedPipeline(EvaluationPipeline):
 
     def _race(self, case: Case) -> None:
         with self._in("stress"):
-            report = self.group.present.ask(wire.ReportRaces(), "stress", self.session.deadlines.calls, calls=False)[0]
+            report = self.group.present.ask(Request(EmulatedInterface.report_races), "stress", self.session.deadlines.calls, calls=False)[0]
         self.calls += CHECKED_SLOTS
         self.launches, self.collectives = sanitize(report.launches), sanitize(report.collectives)
         self.compiled = None if report.kernels is None else sanitize(report.kernels)

@@ -18,7 +18,7 @@ from peerlane.common.words import counted
 from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile, candidate_info
 from peerlane.hardware.virtual_node import Baseline
-from peerlane.problems.contract.spec import BANDWIDTH, Problem
+from peerlane.problems.contract.spec import BANDWIDTH, Case, Problem
 from peerlane.results.identity import Identity, NodeClass, hash_rules, source_hash
 from peerlane.results.record import Mode, Track
 from peerlane.results.result import Asked, ProblemInfo
@@ -141,6 +141,18 @@ class Job:
             node=node,
             rules_hash=rules_hash,
         )
+
+    def judged_cases(self) -> tuple[Case, ...]:
+        """Returns the cases to judge, the timed one first; none if the preset has none for so many ranks."""
+        cases = self.problem.cases(self.preset, self.world_size, self.variant, self.nodes)
+        if self.cases != "all" or not cases:
+            return tuple(cases[:1])
+        more = self.problem.cases("small", self.world_size, self.variant, self.nodes) if self.preset != "small" else ()
+        return (*cases, *more)
+
+    def groups_needed(self, place: Place) -> int:
+        """Returns how many fresh groups the candidate may take. The reference keeps the one it has."""
+        return 0 if self.candidate.is_reference else place.groups
 
     def identity(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Identity:
         """The identity of the result that it will have; see :attr:`.Result.identity`."""

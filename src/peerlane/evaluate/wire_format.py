@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from peerlane.errors import ProtocolError
@@ -44,6 +44,11 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain_value(item) for item in value]
     return to_plain(value) if dataclasses.is_dataclass(value) else value
+
+
+def writer_of(hint: Any) -> Callable[[Any], Any] | None:
+    """Returns the function that makes plain values of those of an annotation; None where they are plain already."""
+    return _plain_value if _holds_record(hint) else None
 
 
 @functools.cache
@@ -118,10 +123,10 @@ _SCALARS: dict[Any, Reader] = {
 
 def _checked_reader(read: Reader, must: Must) -> Reader:
     def read_checked(value: Any) -> Any:
-        found = read(value)
-        if not must.holds(found):
+        result = read(value)
+        if not must.holds(result):
             raise _unexpected(must.expected, value)
-        return found
+        return result
 
     return read_checked
 
@@ -155,16 +160,17 @@ def _dict_reader(read: Reader) -> Reader:
     return read_dict
 
 
-def _record_reader(kind: Any) -> Reader:
-    fields = [(name, reader_of(hint)) for name, hint in _hints(kind).items()]
+def fields_reader(title: str, hints: Mapping[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    """Returns the function that checks and converts an object with exactly these fields, which are annotated so."""
+    fields = [(name, reader_of(hint)) for name, hint in hints.items()]
     names = {name for name, _ in fields}
 
-    def read_record(plain: Any) -> Any:
+    def read_fields(plain: Any) -> dict[str, Any]:
         if type(plain) is not dict:
             raise _unexpected("an object", plain)
         if plain.keys() != names:
             missing, unknown = [name for name, _ in fields if name not in plain], len(plain.keys() - names)
-            raise ProtocolError(f"{kind.__name__} with unknown fields ({unknown}) or without fields ({', '.join(missing) or 'none'})")
+            raise ProtocolError(f"{title} with unknown fields ({unknown}) or without fields ({', '.join(missing) or 'none'})")
         name = ""
         values = {}
         try:
@@ -172,6 +178,16 @@ def _record_reader(kind: Any) -> Reader:
                 values[name] = read(plain[name])
         except ProtocolError as error:
             raise ProtocolError(f"{name}: {error}") from None
+        return values
+
+    return read_fields
+
+
+def _record_reader(kind: Any) -> Reader:
+    read = fields_reader(kind.__name__, _hints(kind))
+
+    def read_record(plain: Any) -> Any:
+        values = read(plain)
         record = object.__new__(kind)  # the constructor of a frozen class takes as long as all checks
         record.__dict__.update(values)
         return record

@@ -5,7 +5,6 @@ import gc
 
 import torch.distributed as dist
 
-from peerlane.evaluate import wire
 from peerlane.evaluate.ranks.candidate import CandidateRank
 
 COUNT = int("9" * 4300)
@@ -13,8 +12,8 @@ COUNT = int("9" * 4300)
 gc.unfreeze()  # what is exempt from collection is not listed
 for item in gc.get_objects():
     if isinstance(item, CandidateRank):
-        call = item.handlers[wire.Call]
-        item.handlers[wire.Call] = lambda request, call=call: dataclasses.replace(call(request), collectives=COUNT)
+        call = item.handlers["call"]
+        item.handlers["call"] = lambda call=call, **arguments: dataclasses.replace(call(**arguments), collectives=COUNT)
 
 
 def solution(tensor):

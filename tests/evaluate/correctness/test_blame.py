@@ -12,7 +12,9 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness import case_runner
 from peerlane.evaluate.correctness.case_runner import CaseRunner
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.requirements import missing_on_virtual_node
 from peerlane.settings import Deadlines
 
@@ -33,12 +35,12 @@ class Ranks:
     def begin(self, *_: Any, **__: Any) -> None:
         pass
 
-    def finish(self) -> list[wire.Answer]:
+    def finish(self) -> list[Any]:
         if self._failure is not None:
             raise self._failure
-        return [wire.Done()]
+        return [None]
 
-    def ask(self, request: Any, *_: Any, calls: bool = True, **__: Any) -> list[wire.Answer]:
+    def ask(self, request: Any, *_: Any, calls: bool = True, **__: Any) -> list[Any]:
         self.asked.append(((request[0] if isinstance(request, list) else request).op, calls))
         return self.finish()
 
@@ -87,7 +89,7 @@ def test_the_requests_that_run_code_of_the_candidate() -> None:
     candidate, plan = made.candidate, wire.BlockPlan(1, ())
     candidate.attach_case(made.case, [{}])  # type: ignore[list-item]
     candidate.call([0], "first_call", 1.0)
-    candidate.call_under_stress([wire.CallUnderStress("check", [], [], [], [], ())], 1.0)
+    candidate.call_under_stress([Request(CandidateInterface.call_under_stress, "check", [], [], [], [], ())], 1.0)
     candidate.prepare_block("eager", "candidate", plan, 1.0)
     candidate.warm_up_block(1.0)
     candidate.ready_block(0)
@@ -128,7 +130,7 @@ class Comparing(Ranks):
 
     def ask(self, request: Any, *_: Any, **__: Any) -> Any:
         self._clock[0] += self._seconds.pop(0)
-        self.judges.append(request.judges)
+        self.judges.append(request.arguments["judges"])
         return [wire.Judgement([wire.SlotScore(0)], [], None)] * 4
 
 

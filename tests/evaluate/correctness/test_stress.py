@@ -29,8 +29,10 @@ from peerlane.evaluate.correctness.stress import Stress, choose_compared, choose
 from peerlane.evaluate.memory.arena import GUARD_BYTES, POISON, Arena, extent
 from peerlane.evaluate.memory.guards import GuardBands, Region, argument_regions
 from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, place_all, place_slots
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.fork_client import memory_file
 from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks import candidate
 from peerlane.evaluate.ranks.trusted import TrustedRank
 from peerlane.evaluate.timing import cache_flush
@@ -90,8 +92,8 @@ class ScriptedRanks:
     def __init__(self, **answers: list[Any]) -> None:
         self.answers = answers
 
-    def ask(self, request: wire.Request[Any], phase: str, deadline_s: float, **_: Any) -> list[Any]:
-        return self.answers.get(request.op, [wire.Done(), wire.Done()])
+    def ask(self, request: Request[Any], phase: str, deadline_s: float, **_: Any) -> list[Any]:
+        return self.answers.get(request.op, [None, None])
 
 
 UNTOUCHED = wire.OutputComparison(None, None)
@@ -169,7 +171,7 @@ def test_cpu_ranks_share_no_gpu() -> None:
 def test_a_trusted_rank_is_busy_for_as_long_as_it_is_told(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = PretendedGpu(monkeypatch)
     rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
-    assert rank.keep_device_busy(wire.KeepDeviceBusy(seconds)) == wire.Done()
+    rank.keep_device_busy(seconds)
     assert seconds <= gpu.now < seconds + 0.003 and (gpu.pieces > 0) == (seconds > 0)
 
 
@@ -195,10 +197,10 @@ class StressedRunner:
         yield
         self.sharing = None
 
-    def call_under_stress(self, requests: list[wire.CallUnderStress], deadline_s: float) -> list[wire.DescribedOutputs]:
-        assert len(requests) == 2 and requests[0].order == requests[1].order
+    def call_under_stress(self, requests: list[Request[wire.Outputs]], deadline_s: float) -> list[wire.Outputs]:
+        assert len(requests) == 2 and requests[0].arguments["order"] == requests[1].arguments["order"]
         self.now += self.pass_s if self.sharing is None else 2 * self.pass_s
-        return [wire.DescribedOutputs([{}] * len(request.order)) for request in requests]
+        return [[{}] * len(request.arguments["order"]) for request in requests]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         assert name in {"generate_inputs", "publish_inputs", "collect_from", "recheck_output", "judge"}
@@ -224,7 +226,7 @@ class OrderedRunner(StressedRunner):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(1e-3, monkeypatch)
-        self.asked: list[list[wire.CallUnderStress]] = []
+        self.asked: list[list[Request[wire.Outputs]]] = []
         self.collected: list[tuple[set[int], set[int]]] = []
         """of every pass, the slots that are compared, and those whose inputs are"""
         self.again: list[int] = []
@@ -234,7 +236,7 @@ class OrderedRunner(StressedRunner):
     def judge(self, phase: str) -> None:
         self.judged.append(len(self.collected))
 
-    def call_under_stress(self, requests: list[wire.CallUnderStress], deadline_s: float) -> list[wire.DescribedOutputs]:
+    def call_under_stress(self, requests: list[Request[wire.Outputs]], deadline_s: float) -> list[wire.Outputs]:
         self.asked.append(requests)
         return super().call_under_stress(requests, deadline_s)
 
@@ -249,11 +251,11 @@ def test_every_pass_disturbs_as_the_rules_say(monkeypatch: pytest.MonkeyPatch) -
     """Who reads inputs late finds them overwritten; who reads them early reads those of another call."""
     runner = OrderedRunner(monkeypatch)
     Stress(runner, StressRules(calls=25 * 200)).run(math.inf)  # type: ignore[arg-type]
-    passes = [requests[0] for requests in runner.asked]
+    passes = [types.SimpleNamespace(**requests[0].arguments) for requests in runner.asked]
     assert runner.judged == list(range(1, 201)), "each pass is judged"
     assert all(sorted(request.order) == list(range(25)) for request in passes)
     for first, second in runner.asked:
-        assert (first.poisoned, first.kept, first.swaps) == (second.poisoned, second.kept, second.swaps), "ranks do the same"
+        assert {**first.arguments, "jitter": ()} == {**second.arguments, "jitter": ()}, "ranks do the same"
     calls = 25 * len(passes)
     assert 0.4 < sum(len(request.poisoned) for request in passes) / calls < 0.6
     assert 0.15 < sum(len(request.kept) for request in passes) / calls < 0.25, "of most calls the inputs are overwritten"
@@ -273,16 +275,16 @@ class NotedRanks:
     def __init__(self, name: str, log: list[Any], failure: GroupFailure | None = None) -> None:
         self.name, self.log, self.failure = name, log, failure
 
-    def begin(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float, **_: Any) -> None:
-        self.log.append((self.name, [(request.op, getattr(request, "seconds", None)) for request in requests]))
+    def begin(self, requests: list[Request[Any]], phase: str, deadline_s: float, **_: Any) -> None:
+        self.log.append((self.name, [(request.op, request.arguments.get("seconds")) for request in requests]))
 
-    def finish(self) -> list[wire.Answer]:
+    def finish(self) -> list[Any]:
         self.log.append(f"{self.name} done")
         if self.failure is not None:
             raise self.failure
-        return [wire.Done()] * 4
+        return [None] * 4
 
-    def ask(self, requests: list[wire.Request[Any]], phase: str, deadline_s: float, **_: Any) -> list[wire.Answer]:
+    def ask(self, requests: list[Request[Any]], phase: str, deadline_s: float, **_: Any) -> list[Any]:
         self.begin(requests, phase, deadline_s)
         return self.finish()
 
@@ -302,7 +304,7 @@ def ask_beside_a_busy_gpu(
     problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
     runner = CaseRunner(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type, list-item]
     with runner.time_slicing(rank, 0.03):
-        runner.candidate.call_under_stress([wire.CallUnderStress("check", [], [], [], [], ())] * 4, 1.0)
+        runner.candidate.call_under_stress([Request(CandidateInterface.call_under_stress, "check", [], [], [], [], ())] * 4, 1.0)
 
 
 ASKED = [("candidate", [("call_under_stress", None)] * 4), "candidate done"]
@@ -499,7 +501,7 @@ def test_ranks_hold_sms_with_what_they_are_given(monkeypatch: pytest.MonkeyPatch
     held = []
     monkeypatch.setattr(jitter, "_sm_holder", lambda device, code: lambda us: held.append((device, code, us)))
     rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
-    assert rank.load_sm_holder(wire.LoadSmHolder(base64.b64encode(b"\x7fELF").decode())) == wire.Done()
+    rank.load_sm_holder(base64.b64encode(b"\x7fELF").decode())
     rank._jitter("hold_sms", 5.0)
     assert held == [(CPU, b"\x7fELF", 5.0)]
 
@@ -528,5 +530,5 @@ def test_what_a_call_returned_lasts_until_a_late_rank_calls_again(
     monkeypatch.setattr(rank, "_spaces", {"check": Attached()})
     monkeypatch.setattr(rank, "_solution", solution)
     monkeypatch.setattr(rank, "_jitter", lambda way, us: [result.fill_(7) for result in results[-1:]])
-    rank.call_under_stress(wire.CallUnderStress("check", [0, 1, 2], [(2, "host", 10.0)], [], [1] * kept, ()))
+    rank.call_under_stress("check", [0, 1, 2], [(2, "host", 10.0)], [], [1] * kept, ())
     assert [int(views[0]) for views in outputs.views] == [100, seen, 102]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.evaluate.memory.input_generation import Inputs
+from peerlane.evaluate.memory.layouts import Inputs
 from peerlane.evaluate.memory.slots import strip_overlap
 from peerlane.problems.contract import RANDOM, BlockGenerators, Case, Draw, Problem, describe
 

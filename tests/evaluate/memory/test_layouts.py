@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from peerlane.evaluate.memory import layouts
-from peerlane.evaluate.memory.input_generation import Drawn
-from peerlane.evaluate.memory.layouts import FEWEST_SLOTS, find_layouts, slots_that_fit
+from peerlane.evaluate.memory.layouts import FEWEST_SLOTS, Drawn, find_layouts, slots_that_fit
 from peerlane.evaluate.memory.slots import ArgumentSlots
 from peerlane.problems.contract import Case, describe
 

@@ -54,7 +54,7 @@ def session(isolation: Isolation, device: str = "cpu") -> Session:
     return Session(device, 1, Deadlines(), isolation=isolation)
 
 
-@pytest.mark.parametrize("module", ["evaluate.selftest.lanes", "cli.evaluation"])
+@pytest.mark.parametrize("module", ["evaluate.selftest.side_by_side", "cli.evaluation"])
 def test_what_starts_a_fork_server_does_not_import_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, peerlane.{module}; assert 'torch' not in sys.modules"], check=True)
 

@@ -15,12 +15,15 @@ from typing import Any
 import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import messages
 from peerlane.evaluate.correctness.case_runner import verdict_of
-from peerlane.evaluate.processes import rank_group
+from peerlane.evaluate.messages import Request
+from peerlane.evaluate.processes import leader
+from peerlane.evaluate.processes.group_failure import GroupFailure, root_cause
 from peerlane.evaluate.processes.limit import Limit, OutOfTime
 from peerlane.evaluate.processes.protocol import MAX_MESSAGE_BYTES, Channel
-from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, GroupFailure, RankGroup, _cause
+from peerlane.evaluate.processes.rank_group import BuildTime, EmulatedRankGroup, RankGroup
+from peerlane.evaluate.rank_interface import BlockInterface, CandidateInterface, LoadingInterface, RankInterface, TrustedInterface
 
 
 @dataclass
@@ -43,11 +46,11 @@ def pair() -> Iterator[tuple[RankGroup, Far]]:
 
 def test_answers_come_back_in_the_order_of_the_ranks(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.Initialize(), "spawn", 5)
+    group.begin(Request(RankInterface.initialize), "spawn", 5)
     for rank in (1, 0):
         assert far.ranks[rank].receive() == {"op": "initialize"}
-        far.ranks[rank].send({"ok": True, "pid": rank})
-    assert group.finish() == [wire.Initialized(0), wire.Initialized(1)]
+        far.ranks[rank].send({"ok": True, "answer": rank})
+    assert group.finish() == [0, 1]
 
 
 def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_of_the_end(
@@ -55,25 +58,25 @@ def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_
 ) -> None:
     """The leader tells in one breath that both ranks have ended; rank 1 answered after the selector had looked."""
     group, far = pair
-    group.begin(wire.Initialize(), "spawn", 5)
-    far.ranks[0].send({"ok": True, "pid": 0})
+    group.begin(Request(RankInterface.initialize), "spawn", 5)
+    far.ranks[0].send({"ok": True, "answer": 0})
     far.leader.send({"exited": 0, "status": 0})
-    read_control = group._read_control
+    read_control = group._leader.read
 
     def answered_meanwhile(phase: str) -> GroupFailure | None:
-        if not group._exits:
-            far.ranks[1].send({"ok": True, "pid": 1})
+        if not group._leader.exits:
+            far.ranks[1].send({"ok": True, "answer": 1})
             far.leader.send({"exited": 1, "status": 0})
         return read_control(phase)
 
-    monkeypatch.setattr(group, "_read_control", answered_meanwhile)
-    assert [answer.pid for answer in group.finish()] == [0, 1]
+    monkeypatch.setattr(group._leader, "read", answered_meanwhile)
+    assert group.finish() == [0, 1]
 
 
 def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGroup, Far]) -> None:
     """A warm group comes up in seconds and may be collected minutes later."""
     group, far = pair
-    group.begin(wire.UseDevice(), "spawn", 0.05)
+    group.begin(Request(BlockInterface.use_device), "spawn", 0.05)
     for channel in far.ranks:
         channel.send({"ok": True})
     time.sleep(0.1)
@@ -82,7 +85,7 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
 
 def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.UseDevice(), "first_call", 0.1)
+    group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
     far.ranks[0].send({"ok": True})
     with pytest.raises(GroupFailure) as caught:
         group.finish()
@@ -98,7 +101,7 @@ def test_a_busy_import_has_its_cpu_seconds(
     had: tuple[float, ...] | None, answered: bool, pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that others keep from its core is waited for beyond the deadline; one that sleeps, or has had its share, is not."""
-    monkeypatch.setattr(rank_group, "_TOLD_S", 10.0 if had else 0.1)
+    monkeypatch.setattr(leader, "_ANSWER_S", 10.0 if had else 0.1)
     group, far = pair
 
     def lead() -> None:
@@ -109,16 +112,16 @@ def test_a_busy_import_has_its_cpu_seconds(
             for channel in far.ranks:
                 channel.send({"ok": True})
 
-    leader = threading.Thread(target=lead)
-    leader.start()
+    thread = threading.Thread(target=lead)
+    thread.start()
     with contextlib.nullcontext() if answered else pytest.raises(GroupFailure, match="no answer"):
-        assert len(group.ask(wire.UseDevice(), "import", 0.3, counts_cpu=True)) == 2
-    leader.join(10)
+        assert len(group.ask(Request(BlockInterface.use_device), "import", 0.3, counts_cpu=True)) == 2
+    thread.join(10)
 
 
 def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.RecopyOutput("case", 0), "stress", 0.1, calls=False)
+    group.begin(Request(CandidateInterface.recopy_output, "case", 0), "stress", 0.1, calls=False)
     far.ranks[0].send({"ok": True})
     with pytest.raises(GroupFailure) as caught:
         group.finish()
@@ -135,7 +138,7 @@ def test_a_limit_names_ranks_whose_one_call_took_half_of_all(earlier_s: float, n
     group.limit.start()
     group.limit.called_s = earlier_s
     with pytest.raises(OutOfTime) as caught:
-        group.ask(wire.Call("case", "candidate", [0]), "first_call", 60)
+        group.ask(Request(CandidateInterface.call, "case", "candidate", [0]), "first_call", 60)
     assert caught.value.ranks == named and (caught.value.call_s > 0) == bool(named) and caught.value.called_s >= 0.3 + earlier_s - 0.1
     group.limit.close()
 
@@ -145,7 +148,7 @@ def test_a_limit_blames_no_rank_for_what_is_not_its_code(pair: tuple[RankGroup, 
     group.limit = Limit(0.2)
     group.limit.start()
     with pytest.raises(OutOfTime) as caught:
-        group.ask(wire.DetachCase("case"), "spawn", 60, calls=False)
+        group.ask(Request(LoadingInterface.detach_case, "case"), "spawn", 60, calls=False)
     assert caught.value.ranks == ()
     group.limit.close()
 
@@ -154,7 +157,7 @@ def test_time_to_compile_is_taken_from_no_call_and_no_time_limit(pair: tuple[Ran
     group, far = pair
     group.building, group.limit = BuildTime(60), Limit(0.2)
     group.limit.start()
-    group.begin(wire.UseDevice(), "first_call", 0.1)
+    group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
 
     def compile_and_answer() -> None:
         time.sleep(0.4)
@@ -176,7 +179,7 @@ def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far
     group, far = pair
     group.building = BuildTime(0.2)
     for _ in range(2):
-        group.begin(wire.UseDevice(), "first_call", 0.1)
+        group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
         far.ranks[1].send({"building": True})
         far.ranks[0].send({"ok": True})
         with pytest.raises(GroupFailure) as caught:
@@ -187,7 +190,7 @@ def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far
 
 def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.UseDevice(), "correctness", 60)
+    group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.ranks[1].send({"ok": False, "error": {"kind": "cuda_error", "message": "illegal address"}})
     begin = time.monotonic()
     with pytest.raises(GroupFailure, match="illegal address") as caught:
@@ -202,7 +205,7 @@ def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> 
 def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Far]) -> None:
     """Whatever a rank was made to say, and however much of it."""
     group, far = pair
-    group.begin(wire.UseDevice(), "correctness", 60)
+    group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.ranks[1].send({"ok": False, "error": {"kind": "runtime_error", "message": message}})
     with pytest.raises(GroupFailure) as caught:
         group.finish()
@@ -211,7 +214,7 @@ def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Fa
 
 def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.UseDevice(), "correctness", 60)
+    group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.leader.send({"exited": 0, "status": 3})
     with pytest.raises(GroupFailure, match="exited with status 3") as caught:
         group.finish()
@@ -220,15 +223,15 @@ def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_ope
 
 def test_a_group_is_asked_one_thing_at_a_time(pair: tuple[RankGroup, Far]) -> None:
     group, _ = pair
-    group.begin(wire.UseDevice(), "correctness", 5)
+    group.begin(Request(BlockInterface.use_device), "correctness", 5)
     assert group.busy
     with pytest.raises(HarnessError, match="busy with correctness"):
-        group.ask(wire.UseDevice(), "timing", 5)
+        group.ask(Request(BlockInterface.use_device), "timing", 5)
 
 
 def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.UseDevice(), "correctness", 60)
+    group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.ranks[0].send({"ok": False, "error": {"kind": "runtime_error", "message": "connection closed by peer"}})
     far.leader.send({"exited": 1, "status": -9})
     with pytest.raises(GroupFailure, match="SIGKILL") as caught:
@@ -256,7 +259,7 @@ def test_a_rank_that_gives_up_while_others_wait_is_named_with_its_words(
     logs[0].write_text("terminate called by somebody else")
     logs[1].write_text(GAVE_UP)
     group._logs = [os.open(log, os.O_RDONLY) for log in logs]
-    group.begin(wire.UseDevice(), "correctness", 60)
+    group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.leader.send(told)
     with pytest.raises(GroupFailure) as caught:
         group.finish()
@@ -270,7 +273,7 @@ def test_a_rank_that_gives_up_while_others_wait_is_named_with_its_words(
 )
 def test_an_error_of_no_known_kind_is_garbage(error: Any, pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.UseDevice(), "correctness", 5)
+    group.begin(Request(BlockInterface.use_device), "correctness", 5)
     for channel in far.ranks:
         channel.send({"ok": False, "error": error})
     with pytest.raises(GroupFailure, match="neither ok nor an error") as caught:
@@ -288,20 +291,32 @@ def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple
         for _ in range(100_000):
             value = [value]
     with pytest.raises(ProtocolError):
-        group.ask([wire.CollectOutputs("case", [0], [0], [described], []) for described in ({}, value)], "correctness", 5)
+        group.ask(
+            [Request(TrustedInterface.collect_outputs, "case", [0], [0], [described], []) for described in ({}, value)], "correctness", 5
+        )
     assert not group.busy
-    group.begin(wire.Exit(), "exit", 5)
+    group.begin(Request(RankInterface.exit), "exit", 5)
     assert [channel.receive() for channel in far.ranks] == [{"op": "exit"}] * 2
 
 
 @pytest.mark.parametrize(
     "answer",
-    [{"ok": True}, {"ok": True, "pid": -1}, {"ok": True, "pid": 1, "more": 2}, {"ok": 1, "pid": 1}, {"pid": 1}, {"ok": True, "pid": "1"}],
+    [
+        {"ok": True},
+        {"ok": True, "answer": -1},
+        {"ok": True, "answer": None},
+        {"ok": True, "answer": 1, "more": 2},
+        {"ok": True, "more": 1},
+        {"ok": 1, "answer": 1},
+        {"answer": 1},
+        {"ok": True, "answer": "1"},
+        {"ok": True, "ranks": [1]},
+    ],
 )
 def test_an_answer_to_another_request_is_garbage(answer: dict[str, Any], pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
-    group.begin(wire.Initialize(), "spawn", 5)
-    far.ranks[0].send({"ok": True, "pid": 1})
+    group.begin(Request(RankInterface.initialize), "spawn", 5)
+    far.ranks[0].send({"ok": True, "answer": 1})
     far.ranks[1].send(answer)
     with pytest.raises(GroupFailure) as caught:
         group.finish()
@@ -322,20 +337,20 @@ def emulated() -> Iterator[tuple[EmulatedRankGroup, Far]]:
 
 def test_emulated_ranks_are_asked_and_answer_in_one_message(emulated: tuple[EmulatedRankGroup, Far]) -> None:
     group, far = emulated
-    group.begin([wire.DetachCase(space) for space in "abc"], "spawn", 5)
+    group.begin([Request(LoadingInterface.detach_case, space) for space in "abc"], "spawn", 5)
     assert far.ranks[0].receive() == {"op": "detach_case", "ranks": [{"space": "a"}, {"space": "b"}, {"space": "c"}]}
     far.ranks[0].send({"ok": True})
-    assert group.finish() == [wire.Done()] * 3
-    group.begin(wire.Initialize(), "spawn", 5)
+    assert group.finish() == [None] * 3
+    group.begin(Request(RankInterface.initialize), "spawn", 5)
     assert far.ranks[0].receive() == {"op": "initialize"}
-    far.ranks[0].send({"ok": True, "ranks": [{"pid": pid} for pid in range(3)]})
-    assert [answer.pid for answer in group.finish()] == [0, 1, 2]
+    far.ranks[0].send({"ok": True, "ranks": [{"answer": pid} for pid in range(3)]})
+    assert group.finish() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("ranks", [None, {}, [], [{"pid": 1}] * 2, [{"pid": 1}, {"pid": 1}, {}], [{"pid": 1}] * 2 + [3]])
+@pytest.mark.parametrize("ranks", [None, {}, [], [{"answer": 1}] * 2, [{"answer": 1}, {"answer": 1}, {}], [{"answer": 1}] * 2 + [3]])
 def test_every_emulated_rank_must_answer(ranks: Any, emulated: tuple[EmulatedRankGroup, Far]) -> None:
     group, far = emulated
-    group.begin(wire.Initialize(), "spawn", 5)
+    group.begin(Request(RankInterface.initialize), "spawn", 5)
     far.ranks[0].send({"ok": True, "ranks": ranks})
     with pytest.raises(GroupFailure, match="malformed") as caught:
         group.finish()
@@ -345,21 +360,21 @@ def test_every_emulated_rank_must_answer(ranks: Any, emulated: tuple[EmulatedRan
 def test_of_ranks_that_lost_a_shared_gpu_the_one_that_knows_why_is_named() -> None:
     lost = GroupFailure("cuda_error", "first_call", "unspecified launch failure", rank=1)
     told = GroupFailure("cuda_error", "first_call", "unspecified launch failure\nmoe_up: rank 0 (storer) waited for rank 2", rank=0)
-    assert _cause(lost, told) is told and _cause(told, lost) is told
+    assert root_cause(lost, told) is told and root_cause(told, lost) is told
 
 
 def test_a_long_call_tells_how_long_it_is_waited_for(pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluator's own requests do not: no candidate hangs there."""
-    monkeypatch.setattr(rank_group, "_LONG_CALL_S", 0.0)
-    monkeypatch.setattr(rank_group, "_TELL_EVERY_S", 0.05)
+    monkeypatch.setattr("peerlane.evaluate.processes.rank_group._LONG_CALL_S", 0.0)
+    monkeypatch.setattr("peerlane.evaluate.processes.rank_group._REPORT_EVERY_S", 0.05)
     group, _ = pair
     told: list[tuple[str, float]] = []
     group.tell_wait = lambda phase, left_s: told.append((phase, left_s))
     with pytest.raises(GroupFailure, match="no answer"):
-        group.ask(wire.Exit(), "exit", 0.1, calls=False)
+        group.ask(Request(RankInterface.exit), "exit", 0.1, calls=False)
     assert told == []
     with pytest.raises(GroupFailure, match="no answer from rank"):
-        group.ask(wire.Exit(), "first_call", 2.0)
+        group.ask(Request(RankInterface.exit), "first_call", 2.0)
     left = [seconds for _, seconds in told]
     assert left and {phase for phase, _ in told} == {"first_call"}
     assert left == sorted(left, reverse=True) and 0 < left[-1] <= left[0] <= 2.0
@@ -373,7 +388,7 @@ def test_ranks_that_make_no_progress_hang_long_before_the_deadline(pair: tuple[R
     telling = threading.Timer(0.3, far.leader.send, [{"still_s": 61}])
     telling.start()
     with pytest.raises(GroupFailure) as caught:
-        group.ask(wire.Call("case", "candidate", [0]), "first_call", 60, quiet_s=0.2)
+        group.ask(Request(CandidateInterface.call, "case", "candidate", [0]), "first_call", 60, quiet_s=0.2)
     assert (caught.value.kind, caught.value.ranks, caught.value.deadline_s, caught.value.stuck) == ("hang", (0, 1), 0.2, True)
     assert 0.2 <= time.monotonic() - begin < 10
     telling.join()

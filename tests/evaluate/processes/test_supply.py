@@ -16,10 +16,10 @@ import pytest
 
 from peerlane.common.place import GPUS
 from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
-from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator, wire
+from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator, scheduler
 from peerlane.evaluate.processes import machine_faults
+from peerlane.evaluate.processes.fork_server import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.limit import Limit
-from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure
 from peerlane.evaluate.ranks import builds
@@ -192,7 +192,7 @@ class Judged:
 def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = [result(candidate=result().candidate.model_copy(update={"sha256": f"{number:064d}"})) for number in range(3)]
     run = Judged(results)
-    monkeypatch.setattr(evaluator.Evaluator, "judge", lambda _, jobs, *__: run.judge(jobs))
+    monkeypatch.setattr(scheduler.Scheduler, "judge", lambda _, jobs, *__: run.judge(jobs))
     syncs = iter([None, OSError(errno.ENOSPC, "No space left on device")])
 
     def fsync(fd: int) -> None:
@@ -234,9 +234,9 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_gpu_leaves_the_rest_of_the_run_undone() -> None:
     plan = EvaluationPlan(discover(["reference"]), problems="1,2,4", presets=("small",), world_sizes=(2,))
     with evaluator.Evaluator(plan=plan) as run:
-        run._lanes_of(2)
-        run._missing = "GPU 1 does not answer: GPU is lost"
-        results = [result for _, result in run.judge(evaluator.make_jobs(plan))]
+        run.scheduler.slots_of(2)
+        run.scheduler.runner.gave_up = "GPU 1 does not answer: GPU is lost"
+        results = [result for _, result in run.scheduler.judge(evaluator.make_jobs(plan))]
     assert [item.verdict.kind for item in results] == ["not_run"] * 3 and "GPU is lost" in results[2].verdict.reason
 
 
@@ -250,7 +250,7 @@ class Builder(Group):
         self.let_go = threading.Event()
 
     def ask(self, request: Any, *_: Any) -> None:
-        if isinstance(request, wire.BuildCandidate):
+        if request.op == "build_candidate":
             while not self.let_go.wait(0.005):
                 self.limit.check("build")
             if self.wrong is not None:
@@ -391,9 +391,9 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
             turns.append(self.job.candidate.name)
             return result()
 
-    monkeypatch.setattr(evaluator, "EvaluationPipeline", Examined)
+    monkeypatch.setattr(scheduler, "EvaluationPipeline", Examined)
     monkeypatch.setattr(builds.Builds, "order", lambda *_: None)
     monkeypatch.setattr(builds.Builds, "ready", lambda _, candidate: candidate.backend != "cuda" or len(turns) == 2)
     with evaluator.Evaluator(plan=plan) as run:
-        assert len(list(run.judge(evaluator.make_jobs(plan)))) == 3
+        assert len(list(run.scheduler.judge(evaluator.make_jobs(plan)))) == 3
     assert turns == ["1_b_pytorch", "1_c_pytorch", "1_a_cuda"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import functools
 import importlib
@@ -35,9 +34,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def request_of(candidate: Path) -> wire.BuildCandidate:
+def request_of(candidate: Path) -> dict[str, Any]:
     source = candidate.read_bytes().decode("latin-1")
-    return wire.BuildCandidate(str(candidate), source, cache=None, granted={}, on_cpu=False, gpu_only=False)
+    return {"path": str(candidate), "source": source, "cache": None, "granted": {}, "on_cpu": False, "gpu_only": False}
 
 
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
@@ -54,7 +53,7 @@ def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
     lock.parent.mkdir(parents=True)
     lock.touch()
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build_candidate(request_of(candidate)) == wire.Built(None, False)
+    assert builder.build_candidate(**request_of(candidate)) == wire.Built(None, False)
     assert not lock.exists()
 
 
@@ -76,7 +75,7 @@ def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
     candidate = tmp_path / "1_allreduce_cuda.py"
     candidate.write_text("raise RuntimeError('no GPU here')\n")
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build_candidate(request_of(candidate)) == wire.Built("RuntimeError: no GPU here", False)
+    assert builder.build_candidate(**request_of(candidate)) == wire.Built("RuntimeError: no GPU here", False)
 
 
 def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,10 +180,10 @@ def solution(tensor):
 """
 
 
-def gpu_only(tmp_path: Path, body: str) -> wire.BuildCandidate:
+def gpu_only(tmp_path: Path, body: str) -> dict[str, Any]:
     candidate = tmp_path / "1_add_cuda.py"
     candidate.write_text(EXTENSION.replace("BODY", body))
-    return dataclasses.replace(request_of(candidate), on_cpu=True, gpu_only=True)
+    return {**request_of(candidate), "on_cpu": True, "gpu_only": True}
 
 
 @pytest.fixture
@@ -199,15 +198,15 @@ def test_device_code_is_compiled_by_the_nvcc_that_is_here(builder: Builder, tmp_
     (tmp_path / "nvcc").write_text(NVCC)
     (tmp_path / "nvcc").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert builder.build_candidate(gpu_only(tmp_path, "p[0] = 1;")) == wire.Built(None, True)
+    assert builder.build_candidate(**gpu_only(tmp_path, "p[0] = 1;")) == wire.Built(None, True)
     with pytest.raises(CompileError, match=r"nvcc refuses the device code(.|\n)*expected a"):
-        builder.build_candidate(gpu_only(tmp_path, "float x y;"))
+        builder.build_candidate(**gpu_only(tmp_path, "float x y;"))
 
 
 def test_without_nvcc_the_import_s_own_error_is_told(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_check, "find_nvcc", lambda: None)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-    built = builder.build_candidate(gpu_only(tmp_path, "p[0] = 1;"))
+    built = builder.build_candidate(**gpu_only(tmp_path, "p[0] = 1;"))
     assert built.raised is not None and "CUDA_HOME environment variable is not set" in built.raised and not built.by_nvcc
     said = needs_gpu(built.raised, built.by_nvcc, emulated=False)
     assert "its import here ended in OSError: CUDA_HOME" in said

@@ -11,8 +11,8 @@ import torch
 from peerlane.errors import UsageError
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots
 from peerlane.evaluate.ranks import timed_block
-from peerlane.evaluate.ranks.rank import Rank
-from peerlane.evaluate.wire import BlockPlan, PrepareBlock
+from peerlane.evaluate.ranks.trusted import TrustedRank
+from peerlane.evaluate.wire import BlockPlan
 from peerlane.problems.contract.tree import describe
 
 CPU = torch.device("cpu")
@@ -109,7 +109,7 @@ def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
 def test_a_graph_that_lacks_messages_is_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the capture ended well or not, the messages left are reported once: the eager calls that follow must not raise for them."""
     left: list[str] = []
-    rank = object.__new__(Rank)
+    rank = object.__new__(TrustedRank)
     rank.device, rank.give_back = CPU, lambda: None  # type: ignore[method-assign]
 
     def check_capture() -> None:
@@ -125,11 +125,10 @@ def test_a_graph_that_lacks_messages_is_a_failed_capture(monkeypatch: pytest.Mon
         raise RuntimeError("not while capturing")
 
     rank._check_capture = check_capture
-    request = PrepareBlock("case", "graph", "candidate", PLAN)
     for candidate, reason in ((posts, "UsageError: messages were not launched"), (fails, "RuntimeError: not while capturing")):
-        assert rank.build_block(request, candidate, *slots_of(6)).failure == reason
+        assert rank.build_block("graph", PLAN, candidate, *slots_of(6)) == reason
         assert rank.block is None and not left
-    assert rank.build_block(request, solution, *slots_of(6)).failure is None
+    assert rank.build_block("graph", PLAN, solution, *slots_of(6)) is None
     assert isinstance(rank.block, timed_block.GraphBlock)
 
 

@@ -20,10 +20,12 @@ from peerlane.evaluate.audit.activity import Activity, activity, kernel_kind, mo
 from peerlane.evaluate.audit.library import library_kernels
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 from peerlane.evaluate.correctness.case_runner import CaseRunner
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.timing.benchmark import Benchmark
-from peerlane.evaluate.wire_records import NAME_CHARACTERS
+from peerlane.evaluate.wire import NAME_CHARACTERS
 from peerlane.results.record import Mode
 from peerlane.results.result import Audit, Mechanism
 from peerlane.results.verdict import IntegrityFailure, TrackViolation
@@ -189,12 +191,12 @@ def profiler_works(session: Session) -> bool:
     """Tells whether a kernel of PyTorch's is seen in fresh ranks, in which no candidate ever was."""
     group = session.take_group()
     try:
-        answers = group.ask(wire.ProbeProfiler(secrets.token_hex(16)), "audit", session.deadlines.first_call)
+        recordings = group.ask(Request(CandidateInterface.probe_profiler, secrets.token_hex(16)), "audit", session.deadlines.first_call)
     except GroupFailure:
         return False
     finally:
         group.kill()
-    seen = [activity(answer.recording.host, answer.recording.device) for answer in answers]
+    seen = [activity(recording.host, recording.device) for recording in recordings]
     return all(_shows_work(item, session.place) for item in seen)
 
 

@@ -20,7 +20,7 @@ import torch
 from peerlane.device.host import launch, tune
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.device_code import in_ptx, in_sass
-from peerlane.evaluate.wire_records import MOST_NAMES, NAME_CHARACTERS, KernelOrigin
+from peerlane.evaluate.wire import MOST_NAMES, NAME_CHARACTERS, KernelOrigin
 
 _demangle = torch._C._demangle
 _MOST_LIBRARY_BYTES = 512 << 20

@@ -37,9 +37,9 @@ def count_network_bytes(runner: CaseRunner, cluster: Cluster) -> NetworkBytes:
     Raises Rejected if its outputs are wrong. The case is open.
     """
     runner.refresh_inputs(1)
-    before = [answer.connections for answer in runner.candidate.list_connections()]
+    before = runner.candidate.list_connections()
     runner.check("audit", runner.session.deadlines.first_call, [0])
-    after = [answer.connections for answer in runner.candidate.list_connections()]
+    after = runner.candidate.list_connections()
     counted = bytes_between(cluster, before, after)
     costs = [runner.problem.cost(runner.case, rank) for rank in range(cluster.world_size)]
     return NetworkBytes(

@@ -22,7 +22,7 @@ from peerlane.device.tools import trace
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.timeline import HOST_LANE
-from peerlane.evaluate.wire_records import MOST_EVENTS, MOST_MARKS, MOST_NAMES, NAME_CHARACTERS
+from peerlane.evaluate.wire import MOST_EVENTS, MOST_MARKS, MOST_NAMES, NAME_CHARACTERS
 
 _front: Any = torch.autograd.profiler
 _Activity, _Settings, _KINETO, _CPU = _front.ProfilerActivity, _front.ProfilerConfig, _front.ProfilerState.KINETO, _front.DeviceType.CPU

@@ -18,7 +18,7 @@ from peerlane.common.files import write_atomically
 from peerlane.errors import UsageError
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.activity import COMMUNICATION, kernel_kind
-from peerlane.evaluate.wire_records import RoleStamp
+from peerlane.evaluate.wire import RoleStamp
 
 HOST_LANE = -1
 _MOST_NAMES_SAID = 8

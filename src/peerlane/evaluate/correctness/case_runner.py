@@ -182,9 +182,7 @@ class CaseRunner:
         """Makes the generated contents visible to the candidate, of all slots or the first ``slots``."""
         self.trusted.publish_inputs(self.slots if slots is None else slots)
 
-    def prepare_block(
-        self, mode: wire.LaunchMode, side: wire.Side, plan: wire.BlockPlan
-    ) -> tuple[list[wire.PreparedBlock], list[wire.PreparedBlock]]:
+    def prepare_block(self, mode: wire.LaunchMode, side: wire.Side, plan: wire.BlockPlan) -> tuple[list[str | None], list[str | None]]:
         """Has the trusted and the candidate's ranks build their timed blocks, at the same time; returns the answers of both."""
         with self.trusted.preparing_block(mode, plan) as ours:
             theirs = self.candidate.prepare_block(mode, side, plan, self.deadline(self.session.deadlines.first_call, plan.calls))
@@ -271,7 +269,7 @@ class CaseRunner:
         except ProtocolError as error:  # JSON that a rank wrote can grow when it is written again
             raise GroupFailure("garbage", phase, f"a rank's description of its outputs cannot be passed on: {error}") from None
         self._waiting += [self.kinds[slot] for slot in contents]
-        return max(answer.bytes for answer in answers)
+        return max(answers)
 
     def recheck_output(self, slot: int, phase: Phase, ended: float) -> None:
         """Compares what the latest call of a block or pass returned, in this slot, with its snapshot; raises :class:`Rejected`.
@@ -304,7 +302,7 @@ class CaseRunner:
         they were published, so that all of them are looked at, and what lies between them."""
         begin = time.monotonic()
         judges = [self._next_judge() for _ in self._waiting] if self.samples_ranks else []
-        answers = self.trusted.judge_outputs(at_rest=at_rest, judges=judges)
+        answers = self.trusted.judge_outputs(at_rest, judges)
         kinds, self._waiting = self._waiting, []
         if kinds:
             self.judge_s = (time.monotonic() - begin) / len(kinds)

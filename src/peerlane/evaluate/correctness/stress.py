@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.correctness.slot_swaps import SlotSwaps
+from peerlane.evaluate.messages import Request
+from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.settings import StressRules
 
 _SHARE_OF_BUDGET = 0.25  # one pass of a case may take so much of the time, so that there are several
@@ -122,18 +124,18 @@ class Stress:
         busy_s = min(max(self.pass_s, _SHORTEST_SLICING_S), _LONGEST_SLICING_S)
         with runner.time_slicing(time_slicing, busy_s):
             begin = time.monotonic()
-            answers = runner.candidate.call_under_stress(requests, runner.deadline(runner.session.deadlines.calls, len(order)))
+            outputs = runner.candidate.call_under_stress(requests, runner.deadline(runner.session.deadlines.calls, len(order)))
             ended = time.monotonic()
         if time_slicing is None:
             self.pass_s = ended - begin
         intact = {order[position] for position in [*kept, -1]}
-        outputs = [answer.outputs for answer in answers]
         runner.collect_from(outputs, choose_compared(order, self.judge_s, self.rules), "stress", slot_swaps.contents, intact)
         runner.recheck_output(order[-1], "stress", ended)
         runner.judge("stress")
         runner.evidence.stressed_calls += len(order)
 
-    def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[wire.CallUnderStress]:
+    def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[Request[wire.Outputs]]:
         plans = draw_jitter(len(runner.layouts), len(order), on_gpu=runner.session.place.has_gpus)
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
-        return [wire.CallUnderStress(runner.space, order, plan, poisoned, kept, slot_swaps.steps) for plan in plans]
+        asked = CandidateInterface.call_under_stress
+        return [Request(asked, runner.space, order, plan, poisoned, kept, slot_swaps.steps) for plan in plans]

@@ -1,17 +1,18 @@
-"""The layout of a case's slots in memory: the sizes of what is drawn for them, and of what the reference answers."""
+"""The inputs of a case, and the layout of its slots in memory: the sizes of what is drawn for them, and of what the reference answers."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.memory.input_generation import Inputs
 from peerlane.evaluate.memory.slots import ArgumentSlots, describe_answer, place_slots, strip_overlap
+from peerlane.problems.contract.draw import RANDOM, BlockGenerators, Draw
+from peerlane.problems.contract.spec import Case, Problem
 from peerlane.problems.contract.tree import Description, Tree, describe
 
 FEWEST_SLOTS = 4
@@ -19,6 +20,30 @@ FEWEST_SLOTS = 4
 FEWEST_LARGE_SLOTS = 2
 """of a case, however much memory they take: what is right in one must not be right in the other"""
 MOST_OF_FEWEST_BYTES = 2 << 30
+
+
+class Drawn(NamedTuple):
+    """The arguments of one call, and whether those of every other slot have the same shapes, strides and host-side numbers for certain."""
+
+    args: tuple[Any, ...]
+    fixed: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The source of a rank's inputs; ``secret`` seeds it."""
+
+    problem: Problem
+    case: Case
+    rank: int
+    secret: str
+    device: torch.device
+
+    def of(self, slot: int, block: int, kind: str = RANDOM, generators: BlockGenerators | None = None) -> Drawn:
+        """The arguments of a slot's call in a block; with the ``generators`` of the block, its slots are drawn in order."""
+        who = {"secret": self.secret, "case_key": self.case.key, "rank": self.rank}
+        draw = Draw(**who, slot=slot, block=block, kind=kind, device=self.device, generators=generators)  # type: ignore[arg-type]
+        return Drawn(self.problem.inputs(self.case, self.rank, draw), draw.fixed)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from peerlane.evaluate.processes.logs import LogTail
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.sandbox.confine import Confinement
 from peerlane.sandbox.core_time import CoreClock
@@ -36,11 +35,48 @@ from peerlane.sandbox.process_tree import adopt_orphans, children, descendants, 
 from peerlane.sandbox.stillness import Stillness, is_ending
 from peerlane.sandbox.untrusted_folders import remove_tree
 
+KEPT_BYTES = 1 << 16
+"""Bytes that are kept of what each rank printed last."""
+_CHUNK_BYTES = 1 << 16  # what a pipe holds
+_DRAIN_CHUNKS = 64  # read from a pipe at a time, at most: a rank may be printing faster than anybody reads
 FDS_PER_RANK = 3  # command socket, shared memory, log
 _SWEEP_S = 5.0  # orphans of a leader that was killed are looked for so long
 _ENDING_LOOKS = 10  # what ends by itself has a status by then
 _STILL_S = 600  # nobody needs to know of more, and a group that waits for its turn says nothing then
 _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
+
+
+class LogTail:
+    """The end of what a rank prints, which comes out of a pipe, in a memory file that never holds more than twice ``KEPT_BYTES``."""
+
+    def __init__(self, pipe: int, file: int) -> None:
+        self._pipe, self._file, self._size = pipe, file, 0
+        os.set_blocking(pipe, False)
+
+    def fileno(self) -> int:
+        return self._pipe
+
+    def pump(self) -> bool:
+        """Takes what the pipe holds now; False once nobody can write to it any more."""
+        for _ in range(_DRAIN_CHUNKS):
+            try:
+                chunk = os.read(self._pipe, _CHUNK_BYTES)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            self._append(chunk)
+        return True
+
+    def _append(self, chunk: bytes) -> None:
+        if self._size + len(chunk) > 2 * KEPT_BYTES:
+            kept = os.pread(self._file, KEPT_BYTES, max(0, self._size - KEPT_BYTES))
+            os.ftruncate(self._file, 0)
+            self._size = os.pwrite(self._file, kept, 0)
+        self._size += os.pwrite(self._file, chunk, self._size)
+
+    def close(self) -> None:
+        os.close(self._pipe)
 
 
 def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leader: int, forker: int) -> NoReturn:

@@ -95,7 +95,7 @@ class WarmPool:
 
 def _await_start(group: RankGroup) -> None:
     if group.busy:
-        group.pids = tuple(answer.pid for answer in group.finish())
+        group.pids = tuple(group.finish())
 
 
 def _ended(group: RankGroup, failure: GroupFailure) -> str:

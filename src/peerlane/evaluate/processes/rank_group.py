@@ -10,75 +10,28 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import messages
+from peerlane.evaluate.messages import Answer, Request
+from peerlane.evaluate.processes.group_failure import GroupFailure as GroupFailure
+from peerlane.evaluate.processes.group_failure import root_cause
+from peerlane.evaluate.processes.leader import Leader
 from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.protocol import Channel, encode
 from peerlane.sandbox import linux
 from peerlane.sandbox.caches import CacheSlot
 from peerlane.sandbox.core_time import CoreTime
 
-A = TypeVar("A", bound=wire.Answer)
+A = TypeVar("A")
 
 _LOG_BYTES = 2000
-_EXPIRED = ") waited for rank "
 _GAVE_UP = re.compile(r"(terminate called |Fatal Python error: ).*?(?=\n\n|\nException raised from|\Z)", re.DOTALL)
-_SAID_CHARACTERS = 500
-_LONG_CALL_S, _TELL_EVERY_S = 3.0, 1.0  # a call that takes longer may well hang
-_TOLD_S = 5.0  # within which a leader tells what its ranks had of the cores
-_MOST_TIMES = 4.0  # the deadline, that a request with a limit in CPU seconds may take
-_GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
-
-
-class GroupFailure(Exception):
-    """A rank group did not do what it was asked. The group must be killed.
-
-    Attributes:
-        kind: ``hang`` (the candidate's code did not return), ``no_answer`` (the evaluator's own code in the rank did not), ``exit``,
-            ``garbage``, ``machine`` (no rank is to blame), or the kind a rank reported (``runtime_error``, ``cuda_error``, ...).
-        phase: what was being done.
-        rank: the first rank that failed, if one can be named.
-        ranks: for ``hang`` and ``no_answer``, the ranks that had not answered.
-        message: the rank's traceback or a sentence.
-        deadline_s: for ``hang`` and ``no_answer``, how long was waited.
-        stuck: for ``hang``, True if the ranks made no progress meanwhile: a longer wait would change nothing.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        phase: str,
-        message: str,
-        *,
-        rank: int | None = None,
-        ranks: Sequence[int] = (),
-        deadline_s: float = 0.0,
-        stuck: bool = False,
-    ) -> None:
-        super().__init__(f"{kind} in {phase}: {message}")
-        self.kind, self.phase, self.message = kind, phase, message
-        self.rank, self.ranks, self.deadline_s, self.stuck = rank, tuple(ranks), deadline_s, stuck
-
-
-def out_of_memory_kills() -> int:
-    """Returns how many processes the kernel has killed for memory since the machine's start; 0 where it does not say."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
-def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
-    """Returns the root cause of two failures, in the order of their arrival: a rank raises when another that it waits for has ended."""
-    if first is None or (first.kind == "runtime_error" and second.kind == "exit"):
-        return second
-    if first.kind == second.kind == "cuda_error" and _EXPIRED not in first.message and _EXPIRED in second.message:
-        return second  # where ranks share a GPU, all lose it with one; that one's kernel says what it waited for
-    return first
+_LAST_WORDS_CHARACTERS = 500
+_LONG_CALL_S, _REPORT_EVERY_S = 3.0, 1.0  # seconds after which a call may well hang, and between two reports of it
+_MAX_DEADLINES = 4.0  # times its deadline that a request with a limit in CPU seconds may take
+_GRACE_S = 0.1  # seconds after the first failure in which the leader or another rank may be found dead, which would be the cause
 
 
 class BuildTime:
@@ -115,27 +68,17 @@ class RankGroup:
         self.slot: CacheSlot | None = None
         self.uid = 0
         """dedicated user id of its processes, or 0"""
-        self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
+        self._leader = Leader(control, sweep)
+        self._ranks, self._memories, self._logs = ranks, memories, logs
         self.world_size = len(ranks)
-        self._exits: dict[int, int] = {}
-        self._ending: set[int] = set()
-        """ranks that the kernel ends, as far as the leader has told; they may hold the device for long"""
-        self._exceeded: tuple[str, str] | None = None
-        """the kind of failure and its message, if the candidate took more of the machine than it may"""
         self._log = ""
-        self._sweep = sweep
         self._pending: tuple[str, float, float, bool] | None = None
         """the phase, the end of its time, how long that is, and whether candidate code runs"""
         self._quiet_s = math.inf
-        self._still_s = 0
-        """for how long its processes have made no progress, as the leader saw last"""
-        self._core_time: CoreTime | None = None
         self._counts_cpu = False
-        self._asked: list[wire.Request[Any]] = []
+        self._asked: list[Request[Any]] = []
         """of every rank, what it was asked last"""
-        self.alive = True
         self.building = BuildTime(0.0)
-        self._kills = out_of_memory_kills()
         self.spaces = set[str]()
         """in which its ranks have a case attached"""
         self.imported_ahead = False
@@ -151,7 +94,7 @@ class RankGroup:
 
     def ask(
         self,
-        requests: wire.Request[A] | Sequence[wire.Request[A]],
+        requests: Request[A] | Sequence[Request[A]],
         phase: str,
         deadline_s: float,
         *,
@@ -174,13 +117,16 @@ class RankGroup:
         return self._pending is not None
 
     @property
-    def lost(self) -> bool:
-        """True if the leader, or a rank, has ended by now. Does not wait."""
-        return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
+    def alive(self) -> bool:
+        """Returns whether its leader has not ended, as far as it is known."""
+        return self._leader.alive
 
-    def begin(
-        self, requests: wire.Request[Any] | Sequence[wire.Request[Any]], phase: str, deadline_s: float, *, calls: bool = True
-    ) -> None:
+    @property
+    def lost(self) -> bool:
+        """Returns whether the leader, or a rank, has ended by now. Does not wait."""
+        return not self.alive or self._leader.read("spawn") is not None or bool(self._leader.exits)
+
+    def begin(self, requests: Request[Any] | Sequence[Request[Any]], phase: str, deadline_s: float, *, calls: bool = True) -> None:
         """Sends without waiting; :meth:`finish` collects. Raises ProtocolError, with nothing sent, for a request that cannot be encoded."""
         if self._pending is not None:
             raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
@@ -195,9 +141,9 @@ class RankGroup:
             except OSError:
                 continue  # the exit report says why
 
-    def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
+    def _frames(self, requests: Request[Any] | Sequence[Request[Any]]) -> list[bytes]:
         """Returns the frame that each process is sent. Remembers the requests, which answers have to fit."""
-        if isinstance(requests, wire.Request):
+        if isinstance(requests, Request):
             frames = [encode(messages.request_message(requests))] * self.world_size
             self._asked = [requests] * self.world_size
         else:
@@ -205,8 +151,8 @@ class RankGroup:
             self._asked = list(requests)
         return frames
 
-    def _read_answer(self, process: int, message: messages.Message) -> Any:
-        """A process's answer, checked; raises ProtocolError."""
+    def _read_answer(self, process: int, message: messages.Message) -> Answer[Any] | messages.RankError:
+        """Returns a process's answer, checked; raises ProtocolError."""
         return messages.read_answer(self._asked[process], message)
 
     def finish(self) -> list[Any]:
@@ -216,12 +162,12 @@ class RankGroup:
         self._pending, waiting, begin = None, set(range(self.world_size)), time.monotonic()
         quiet_s, self._quiet_s = self._quiet_s, math.inf
         counts_cpu, self._counts_cpu = self._counts_cpu, False
-        answers: dict[int, Any] = {}
+        answers: dict[int, Answer[Any]] = {}
         failure: GroupFailure | None = None
         last_end = math.inf if self.limit is None else self.limit.end
-        told_next = begin + _LONG_CALL_S if calls and self.tell_wait is not None else math.inf
+        next_report = begin + _LONG_CALL_S if calls and self.tell_wait is not None else math.inf
         with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ, None)
+            selector.register(self._leader.channel, selectors.EVENT_READ, None)
             if self.limit is not None:
                 selector.register(self.limit, selectors.EVENT_READ, self.limit)
             for rank in sorted(waiting):
@@ -230,24 +176,24 @@ class RankGroup:
             while waiting and not expired:
                 now, building = time.monotonic(), bool(self.building.ranks)
                 left = min(last_end - now, self.building.left_s if building else end - now)
-                stuck = not building and min(self._still_s, now - begin) >= quiet_s
+                stuck = not building and min(self._leader.still_s, now - begin) >= quiet_s
                 if counts_cpu and end <= now < last_end and failure is None and not building:
                     end = now + self._cpu_left_s(deadline_s, now - begin)
                     if end > now:
                         continue
                 expired = left <= 0 or stuck
-                ready = selector.select(0 if stuck else max(min(left, told_next - now), 0))
+                ready = selector.select(0 if stuck else max(min(left, next_report - now), 0))
                 if building:
                     spent = self.building.spend(time.monotonic() - now)
                     end, last_end = end + spent, last_end + spent
                     if self.limit is not None:
                         self.limit.end = last_end
-                if self.tell_wait is not None and told_next <= time.monotonic() < now + left:
+                if self.tell_wait is not None and next_report <= time.monotonic() < now + left:
                     self.tell_wait("build" if building else phase, now + left - time.monotonic())
-                    told_next = time.monotonic() + _TELL_EVERY_S
+                    next_report = time.monotonic() + _REPORT_EVERY_S
                 for key, _ in ready:
                     if key.data is None:
-                        failure = self._read_control(phase) or failure
+                        failure = self._leader.read(phase) or failure
                         continue
                     if isinstance(key.data, Limit):
                         key.data.check(phase)
@@ -256,18 +202,18 @@ class RankGroup:
                         continue
                     if isinstance(outcome, GroupFailure):
                         if outcome.kind == "exit":  # the leader knows the status; wait for its report a moment
-                            outcome = self._await_exit(key.data, phase) or self._exit_failure(key.data, phase)
-                        failure = _cause(failure, outcome)
+                            outcome = self._leader.await_exit(key.data, phase) or self._exit_failure(key.data, phase)
+                        failure = root_cause(failure, outcome)
                     else:
                         answers[key.data] = outcome
                     waiting.discard(key.data)
                     selector.unregister(key.fileobj)
-                for rank in sorted(waiting & (self._ending | set(self._exits))):
+                for rank in sorted(waiting & (self._leader.ending | set(self._leader.exits))):
                     waiting.discard(rank)
                     selector.unregister(self._ranks[rank])
                     outcome = self._last_words(rank, phase)
                     if isinstance(outcome, GroupFailure):
-                        failure = _cause(failure, outcome)
+                        failure = root_cause(failure, outcome)
                     else:
                         answers[rank] = outcome
                 if failure is not None:
@@ -290,16 +236,16 @@ class RankGroup:
             if not calls:
                 what += f" to {self._asked[0].op}, while no call ran: threads of the candidate, or other programs, keep them busy"
             raise GroupFailure("hang" if calls else "no_answer", phase, what, ranks=late, deadline_s=deadline_s, stuck=stuck)
-        return [answers[rank] for rank in range(self.world_size)]
+        return [answers[rank].value for rank in range(self.world_size)]
 
     def _cpu_left_s(self, cpu_s: float, waited_s: float) -> float:
         """Returns how much longer to wait for ranks that have not had their CPU seconds: 0 if they have, or do not want them."""
         had = self.core_time()
         if had is None or had.longest_run_s >= cpu_s or 2 * (had.longest_run_s + had.longest_wait_s) < waited_s:
             return 0.0
-        return max(0.0, min(max(1.0, cpu_s - had.longest_run_s), _MOST_TIMES * cpu_s - waited_s))
+        return max(0.0, min(max(1.0, cpu_s - had.longest_run_s), _MAX_DEADLINES * cpu_s - waited_s))
 
-    def _read_rank(self, rank: int, phase: str) -> Any | GroupFailure | None:
+    def _read_rank(self, rank: int, phase: str) -> Answer[Any] | GroupFailure | None:
         """A rank's answer, or how it failed; None while there is no answer. Here a candidate's answer becomes a checked one."""
         channel = self._ranks[rank]
         open_ = channel.feed()
@@ -315,7 +261,7 @@ class RankGroup:
             return answer
         return GroupFailure("exit", phase, "the process ended", rank=rank)
 
-    def _last_words(self, rank: int, phase: str) -> Any | GroupFailure:
+    def _last_words(self, rank: int, phase: str) -> Answer[Any] | GroupFailure:
         """Returns what a rank sent before it ended, or how it ended. Its answer may have come after the selector's last look."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._ranks[rank], selectors.EVENT_READ)
@@ -331,44 +277,12 @@ class RankGroup:
         """The rank that a process's report of an error is about."""
         return process
 
-    def _read_control(self, phase: str) -> GroupFailure | None:
-        if not self._control.feed():
-            self.alive = False
-            if out_of_memory_kills() > self._kills:
-                what = "this machine ran out of memory, and the kernel killed the process that guards the ranks"
-                return GroupFailure("machine", phase, what)
-            return GroupFailure("garbage", phase, "the process that guards the ranks was killed")
-        while (message := self._control.pop()) is not None:
-            if "exceeded" in message:
-                kind, what = message["exceeded"]
-                self._exceeded = kind, f"the candidate took too much of the machine: {what}"
-                return GroupFailure(kind, phase, self._exceeded[1])
-            if "still_s" in message:
-                self._still_s = int(message["still_s"])
-            if "core_time" in message:
-                self._core_time = CoreTime(*map(float, message["core_time"]))
-            if "ending" in message:
-                self._ending.add(int(message["ending"]))
-            if "exited" in message:
-                self._exits[int(message["exited"])] = int(message["status"])
-        return None
-
-    def _await_exit(self, rank: int, phase: str) -> GroupFailure | None:
-        """Waits until the leader has told how the rank ended; the failure, if the leader has ended itself."""
-        end = time.monotonic() + 1.0
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            while rank not in self._exits and (left := end - time.monotonic()) > 0:
-                if selector.select(left) and (failure := self._read_control(phase)) is not None:
-                    return failure
-        return None
-
     def _exit_failure(self, rank: int, phase: str) -> GroupFailure:
-        status = self._exits.get(rank)
-        if self._exceeded is not None:  # told before its ranks were killed
-            return GroupFailure(self._exceeded[0], phase, self._exceeded[1])
+        status = self._leader.exits.get(rank)
+        if self._leader.exceeded is not None:  # told before its ranks were killed
+            return GroupFailure(self._leader.exceeded[0], phase, self._leader.exceeded[1])
         if status is None:
-            how = "died, and waits for its device to be freed" if rank in self._ending else "closed its command socket"
+            how = "died, and waits for its device to be freed" if rank in self._leader.ending else "closed its command socket"
         elif status < 0:
             known = {member.value: member.name for member in signal.Signals}
             how = f"was ended by signal {known.get(-status, -status)}"  # real-time signals have no names
@@ -380,41 +294,28 @@ class RankGroup:
     def _said_of_end(self, rank: int) -> str:
         """Returns what the C++ runtime, or Python, has printed when it gave up; empty if neither did."""
         found = _GAVE_UP.search(self._log_of(rank)) if self._logs else None
-        return "" if found is None else " ".join(found[0].split())[:_SAID_CHARACTERS]
+        return "" if found is None else " ".join(found[0].split())[:_LAST_WORDS_CHARACTERS]
 
     @property
     def running(self) -> tuple[int, ...]:
         """The processes of its ranks that have not ended, as far as the leader has told."""
-        self._read_control("exit")
-        return tuple(pid for rank, pid in enumerate(self.pids) if rank not in self._exits)
+        self._leader.read("exit")
+        return tuple(pid for rank, pid in enumerate(self.pids) if rank not in self._leader.exits)
 
     def await_end(self, deadline_s: float) -> tuple[int, ...]:
         """Waits for all ranks to exit by themselves; returns those that have not."""
-        end = time.monotonic() + deadline_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            while len(self._exits) < self.world_size and (left := end - time.monotonic()) > 0:
-                if selector.select(left) and self._read_control("exit") is not None:
-                    break
-        return tuple(rank for rank in range(self.world_size) if rank not in self._exits)
+        self._leader.await_exits(self.world_size, deadline_s)
+        return tuple(rank for rank in range(self.world_size) if rank not in self._leader.exits)
 
     # --- resources ---
 
     def mark_core_time(self) -> None:
         """Begins the time that :meth:`core_time` is about."""
-        with contextlib.suppress(OSError):
-            self._control.send({"core_time": "mark"})
+        self._leader.mark_core_time()
 
     def core_time(self) -> CoreTime | None:
-        """Returns what its processes had of the cores since the mark; None if the leader does not tell."""
-        self._core_time, end = None, time.monotonic() + _TOLD_S
-        with contextlib.suppress(OSError, ProtocolError), selectors.DefaultSelector() as selector:
-            self._control.send({"core_time": "tell"})
-            selector.register(self._control, selectors.EVENT_READ)
-            while self._core_time is None and (left := end - time.monotonic()) > 0:
-                if selector.select(left) and self._read_control("exit") is not None:
-                    break
-        return self._core_time
+        """Returns what its processes had of the cores since the mark; None if the leader does not report it."""
+        return self._leader.core_time()
 
     def memory_fd(self, rank: int) -> int:
         """The rank's shared memory file, for another group's rank to map."""
@@ -443,9 +344,9 @@ class RankGroup:
 
     def kill(self, deadline_s: float = 10.0) -> None:
         """Ends the whole tree and waits until it is gone; raises :class:`HarnessError` if a process survives."""
-        survivors = self._end(deadline_s)
+        survivors = self._leader.end(deadline_s)
         self._log = self.log_tail()
-        for channel in [self._control, *self._ranks]:
+        for channel in [self._leader.channel, *self._ranks]:
             channel.close()
         for fd in [*self._memories, *self._logs]:
             with contextlib.suppress(OSError):
@@ -457,31 +358,6 @@ class RankGroup:
         if survivors:
             raise HarnessError(f"processes {survivors} survived SIGKILL for {deadline_s:g} s; they may be stuck in the GPU driver")
 
-    def _end(self, deadline_s: float) -> list[int]:
-        """Has everything killed, by the leader if it can still do that; the processes that are still there."""
-        led, self.alive = self.alive, False
-        survivors = self._end_by_leader(deadline_s) if led else None
-        if survivors is None and self._sweep is not None:  # it was killed, or stopped, or is stuck
-            with contextlib.suppress(OSError):
-                self._sweep()
-        self._sweep = None
-        return survivors or []
-
-    def _end_by_leader(self, deadline_s: float) -> list[int] | None:
-        """The leader kills everything, itself last; the processes that are still there, None if it did not say."""
-        with contextlib.suppress(OSError):
-            self._control.send({"end": True})
-        end = time.monotonic() + deadline_s
-        with contextlib.suppress(ProtocolError), selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            open_ = True
-            while open_ and (left := end - time.monotonic()) > 0 and selector.select(left):
-                open_ = self._control.feed()
-                while (message := self._control.pop()) is not None:
-                    if message.get("ended"):
-                        return list(message.get("survivors", []))
-        return None
-
 
 class EmulatedRankGroup(RankGroup):
     """Emulated ranks, all of them threads of one process. Takes one request for each rank, or one for all, as other groups do; the process
@@ -490,11 +366,11 @@ class EmulatedRankGroup(RankGroup):
     emulated_ranks = 0
     """how many ranks the process has; set when it is started"""
 
-    def _frames(self, requests: wire.Request[Any] | Sequence[wire.Request[Any]]) -> list[bytes]:
-        self._asked = [requests] * self.emulated_ranks if isinstance(requests, wire.Request) else list(requests)
+    def _frames(self, requests: Request[Any] | Sequence[Request[Any]]) -> list[bytes]:
+        self._asked = [requests] * self.emulated_ranks if isinstance(requests, Request) else list(requests)
         return [encode(messages.request_message(requests))]
 
-    def _read_answer(self, process: int, message: messages.Message) -> Any:
+    def _read_answer(self, process: int, message: messages.Message) -> Answer[Any] | messages.RankError:
         return messages.read_answers(self._asked, message)
 
     def finish(self) -> list[Any]:

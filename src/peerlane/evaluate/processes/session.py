@@ -14,12 +14,14 @@ from peerlane.common.cluster import Cluster
 from peerlane.common.place import Device, Place
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes import prestart
 from peerlane.evaluate.processes.fork_client import FILE_BYTES, ForkServer, fork_server_environment
 from peerlane.evaluate.processes.import_ahead import wants_import
 from peerlane.evaluate.processes.machine_faults import cores, kept_from_cores_s
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
+from peerlane.evaluate.rank_interface import BlockInterface, CandidateInterface, RankInterface, TrustedInterface
 from peerlane.hardware.architecture import extension_architectures
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 from peerlane.problems.contract.spec import Case
@@ -28,7 +30,7 @@ from peerlane.sandbox.confine import NOT_DUMPABLE
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.settings import Deadlines, PoolSettings, cluster_environment
 
-A = TypeVar("A", bound=wire.Answer)
+A = TypeVar("A")
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
 _USE_S = 5.0
 _LONG_NICENESS = 5  # a third of the usual share
@@ -127,7 +129,7 @@ class Session:
 
     def _spawn_trusted(self) -> RankGroup:
         group = self.fork_server.spawn("trusted", self.world_size, self._config())
-        group.begin(wire.Initialize(), "spawn", self.deadlines.spawn)
+        group.begin(Request(RankInterface.initialize), "spawn", self.deadlines.spawn)
         return group
 
     def _spawn_candidate(self) -> RankGroup:
@@ -145,7 +147,7 @@ class Session:
             group.emulated_ranks = self.world_size
         else:
             group = self.fork_server.spawn("candidate", self.world_size, config, share)
-        group.begin(wire.Initialize(), "spawn", self.deadlines.spawn)
+        group.begin(Request(RankInterface.initialize), "spawn", self.deadlines.spawn)
         return group
 
     def _config(self) -> dict[str, Any]:
@@ -171,11 +173,11 @@ class Session:
         """The trusted group; started anew if it died. Raises :class:`NoRanks`."""
         if self._trusted is None:
             group = self._trusted_source.take()
-            answers = self._prepare(group, wire.TakeSecret(secrets.token_hex(16)))
-            self._trusted, self._sm_holder = group, answers[0].sm_holder
+            sm_holders = self._prepare(group, Request(TrustedInterface.take_secret, secrets.token_hex(16)))
+            self._trusted, self._sm_holder = group, sm_holders[0]
         return self._trusted
 
-    def _prepare(self, group: RankGroup, request: wire.Request[A]) -> list[A]:
+    def _prepare(self, group: RankGroup, request: Request[A]) -> list[A]:
         """Asks a group that is up for the first time; ends it if it fails."""
         try:
             return group.ask(request, "spawn", self.deadlines.spawn)
@@ -212,7 +214,7 @@ class Session:
     @staticmethod
     def _works(group: RankGroup) -> bool:
         with contextlib.suppress(GroupFailure, HarnessError):
-            group.ask(wire.UseDevice(), "spawn", _USE_S)
+            group.ask(Request(BlockInterface.use_device), "spawn", _USE_S)
             return True
         return False
 
@@ -246,7 +248,7 @@ class Session:
         group = self._pool.take()
         if self.place.has_gpus:
             self.trusted  # noqa: B018  (compiles the kernel)
-            self._prepare(group, wire.LoadSmHolder(self._sm_holder))
+            self._prepare(group, Request(CandidateInterface.load_sm_holder, self._sm_holder))
         self._at_work = group
         return group
 

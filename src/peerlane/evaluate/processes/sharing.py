@@ -16,9 +16,10 @@ import torch
 from peerlane.common.place import Device
 from peerlane.common.version import __version__
 from peerlane.errors import HarnessError
-from peerlane.evaluate import wire
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.rank_interface import BlockInterface
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.sandbox.isolation import Isolation
 from peerlane.settings import Deadlines, PoolSettings, cache_dir
@@ -54,9 +55,9 @@ def _try(isolation: Isolation, device: Device, deadlines: Deadlines, node: Virtu
     try:
         with Session(device, 1, deadlines, _ONE_ATTEMPT, isolation, node=node) as session:
             session.start_warm_groups(1)
-            (exported,) = session.trusted.ask(wire.ExportArena(), "spawn", deadlines.spawn)
+            (exported,) = session.trusted.ask(Request(BlockInterface.export_arena), "spawn", deadlines.spawn)
             group = session.take_group()
-            (imported,) = group.ask(wire.ImportArena(exported.arena), "spawn", deadlines.spawn)
-            return "" if imported.byte == exported.byte else "what one rank wrote, the other could not read"
+            (byte,) = group.ask(Request(BlockInterface.import_arena, exported.arena), "spawn", deadlines.spawn)
+            return "" if byte == exported.byte else "what one rank wrote, the other could not read"
     except (GroupFailure, HarnessError) as error:
         return str(error).strip()

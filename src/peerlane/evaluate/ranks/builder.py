@@ -12,57 +12,49 @@ from typing import Any
 import torch
 
 from peerlane.evaluate import messages, wire
+from peerlane.evaluate.rank_interface import BuilderInterface
 from peerlane.evaluate.ranks import device_check, extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
 from peerlane.evaluate.ranks.extension_calls import find_extension_calls
-from peerlane.evaluate.ranks.rank import Rank, classify, refused_source, wants_gpu
+from peerlane.evaluate.ranks.rank import RankProcess, classify, refused_source, wants_gpu
 from peerlane.evaluate.timing.cores import cores_beside
-from peerlane.evaluate.wire_records import NAME_CHARACTERS
 
 _NICE = 10  # candidates may be timed meanwhile
 
 
-class Builder(Rank):
-    """Serves :class:`wire.BuildCandidate`. Has no process group, and no GPU is visible to it."""
+class Builder(RankProcess, BuilderInterface):
+    """Compiles candidates. Has no process group, and no GPU is visible to it."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__({**config, "device": "cpu"}, rank, memory_fd)
         if timed_ranks := config["timed_ranks"]:
             os.nice(_NICE)
             os.sched_setaffinity(0, cores_beside(timed_ranks))
-        self.handlers = {wire.Initialize: self.initialize, wire.BuildCandidate: self.build_candidate}
 
-    def initialize(self, request: wire.Initialize) -> wire.Initialized:
-        """There is nothing to join."""
-        return wire.Initialized(os.getpid())
-
-    def build_candidate(self, request: wire.BuildCandidate) -> wire.Built:
-        """Imports the candidate, and compiles what its source shows that it will compile when it is called.
-
-        Compiler errors of the import are raised; anything else is left to the ranks, where it may well work. With ``gpu_only`` no rank
-        here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
-        """
-        path, source = Path(request.path), request.source.encode("latin-1")
-        extensions.use_cache(request.cache)
-        extensions.remove_stale_locks(extensions.use_own_build_folder(source))
-        out_of_reach.refuse_answers(request.granted)
+    def build_candidate(
+        self, path: str, source: str, cache: str | None, granted: dict[str, str], on_cpu: bool, gpu_only: bool
+    ) -> wire.Built:
+        file, text = Path(path), source.encode("latin-1")
+        extensions.use_cache(cache)
+        extensions.remove_stale_locks(extensions.use_own_build_folder(text))
+        out_of_reach.refuse_answers(granted)
         extensions.compile_cheaply(lambda building: self.send(messages.building_message(building)))
-        by_nvcc = request.gpu_only and device_check.check_extensions(lambda building: self.send(messages.building_message(building)))
+        by_nvcc = gpu_only and device_check.check_extensions(lambda building: self.send(messages.building_message(building)))
         module, raised = None, None
         try:
-            module = import_candidate(path, source)
+            module = import_candidate(file, text)
         except Exception as error:
             if classify(error) == "build_error":
-                mended = request.on_cpu and torch.version.cuda is None and not refused_source(error)
+                mended = on_cpu and torch.version.cuda is None and not refused_source(error)
             else:
-                mended = not request.gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
+                mended = not gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
                 raise
-            raised = f"{type(error).__name__}: {' '.join(str(error).split())}"[:NAME_CHARACTERS]
-        failure = extensions.compile_ahead(find_extension_calls(source, None if module is None else vars(module)))
-        if request.gpu_only:
+            raised = f"{type(error).__name__}: {' '.join(str(error).split())}"[: wire.NAME_CHARACTERS]
+        failure = extensions.compile_ahead(find_extension_calls(text, None if module is None else vars(module)))
+        if gpu_only:
             if failure is not None:
                 raise failure
             if module is not None:
-                solution_of(module, path)
+                solution_of(module, file)
         return wire.Built(raised, by_nvcc)

@@ -14,9 +14,11 @@ from typing import NamedTuple
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.processes.limit import Cancelled, Limit
 from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.rank_interface import BuilderInterface, RankInterface
 from peerlane.evaluate.timing.cores import cores_beside
 from peerlane.sandbox.hidden_files import family_sources
 from peerlane.sandbox.holdings import available_memory
@@ -183,13 +185,15 @@ class Builds:
         try:
             try:
                 builder.limit = build.limit
-                builder.ask(wire.Initialize(), "build", deadlines.spawn)
+                builder.ask(Request(RankInterface.initialize), "build", deadlines.spawn)
             except GroupFailure as failure:
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
             cache = builder.admit(candidate.sha256)
             on_cpu = not self._session.place.runs_cuda
             gpu_only = on_cpu and candidate.is_cuda
-            request = wire.BuildCandidate(str(candidate.path), source, cache, family_sources(candidate.path), on_cpu, gpu_only)
+            request = Request(
+                BuilderInterface.build_candidate, str(candidate.path), source, cache, family_sources(candidate.path), on_cpu, gpu_only
+            )
             builder.building = BuildTime(deadlines.build)
             build.builder = builder
             build.said = builder.ask(request, "build", deadlines.load)[0]

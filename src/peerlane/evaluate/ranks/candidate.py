@@ -1,8 +1,7 @@
 """The candidate's rank: runs candidate code on what the trusted side publishes. Everything it reports is untrusted.
 
-Before any candidate code is loaded the same process times the reference (:class:`wire.PrepareBlock` with ``side="reference"``), so that
-both sides of the comparison ran in the same place; after :class:`wire.LoadCandidate` that is refused.
-"""
+Before any candidate code is loaded the same process times the reference (``prepare_block`` with ``side="reference"``), so that both sides
+of the comparison ran in the same place; after ``load_candidate`` that is refused."""
 
 from __future__ import annotations
 
@@ -30,9 +29,10 @@ from peerlane.evaluate.audit.recorder import collectives, recording
 from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.memory.arena import POISON, Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates_of
+from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.connections import tcp_connections
-from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.rank import Rank, RankProcess
 from peerlane.evaluate.ranks.timed_block import Solution
 from peerlane.evaluate.ranks.triton_bounds import check_bounds
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
@@ -108,7 +108,7 @@ class AttachedCase:
     """those that arguments name"""
 
     @classmethod
-    def attach(cls, rank: Rank, layout: wire.CaseLayout, groups: Mapping[str, Any], updates: Mapping[str, int]) -> Self:
+    def attach(cls, rank: RankProcess, layout: wire.CaseLayout, groups: Mapping[str, Any], updates: Mapping[str, int]) -> Self:
         """Maps the arena that a trusted rank has laid out, and builds the views of all slots."""
         arena = Arena.attach(layout.arena, rank.device, rank.memory_fd)
         base, data = layout.input_bytes, arena.data
@@ -121,7 +121,7 @@ class AttachedCase:
         return any(begin <= _data_ptr(tensor) < begin + self.arena.data.numel() for tensor in tensors)
 
 
-class CandidateRank(Rank):
+class CandidateRank(Rank, CandidateInterface):
     """Calls the candidate, and the reference before the candidate is loaded."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
@@ -132,80 +132,53 @@ class CandidateRank(Rank):
         self._reference: Solution | None = None
         self._spaces: dict[str, AttachedCase] = {}
         self._jitter = Jitter(self.device)
-        self.handlers |= {
-            wire.LoadSmHolder: self.load_sm_holder,
-            wire.AttachCase: self.attach_case,
-            wire.DetachCase: self.detach_case,
-            wire.LoadReference: self.load_reference,
-            wire.LoadCandidate: self.load_candidate,
-            wire.Call: self.call,
-            wire.CallUnderStress: self.call_under_stress,
-            wire.PrepareBlock: self.prepare_block,
-            wire.DescribeOutputs: self.describe_outputs,
-            wire.RecopyOutput: self.recopy_output,
-            wire.ProfileBlock: self.profile_block,
-            wire.ListLoadedCode: self.list_loaded_code,
-            wire.ProbeProfiler: self.probe_profiler,
-            wire.ListConnections: self.list_connections,
-        }
 
-    def initialize(self, request: wire.Initialize) -> wire.Initialized:
+    def initialize(self) -> int:
         """As every rank's; and what :meth:`load_sm_holder` needs is imported, while nobody waits for it."""
         if self.place.has_gpus:
             importlib.import_module("peerlane.device")
-        answer = super().initialize(request)
+        pid = super().initialize()
         if self.place.has_gpus:
             torch.cuda.set_per_process_memory_fraction(memory_share(settings.ranks_per_gpu()), self.device)
-        return answer
+        return pid
 
-    def detach_case(self, request: wire.DetachCase) -> wire.Done:
-        """Lets go of a space, because the trusted side is about to lay it out anew."""
-        attached = self._spaces.pop(request.space, None)
+    def detach_case(self, space: str) -> None:
+        attached = self._spaces.pop(space, None)
         if attached is not None:
             self._drop_block()
             attached.latest, attached.called = list, []
             attached.arena.close()
             self.give_back()
-        return wire.Done()
 
-    def attach_case(self, request: wire.AttachCase) -> wire.Done:
-        """Maps a case that the trusted ranks have laid out."""
-        problem, layout = problems.get(request.problem), request.layout
-        self._spaces[request.space] = AttachedCase.attach(self, layout, self.groups(layout.groups), updates_of(problem))
+    def attach_case(self, space: str, problem: int, variant: str, layout: wire.CaseLayout) -> None:
+        spec = problems.get(problem)
+        self._spaces[space] = AttachedCase.attach(self, layout, self.groups(layout.groups), updates_of(spec))
         if not self._loaded:
-            self._reference = problem.reference_of(request.variant)
+            self._reference = spec.reference_of(variant)
         self.freeze_objects()
-        return wire.Done()
 
-    def load_sm_holder(self, request: wire.LoadSmHolder) -> wire.Done:
-        """Loads the kernel that holds SMs under stress, on GPUs, before candidate code is there."""
-        self._jitter.load_sm_holder(base64.b64decode(request.code))
-        return wire.Done()
+    def load_sm_holder(self, code: str) -> None:
+        self._jitter.load_sm_holder(base64.b64decode(code))
 
-    def load_reference(self, request: wire.LoadReference) -> wire.Done:
-        """Takes the reference for the candidate."""
+    def load_reference(self, problem: int, variant: str) -> None:
         self._drop_block()
-        self._solution = problems.get(request.problem).reference_of(request.variant)
-        return wire.Done()
+        self._solution = problems.get(problem).reference_of(variant)
 
-    def load_candidate(self, request: wire.LoadCandidate) -> wire.Done:
-        """Imports the candidate's ``source``, which was at ``path``."""
+    def load_candidate(self, path: str, source: str, cache: str | None, problem: int, variant: str, granted: dict[str, str]) -> None:
         self._drop_block()
         self.give_back()  # what the reference has left
         self._loaded, self._reference = True, None
         self._own_libraries = mapped_libraries()
-        extensions.use_cache(request.cache)
+        extensions.use_cache(cache)
         extensions.report_builds(lambda building: self.send(messages.building_message(building)))
         if not self.place.has_gpus:
             os.environ["TRITON_INTERPRET"] = "1"
-        out_of_reach.refuse_answers(request.granted)
+        out_of_reach.refuse_answers(granted)
         monkeypatch_check.remember_originals()
-        path = Path(request.path)
-        solution = solution_of(import_candidate(path, request.source.encode("latin-1")), path)
+        solution = solution_of(import_candidate(Path(path), source.encode("latin-1")), Path(path))
         if not self.place.has_gpus:
             check_bounds()
-        self._solution = problems.get(request.problem).accepting(request.variant, solution)
-        return wire.Done()
+        self._solution = problems.get(problem).accepting(variant, solution)
 
     def _solution_of(self, side: wire.Side) -> Solution:
         solution = self._reference if side == "reference" else self._solution
@@ -218,30 +191,26 @@ class CandidateRank(Rank):
         for attached in self._spaces.values():
             attached.latest, attached.called = list, []
 
-    def prepare_block(self, request: wire.PrepareBlock) -> wire.PreparedBlock:
-        """Builds the timed block of a side."""
-        attached = self._spaces[request.space]
+    def prepare_block(self, space: str, mode: wire.LaunchMode, side: wire.Side, plan: wire.BlockPlan) -> str | None:
+        attached = self._spaces[space]
         self._drop_block()
-        if request.mode == "graph":
+        if mode == "graph":
             self.freeze_objects()
-        answer = self.build_block(request, self._solution_of(request.side), attached.arguments, attached.outputs)
+        failure = self.build_block(mode, plan, self._solution_of(side), attached.arguments, attached.outputs)
         if self.block is not None:
             attached.latest = self.block.latest
-        return answer
+        return failure
 
-    def describe_outputs(self, request: wire.DescribeOutputs) -> wire.DescribedOutputs:
-        """Describes what the calls of the latest block returned."""
-        return wire.DescribedOutputs(self._spaces[request.space].outputs.descriptions[: request.slots])
+    def describe_outputs(self, space: str, slots: int) -> wire.Outputs:
+        return self._spaces[space].outputs.descriptions[:slots]
 
-    def call(self, request: wire.Call) -> wire.Called:
-        """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots.
+    def call(self, space: str, side: wire.Side, slots: list[int], marker: str | None = None, timeline: bool = False) -> wire.Called:
+        """As declared; poisons freed memory before each call, and takes snapshots.
 
-        ``aliased`` in the answer: a call returned the same storage as the one before it. With a ``marker`` the calls are recorded;
-        ``collectives`` is what the process groups counted in them, recorded or not.
+        ``collectives`` in the answer is what the process groups counted in the calls, recorded or not.
         """
-        attached = self._spaces[request.space]
-        solution, outputs, slots = self._solution_of(request.side), attached.outputs, request.slots
-        marker, timeline = request.marker, request.timeline
+        attached = self._spaces[space]
+        solution, outputs = self._solution_of(side), attached.outputs
         recordings, before = list[wire.Recording](), collectives()
         for slot in slots:
             poison_freed_memory(outputs.layout[slot], self.device)
@@ -250,31 +219,37 @@ class CandidateRank(Rank):
                 output = solution(*args)
             if record is not None:
                 recordings.append(record.result())
-            found = outputs.take(slot, output, args)
+            taken = outputs.take(slot, output, args)
             # Kept until the next call is over, so that the same storage again means the candidate's own reuse.
-            attached.latest = functools.partial(list, found)
+            attached.latest = functools.partial(list, taken)
             del output
             self.synchronize()
         aliased = outputs.aliased([*attached.called, *slots])
         attached.called = slots[-1:]
         return wire.Called([outputs.descriptions[slot] for slot in slots], aliased, recordings, collectives() - before)
 
-    def call_under_stress(self, request: wire.CallUnderStress) -> wire.DescribedOutputs:
-        """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
+    def call_under_stress(
+        self,
+        space: str,
+        order: list[int],
+        jitter: list[tuple[int, str, float]],
+        poisoned: list[int],
+        kept: list[int],
+        swaps: tuple[tuple[int, int, int], ...],
+    ) -> wire.Outputs:
+        """As declared. A call's inputs are overwritten in stream order after its snapshot, for what a peer reads then, it reads too late.
 
-        ``jitter`` lists (position, way, us): what happens before which call; ``poisoned`` the positions before which freed memory is
-        filled with NaN; ``swaps`` are the steps of :class:`SlotSwaps`. A call's inputs are overwritten in stream order behind its
-        snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
-        last call's, so that what it returned, which may be its inputs, can be looked at again. When this rank has been held up behind a
-        call, what that returned is copied once more: it has to last until the next one, however far the peers are by then.
+        Inputs of the calls at the positions ``kept`` stay, to be looked at, and the last call's, so that what it returned, which may be its
+        inputs, can be looked at again. When this rank has been held up after a call, what that returned is copied once more: it has to last
+        until the next one, however far the peers are by then.
         """
-        attached = self._spaces[request.space]
-        solution, outputs, order = self._solution_of("candidate"), attached.outputs, request.order
+        attached = self._spaces[space]
+        solution, outputs = self._solution_of("candidate"), attached.outputs
         before: dict[int, list[tuple[str, float]]] = {}
-        for position, way, us in request.jitter:
+        for position, way, us in jitter:
             before.setdefault(position, []).append((way, us))
-        poisoned, kept = set(request.poisoned), {*request.kept, len(order) - 1}
-        first = attached.arguments.swappers(request.swaps)
+        keeps = {*kept, len(order) - 1}
+        first = attached.arguments.swappers(swaps)
 
         def hold_up(position: int) -> bool:
             for way, us in before.get(position, ()):
@@ -290,44 +265,37 @@ class CandidateRank(Rank):
             if position == 0:
                 hold_up(0)
             args = outputs.fresh(attached.arguments.args[slot])
-            found = outputs.take(slot, solution(*args), args)
-            if position not in kept:
+            taken = outputs.take(slot, solution(*args), args)
+            if position not in keeps:
                 attached.arguments.poison(slot)
-            if hold_up(position + 1) and (position in kept or not attached.holds_any(found)):
-                outputs.copy(slot, found)  # but not inputs that are no more
+            if hold_up(position + 1) and (position in keeps or not attached.holds_any(taken)):
+                outputs.copy(slot, taken)  # but not inputs that are no more
             if position < len(order) - 1:
-                del found
-        attached.latest = functools.partial(list, found)
+                del taken
+        attached.latest = functools.partial(list, taken)
         self.synchronize()
-        return wire.DescribedOutputs(outputs.descriptions[: len(order)])
+        return outputs.descriptions[: len(order)]
 
-    def recopy_output(self, request: wire.RecopyOutput) -> wire.Done:
-        """Copies what the latest call returned into its region once more: it may not have changed since."""
-        attached = self._spaces[request.space]
-        attached.outputs.copy(request.slot, attached.latest())
+    def recopy_output(self, space: str, slot: int) -> None:
+        attached = self._spaces[space]
+        attached.outputs.copy(slot, attached.latest())
         self.synchronize()
-        return wire.Done()
 
-    def profile_block(self, request: wire.ProfileBlock) -> wire.ProfiledBlock:
-        """Runs the block that was prepared, recorded and without clocks. Ranks begin a ``timeline`` together."""
-        attached, timeline = self._spaces[request.space], request.timeline
-        with recording(self.device, request.marker, timeline=timeline) as record:
+    def profile_block(self, space: str, slots: int, marker: str, timeline: bool) -> wire.ProfiledBlock:
+        with recording(self.device, marker, timeline=timeline) as record:
             self.prepared.profile(record.mark_calls() if timeline else None)
-        return wire.ProfiledBlock(record.result(), attached.outputs.descriptions[: request.slots])
+        return wire.ProfiledBlock(record.result(), self._spaces[space].outputs.descriptions[:slots])
 
-    def list_loaded_code(self, request: wire.ListLoadedCode) -> wire.LoadedCode:
-        """Lists the device code that was loaded since the candidate was."""
-        return loaded_code(self._own_libraries, libraries=request.libraries)
+    def list_loaded_code(self, libraries: bool) -> wire.LoadedCode:
+        return loaded_code(self._own_libraries, libraries=libraries)
 
-    def list_connections(self, request: wire.ListConnections) -> wire.Connections:
-        """Lists the process's TCP connections, with the bytes that they have received."""
-        return wire.Connections(tcp_connections())
+    def list_connections(self) -> list[wire.Connection]:
+        return tcp_connections()
 
-    def probe_profiler(self, request: wire.ProbeProfiler) -> wire.ProbedProfiler:
-        """Records a kernel of PyTorch's, to see whether the profiler works here."""
-        with recording(self.device, request.marker) as record:
+    def probe_profiler(self, marker: str) -> wire.Recording:
+        with recording(self.device, marker) as record:
             torch.zeros(1, device=self.device)
-        return wire.ProbedProfiler(record.result())
+        return record.result()
 
 
 def poison_freed_memory(layout: Description, device: torch.device) -> None:

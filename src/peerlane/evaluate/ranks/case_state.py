@@ -11,8 +11,7 @@ import torch
 
 from peerlane.evaluate.memory.arena import Arena, view
 from peerlane.evaluate.memory.guards import GuardBands, argument_regions, output_regions
-from peerlane.evaluate.memory.input_generation import Inputs
-from peerlane.evaluate.memory.layouts import Layouts
+from peerlane.evaluate.memory.layouts import Inputs, Layouts
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_in_one, slot_range, updates_of
 from peerlane.problems.contract.draw import BlockGenerators, Draw
 from peerlane.problems.contract.tree import Description, tensor_descriptions

@@ -20,11 +20,13 @@ from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.memory.arena import extent, view
 from peerlane.evaluate.memory.slots import updates_of
+from peerlane.evaluate.messages import PerRank
+from peerlane.evaluate.rank_interface import EmulatedInterface
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import AttachedCase, import_candidate, poison_freed_memory, solution_of
-from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.rank import RankProcess
 from peerlane.evaluate.ranks.timed_block import Solution
-from peerlane.evaluate.wire_records import FINDING_CHARACTERS, MOST_FINDINGS, MOST_NAMES, NAME_CHARACTERS
+from peerlane.evaluate.wire import FINDING_CHARACTERS, MOST_FINDINGS, MOST_NAMES, NAME_CHARACTERS
 from peerlane.problems.contract.tree import rebuild, tensor_descriptions
 
 
@@ -41,7 +43,7 @@ class _RankCase(AttachedCase):
             data[begin:end].copy_(copy)
 
 
-class EmulatedCandidate(Rank):
+class EmulatedCandidate(RankProcess, EmulatedInterface):
     """Serves the requests of a candidate's ranks for all of them at once."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
@@ -50,59 +52,46 @@ class EmulatedCandidate(Rank):
         seed = int.from_bytes(os.urandom(4), "big")
         self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=seed, nodes=self.cluster.nodes)
         self._spaces: dict[str, list[_RankCase]] = {}
-        self.handlers = {
-            wire.Initialize: self.initialize,
-            wire.AttachCase: self.attach_case,
-            wire.DetachCase: self.detach_case,
-            wire.LoadCandidate: self.load_candidate,
-            wire.Call: self.call,
-            wire.ReportRaces: self.report_races,
-            wire.Exit: self.exit,
-        }
 
-    def initialize(self, request: wire.Initialize) -> wire.Initialized:
+    def initialize(self) -> int:
         """Has what all candidates need from the emulator before a candidate's own cache takes the place of the shared one."""
         torch.set_num_threads(1)
         build.use_as_library(build.folder())
-        return wire.Initialized(os.getpid())
+        return super().initialize()
 
-    def detach_case(self, request: wire.DetachCase) -> wire.Done:
-        """Lets go of a space."""
-        for attached in self._spaces.pop(request.space, []):
+    def detach_case(self, space: str) -> None:
+        for attached in self._spaces.pop(space, []):
             attached.latest = list
             attached.arena.close()
-        return wire.Done()
 
-    def attach_case(self, requests: list[wire.AttachCase]) -> wire.Done:
-        """Maps a case as the trusted rank of each rank has laid it out."""
-        first = requests[0]
-        updates = updates_of(problems.get(first.problem))
-        each = zip(requests, self._ranks.groups(first.layout.groups), strict=True)
-        self._spaces[first.space] = [_RankCase.attach(self, request.layout, groups, updates) for request, groups in each]
+    def attach_case(self, space: str, problem: int, variant: str, layout: wire.CaseLayout) -> None:
+        """As declared, for the rank that follows those whose case is attached in this space."""
+        attached = self._spaces.setdefault(space, [])
+        if len(attached) == self._size:
+            attached.clear()
+        groups = self._ranks.groups(layout.groups)[len(attached)]
+        attached.append(_RankCase.attach(self, layout, groups, updates_of(problems.get(problem))))
         self.freeze_objects()
-        return wire.Done()
 
-    def load_candidate(self, request: wire.LoadCandidate) -> wire.Done:
-        """Imports the candidate's ``source``, which was at ``path``, once for every rank."""
-        extensions.use_cache(request.cache)
-        out_of_reach.refuse_answers(request.granted)
+    def load_candidate(self, path: str, source: str, cache: str | None, problem: int, variant: str, granted: dict[str, str]) -> None:
+        extensions.use_cache(cache)
+        out_of_reach.refuse_answers(granted)
         monkeypatch_check.remember_originals()
-        path, source = Path(request.path), request.source.encode("latin-1")
-
-        prepare(request.source)
+        prepare(source)
 
         def load(rank: int) -> Solution:
-            return solution_of(import_candidate(path, source, f"_rank_{rank}"), path)
+            return solution_of(import_candidate(Path(path), source.encode("latin-1"), f"_rank_{rank}"), Path(path))
 
         self._ranks.load(load)
-        return wire.Done()
 
-    def call(self, request: wire.Call) -> list[wire.Answer]:
-        """Every rank calls the solution on ``slots``, one after the other, with freed memory poisoned before each, and takes snapshots."""
-        cases, slots = self._spaces[request.space], request.slots
+    def call(
+        self, space: str, side: wire.Side, slots: list[int], marker: str | None = None, timeline: bool = False
+    ) -> PerRank[wire.Called]:
+        """Has every rank call the solution on ``slots``, one after the other; poisons freed memory before each, and takes snapshots."""
+        cases = self._spaces[space]
         for slot in slots:
             self._call(cases, slot)
-        answers: list[wire.Answer] = []
+        answers = PerRank[wire.Called]()
         for attached in cases:
             aliased = attached.outputs.aliased([*attached.called, *slots])
             attached.called = slots[-1:]
@@ -116,16 +105,15 @@ class EmulatedCandidate(Rank):
         arguments = [context.__enter__() for context in own]
 
         def keep(rank: int, output: Any) -> None:
-            found = cases[rank].outputs.take(slot, output, arguments[rank])
-            cases[rank].latest = functools.partial(list, found)  # kept until the next call is over: the same storage again is reuse
+            taken = cases[rank].outputs.take(slot, output, arguments[rank])
+            cases[rank].latest = functools.partial(list, taken)  # kept until the next call is over: the same storage again is reuse
 
         self._ranks.call(arguments, keep)
         for context in own:
             context.__exit__(None, None, None)
 
-    def report_races(self, request: wire.ReportRaces) -> wire.RaceReport:
-        """Reports what the emulator has found in the launches so far, under many schedules, and how often each kernel was launched."""
-        found = [
+    def report_races(self) -> wire.RaceReport:
+        reported = [
             wire.RaceFinding(
                 kind=finding.kind,
                 memory=finding.memory,
@@ -138,4 +126,4 @@ class EmulatedCandidate(Rank):
         ]
         needs = None if self._ranks.kernels is None else [str(item)[:NAME_CHARACTERS] for item in self._ranks.kernels[:MOST_NAMES]]
         sources = sorted(self._ranks.sources)[:MOST_NAMES]
-        return wire.RaceReport(found, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives))
+        return wire.RaceReport(reported, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives))

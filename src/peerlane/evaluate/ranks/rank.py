@@ -11,31 +11,33 @@ import gc
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
 
 from peerlane import problems
 from peerlane.common.cluster import Cluster
 from peerlane.common.place import Place
 from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import wire
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
-from peerlane.evaluate.ranks.node_memory import keep_symmetric_memory_within_nodes
+from peerlane.evaluate.messages import REQUESTS, ErrorKind, Message
+from peerlane.evaluate.rank_interface import BlockInterface, RankInterface
 from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
 from peerlane.evaluate.timing.cores import Pin, cores_of_rank
 from peerlane.problems.contract.spec import Case, GroupLayout, Problem
 
-Handler = Callable[[Any], wire.Answer | list[wire.Answer]]
-
 _MEETING = datetime.timedelta(minutes=10)  # the supervisor has timeouts of its own
 _KEPT_BYTES = 1 << 30  # of memory, that a rank may keep for later
 
+_c10d: Any = _distributed_c10d
 _CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
 _MEMORY_WORDS = (
     "out of memory",
@@ -48,7 +50,7 @@ _MEMORY_WORDS = (
 _GPU_WORDS = re.compile(r"\b(cuda|nvidia|gpus?|nvrtc|nvcc)\b|CUDA_HOME|libcuda|libnv", re.IGNORECASE)
 
 
-def classify(error: BaseException, default: wire.ErrorKind = "runtime_error") -> wire.ErrorKind:
+def classify(error: BaseException, default: ErrorKind = "runtime_error") -> ErrorKind:
     """The kind of failure an exception stands for: out_of_memory, cuda_error, build_error, not_run or ``default``."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in text for word in _MEMORY_WORDS):
@@ -72,43 +74,75 @@ def wants_gpu(line: str) -> bool:
     return _GPU_WORDS.search(line) is not None and not line.startswith(("SyntaxError", "IndentationError", "NameError"))
 
 
-class Rank:
-    """The base of both kinds of rank: a device, a process group, sub-groups, and the requests every rank understands."""
+def keep_symmetric_memory_within_nodes(cluster: Cluster) -> None:
+    """Makes a rendezvous raise RuntimeError in a group whose ranks are in several nodes, as it does on real hosts.
+
+    Ranks of a virtual cluster are on one machine, which would let symmetric memory map any of them.
+    """
+    memory = _c10d._SymmetricMemory
+    rendezvous = memory.rendezvous
+
+    def rendezvous_within_node(tensor: Any, group_name: str | None = None) -> Any:
+        group = dist.group.WORLD if not group_name else _c10d._resolve_process_group(group_name)
+        members = distributed_c10d.get_process_group_ranks(group)
+        if cluster.spans_nodes(*members):
+            nodes = sorted({cluster.node_of(rank) for rank in members})
+            raise RuntimeError(
+                f"symmetric memory: ranks {members} are in nodes {nodes}, and memory of another node cannot be mapped; "
+                "pass the group of one node's ranks"
+            )
+        return rendezvous(tensor, group_name)
+
+    memory.rendezvous = staticmethod(rendezvous_within_node)
+
+
+class RankProcess(RankInterface):
+    """A process that serves requests of the supervisor: those of an interface that it has methods for."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         self.config, self.rank, self.memory_fd = config, rank, memory_fd
         self.world_size: int = config["world_size"]
-        gpus = config.get("gpu_of_rank", range(self.world_size))
+        self.gpus: Sequence[int] = config.get("gpu_of_rank", range(self.world_size))
         self.cluster = Cluster(config.get("nodes", 1), config.get("emulated_ranks", self.world_size))
         self.place = Place.of(config["device"])
-        self.device = torch.device("cuda", gpus[rank]) if self.place.has_gpus else torch.device("cpu")
-        self.shares_gpu = len({*gpus}) < self.world_size
+        self.device = torch.device("cuda", self.gpus[rank]) if self.place.has_gpus else torch.device("cpu")
         Arena.begin_at(rank * config.get("memory_range", 0))
+        self.handlers: dict[str, Callable[..., Any]] = {op: getattr(self, op) for op in REQUESTS if hasattr(self, op)}
+        """What carries out each request that this process serves, by operation."""
+        self.leaving = False
+        self.send: Callable[[Message], None] = lambda _: None
+        """Sends a message to the supervisor between a request and its answer."""
+
+    def initialize(self) -> int:
+        return os.getpid()
+
+    def exit(self) -> None:
+        self.leaving = True
+
+    @staticmethod
+    def freeze_objects() -> None:
+        """Exempts what has been imported and laid out by now from garbage collection: blocks collect before they run, and it would add
+        milliseconds to each that grow with every problem."""
+        gc.collect()
+        gc.freeze()
+
+
+class Rank(RankProcess, BlockInterface):
+    """The base of ranks of both sides: a device, a process group, sub-groups, and timed blocks."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__(config, rank, memory_fd)
+        self.shares_gpu = len({*self.gpus}) < self.world_size
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._store: Any = None
         self._meetings = 0
-        self.handlers: dict[type[wire.Request[Any]], Handler] = {
-            wire.Initialize: self.initialize,
-            wire.ExportArena: self.export_arena,
-            wire.ImportArena: self.import_arena,
-            wire.UseDevice: self.use_device,
-            wire.WarmUpBlock: self.warm_up_block,
-            wire.ReadyBlock: self.ready_block,
-            wire.RunBlock: self.run_block,
-            wire.Exit: self.exit,
-        }
-        """for every request that this rank serves, what carries it out"""
-        self.leaving = False
-        self.send: Callable[[messages.Message], None] = lambda _: None
-        """sends a message to the supervisor between a request and its answer"""
         self._check_capture: Callable[[], None] = lambda: None
-        """raises if the process group has captured messages that nothing waited for"""
+        """Raises if the process group has captured messages that nothing waited for."""
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None
-        """what was prepared; one at a time, for live graphs with collectives slow down eager calls"""
+        """What was prepared; one at a time, for live graphs with collectives slow down eager calls."""
 
-    def initialize(self, request: wire.Initialize) -> wire.Initialized:
-        """Joins the process group and runs one collective, so that connections exist."""
+    def initialize(self) -> int:
         if self.cluster.nodes > 1:
             keep_symmetric_memory_within_nodes(self.cluster)
         store = self._store = dist.FileStore(  # type: ignore[attr-defined]
@@ -128,33 +162,24 @@ class Rank:
             torch.set_num_threads(1)
             dist.init_process_group(self.config["backend"], store=store, rank=self.rank, world_size=self.world_size)
             dist.barrier()
-        return wire.Initialized(os.getpid())
+        return super().initialize()
 
-    def export_arena(self, request: wire.ExportArena) -> wire.ExportedArena:
-        """Creates a small arena with a random byte in it."""
+    def export_arena(self) -> wire.ExportedArena:
         self._exported = Arena.create(1, self.device, self.memory_fd)
         byte = int.from_bytes(os.urandom(1), "big")
         self._exported.data[0] = byte
         self.synchronize()
         return wire.ExportedArena(self._exported.handle, byte)
 
-    def import_arena(self, request: wire.ImportArena) -> wire.ImportedArena:
-        """Maps an exported arena and reads its byte."""
-        arena = Arena.attach(request.arena, self.device, self.memory_fd)
-        byte = int(arena.data[0])
-        arena.close()
-        return wire.ImportedArena(byte)
+    def import_arena(self, arena: dict[str, Any]) -> int:
+        mapped = Arena.attach(arena, self.device, self.memory_fd)
+        byte = int(mapped.data[0])
+        mapped.close()
+        return byte
 
-    def use_device(self, request: wire.UseDevice) -> wire.Done:
-        """Runs a small kernel."""
+    def use_device(self) -> None:
         torch.zeros(1, device=self.device).add_(1).cpu()
         self.synchronize()
-        return wire.Done()
-
-    def exit(self, request: wire.Exit) -> wire.Done:
-        """Ends the serving loop after this answer."""
-        self.leaving = True
-        return wire.Done()
 
     @property
     def prepared(self) -> Block:
@@ -163,37 +188,32 @@ class Rank:
         return self.block
 
     def build_block(
-        self, request: wire.PrepareBlock, solution: Solution, arguments: ArgumentSlots, outputs: OutputRegions
-    ) -> wire.PreparedBlock:
-        """Builds a timed block in the request's launch mode; for graphs this captures, and a failed capture is an answer, not an error."""
+        self, mode: wire.LaunchMode, plan: wire.BlockPlan, solution: Solution, arguments: ArgumentSlots, outputs: OutputRegions
+    ) -> str | None:
+        """Builds a timed block. For graphs this captures; why that failed is an answer, not an error."""
         self.block = None
-        if request.mode == "graph":  # which has memory of its own, beside what calls have left for later ones
+        if mode == "graph":  # which has memory of its own, beside what calls have left for later ones
             self.give_back()
         try:
-            block = make_block(request.mode, solution, arguments, outputs, self.device, request.plan)
+            block = make_block(mode, solution, arguments, outputs, self.device, plan)
             self._check_capture()
             self.block = block
         except Exception as error:
-            if request.mode != "graph":
+            if mode != "graph":
                 raise
             with contextlib.suppress(Exception):  # messages of a graph that is not replayed: eager calls follow
                 self._check_capture()
-            return wire.PreparedBlock(capture_failure(error))
-        return wire.PreparedBlock(None)
+            return capture_failure(error)
+        return None
 
-    def warm_up_block(self, request: wire.WarmUpBlock) -> wire.Done:
-        """Runs the prepared block once, without clocks."""
+    def warm_up_block(self) -> None:
         self.prepared.warm()
-        return wire.Done()
 
-    def ready_block(self, request: wire.ReadyBlock) -> wire.Done:
-        """Makes this rank ready for :meth:`run_block`, on the core with this number."""
-        self._pin.take(request.core)
+    def ready_block(self, core: int) -> None:
+        self._pin.take(core)
         self.prepared.ready()
-        return wire.Done()
 
-    def run_block(self, request: wire.RunBlock) -> wire.BlockRun:
-        """Runs the prepared block; as little as possible besides, for the supervisor's clock runs meanwhile."""
+    def run_block(self) -> wire.BlockRun:
         try:
             return self.prepared.run()
         finally:
@@ -209,13 +229,6 @@ class Rank:
                 self._groups[key] = next((g for g, members in zip(created, key, strict=True) if self.rank in members), None)
             mine[name] = self._groups[key]
         return mine
-
-    @staticmethod
-    def freeze_objects() -> None:
-        """Exempts what has been imported and laid out by now from garbage collection: blocks collect before they run, and it would add
-        milliseconds to each that grow with every problem."""
-        gc.collect()
-        gc.freeze()
 
     def synchronize(self) -> None:
         if self.place.has_gpus:

@@ -12,18 +12,19 @@ from peerlane import settings
 from peerlane.device.host.arena import faults
 from peerlane.emulator.ranks import RankFailure
 from peerlane.errors import EmulatedFault
-from peerlane.evaluate import messages, wire
+from peerlane.evaluate import messages
+from peerlane.evaluate.messages import PerRank
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
 from peerlane.evaluate.ranks.emulated import EmulatedCandidate
-from peerlane.evaluate.ranks.rank import Rank, classify
+from peerlane.evaluate.ranks.rank import RankProcess, classify
 from peerlane.evaluate.ranks.trusted import TrustedRank
 
-_KINDS: dict[str, type[Rank]] = {"trusted": TrustedRank, "builder": Builder, "candidate": CandidateRank}
+_KINDS: dict[str, type[RankProcess]] = {"trusted": TrustedRank, "builder": Builder, "candidate": CandidateRank}
 
 
-def _kind(config: dict[str, Any]) -> type[Rank]:
+def _kind(config: dict[str, Any]) -> type[RankProcess]:
     return EmulatedCandidate if "emulated_ranks" in config else _KINDS[config["role"]]
 
 
@@ -40,7 +41,7 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
         os.environ.update(config["rank_environment"][rank])
 
 
-def _error(error: BaseException, default: wire.ErrorKind) -> messages.RankError:
+def _error(error: BaseException, default: messages.ErrorKind) -> messages.RankError:
     rank = error.rank if isinstance(error, RankFailure) else None
     cause = error.error if isinstance(error, RankFailure) else error
     kind, text = classify(cause, default), "".join(map(messages.shortened, traceback.format_exception(cause, limit=-12)))
@@ -57,12 +58,13 @@ def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -
     read_request, answer_message = messages.read_request, messages.answer_message
     me.send = send
     while (message := receive()) is not None:
-        request = read_request(message)
-        first = request[0] if isinstance(request, list) else request
+        request, arguments = read_request(message)
         try:
-            answer = answer_message(handlers[type(first)](request))
+            handler = handlers[request.op]
+            result = handler(**arguments) if isinstance(arguments, dict) else PerRank(handler(**each) for each in arguments)
+            answer = answer_message(request, result)
         except BaseException as error:
-            answer = messages.error_message(_error(error, first.failure_kind))
+            answer = messages.error_message(_error(error, request.failure_kind))
         send(answer)
         if me.leaving:
             break

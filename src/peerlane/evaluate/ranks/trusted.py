@@ -1,8 +1,8 @@
 """The trusted rank: generates inputs, knows the oracle, judges outputs, times the reference. Candidate code never runs here.
 
-Inputs are generated into private memory (staging) and copied to the shared arena just before the candidate may use them (publish).
-Every :class:`wire.GenerateInputs` draws new contents from the run's secret, which only trusted ranks hold. Several cases may be open at a
-time, each in a space of its own.
+Inputs are generated into private memory (staging) and copied to the shared arena just before the candidate may use them (publish). Every
+:meth:`TrustedInterface.generate_inputs` draws new contents from the run's secret, which only trusted ranks hold. Several cases may be open
+at a time, each in a space of its own.
 
 Nothing that a candidate can map ever holds an answer before the candidate has given its own: the oracle and the reference work in this
 process's private memory, and an arena is cleared before it is handed out.
@@ -22,8 +22,8 @@ from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.jitter import compile_sm_holder, keep_busy
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.evaluate.memory.arena import POISON, aligned, view
-from peerlane.evaluate.memory.input_generation import Inputs
-from peerlane.evaluate.memory.layouts import Layouts, find_layouts
+from peerlane.evaluate.memory.layouts import Inputs, Layouts, find_layouts
+from peerlane.evaluate.rank_interface import TrustedInterface
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_time
@@ -42,7 +42,7 @@ from peerlane.results.sanitize import one_line
 _GATHERED_BYTES = 64 << 20  # of a rank's inputs, that oracles get from it at a time
 
 
-class TrustedRank(Rank):
+class TrustedRank(Rank, TrustedInterface):
     """Serves the requests of the supervisor: a case is opened, generated, published, timed, its outputs collected and judged."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
@@ -52,30 +52,10 @@ class TrustedRank(Rank):
         self._layouts: dict[tuple[int, str, int, float], Layouts] = {}
         self._output_names: dict[str, list[str]] = {}
         """by case, in the order of the output's tensors, once an answer was judged"""
-        self.handlers |= {
-            wire.TakeSecret: self.take_secret,
-            wire.OpenCase: self.open_case,
-            wire.CloseCase: self.close_case,
-            wire.GenerateInputs: self.generate_inputs,
-            wire.PublishInputs: self.publish_inputs,
-            wire.PrepareBlock: self.prepare_block,
-            wire.UndoSwaps: self.undo_swaps,
-            wire.TimeCopies: self.time_copies,
-            wire.KeepDeviceBusy: self.keep_device_busy,
-            wire.CollectOutputs: self.collect_outputs,
-            wire.DiscardOutputs: self.discard_outputs,
-            wire.JudgeOutputs: self.judge_outputs,
-            wire.SaveOutput: self.save_output,
-            wire.CompareOutput: self.compare_output,
-            wire.MeasureMargins: self.measure_margins,
-        }
 
-    def take_secret(self, request: wire.TakeSecret) -> wire.SecretTaken:
-        """Takes the run's secret, which seeds all inputs; returns the kernel that candidates' ranks need and may not compile."""
-        self._secret = request.secret
-        if not self.place.has_gpus:
-            return wire.SecretTaken("")
-        return wire.SecretTaken(base64.b64encode(compile_sm_holder(self.device)).decode())
+    def take_secret(self, secret: str) -> str:
+        self._secret = secret
+        return base64.b64encode(compile_sm_holder(self.device)).decode() if self.place.has_gpus else ""
 
     def opened(self, space: str) -> OpenCase:
         current = self._open.get(space)
@@ -83,18 +63,17 @@ class TrustedRank(Rank):
             raise RuntimeError(f"no case is open in {space}: expected open_case first")
         return current
 
-    def open_case(self, request: wire.OpenCase) -> wire.OpenedCase:
-        """Lays out up to ``slots`` calls, as many as fit into ``most_bytes``. ``alone``: whatever else is open is closed before."""
-        for space in [*reversed(self._open)] if request.alone else [request.space]:
-            self._close(space)
-        problem, case = self.case_of(request.case)
+    def open_case(self, space: str, case_id: wire.CaseId, slots: int, most_bytes: float, alone: bool) -> wire.OpenedCase:
+        for closed in [*reversed(self._open)] if alone else [space]:
+            self.close_case(closed)
+        problem, case = self.case_of(case_id)
         groups = self.groups(problem.process_groups(case))
         inputs = Inputs(problem, case, self.rank, self._secret, self.device)
-        key = problem.id, case.key, request.slots, request.most_bytes
+        key = problem.id, case.key, slots, most_bytes
         if key not in self._layouts:
-            self._layouts = {known: found for known, found in self._layouts.items() if known[0] == problem.id}
-            self._layouts[key] = find_layouts(inputs, request.slots, request.most_bytes, groups)
-        current = self._open[request.space] = OpenCase(inputs, self._layouts[key], groups, self.memory_fd)
+            self._layouts = {cached: layouts for cached, layouts in self._layouts.items() if cached[0] == problem.id}
+            self._layouts[key] = find_layouts(inputs, slots, most_bytes, groups)
+        current = self._open[space] = OpenCase(inputs, self._layouts[key], groups, self.memory_fd)
         self.freeze_objects()
         layout = wire.CaseLayout(
             arena=current.arena.handle,
@@ -106,110 +85,79 @@ class TrustedRank(Rank):
         )
         return wire.OpenedCase(layout, self._layouts[key].reference_s, self._layouts[key].quickest_s)
 
-    def close_case(self, request: wire.CloseCase) -> wire.Done:
-        """Frees a case's memory."""
-        self._close(request.space)
-        return wire.Done()
-
-    def _close(self, space: str) -> None:
+    def close_case(self, space: str) -> None:
         if (current := self._open.pop(space, None)) is not None:
             self.block = None
             current.arena.close()
         self.give_back()
 
-    def generate_inputs(self, request: wire.GenerateInputs) -> wire.Done:
-        """Draws new contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
-        self.opened(request.space).generate(request.block, request.kinds)
+    def generate_inputs(self, space: str, block: int, kinds: list[str]) -> None:
+        self.opened(space).generate(block, kinds)
         self.synchronize()
-        return wire.Done()
 
-    def publish_inputs(self, request: wire.PublishInputs) -> wire.Done:
-        """Copies the inputs of the first ``slots`` slots to the shared arena, and poisons the output regions with NaN bits. Renews the
-        guard bands.
-        """
-        current = self.opened(request.space)
-        end = current.private.end(request.slots)
+    def publish_inputs(self, space: str, slots: int) -> None:
+        current = self.opened(space)
+        end = current.private.end(slots)
         current.arena.data[:end].copy_(current.staging[:end])
         current.outputs.fill_(POISON)
         current.guards.paint()
         self.synchronize()
-        return wire.Done()
 
-    def prepare_block(self, request: wire.PrepareBlock) -> wire.PreparedBlock:
-        """Builds the reference's timed block in a launch mode."""
-        current = self.opened(request.space)
-        return self.build_block(request, current.reference, current.private, current.private_outputs)
+    def prepare_block(self, space: str, mode: wire.LaunchMode, side: wire.Side, plan: wire.BlockPlan) -> str | None:
+        current = self.opened(space)
+        return self.build_block(mode, plan, current.reference, current.private, current.private_outputs)
 
-    def undo_swaps(self, request: wire.UndoSwaps) -> wire.Done:
-        """Undoes the swaps of the prepared block, behind each run of it."""
-        self._undo_swaps(request.space)
-        return wire.Done()
-
-    def _undo_swaps(self, space: str) -> None:
+    def undo_swaps(self, space: str) -> None:
         private = self.opened(space).private
         for _, slot, other in reversed(self.prepared.plan.swaps):
             private.swapper(slot, other)()
         self.synchronize()
 
-    def time_copies(self, request: wire.TimeCopies) -> wire.CopiesTime:
-        """Times the swaps and output copies of the prepared block without its calls."""
-        current, plan = self.opened(request.space), self.prepared.plan
+    def time_copies(self, space: str) -> wire.CopiesTime:
+        current, plan = self.opened(space), self.prepared.plan
         copies_us, launch_us = copies_time(current.reference, current.private, current.private_outputs, self.device, plan)
         for _ in range(COPIES_RUNS + 1):
-            self._undo_swaps(request.space)
+            self.undo_swaps(space)
         return wire.CopiesTime(copies_us, launch_us)
 
-    def keep_device_busy(self, request: wire.KeepDeviceBusy) -> wire.Done:
-        """Keeps this GPU busy for ``seconds``, beside whoever else uses it. Only the rank that shares its GPU gets more than 0."""
-        keep_busy(request.seconds)
-        return wire.Done()
+    def keep_device_busy(self, seconds: float) -> None:
+        """As declared. Only the rank that shares its GPU gets more than 0."""
+        keep_busy(seconds)
 
-    def collect_outputs(self, request: wire.CollectOutputs) -> wire.CollectedBytes:
-        """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
-
-        Their inputs are kept too, as they were generated for the slots ``contents``. ``outputs``: how the candidate's rank described what
-        it returned. The arguments of the slots ``intact`` are compared with what was generated: nobody else has touched them since.
-        Returns the bytes that wait for :meth:`judge_outputs`.
-        """
-        current = self.opened(request.space)
-        for slot, source, described in zip(request.slots, request.contents, request.outputs, strict=True):
+    def collect_outputs(self, space: str, slots: list[int], contents: list[int], outputs: wire.Outputs, intact: list[int]) -> int:
+        current = self.opened(space)
+        for slot, source, described in zip(slots, contents, outputs, strict=True):
             current.collect(slot, source, described)
-            if slot in request.intact:
+            if slot in intact:
                 current.changes += _changes(current, source, slot)
         self.synchronize()
-        return wire.CollectedBytes(sum(snapshot.nbytes for snapshot in current.snapshots))
+        return sum(snapshot.nbytes for snapshot in current.snapshots)
 
-    def discard_outputs(self, request: wire.DiscardOutputs) -> wire.Done:
-        """Forgets what was collected, of a race that was broken off."""
-        current = self.opened(request.space)
+    def discard_outputs(self, space: str) -> None:
+        current = self.opened(space)
         current.snapshots.clear()
         current.changes.clear()
-        return wire.Done()
 
-    def save_output(self, request: wire.SaveOutput) -> wire.Done:
-        """Keeps the snapshot of one slot, whose outputs the candidate's rank is about to copy once more."""
-        current = self.opened(request.space)
-        current.saved = request.slot, current.taken(request.slot)
+    def save_output(self, space: str, slot: int) -> None:
+        current = self.opened(space)
+        current.saved = slot, current.taken(slot)
         self.synchronize()
-        return wire.Done()
 
-    def compare_output(self, request: wire.CompareOutput) -> wire.OutputComparison:
-        """Compares the second copy of the saved slot's outputs with the first: ``changed`` is the number of the first that differs."""
-        current = self.opened(request.space)
+    def compare_output(self, space: str) -> wire.OutputComparison:
+        current = self.opened(space)
         (slot, first), current.saved = current.saved, (0, [])
         pairs = enumerate(zip(first, current.taken(slot), strict=True))
         changed = next((number for number, (before, after) in pairs if before.numel() and not same_bits(before, after)), None)
         return wire.OutputComparison(changed, _out_of_bounds(current))
 
-    def judge_outputs(self, request: wire.JudgeOutputs) -> wire.Judgement:
-        """Compares all collected snapshots with the oracle."""
-        current, at_rest = self.opened(request.space), request.at_rest
+    def judge_outputs(self, space: str, at_rest: bool, judges: list[int]) -> wire.Judgement:
+        current = self.opened(space)
         snapshots, current.snapshots = current.snapshots, []
         changes, current.changes = current.changes, []
         if at_rest:
             changes += [change for slot in range(len(current.kinds)) for change in _changes(current, slot, slot)]
         return wire.Judgement(
-            slots=[*self._judge_all(current, snapshots, request.judges or [None] * len(snapshots))],
+            slots=[*self._judge_all(current, snapshots, judges or [None] * len(snapshots))],
             changed_arguments=changed_names(changes),
             out_of_bounds=_out_of_bounds(current) if at_rest else None,
         )
@@ -312,21 +260,19 @@ class TrustedRank(Rank):
         tensors = [view(data, {**placed, "offset": placed["offset"] - start}) for placed in tensor_descriptions(layout)]
         return tuple(rebuild(layout, iter(tensors), GroupRef))
 
-    def measure_margins(self, request: wire.MeasureMargins) -> wire.MeasuredMargins:
-        """Measures this rank's margins of a case: those of the reference, alternative solutions and known wrong answers (see
-        :mod:`peerlane.problems.contract.calibration`)."""
+    def measure_margins(self, case_id: wire.CaseId) -> dict[str, Any]:
         from peerlane.problems.contract.calibration import margins  # brings Triton along, which ranks that time things are better without
 
-        problem, case = self.case_of(request.case)
+        problem, case = self.case_of(case_id)
         groups = self.groups(problem.process_groups(case))
 
         def resolve(tree: Tree) -> Tree:
             return resolve_groups(tree, groups.__getitem__)
 
-        found = margins(problem, case, self.rank, secret=self._secret, resolve=resolve, device=self.device)
+        result = margins(problem, case, self.rank, secret=self._secret, resolve=resolve, device=self.device)
         if self.place.has_gpus:
             torch.cuda.empty_cache()
-        return wire.MeasuredMargins(asdict(found))
+        return asdict(result)
 
 
 def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
@@ -345,10 +291,9 @@ def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch
 
 def _out_of_bounds(current: OpenCase) -> wire.OutOfBounds | None:
     """Returns the place of a write that belongs to no tensor, if there was one."""
-    found = current.guards.out_of_bounds()
-    if found is None:
+    if (violation := current.guards.out_of_bounds()) is None:
         return None
-    region, distance = found
+    region, distance = violation
     place = f"{distance} bytes behind its end" if distance >= 0 else f"{-distance} bytes before its begin"
     return wire.OutOfBounds(region.slot, region.name, place)
 

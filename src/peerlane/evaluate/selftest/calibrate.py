@@ -15,10 +15,11 @@ from peerlane.common.place import Device, Place
 from peerlane.common.version import __version__
 from peerlane.common.words import counted
 from peerlane.errors import UsageError
-from peerlane.evaluate import wire
+from peerlane.evaluate.messages import Request
 from peerlane.evaluate.plan import must_have_presets, presets_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_id
+from peerlane.evaluate.rank_interface import TrustedInterface
 from peerlane.hardware.environment import record as record_environment
 from peerlane.hardware.virtual_node import VirtualNode, share_gpus
 from peerlane.problems.contract.calibration import WRONG_LIMIT, Margins, worst
@@ -191,11 +192,11 @@ def _shared_node(plan: CalibrationPlan, world_size: int) -> VirtualNode | None:
 
 def _margins(session: Session, case: Case) -> Margins | str:
     try:
-        answers = session.trusted.ask(wire.MeasureMargins(case_id(case)), "correctness", session.deadlines.trusted)
+        answers = session.trusted.ask(Request(TrustedInterface.measure_margins, case_id(case)), "correctness", session.deadlines.trusted)
     except GroupFailure as failure:
         session.drop_trusted()
         return str(failure).strip().splitlines()[-1]
-    margins = worst([_parsed(answer.margins) for answer in answers])
+    margins = worst(list(map(_parsed, answers)))
     problem = problems.get(case.problem)
     margins.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], margins.counts)
     return margins

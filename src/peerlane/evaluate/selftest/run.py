@@ -19,8 +19,8 @@ from peerlane.evaluate.evaluator import Progress, Silent, evaluate
 from peerlane.evaluate.node import choose_isolation
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.selftest.busy_cores import busy_cores
-from peerlane.evaluate.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.evaluate.selftest.outcome import FILE, Outcome, identity, read_outcomes
+from peerlane.evaluate.selftest.side_by_side import RunResources, divide, evaluate_side_by_side
 from peerlane.evaluate.selftest.table import Corpus, Entry
 from peerlane.hardware.topology import discover
 from peerlane.hardware.virtual_node import share_gpus
@@ -124,25 +124,25 @@ class _Run:
 
         return suitable(self.judged) or suitable([entry for entry in self.plan.corpus.entries if entry.quick])
 
-    def _lanes(self, world_size: int, due: int) -> list[Lane]:
-        """Returns the lanes that run side by side: on GPUs, as many as there is work for; what is judged needs verdicts, and few speeds."""
+    def _resources(self, world_size: int, due: int) -> list[RunResources]:
+        """Returns the resources of runs side by side. On GPUs there are as many as there is work for: few of them need speeds."""
         gpus = [gpu.uuid for gpu in discover().gpus] if Place.of(self.plan.device).has_gpus else []
         node = share_gpus(world_size, len(gpus), self.plan.ranks_per_gpu or None)
         most = min(MOST_LANES, due // FEWEST_PER_LANE)
         return divide(gpus, os.sched_getaffinity(0), world_size, most, 0 if node is None else node.gpus)
 
     def _judge(self, world_size: int, due: list[Entry]) -> list[tuple[Entry, Outcome]]:
-        dice, lanes = random.SystemRandom(), self._lanes(world_size, len(due))
+        dice, resources = random.SystemRandom(), self._resources(world_size, len(due))
         controls = self._controls()
-        sequences = [order(share, controls, dice) for share in deal(due, len(lanes), self.plan.device, dice)]
+        sequences = [order(share, controls, dice) for share in deal(due, len(resources), self.plan.device, dice)]
         recorders = [_Recorder(sequence, self.plan, self.path, self.progress) for sequence in sequences]
         plans = [self._plan(world_size, sequence) for sequence in sequences]
-        if len(lanes) == 1:
+        if len(resources) == 1:
             evaluate(plans[0], recorders[0])
         else:
             self.progress.started(sum(map(len, sequences)), 0)
-            self.progress.note(f"{len(lanes)} runs side by side, on {len(lanes[0].gpus)} GPUs each")
-            evaluate_side_by_side(list(zip(lanes, plans, recorders, strict=True)))
+            self.progress.note(f"{len(resources)} runs side by side, on {len(resources[0].gpus)} GPUs each")
+            evaluate_side_by_side(list(zip(resources, plans, recorders, strict=True)))
         return [outcome for recorder in recorders for outcome in recorder.outcomes]
 
     def _plan(self, world_size: int, sequence: list[Entry]) -> EvaluationPlan:
@@ -172,10 +172,10 @@ def _candidate(corpus: Corpus, entry: Entry) -> CandidateFile:
     return replace(candidate, track=entry.track)
 
 
-def deal(due: Sequence[Entry], lanes: int, device: Device, dice: random.Random) -> list[list[Entry]]:
-    """Shuffles the work, so that every lane gets as many as the others of the entries that hang, and of those that are timed."""
+def deal(due: Sequence[Entry], runs: int, device: Device, dice: random.Random) -> list[list[Entry]]:
+    """Shuffles the work, so that every run gets as many as the others of the entries that hang, and of those that are timed."""
     mixed = sorted(dice.sample(due, len(due)), key=lambda entry: entry.accepted(device))
-    return [mixed[number::lanes] for number in range(lanes)]
+    return [mixed[number::runs] for number in range(runs)]
 
 
 def order(due: Sequence[Entry], controls: Sequence[Entry], dice: random.Random) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""The speed of one candidate on one case, in ranks of its own: the baseline before its code is loaded there, the race after."""
+"""The speed of one candidate on one case, in ranks of its own: the baseline before its code is loaded there, its own rounds after."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.timing.race import CaptureFailed, Race
+from peerlane.evaluate.timing.paired_rounds import CaptureFailed, PairedRounds
 from peerlane.evaluate.timing.scoring import choose_calls
 from peerlane.hardware.profiles import HardwareProfile
 from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
@@ -49,7 +49,7 @@ class Benchmark:
     :meth:`record` when all are measured.
 
     ``runner`` has as many slots as :func:`slots_to_time` says. ``memory_bytes``: of the GPU of one rank. ``end``: when it has to be done,
-    on the clock ``time.monotonic``: races have fewer rounds then. ``unmeasurable``: the modes that are not tried, and why.
+    on the clock ``time.monotonic``: modes have fewer rounds then. ``unmeasurable``: the modes that are not tried, and why.
     ``broken``: a capture of the reference failed, so that the ranks are in a state that nobody knows; the mode is unmeasurable, and others
     are to be timed with fresh ranks. ``calls``: per block, by mode.
 
@@ -63,8 +63,8 @@ class Benchmark:
     peaks: tuple[Peaks, ...]
     memory_bytes: float
     end: float = math.inf
-    baselines: dict[str, Race] = field(default_factory=dict)
-    races: dict[str, Race] = field(default_factory=dict)
+    baselines: dict[str, PairedRounds] = field(default_factory=dict)
+    measured: dict[str, PairedRounds] = field(default_factory=dict)
     unmeasurable: dict[str, str] = field(default_factory=dict)
     broken: bool = False
     calls: dict[str, int] = field(default_factory=dict)
@@ -86,15 +86,15 @@ class Benchmark:
             call_us = 0.0
             for mode in modes:
                 if not self.long_calls:  # else the calls of the eager mode, which came first, will do
-                    call_us = self._new_race(mode, "reference", calls=probed).probe_us()
+                    call_us = self._new_rounds(mode, "reference", calls=probed).probe_us()
                 self.long_calls = call_us >= _LONG_CALL_US
                 fewest = min(_FEWEST_LONG_CALLS if self.long_calls else _FEWEST_CALLS, runner.slots)
                 self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, fewest)
             self._call_every_slot("reference")
             for mode in modes:
-                race = self._new_race(mode, "reference", calls=self.calls[mode])
-                race.run(rules.baseline_s, end, warm=not self.long_calls)
-                self.baselines[mode] = race
+                rounds = self._new_rounds(mode, "reference", calls=self.calls[mode])
+                rounds.run(rules.baseline_s, end, warm=not self.long_calls)
+                self.baselines[mode] = rounds
         except CaptureFailed as failure:
             self.unmeasurable[mode] = f"the reference could not be captured here: {failure}"
             self.broken = True
@@ -112,14 +112,14 @@ class Benchmark:
             runner.block_s = time.monotonic() - begin
 
     def measure(self, mode: Mode) -> None:
-        """Races the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
+        """Measures the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
 
         Failures that show only under graph replay do not make a kernel wrong that is right when it is called: the mode has failed.
         """
         if mode in self.unmeasurable:
             raise Unmeasurable(self.unmeasurable[mode])
         try:
-            self._race(mode)
+            self._run_rounds(mode)
         except GroupFailure as failure:
             if mode == "eager" or failure.kind == "garbage":
                 raise
@@ -136,45 +136,45 @@ class Benchmark:
         Raises :class:`Rejected` or GroupFailure.
         """
         try:
-            return self._new_race(mode, "candidate", calls=self.calls[mode]).profile_block(marker, timeline=timeline)
+            return self._new_rounds(mode, "candidate", calls=self.calls[mode]).profile_block(marker, timeline=timeline)
         except CaptureFailed as failure:
             if failure.trusted:
                 raise HarnessError(f"the reference could not be captured again: {failure}") from None
             raise GroupFailure("runtime_error", "audit", f"was captured to be timed, but not to be audited: {failure}") from None
 
-    def _new_race(self, mode: wire.LaunchMode, side: wire.Side, *, calls: int) -> Race:
-        return Race(runner=self.runner, mode=mode, side=side, rules=self.rules, calls=calls)
+    def _new_rounds(self, mode: wire.LaunchMode, side: wire.Side, *, calls: int) -> PairedRounds:
+        return PairedRounds(runner=self.runner, mode=mode, side=side, rules=self.rules, calls=calls)
 
-    def slowdown(self, mode: str, race: Race) -> float:
+    def slowdown(self, mode: str, rounds: PairedRounds) -> float:
         """The reference's time beside the candidate over its time before."""
-        return race.reference_us() / self.baselines[mode].reference_us()
+        return rounds.reference_us() / self.baselines[mode].reference_us()
 
-    def _race(self, mode: Mode) -> None:
-        """A race, and a second one, if there is time, if the reference was slower beside the candidate than before; the less disturbed one
-        counts."""
-        races: list[Race] = []
+    def _run_rounds(self, mode: Mode) -> None:
+        """Runs the rounds of a mode. Repeats them, if there is time, if the reference was slower beside the candidate than before; the less
+        disturbed ones count."""
+        tries: list[PairedRounds] = []
         begin = time.monotonic()
-        end = begin + (self.end - begin) / max(1, len(set(self.baselines) - set(self.races)))
-        while len(races) < 2 and not (races and self.slowdown(mode, races[-1]) <= 1 + self.rules.slowdown_limit[mode]):
-            if races and 2 * time.monotonic() - begin > end:
+        end = begin + (self.end - begin) / max(1, len(set(self.baselines) - set(self.measured)))
+        while len(tries) < 2 and not (tries and self.slowdown(mode, tries[-1]) <= 1 + self.rules.slowdown_limit[mode]):
+            if tries and 2 * time.monotonic() - begin > end:
                 break
-            race = self._new_race(mode, "candidate", calls=self.calls[mode])
+            rounds = self._new_rounds(mode, "candidate", calls=self.calls[mode])
             try:
-                race.run(self.rules.budget_s, end, warm=not self.long_calls)
+                rounds.run(self.rules.budget_s, end, warm=not self.long_calls)
             except CaptureFailed as failure:
                 what = "the reference could not be captured again" if failure.trusted else "cannot be captured"
                 raise Unmeasurable(f"{what}: {failure}") from None
-            races.append(race)
-        self.races[mode] = race = min(races, key=lambda item: self.slowdown(mode, item))
-        self._check_floor(race)
+            tries.append(rounds)
+        self.measured[mode] = rounds = min(tries, key=lambda item: self.slowdown(mode, item))
+        self._check_floor(rounds)
 
     def record(self, mode: Mode) -> ModeSpeed:
-        race, slowdown = self.races[mode], self.slowdown(mode, self.races[mode])
-        offset, candidate_us = self.baselines[mode].ratio(), race.other_us()
+        rounds, slowdown = self.measured[mode], self.slowdown(mode, self.measured[mode])
+        offset, candidate_us = self.baselines[mode].ratio(), rounds.other_us()
         known, slower = offset.half_width <= self.rules.offset_half_width, slowdown > 1 + self.rules.slowdown_limit[mode]
-        # Eager calls of both sides depend on the host: of 117 honest races on one H100, 7 had a reference that much slower, and were right.
+        # Eager calls of both sides depend on the host: of 117 honest evaluations on one H100, 7 had a reference that much slower.
         corrected = slower and mode == "graph"
-        speedup = race.ratio().scaled((1 / offset.median if known else 1.0) * (1 / slowdown if corrected else 1.0))
+        speedup = rounds.ratio().scaled((1 / offset.median if known else 1.0) * (1 / slowdown if corrected else 1.0))
         noise = offset.half_width if known else max(offset.high - 1, 1 - offset.low)
         floor = max(self.rules.target_half_width[mode], noise)
         if slower and not corrected:
@@ -189,33 +189,33 @@ class Benchmark:
             group_offset=offset.median,
             group_offset_applied=known,
             reference_slowdown=slowdown,
-            calls_per_block=race.calls,
-            rounds=len(race.others),
-            hand_off_us=race.hand_off_us,
-            copies_us=race.copies_us,
-            copies_launch_us=race.copies_launch_us,
-            reference_blocks_us=tuple(round(block.events_us, 3) for block in race.references),
-            candidate_blocks_us=tuple(round(block.events_us, 3) for block in race.others),
-            reference_clock_us=tuple(round(block.clock_us, 3) for block in race.references),
-            candidate_clock_us=tuple(round(block.clock_us, 3) for block in race.others),
-            reference_launch_us=tuple(round(block.launch_us, 3) for block in race.references),
-            candidate_launch_us=tuple(round(block.launch_us, 3) for block in race.others),
+            calls_per_block=rounds.calls,
+            rounds=len(rounds.others),
+            hand_off_us=rounds.hand_off_us,
+            copies_us=rounds.copies_us,
+            copies_launch_us=rounds.copies_launch_us,
+            reference_blocks_us=tuple(round(block.events_us, 3) for block in rounds.references),
+            candidate_blocks_us=tuple(round(block.events_us, 3) for block in rounds.others),
+            reference_clock_us=tuple(round(block.clock_us, 3) for block in rounds.references),
+            candidate_clock_us=tuple(round(block.clock_us, 3) for block in rounds.others),
+            reference_launch_us=tuple(round(block.launch_us, 3) for block in rounds.references),
+            candidate_launch_us=tuple(round(block.launch_us, 3) for block in rounds.others),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
-            flags=(*(("few_rounds",) if race.cut_short else ()), *(("slower_reference",) if slower else ())),
+            flags=(*(("few_rounds",) if rounds.cut_short else ()), *(("slower_reference",) if slower else ())),
         )
 
     def _costs(self) -> list[Any]:
         case = self.runner.case
         return [self.runner.problem.cost(case, rank) for rank in range(case.world_size)]
 
-    def _check_floor(self, race: Race) -> None:
+    def _check_floor(self, rounds: PairedRounds) -> None:
         """Compares every block's time with what the hardware needs for its calls."""
         if self.profile is None:
             return
-        floor_us = physical_floor_us(self._costs(), self.profile, calls=race.calls)
-        fastest_us = min(max(block.events_us, block.clock_us - race.hand_off_us) for block in race.others)
+        floor_us = physical_floor_us(self._costs(), self.profile, calls=rounds.calls)
+        fastest_us = min(max(block.events_us, block.clock_us - rounds.hand_off_us) for block in rounds.others)
         if fastest_us < floor_us:
-            what = f"{race.calls} calls in {fastest_us:.1f} us; the hardware needs at least {floor_us:.1f} us"
+            what = f"{rounds.calls} calls in {fastest_us:.1f} us; the hardware needs at least {floor_us:.1f} us"
             raise Rejected(IntegrityFailure(phase="timing", what=what))
 
     def _utilisation(self, peaks: Peaks, reference_us: Estimate, candidate_us: Estimate) -> Utilisation:

@@ -1,4 +1,4 @@
-"""The scores of a race's rounds: the time of every block by both clocks, and the ratio of the two sides. No ranks here."""
+"""The scores of paired rounds: the time of every block by both clocks, and the ratio of the two sides. No ranks here."""
 
 from __future__ import annotations
 

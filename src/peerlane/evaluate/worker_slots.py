@@ -1,5 +1,5 @@
-"""The lanes in which candidates are judged: on GPUs one, or as many as a setting says, elsewhere as many as cores allow, each in its own
-session.
+"""Worker slots, in which candidates are judged: on GPUs one, or as many as a setting says, elsewhere as many as cores allow. Each has a
+session of its own.
 
 An evaluation that takes long gives its place to another one, so that a hang holds up nobody. It goes on beside the others.
 """
@@ -29,18 +29,18 @@ _SLOW_FACTOR, _MIN_SLOW_S, _MAX_SLOW_S = 2.0, 1.0, 30.0
 """An evaluation counts as slow once it takes this many times the median of the last ones, and no sooner or later than these seconds."""
 _REMEMBERED = 16  # durations of finished evaluations, of which the median is taken
 _BUSY_CORES = 0.67  # cores that one rank keeps busy: an evaluation waits for a third of its time
-_LANE_BYTES = 1 << 30  # memory that the processes of one session need
-_MAX_LANES = 16
+_SESSION_BYTES = 1 << 30  # memory that the processes of one session need
+_MAX_SLOTS = 16
 _POLL_S = 0.1  # seconds between two looks at what runs
 _END_S = 15.0  # seconds that cancelled evaluations get to end
 
 
 @dataclass
-class Lane:
+class WorkerSlot:
     """A session, and what its last evaluation left there."""
 
     session: Session
-    kept: RankGroup | None = None
+    reference_group: RankGroup | None = None
     """The ranks that ran the reference; they serve all of its problems."""
     after_failure: bool = False
     """Whether the last evaluation here left ranks that had to be killed."""
@@ -52,30 +52,30 @@ class Lane:
     """Whether nothing else may be judged while it runs."""
 
 
-class Lanes:
-    """The lanes of one number of ranks, and the builds of all. ``open_beside`` opens one more session, which shares the first one's fork
-    server. Whoever waits for a lane or a build waits for ``changed``, which also guards what is in here."""
+class WorkerSlots:
+    """The worker slots of one number of ranks, and the builds of all. ``open_beside`` opens one more session, which shares the first one's
+    fork server. Whoever waits for a slot or a build waits for ``changed``, which also guards what is in here."""
 
-    def __init__(self, first: Session, open_beside: Callable[[], Session], usual: int, most: int) -> None:
-        self.world_size, self.usual, self.most = first.world_size, usual, most
+    def __init__(self, first: Session, open_beside: Callable[[], Session], usual: int, maximum: int) -> None:
+        self.world_size, self.usual, self.maximum = first.world_size, usual, maximum
         self.first = first
         self.changed = threading.Condition()
         self.builds = Builds(first, builds_at_a_time(first), self._tell)
-        first.fork_server.sharers = usual if most > 1 else 1
+        first.fork_server.sharers = usual if maximum > 1 else 1
         self._open_beside = open_beside
-        self._idle, self._busy = [Lane(first)], list[Lane]()
+        self._idle, self._busy = [WorkerSlot(first)], list[WorkerSlot]()
         self._sessions = [first]
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)  # of the evaluations that ended last
 
     @classmethod
-    def of(cls, first: Session, open_beside: Callable[[], Session]) -> Lanes:
-        """The lanes that a machine has room for."""
-        most = first.pool_settings.judged_at_a_time
+    def of(cls, first: Session, open_beside: Callable[[], Session]) -> WorkerSlots:
+        """The slots that a machine has room for."""
+        setting = first.pool_settings.judged_at_a_time
         if first.place.has_gpus:
-            most = most or 1
-        if most is not None:
-            return cls(first, open_beside, most, most)
-        cores, room = len(os.sched_getaffinity(0)), max(1, min(_MAX_LANES, available_memory() // _LANE_BYTES))
+            setting = setting or 1
+        if setting is not None:
+            return cls(first, open_beside, setting, setting)
+        cores, room = len(os.sched_getaffinity(0)), max(1, min(_MAX_SLOTS, available_memory() // _SESSION_BYTES))
         if first.place.emulated:  # one busy process each, which is told at once that it hangs: what takes long is at work
             return cls(first, open_beside, min(cores, room), min(cores, room))
         usual = max(1, math.ceil(cores / (_BUSY_CORES * first.world_size)))
@@ -85,52 +85,52 @@ class Lanes:
     def capacity(self) -> int:
         """Returns how many evaluations to have at hand: those that are judged, and those that are compiled meanwhile."""
         with self.changed:
-            slow = len(self._busy) - self._at_work() if self.most > 1 else 0
-            return min(self.most, self.usual + slow) + max(1, self.builds.at_a_time)
+            slow = len(self._busy) - self._at_work() if self.maximum > 1 else 0
+            return min(self.maximum, self.usual + slow) + max(1, self.builds.at_a_time)
 
     def _at_work(self) -> int:
         """Evaluations that take no longer than most. The others leave the cores to them."""
-        if self.most == 1:
+        if self.maximum == 1:
             return len(self._busy)
         now, patience_s = time.monotonic(), _PATIENCE_S
         if self._seconds:
             patience_s = min(_MAX_SLOW_S, max(_MIN_SLOW_S, _SLOW_FACTOR * statistics.median(self._seconds)))
-        for lane in self._busy:
-            if not lane.slow and now - lane.begun >= patience_s:
-                lane.slow = True
-                lane.session.let_others_go_first()
-        return sum(not lane.slow for lane in self._busy)
+        for slot in self._busy:
+            if not slot.slow and now - slot.begun >= patience_s:
+                slot.slow = True
+                slot.session.let_others_go_first()
+        return sum(not slot.slow for slot in self._busy)
 
     @property
     def idle(self) -> bool:
         """Nothing is judged."""
         return not self._busy
 
-    def take(self, *, alone: bool = False) -> Lane | None:
-        """An idle lane, if another evaluation may begin now. ``alone``: it is timed, so nothing else is judged meanwhile."""
+    def take(self, *, alone: bool = False) -> WorkerSlot | None:
+        """An idle slot, if another evaluation may begin now. ``alone``: it is timed, so nothing else is judged meanwhile."""
         with self.changed:
-            if self._busy and (alone or any(lane.alone for lane in self._busy)):
+            if self._busy and (alone or any(slot.alone for slot in self._busy)):
                 return None
-            if self._at_work() >= self.usual or len(self._busy) >= self.most:
+            if self._at_work() >= self.usual or len(self._busy) >= self.maximum:
                 return None
             if not self._idle:
                 self._sessions.append(self._open_beside())
-                self._idle.append(Lane(self._sessions[-1]))
-            lane = self._idle.pop()
+                self._idle.append(WorkerSlot(self._sessions[-1]))
+            slot = self._idle.pop()
             if alone:
                 for session in self._sessions:
-                    if session is not lane.session:
+                    if session is not slot.session:
                         session.wait_for_starts()  # they take GPUs and cores from what is timed
-            lane.begun, lane.slow, lane.alone = time.monotonic(), False, alone
-            self._busy.append(lane)
-            return lane
+            slot.begun, slot.slow, slot.alone = time.monotonic(), False, alone
+            self._busy.append(slot)
+            return slot
 
-    def give(self, lane: Lane) -> None:
-        """The evaluation in this lane has ended."""
+    def give(self, slot: WorkerSlot) -> None:
+        """The evaluation in this slot has ended."""
         with self.changed:
-            self._seconds.append(time.monotonic() - lane.begun)
-            self._busy.remove(lane)
-            self._idle.append(lane)
+            self._seconds.append(time.monotonic() - slot.begun)
+            self._busy.remove(slot)
+            self._idle.append(slot)
             self.changed.notify_all()
 
     def close(self) -> None:
@@ -144,6 +144,8 @@ class Lanes:
             self.changed.notify_all()
 
 
+Ended: TypeAlias = list[tuple[Job, "Result | BaseException"]]
+"""Jobs that have ended, each with its result or what it raised."""
 Judge: TypeAlias = Callable[[Limit | None], Result]
 """Judges one job under a limit."""
 
@@ -151,9 +153,9 @@ Judge: TypeAlias = Callable[[Limit | None], Result]
 class OneByOne:
     """Judges in the thread of the caller, who may set one ``limit`` to it all."""
 
-    def __init__(self, lanes: Lanes, limit: Limit | None) -> None:
-        self._lanes, self._limit = lanes, limit
-        self._ended: list[tuple[Job, Result | BaseException]] = []
+    def __init__(self, slots: WorkerSlots, limit: Limit | None) -> None:
+        self._slots, self._limit = slots, limit
+        self._ended: Ended = []
 
     @property
     def running(self) -> bool:
@@ -165,7 +167,7 @@ class OneByOne:
         """Something has ended that was not told."""
         return bool(self._ended)
 
-    def begin(self, job: Job, lane: Lane, judge: Judge) -> None:
+    def begin(self, job: Job, slot: WorkerSlot, judge: Judge) -> None:
         """Judges a job; raises what that raises."""
         try:
             if self._limit is not None and job.timeout is not None:
@@ -173,11 +175,11 @@ class OneByOne:
                 self._limit.start()
             self._ended.append((job, judge(self._limit)))
         finally:
-            self._lanes.give(lane)
+            self._slots.give(slot)
 
-    def ended(self) -> list[tuple[Job, Result | BaseException]]:
+    def ended(self) -> Ended:
         """The jobs that have ended since the last call, waited for a moment if there is none; raises :class:`Cancelled`."""
-        return _take(self._lanes, self._limit, self._ended)
+        return _take(self._slots, self._limit, self._ended)
 
     def stop(self) -> bool:
         """Nothing runs between two calls."""
@@ -187,15 +189,15 @@ class OneByOne:
 class SideBySide:
     """Judges every job in a thread of its own."""
 
-    def __init__(self, lanes: Lanes, limit: Limit | None) -> None:
-        self._lanes, self._limit = lanes, limit
+    def __init__(self, slots: WorkerSlots, limit: Limit | None) -> None:
+        self._slots, self._limit = slots, limit
         self._limits: dict[threading.Thread, Limit] = {}
-        self._ended: list[tuple[Job, Result | BaseException]] = []
+        self._ended: Ended = []
 
     @property
     def running(self) -> bool:
         """Something was begun, and has not been told to have ended."""
-        with self._lanes.changed:
+        with self._slots.changed:
             return bool(self._limits or self._ended)
 
     @property
@@ -203,7 +205,7 @@ class SideBySide:
         """Something has ended that was not told."""
         return bool(self._ended)
 
-    def begin(self, job: Job, lane: Lane, judge: Judge) -> None:
+    def begin(self, job: Job, slot: WorkerSlot, judge: Judge) -> None:
         """Begins to judge a job."""
         limit = Limit(job.timeout)
 
@@ -214,34 +216,34 @@ class SideBySide:
                 outcome = judge(limit)
             except BaseException as error:
                 outcome = error
-            with self._lanes.changed:
+            with self._slots.changed:
                 limit.close()
                 del self._limits[thread]
                 self._ended.append((job, outcome))
-                self._lanes.give(lane)
+                self._slots.give(slot)
 
         thread = threading.Thread(target=run, name="peerlane-judge", daemon=True)
-        with self._lanes.changed:
+        with self._slots.changed:
             self._limits[thread] = limit
             thread.start()
 
-    def ended(self) -> list[tuple[Job, Result | BaseException]]:
+    def ended(self) -> Ended:
         """The jobs that have ended since the last call, waited for a moment if there is none; raises :class:`Cancelled`."""
-        return _take(self._lanes, self._limit, self._ended)
+        return _take(self._slots, self._limit, self._ended)
 
     def stop(self) -> bool:
         """Ends what runs; False if it does not end."""
-        with self._lanes.changed:
+        with self._slots.changed:
             for limit in self._limits.values():
                 limit.cancel()
-            return self._lanes.changed.wait_for(lambda: not self._limits, _END_S)
+            return self._slots.changed.wait_for(lambda: not self._limits, _END_S)
 
 
-def _take(lanes: Lanes, limit: Limit | None, ended: list[tuple[Job, Result | BaseException]]) -> list[tuple[Job, Result | BaseException]]:
-    with lanes.changed:
+def _take(slots: WorkerSlots, limit: Limit | None, ended: Ended) -> Ended:
+    with slots.changed:
         if not ended:
-            lanes.changed.wait(_POLL_S)
+            slots.changed.wait(_POLL_S)
         if limit is not None and limit.cancelled and not ended:
             raise Cancelled
-        found, ended[:] = list(ended), []
-        return found
+        result, ended[:] = list(ended), []
+        return result

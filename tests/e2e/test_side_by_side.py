@@ -18,14 +18,14 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate import EvaluationPlan, Result, discover
 from peerlane.evaluate.evaluator import Silent
 from peerlane.evaluate.selftest import run
-from peerlane.evaluate.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.evaluate.selftest.outcome import read_outcomes
 from peerlane.evaluate.selftest.run import SelftestPlan, selftest
+from peerlane.evaluate.selftest.side_by_side import RunResources, divide, evaluate_side_by_side
 from peerlane.evaluate.selftest.table import load
 from peerlane.settings import PoolSettings
 
 CORES = tuple(os.sched_getaffinity(0))
-HERE = Lane((), CORES)
+HERE = RunResources((), CORES)
 
 
 def plan(*candidates: Path, preset: str = "small") -> EvaluationPlan:
@@ -60,7 +60,7 @@ def lazy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "cores", "world_size", "most", "lanes"),
+    ("gpus", "cores", "world_size", "most", "runs"),
     [
         (4, 64, 2, 8, 2),
         (8, 128, 2, 8, 4),
@@ -72,23 +72,23 @@ def lazy(tmp_path: Path) -> Path:
         (4, 64, 2, 0, 1),
     ],
 )
-def test_a_machine_is_divided_by_gpus_and_cores(gpus: int, cores: int, world_size: int, most: int, lanes: int) -> None:
+def test_a_machine_is_divided_by_gpus_and_cores(gpus: int, cores: int, world_size: int, most: int, runs: int) -> None:
     found = divide([f"GPU-{number}" for number in range(gpus)], set(range(cores)), world_size, most)
-    assert len(found) == lanes
+    assert len(found) == runs
     for kind in ("gpus", "cores"):
-        owned = [item for lane in found for item in getattr(lane, kind)]
+        owned = [item for run in found for item in getattr(run, kind)]
         assert len(owned) == len(set(owned))
-    assert all(len(lane.gpus) == world_size and len(lane.cores) >= 4 * world_size for lane in found) or lanes == 1
+    assert all(len(run.gpus) == world_size and len(run.cores) >= 4 * world_size for run in found) or runs == 1
 
 
 def test_runs_side_by_side_tell_what_happens_and_leave_nothing(lazy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARK, "lanes")
+    monkeypatch.setenv(MARK, "runs")
     heard = [Heard(), Heard()]
     with within(120.0):
         evaluate_side_by_side([(HERE, plan(GOOD, lazy), heard[0]), (HERE, plan(lazy), heard[1])])
     assert [[result.verdict.kind for result in one.results] for one in heard] == [["correct", "wrong_result"], ["wrong_result"]]
     assert all("first_call" in one.phases and any("isolation L0" in note for note in one.notes) for one in heard)
-    assert not marked_processes("lanes")
+    assert not marked_processes("runs")
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_nothing_is_left_of_runs_whose_supervisor_is_stopped(how: signal.Signals
     script = f"""
         import dataclasses
         from pathlib import Path
-        from e2e.test_lanes import HERE, Heard, evaluate_side_by_side, plan
+        from e2e.test_side_by_side import HERE, Heard, evaluate_side_by_side, plan
         from e2e.runs import DEADLINES
 
         class Shown(Heard):
@@ -139,7 +139,7 @@ def test_nothing_is_left_of_runs_whose_supervisor_is_stopped(how: signal.Signals
 def test_the_selftest_judges_side_by_side_and_keeps_every_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     corpus = load()
     chosen = corpus.select("C08,A00")
-    monkeypatch.setattr(run._Run, "_lanes", lambda self, world_size, due: [HERE, HERE])
+    monkeypatch.setattr(run._Run, "_resources", lambda self, world_size, due: [HERE, HERE])
     judged = selftest(SelftestPlan(corpus, chosen, "cpu", 2, tmp_path, "L0"))
     counts = Counter(outcome.file for _, outcome in judged)
     assert set(counts) >= {entry.file for entry in chosen} and min(counts[entry.file] for entry in chosen) >= 2

@@ -15,22 +15,24 @@ from peerlane.evaluate.timing.scoring import BlockTimes, Rounds
 from peerlane.results.verdict import IntegrityFailure
 from peerlane.settings import TimingRules
 
-_ROUNDS_PER_LOOK = 3
-_ROUNDS_PER_CAPTURE = 5  # graphs are captured anew: how fast a graph is depends on its place in memory
-_WARM_ROUNDS = 3  # clocks, caches and connections become steady
-_WARM_S = 0.5  # is enough for that in fewer, longer rounds
-_FEWEST_ROUNDS = 5  # where they use up the budget: a round is long then, and its noise small
-_LEAST_ROUNDS = {"reference": 2, "candidate": 3}  # by side, where they use up a multiple of it, or the evaluation has no more time
-_PATIENCE = 3.0
-_PROBES, _PROBE_S = 3, 0.2  # blocks of a probe, and the time behind which one is enough
-_JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer than the calls
-_RECHECKED_SHARE = 1 / 3
-_FEWEST_COMPARED, _FEWEST_SLOW_COMPARED = 2, 1
-_SLOW_JUDGING_S = 1.0
-_LEAST_SAMPLED = 2  # in the first round: four ranks have their turns in three rounds
+_ROUNDS_PER_LOOK = 3  # rounds after which the interval is computed again
+_ROUNDS_PER_CAPTURE = 5  # rounds after which graphs are captured anew: how fast a graph is depends on its place in memory
+_WARM_ROUNDS, _WARM_S = 3, 0.5
+"""Rounds in which clocks, caches and connections become steady. After so many seconds fewer rounds are enough."""
+_MIN_ROUNDS = 5  # rounds that there are even if they use up the budget: a round is long then, and its noise small
+_MIN_LATE_ROUNDS = {"reference": 2, "candidate": 3}
+"""Rounds by side that there are even if they use up a multiple of the budget, or the evaluation has no more time."""
+_PATIENCE = 3.0  # times the budget after which so few rounds are enough
+_PROBES, _PROBE_S = 3, 0.2  # blocks of a probe, and the seconds after which one block is enough
+_JUDGING_S = 0.5  # seconds for comparing the outputs of all rounds: oracles may take longer than the calls
+_RECHECKED_SHARE = 1 / 3  # of the blocks, after which the last output is compared again
+_MIN_COMPARED, _MIN_SLOW_COMPARED = 2, 1
+"""The r-th round compares an output with a chance of this over r at least; the second is for outputs that are slow to compare."""
+_SLOW_JUDGING_S = 1.0  # seconds from which an output is slow to compare
+_MIN_SAMPLED = 2  # outputs of the first round: so four ranks have their turns in three rounds
 _USUAL_ROUNDS = 30
-_HOPELESS = 1.5  # times the budget, by an estimate from so few rounds
-_MOST_WAITING_BYTES = 1 << 30
+_HOPELESS = 1.5  # times the budget that the rounds would take to reach the target, by an estimate: more are not run
+_MAX_WAITING_BYTES = 1 << 30  # of outputs that wait to be compared
 _dice = random.SystemRandom()
 
 
@@ -50,13 +52,13 @@ def draw_plan(calls: int, alike: list[int], swaps: int) -> wire.BlockPlan:
 
 def draw_compared(plan: wire.BlockPlan) -> list[int]:
     """Draws the slots of a block that has ended whose outputs may be compared: those of swapped calls, the last one, and as many others."""
-    known = {plan.calls - 1, *(slot for _, *pair in plan.swaps for slot in pair)}
-    others = [slot for slot in range(plan.calls) if slot not in known]
-    return sorted([*known, *_dice.sample(others, min(len(known), len(others)))])
+    swapped = {plan.calls - 1, *(slot for _, *pair in plan.swaps for slot in pair)}
+    others = [slot for slot in range(plan.calls) if slot not in swapped]
+    return sorted([*swapped, *_dice.sample(others, min(len(swapped), len(others)))])
 
 
 @dataclass(kw_only=True)
-class Race(Rounds):
+class PairedRounds(Rounds):
     """``side``: ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``."""
 
     runner: CaseRunner
@@ -67,9 +69,9 @@ class Race(Rounds):
     """There was too little time for the usual number of rounds."""
     _plan: wire.BlockPlan = field(init=False)
     _compared: int = 0
-    """outputs of the candidate, so far"""
+    """How many outputs of the candidate were compared so far."""
     _rounds_since: int = 0
-    """rounds since the plan was drawn"""
+    """How many rounds there were since the plan was drawn."""
 
     def run(self, budget_s: float, end: float = math.inf, *, warm: bool = True) -> None:
         """Warm-up, then rounds until the interval is narrow, the budget is spent, or it is ``end`` on the clock ``time.monotonic``. Raises
@@ -97,11 +99,11 @@ class Race(Rounds):
             runner.judge("timing")
 
     def _knows_enough(self, passed_s: float, budget_s: float, *, late: bool = False) -> bool:
-        count, fewest = len(self.others), min(_FEWEST_ROUNDS, self.rules.min_rounds)
+        count, min_rounds = len(self.others), min(_MIN_ROUNDS, self.rules.min_rounds)
         if late or passed_s >= budget_s:
             hurried = late or passed_s >= _PATIENCE * budget_s
-            enough = count >= (min(_LEAST_ROUNDS[self.side], fewest) if hurried else fewest)
-            self.cut_short = enough and count < fewest
+            enough = count >= (min(_MIN_LATE_ROUNDS[self.side], min_rounds) if hurried else min_rounds)
+            self.cut_short = enough and count < min_rounds
             return enough
         if count < self.rules.min_rounds or count % _ROUNDS_PER_LOOK:
             return False
@@ -133,13 +135,13 @@ class Race(Rounds):
         self._must_be_captured(ours, trusted=True)
         self._must_be_captured(theirs, trusted=False)
 
-    def _must_be_captured(self, answers: list[wire.PreparedBlock], *, trusted: bool) -> None:
+    def _must_be_captured(self, failures: list[str | None], *, trusted: bool) -> None:
         """Raises :class:`CaptureFailed` if a rank says that it could not build its block."""
-        for answer in answers:
-            if answer.failure is not None:
+        for failure in failures:
+            if failure is not None:
                 if trusted:
                     self.runner.session.suspect_trusted()
-                raise CaptureFailed(answer.failure, trusted=trusted)
+                raise CaptureFailed(failure, trusted=trusted)
 
     def probe_us(self) -> float:
         """The shortest time of a reference call in a few blocks of the trusted ranks alone; raises :class:`CaptureFailed`."""
@@ -205,30 +207,30 @@ class Race(Rounds):
         return self.runner.deadline(self.runner.session.deadlines.calls, self.calls)
 
     def _compare(self, ended: float) -> None:
-        """Has outputs kept, to be judged after the race, or now where they are large. After some blocks, at random, the last output is
+        """Keeps outputs, to be judged after all rounds, or now where they are large. After some blocks, at random, the last output is
         looked at once more, for it must not change any more."""
         runner, chosen = self.runner, self._choose_compared()
         self._compared += len(chosen)
         if chosen:
-            outputs = [answer.outputs for answer in runner.candidate.describe_outputs(self.calls)]
+            outputs = runner.candidate.describe_outputs(self.calls)
             contents = contents_at_calls(self._plan.swaps, self.calls)
             bytes_ = runner.collect_from(outputs, chosen, "timing", contents, [_dice.choice(chosen)])
-            if bytes_ > _MOST_WAITING_BYTES:
+            if bytes_ > _MAX_WAITING_BYTES:
                 runner.judge("timing")
         if not self.others or _dice.random() < _RECHECKED_SHARE:
             runner.recheck_output(self.calls - 1, "timing", ended)
 
     def _choose_compared(self) -> Sequence[int]:
-        """Slots drawn behind the block, as many as can be judged in time and wait in little memory. The r-th round has one with a chance of
-        2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too. Where only one rank's
+        """Returns slots drawn after the block, as many as can be judged in time and wait in little memory. The r-th round has one with a
+        chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too. Where only one rank's
         output is compared, every round has one until all ranks had their turn."""
         drawn, rounds = draw_compared(self._plan), len(self.others) + 1
         if self.runner.samples_ranks and (left := self.runner.case.world_size - self._compared) > 0:
-            return sorted(_dice.sample(drawn, min(len(drawn), left, _LEAST_SAMPLED if rounds == 1 else 1)))
+            return sorted(_dice.sample(drawn, min(len(drawn), left, _MIN_SAMPLED if rounds == 1 else 1)))
         affordable = _JUDGING_S / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
-        fewest = _FEWEST_COMPARED if self.runner.judge_s < _SLOW_JUDGING_S else _FEWEST_SLOW_COMPARED
-        affordable = max(affordable, min(1.0, fewest / rounds))
-        affordable = min(affordable, max(1.0, _MOST_WAITING_BYTES // max(1.0, self.runner.slot_bytes)))
+        min_compared = _MIN_COMPARED if self.runner.judge_s < _SLOW_JUDGING_S else _MIN_SLOW_COMPARED
+        affordable = max(affordable, min(1.0, min_compared / rounds))
+        affordable = min(affordable, max(1.0, _MAX_WAITING_BYTES // max(1.0, self.runner.slot_bytes)))
         if affordable >= len(drawn):
             return drawn
         count = math.floor(affordable) + (_dice.random() < affordable % 1)

@@ -15,9 +15,9 @@ from peerlane import problems
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.timing import race as race_module
+from peerlane.evaluate.timing import paired_rounds
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
-from peerlane.evaluate.timing.race import draw_compared, draw_plan
+from peerlane.evaluate.timing.paired_rounds import draw_compared, draw_plan
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds, choose_calls
 from peerlane.settings import Deadlines, TimingRules
 from sample_results import wrong_result
@@ -83,9 +83,9 @@ class World:
         self.now_s += (us + behind_us + HAND_OFF_US * self.dice.uniform(0.8, 1.0)) * 1e-6
         return [wire.BlockRun(us * share * 0.9, 0.0, 1), wire.BlockRun(us * share, 0.0, 1)]
 
-    def prepare_block(self, mode: str, side: str, plan: wire.BlockPlan) -> tuple[list[wire.PreparedBlock], list[wire.PreparedBlock]]:
+    def prepare_block(self, mode: str, side: str, plan: wire.BlockPlan) -> tuple[list[str | None], list[str | None]]:
         self.mode, self.plan, self.side = mode, plan, side
-        return [wire.PreparedBlock(None)], [wire.PreparedBlock(None)]
+        return [None], [None]
 
     def collect_from(self, answers: Any, chosen: list[int], phase: str, swaps: Any = None, intact: Any = None) -> int:
         assert all(0 <= slot < self.plan.calls for slot in chosen)
@@ -109,9 +109,9 @@ class Side:
 
 
 class TrustedSide(Side):
-    def prepare_block(self, mode: str, plan: wire.BlockPlan) -> list[wire.PreparedBlock]:
+    def prepare_block(self, mode: str, plan: wire.BlockPlan) -> list[str | None]:
         self.world.mode, self.world.plan = mode, plan
-        return [wire.PreparedBlock(None)]
+        return [None]
 
     def time_copies(self) -> list[wire.CopiesTime]:
         return [wire.CopiesTime(40.0, 20.0)]
@@ -121,8 +121,8 @@ class TrustedSide(Side):
 
 
 class CandidateSide(Side):
-    def describe_outputs(self, slots: int) -> list[wire.DescribedOutputs]:
-        return [wire.DescribedOutputs([{}] * slots)] * 2
+    def describe_outputs(self, slots: int) -> list[wire.Outputs]:
+        return [[{}] * slots] * 2
 
     def run_block(self, deadline_s: float) -> list[wire.BlockRun]:
         world = self.world
@@ -138,8 +138,8 @@ class CandidateSide(Side):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     worlds: list[World] = []
     tick = lambda: worlds[-1].now_s  # noqa: E731
-    monkeypatch.setattr(race_module.time, "perf_counter", tick)
-    monkeypatch.setattr(race_module.time, "monotonic", tick)
+    monkeypatch.setattr(paired_rounds.time, "perf_counter", tick)
+    monkeypatch.setattr(paired_rounds.time, "monotonic", tick)
     return worlds
 
 
@@ -169,7 +169,7 @@ def test_a_reference_against_itself_is_as_fast_and_a_candidate_of_half_the_time_
     assert clock[-1].collected, "outputs are compared"
 
 
-def test_all_that_a_race_collected_is_judged(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_timing_collected_is_judged(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
     """And its last outputs are looked at again."""
     judged: list[tuple[str, int]] = []
     again: list[tuple[int, str]] = []
@@ -187,16 +187,16 @@ def test_both_sides_are_first_in_some_rounds(clock: list[World], monkeypatch: py
     for side in (TrustedSide, CandidateSide):
         run = side.run_block
         monkeypatch.setattr(side, "run_block", lambda self, *args, run=run: (blocks.append(type(self).__name__), run(self, *args))[1])
-    play = race_module.Race._round
+    play = paired_rounds.PairedRounds._round
 
-    def one_round(race: race_module.Race, *, compared: bool) -> Any:
+    def one_round(rounds: paired_rounds.PairedRounds, *, compared: bool) -> Any:
         blocks.clear()
-        times = play(race, compared=compared)
+        times = play(rounds, compared=compared)
         assert sorted(blocks) == ["CandidateSide", "TrustedSide"]
         first[blocks[0]] += 1
         return times
 
-    monkeypatch.setattr(race_module.Race, "_round", one_round)
+    monkeypatch.setattr(paired_rounds.PairedRounds, "_round", one_round)
     for _ in range(4):
         measure(clock, "eager")
     assert min(first["TrustedSide"], first["CandidateSide"]) > first.total() / 5
@@ -221,7 +221,7 @@ def test_a_candidate_that_slows_the_reference_down_is_flagged_and_not_faster(mod
     assert speed.reference_slowdown == pytest.approx(1.5, rel=0.03)
 
 
-def test_a_race_ends_when_it_knows_enough_with_its_budget_or_when_that_cannot_do(clock: list[World]) -> None:
+def test_timing_ends_when_it_knows_enough_with_its_budget_or_when_that_cannot_do(clock: list[World]) -> None:
     def blocks_s(speed: Any) -> float:
         return float(sum(speed.candidate_clock_us + speed.reference_clock_us) * 1e-6)
 
@@ -232,11 +232,11 @@ def test_a_race_ends_when_it_knows_enough_with_its_budget_or_when_that_cannot_do
     assert hopeless.rounds <= 45 and blocks_s(hopeless) < TimingRules().budget_s / 2
 
 
-def test_calls_that_take_long_are_few_and_their_race_keeps_to_its_budget(clock: list[World]) -> None:
+def test_calls_that_take_long_are_few_and_keep_to_the_budget(clock: list[World]) -> None:
     speed = measure(clock, reference_us=500_000.0, candidate_us=250_000.0)
-    assert speed.calls_per_block == 2 and speed.rounds == race_module._FEWEST_ROUNDS
+    assert speed.calls_per_block == 2 and speed.rounds == paired_rounds._MIN_ROUNDS
     assert speed.speedup.median == pytest.approx(2.0, rel=0.04)
-    assert clock[-1].now_s < 30, "probe, baseline and race"
+    assert clock[-1].now_s < 30, "probe, baseline and rounds"
 
 
 def test_every_rank_has_its_turn_in_three_rounds(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,10 +246,10 @@ def test_every_rank_has_its_turn_in_three_rounds(clock: list[World], monkeypatch
     assert len(measure(clock, end_s=0.0, **slow) and clock[-1].collected) <= 3, "on all ranks"
 
 
-def test_a_race_that_begins_late_has_few_rounds_and_says_so(clock: list[World]) -> None:
+def test_timing_that_begins_late_has_few_rounds_and_says_so(clock: list[World]) -> None:
     slow = {"reference_us": 500_000.0, "candidate_us": 250_000.0}
     late = measure(clock, end_s=0.0, **slow)
-    assert late.rounds == race_module._LEAST_ROUNDS["candidate"] and late.flags == ("few_rounds",)
+    assert late.rounds == paired_rounds._MIN_LATE_ROUNDS["candidate"] and late.flags == ("few_rounds",)
     assert late.speedup.n == late.rounds and clock[-1].now_s < 11, "probe, two rounds of the baseline, and three"
     assert measure(clock, end_s=1e9, **slow).flags == ()
 
