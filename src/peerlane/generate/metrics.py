@@ -1,6 +1,6 @@
-"""Metrics of a model over problems: pure functions of attempts.
+"""Metrics of an author over tasks: pure functions of samples.
 
-Every count is a sum over problems, so that totals add up to their number. A sample that was not judged counts as wrong, which gives the
+Every count is a sum over tasks, so that totals add up to their number. A sample that was not judged counts as wrong, which gives the
 least count, or as right, which gives the most: see :func:`solved`. It is never left out of a denominator.
 """
 
@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from peerlane.generate.attempts import Attempt, Usage
 from peerlane.generate.intervals import binomial_interval, student_t
+from peerlane.generate.samples import Sample, Task, Usage
 
 RESAMPLES = 2000
 _SEED = 20_26
-
-Test = Callable[[Attempt], bool]
 
 
 class Estimate(NamedTuple):
@@ -49,87 +47,101 @@ def expected_best(values: Sequence[float], k: int) -> float:
     return sum(value * math.comb(index, k - 1) / whole for index, value in enumerate(sorted(values)))
 
 
-def is_correct(attempt: Attempt) -> bool:
-    """Returns the test of pass@k."""
-    return attempt.correct
+class Metric(NamedTuple):
+    """What a sample must be to count: correct; or, in a launch mode, correct and faster than ``p`` times the reference's speed.
+
+    The lower end of the speedup's interval counts.
+    """
+
+    mode: str = ""
+    p: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """``correct``, or ``fast_1 graph``."""
+        return f"fast_{self.p:g} {self.mode}" if self.mode else "correct"
+
+    def passes(self, sample: Sample) -> bool:
+        """Tells whether the sample counts."""
+        return sample.correct and (not self.mode or (self.mode in sample.speedups and sample.speedups[self.mode].low > self.p))
 
 
-def is_faster(p: float, mode: str) -> Test:
-    """Returns the test of fast_p@k: correct, and the lower end of the speedup's interval in this launch mode is above p."""
-    return lambda attempt: attempt.correct and mode in attempt.speedups and attempt.speedups[mode].low > p
+CORRECT = Metric()
 
 
-def by_problem(attempts: Sequence[Attempt], problems: Sequence[int]) -> dict[int, list[Attempt]]:
-    """Returns the attempts at every problem; raises ValueError for attempts at other problems."""
-    groups: dict[int, list[Attempt]] = {number: [] for number in problems}
-    for attempt in attempts:
-        if attempt.problem not in groups:
-            raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(groups)} that are counted")
-        groups[attempt.problem].append(attempt)
+def by_task(samples: Sequence[Sample], tasks: Collection[Task]) -> dict[Task, list[Sample]]:
+    """Returns the samples of every task; raises ValueError for samples of other tasks."""
+    groups: dict[Task, list[Sample]] = {task: [] for task in tasks}
+    for sample in samples:
+        if sample.task not in groups:
+            raise ValueError(f"a sample of problem {sample.problem}, which is not among the {len(groups)} that are counted")
+        groups[sample.task].append(sample)
     return groups
 
 
-def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int, *, unjudged: bool = False) -> dict[int, float]:
-    """Returns by problem the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one.
+def solved(samples: Sequence[Sample], tasks: Collection[Task], metric: Metric, k: int = 1, *, unjudged: bool = False) -> dict[Task, float]:
+    """Returns by task the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one.
 
     ``unjudged``: whether a sample that was not judged counts as one that passes.
     """
     return {
-        number: pass_at_k(len(group), sum(test(item) if item.judged else unjudged for item in group), min(k, len(group))) if group else 0.0
-        for number, group in by_problem(attempts, problems).items()
+        task: pass_at_k(len(group), sum(metric.passes(item) if item.judged else unjudged for item in group), min(k, len(group)))
+        if group
+        else 0.0
+        for task, group in by_task(samples, tasks).items()
     }
 
 
-def needing_multicast(attempts: Sequence[Attempt]) -> int:
-    """Counts the attempts that need NVLink multicast, which was off; none of them is correct."""
-    return sum(attempt.needs_multicast for attempt in attempts)
+def needing_multicast(samples: Sequence[Sample]) -> int:
+    """Counts the samples that need NVLink multicast, which was off; none of them is correct."""
+    return sum(sample.needs_multicast for sample in samples)
 
 
-def without_multicast(attempts: Sequence[Attempt], problems: Sequence[int]) -> tuple[list[Attempt], list[int]]:
-    """Returns the attempts that do not need NVLink multicast, and the problems without those all of whose attempts need it.
+def without_multicast(samples: Sequence[Sample], tasks: Collection[Task]) -> tuple[list[Sample], list[Task]]:
+    """Returns the samples that do not need NVLink multicast, and the tasks without those all of whose samples need it.
 
-    Their shares stand beside those of all attempts. Nothing is ranked by them: anybody can have a failed attempt left out.
+    Their shares stand beside those of all samples. Nothing is ranked by them: anybody can have a failed sample left out.
     """
-    kept = [attempt for attempt in attempts if not attempt.needs_multicast]
-    left_out = {attempt.problem for attempt in attempts} - {attempt.problem for attempt in kept}
-    return kept, [number for number in problems if number not in left_out]
+    others = [sample for sample in samples if not sample.needs_multicast]
+    left_out = {sample.task for sample in samples} - {sample.task for sample in others}
+    return others, [task for task in tasks if task not in left_out]
 
 
-def is_timed(attempts: Sequence[Attempt], mode: str) -> bool:
-    """Tells whether any correct attempt has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
-    return any(attempt.correct and mode in attempt.speedups for attempt in attempts)
+def is_timed(samples: Sequence[Sample], mode: str) -> bool:
+    """Tells whether any correct sample has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
+    return any(sample.correct and mode in sample.speedups for sample in samples)
 
 
-def untimed(attempts: Sequence[Attempt], mode: str) -> int:
-    """Counts the correct attempts without a speed in this mode, such as those of a problem whose reference cannot be captured."""
-    return sum(attempt.correct and mode not in attempt.speedups for attempt in attempts)
+def untimed(samples: Sequence[Sample], mode: str) -> int:
+    """Counts the correct samples without a speed in this mode, such as those of a problem whose reference cannot be captured."""
+    return sum(sample.correct and mode not in sample.speedups for sample in samples)
 
 
-def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str, k: int) -> dict[int, float]:
-    """Returns by problem the expected natural logarithm of the best speedup among k samples; the reference is kept where it is not beaten.
+def log_speedups(samples: Sequence[Sample], tasks: Collection[Task], mode: str, k: int) -> dict[Task, float]:
+    """Returns by task the expected natural logarithm of the best speedup among k samples; the reference serves where it is not beaten.
 
     A wrong or slower sample counts as a speedup of 1.
     """
 
-    def gain(attempt: Attempt) -> float:
-        return max(0.0, math.log(attempt.speedups[mode].median)) if attempt.correct and mode in attempt.speedups else 0.0
+    def gain(sample: Sample) -> float:
+        return max(0.0, math.log(sample.speedups[mode].median)) if sample.correct and mode in sample.speedups else 0.0
 
     return {
-        number: expected_best([gain(attempt) for attempt in group], min(k, len(group))) if group else 0.0
-        for number, group in by_problem(attempts, problems).items()
+        task: expected_best([gain(sample) for sample in group], min(k, len(group))) if group else 0.0
+        for task, group in by_task(samples, tasks).items()
     }
 
 
-def timed_log_speedups(attempts: Sequence[Attempt], mode: str) -> dict[int, float]:
-    """Returns by problem the mean natural logarithm of the speedups of its correct samples that were timed in this mode, slower ones too.
+def timed_log_speedups(samples: Sequence[Sample], mode: str) -> dict[Task, float]:
+    """Returns by task the mean natural logarithm of the speedups of its correct samples that were timed in this mode, slower ones too.
 
-    Problems without a timed sample are left out.
+    Tasks without a timed sample are left out.
     """
-    logarithms: dict[int, list[float]] = {}
-    for attempt in attempts:
-        if attempt.correct and mode in attempt.speedups:
-            logarithms.setdefault(attempt.problem, []).append(math.log(attempt.speedups[mode].median))
-    return {number: sum(found) / len(found) for number, found in sorted(logarithms.items())}
+    logarithms: dict[Task, list[float]] = {}
+    for sample in samples:
+        if sample.correct and mode in sample.speedups:
+            logarithms.setdefault(sample.task, []).append(math.log(sample.speedups[mode].median))
+    return {task: sum(values) / len(values) for task, values in sorted(logarithms.items())}
 
 
 def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estimate:
@@ -145,12 +157,12 @@ def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estim
     return Estimate(sums[0] / count, low, high)
 
 
-def tried(attempts: Sequence[Attempt]) -> list[int]:
-    """Returns the problems that have a judged attempt, in order."""
-    return sorted({attempt.problem for attempt in attempts if attempt.judged})
+def tried(samples: Sequence[Sample]) -> list[Task]:
+    """Returns the tasks that have a judged sample, in order."""
+    return sorted({sample.task for sample in samples if sample.judged})
 
 
-def geometric_mean(logarithms: Mapping[int, float]) -> Estimate:
+def geometric_mean(logarithms: Mapping[Task, float]) -> Estimate:
     """Returns the geometric mean over problems of the values with these logarithms, with its interval."""
     value, low, high = mean_with_interval(list(logarithms.values()))
     return Estimate(math.exp(value), math.exp(low), math.exp(high))
@@ -181,12 +193,12 @@ class Comparison:
     problems: int
 
 
-def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
+def compare(a: Mapping[Task, float], b: Mapping[Task, float]) -> Comparison:
     """Compares two models at the same problems, whose difficulty cancels."""
     shared = sorted(a.keys() & b.keys())
     if not shared:
         raise ValueError("the two models have no problem in common")
-    differences = np.asarray([a[number] - b[number] for number in shared], dtype=np.float64)
+    differences = np.asarray([a[task] - b[task] for task in shared], dtype=np.float64)
     means = _resampled_means(differences)
     better = float(np.mean(means > 0) + 0.5 * np.mean(means == 0))
     return Comparison(mean_with_interval(list(differences)), better, len(shared))
@@ -199,40 +211,28 @@ def _resampled_means(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np
     return means
 
 
-def by_category(values: Mapping[int, float], categories: Mapping[int, str]) -> dict[str, float]:
-    """Sums over the problems of every category, in the order in which categories first appear."""
-    sums = dict.fromkeys(categories.values(), 0.0)
-    for number, value in values.items():
-        sums[categories[number]] += value
-    return sums
+def verdicts(samples: Sequence[Sample]) -> dict[str, int]:
+    """Counts the samples that ended in each verdict, the most frequent first; the counts add up to their number."""
+    return dict(Counter(sample.verdict for sample in samples).most_common())
 
 
-def verdicts(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Counts the attempts that ended in each verdict, the most frequent first; the counts add up to their number."""
-    return dict(Counter(attempt.verdict for attempt in attempts).most_common())
+def unjudged(samples: Sequence[Sample]) -> int:
+    """Counts the samples without a verdict about the model."""
+    return sum(not sample.judged for sample in samples)
 
 
-def unjudged(attempts: Sequence[Attempt]) -> int:
-    """Counts the attempts without a verdict about the model."""
-    return sum(not attempt.judged for attempt in attempts)
+def mechanisms(samples: Sequence[Sample]) -> dict[str, int]:
+    """Counts the correct samples in which each way to move data was seen."""
+    return dict(Counter(name for sample in samples if sample.correct for name in sample.mechanisms).most_common())
 
 
-def mechanisms(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Counts the correct attempts in which each way to move data was seen."""
-    return dict(Counter(name for attempt in attempts if attempt.correct for name in attempt.mechanisms).most_common())
+def total_usage(samples: Sequence[Sample]) -> Usage:
+    """Sums tokens, cost and calls of all samples."""
+    return sum((sample.usage for sample in samples), Usage())
 
 
-def total_usage(attempts: Sequence[Attempt]) -> Usage:
-    """Sums tokens, cost and calls of all attempts."""
-    return sum((attempt.usage for attempt in attempts), Usage())
-
-
-def after_steps(attempts: Sequence[Attempt], steps: int) -> list[Attempt]:
-    """Returns the attempts as they stood after so many steps of their episodes; unjudged ones stay what they are."""
-    return [attempt.after(steps) if attempt.judged else attempt for attempt in attempts]
-
-
-def step_curve(attempts: Sequence[Attempt], problems: Sequence[int], test: Test) -> list[float]:
-    """Returns how many problems one episode solves within 1, 2, ... steps."""
-    longest = max((len(attempt.steps) for attempt in attempts), default=0)
-    return [sum(solved(after_steps(attempts, steps), problems, test, 1).values()) for steps in range(1, longest + 1)]
+def step_curve(samples: Sequence[Sample], tasks: Collection[Task], metric: Metric) -> list[float]:
+    """Returns how many tasks one episode solves within 1, 2, ... steps; unjudged samples stay what they are."""
+    longest = max((len(sample.steps) for sample in samples), default=0)
+    cut = ([sample.after(steps) if sample.judged else sample for sample in samples] for steps in range(1, longest + 1))
+    return [sum(solved(after, tasks, metric).values()) for after in cut]
