@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane.generate import metrics
-from peerlane.generate.board import Board
-from peerlane.generate.intervals import binomial_interval, student_t
-from peerlane.generate.metrics import CORRECT, Metric
+from peerlane.generate.board import Board, Entry
+from peerlane.generate.metrics import CORRECT, Metric, binomial_interval, student_t
 from peerlane.generate.samples import NO_CODE, Sample, Speedup, Task, Usage, best_sample
 from peerlane.generate.summary import model_table, summary
 
@@ -29,8 +28,13 @@ def sample(problem: int, number: int, verdict: str = "correct", speed: float | N
 
 
 def solved(run: Sequence[Sample], problems: Sequence[int], metric: Metric, k: int, *, unjudged: bool = False) -> dict[int, float]:
-    found = metrics.solved(run, [Task(number) for number in problems], metric, k, unjudged=unjudged)
+    groups = metrics.by_task(run, [Task(number) for number in problems])
+    found = metrics.solved(groups, metric, k, unjudged=unjudged)
     return {task.problem: value for task, value in found.items()}
+
+
+def entry(run: Sequence[Sample]) -> Entry:
+    return Entry("m", run, [Task(number) for number in (*PROBLEMS, 5)])
 
 
 def board(run: Sequence[Sample], categories: dict[int, str]) -> Board:
@@ -83,7 +87,7 @@ def test_samples_that_were_not_judged_count_at_both_ends() -> None:
     run = [sample(1, 0), sample(1, 1, "not_run"), sample(2, 0, "harness_error"), sample(2, 1, "hang"), sample(2, 2)]
     assert solved(run, [1, 2], CORRECT, 1) == pytest.approx({1: 1 / 2, 2: 1 / 3})
     assert solved(run, [1, 2], CORRECT, 1, unjudged=True) == pytest.approx({1: 1.0, 2: 2 / 3})
-    assert metrics.unjudged(run) == 2
+    assert entry(run).unjudged == 2
 
 
 def test_hand_counted_run() -> None:
@@ -94,13 +98,13 @@ def test_hand_counted_run() -> None:
     # The lower end counts: 1.05 * 0.9 is not above 1, 2.0 * 0.9 is.
     assert solved(RUN, PROBLEMS, Metric("eager", 1.0), 1) == pytest.approx({1: 1 / 3, 2: 0.0, 3: 0.0, 4: 0.0})
     assert not any(solved(RUN, PROBLEMS, Metric("graph", 1.0), 3).values())
-    assert metrics.is_timed(RUN, "eager") and not metrics.is_timed(RUN, "graph")
-    assert metrics.verdicts(RUN) == {"correct": 3, "wrong_result": 3, "hang": 1, NO_CODE: 1, "not_run": 1}
-    assert metrics.unjudged(RUN) == 1
+    assert entry(RUN).modes == ["eager"]
+    assert entry(RUN).verdicts == {"correct": 3, "wrong_result": 3, "hang": 1, NO_CODE: 1, "not_run": 1}
+    assert entry(RUN).unjudged == 1
     found = board(RUN, {1: "a", 2: "b", 3: "a", 4: "c"})
-    (entry,) = found.entries
-    assert entry.geometric_mean("eager", 3).value == pytest.approx(2**0.25)
-    by_category = {name: entry.count(CORRECT, 1, tasks).solved for name, tasks in found.categories.items()}
+    (one,) = found.entries
+    assert one.geometric_mean("eager", 3).value == pytest.approx(2**0.25)
+    by_category = {name: one.count(CORRECT, 1, tasks).solved for name, tasks in found.categories.items()}
     assert by_category == pytest.approx({"a": 2 / 3, "b": 1 / 3, "c": 0.0, "total": 1.0})
 
 
@@ -112,7 +116,7 @@ RUNS = st.lists(
 @given(RUNS)
 def test_properties_of_counts(run: list[Sample]) -> None:
     problems = [1, 2, 3, 4, 5]
-    assert sum(metrics.verdicts(run).values()) == len(run)
+    assert sum(entry(run).verdicts.values()) == len(run)
     previous = dict.fromkeys(problems, 0.0)
     for k in (1, 2, 3):
         correct = solved(run, problems, CORRECT, k)
@@ -122,7 +126,7 @@ def test_properties_of_counts(run: list[Sample]) -> None:
         fast = [solved(run, problems, Metric("eager", p), k) for p in (0.5, 1.0, 2.0)]
         for slower, faster in itertools.pairwise([correct, *fast]):
             assert all(faster[number] <= slower[number] + 1e-12 for number in problems), "a higher bar is passed less often"
-    assert board(run, dict.fromkeys(problems, "a")).entries[0].geometric_mean("eager").value >= 1
+    assert entry(run).geometric_mean("eager").value >= 1
 
 
 def test_both_denominators_of_multicast() -> None:
@@ -236,7 +240,7 @@ def test_a_share_s_interval_covers_from_three_problems_on(problems: int, rates: 
 
 
 def test_problems_without_a_judged_sample_are_not_tried() -> None:
-    assert [task.problem for task in metrics.tried(RUN)] == [1, 2, 3] and metrics.tried([sample(1, 0, "not_run")]) == []
+    assert entry(RUN).tried == {Task(1), Task(2), Task(3)} and not entry([sample(1, 0, "not_run")]).tried
 
 
 def test_pairing_tells_a_small_but_steady_lead() -> None:
@@ -261,7 +265,7 @@ def test_interval_covers_as_often_as_it_says() -> None:
 def test_a_mean_s_interval_covers_from_three_problems_on(problems: int) -> None:
     """Logarithms of speedups, as bell curves have them."""
     draw = np.random.default_rng(problems)
-    found = [metrics.geometric_mean(dict(enumerate(row))) for row in draw.normal(0.7, 0.5, size=(1000, problems))]
+    found = [metrics.geometric_mean(list(row)) for row in draw.normal(0.7, 0.5, size=(1000, problems))]
     assert sum(item.low <= math.exp(0.7) <= item.high for item in found) >= 930
 
 
@@ -277,9 +281,9 @@ def test_steps_of_agents() -> None:
 
 def test_usage_adds_up() -> None:
     run = [sample(1, 0, usage=Usage(10, 5, 2, 1, 0.5, 1)), sample(1, 1, usage=Usage(20, 7, calls=1))]
-    assert metrics.total_usage(run) == Usage(30, 12, 2, 1, 0.5, 2)
+    assert entry(run).usage == Usage(30, 12, 2, 1, 0.5, 2)
 
 
 def test_mechanisms_of_correct_samples_count() -> None:
     run = [sample(1, 0, mechanisms=("tma", "nccl")), sample(1, 1, mechanisms=("tma",)), sample(1, 2, "hang", mechanisms=("tma",))]
-    assert metrics.mechanisms(run) == {"tma": 2, "nccl": 1}
+    assert entry(run).mechanisms == {"tma": 2, "nccl": 1}

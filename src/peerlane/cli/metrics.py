@@ -127,13 +127,11 @@ def _board(opened: Sequence[RunFolder], judged: Mapping[Path, list[Result]], set
 
 def _print_counts(board: Board, *, on_stderr: bool) -> None:
     """Says under which setting the samples were judged, and what is missing."""
-    from peerlane.generate.metrics import tried
-
     out = console(stderr=on_stderr)
     out.print(str(board.key) if board.key is not None else "nothing was judged yet: run `peerlane eval RUN`")
     for entry in board.entries:
         name, samples = entry.author, len(entry.samples)
-        out.print(f"{name}: {len(tried(entry.samples))} of {len(entry.tasks)} tasks tried")
+        out.print(f"{name}: {len(entry.tried)} of {len(entry.tasks)} tasks tried")
         if entry.unjudged:
             out.print(f"{name}: {entry.unjudged} of {samples} samples are not judged: counts go from all of them wrong to all right")
         if entry.needs_multicast:

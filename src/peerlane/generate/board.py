@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,41 +32,36 @@ class Count(NamedTuple):
 
 
 class Entry:
-    """The samples of one author at the tasks of a board."""
+    """The samples of one author at the tasks of a board.
+
+    Attributes:
+        modes: launch modes in which a correct sample has a speed. Other correct samples then count as not faster.
+        unjudged: samples without a verdict about the author.
+        needs_multicast: samples that need NVLink multicast, which was off; none of them is correct.
+        verdicts: the number of samples by verdict, the most frequent first.
+        mechanisms: in how many correct samples each way to move data was seen.
+        seconds: wall time of all replies or episodes.
+        samples_per_task: samples of the task that has the most, judged or not.
+    """
 
     def __init__(self, author: str, samples: Sequence[Sample], tasks: Collection[Task]) -> None:
         self.author, self.samples, self.tasks = author, samples, tasks
-        self.unjudged = metrics.unjudged(samples)
-        self.needs_multicast = metrics.needing_multicast(samples)
-        self.correct = sum(sample.correct for sample in samples)
+        self.groups = metrics.by_task(samples, tasks)
+        correct = [sample for sample in samples if sample.correct]
+        self.correct, self.unjudged = len(correct), sum(not sample.judged for sample in samples)
+        self.needs_multicast = sum(sample.needs_multicast for sample in samples)
         self.attempted = {sample.task for sample in samples}
+        self.tried = {sample.task for sample in samples if sample.judged}
+        self.modes = [mode for mode in MODES if any(mode in sample.speedups for sample in correct)]
+        self.untimed = {mode: sum(mode not in sample.speedups for sample in correct) for mode in self.modes}
+        self.verdicts = dict(Counter(sample.verdict for sample in samples).most_common())
+        self.mechanisms = dict(Counter(name for sample in correct for name in sample.mechanisms).most_common())
+        self.usage = sum((sample.usage for sample in samples), Usage())
+        self.seconds = sum(sample.seconds for sample in samples)
+        self.samples_per_task = max(map(len, self.groups.values()), default=0)
+        standings = {sample.standing for sample in samples}
+        self.standing: Standing = standings.pop() if len(standings) == 1 else "own"
         self._solved: dict[tuple[Metric, int], tuple[dict[Task, float], dict[Task, float]]] = {}
-
-    @functools.cached_property
-    def samples_per_task(self) -> int:
-        """Samples of the task that has the most, judged or not."""
-        return max(map(len, metrics.by_task(self.samples, self.tasks).values()), default=0)
-
-    @functools.cached_property
-    def usage(self) -> Usage:
-        """Tokens, cost and calls of all samples."""
-        return metrics.total_usage(self.samples)
-
-    @property
-    def seconds(self) -> float:
-        """Wall time of all replies or episodes."""
-        return sum(sample.seconds for sample in self.samples)
-
-    @property
-    def standing(self) -> Standing:
-        """The trust in the results."""
-        standings = {sample.standing for sample in self.samples}
-        return standings.pop() if len(standings) == 1 else "own"
-
-    @functools.cached_property
-    def modes(self) -> list[str]:
-        """Launch modes in which a correct sample has a speed."""
-        return [mode for mode in MODES if metrics.is_timed(self.samples, mode)]
 
     def metrics(self, ps: Iterable[float]) -> list[Metric]:
         """Returns correctness, and what was measured of speed."""
@@ -77,7 +74,7 @@ class Entry:
     def solved(self, metric: Metric, k: int = 1) -> tuple[dict[Task, float], dict[Task, float]]:
         """Returns by task the probability that k samples hold one that passes, with unjudged samples wrong, and with them right."""
         if (metric, k) not in self._solved:
-            low, high = (metrics.solved(self.samples, self.tasks, metric, k, unjudged=unjudged) for unjudged in (False, True))
+            low, high = (metrics.solved(self.groups, metric, k, unjudged=unjudged) for unjudged in (False, True))
             self._solved[metric, k] = low, high
         return self._solved[metric, k]
 
@@ -87,17 +84,39 @@ class Entry:
         return Count(len(low), sum(low), sum(high), metrics.share(low, high))
 
     def geometric_mean(self, mode: str, k: int = 1) -> Estimate:
-        """Returns the geometric mean over all tasks, where the reference serves each task that a sample does not solve faster."""
-        return metrics.geometric_mean(metrics.log_speedups(self.samples, self.tasks, mode, k))
+        """Returns the geometric mean over all tasks of the expected best speedup among k samples.
+
+        A sample that is wrong or slower, or was not timed, counts as 1: the reference serves there.
+        """
+
+        def gain(sample: Sample) -> float:
+            return max(0.0, math.log(sample.speedups[mode].median)) if sample.correct and mode in sample.speedups else 0.0
+
+        gains = {task: list(map(gain, group)) for task, group in self.groups.items()}
+        return metrics.geometric_mean([metrics.expected_best(values, min(k, len(values))) if values else 0.0 for values in gains.values()])
 
     def timed(self, mode: str) -> dict[Task, float]:
-        """Returns by task with a timed sample the logarithm of its speedup; slower ones count as what they are."""
-        return metrics.timed_log_speedups(self.samples, mode)
+        """Returns by task the mean logarithm of its timed speedups, slower ones too. Tasks without one are left out."""
+        logarithms = {
+            task: [math.log(sample.speedups[mode].median) for sample in group if sample.correct and mode in sample.speedups]
+            for task, group in self.groups.items()
+        }
+        return {task: sum(values) / len(values) for task, values in logarithms.items() if values}
 
     @functools.cached_property
     def without_multicast(self) -> Entry:
-        """The same without the samples that need NVLink multicast, and without tasks all of whose samples do. Nothing is ranked by it."""
-        return Entry(f"{self.author}, without multicast", *metrics.without_multicast(self.samples, self.tasks))
+        """The same without the samples that need NVLink multicast, and without tasks all of whose samples do.
+
+        Nothing is ranked by it: anybody can have a failed sample left out.
+        """
+        others = [sample for sample in self.samples if not sample.needs_multicast]
+        left_out = self.attempted - {sample.task for sample in others}
+        return Entry(f"{self.author}, without multicast", others, [task for task in self.tasks if task not in left_out])
+
+    @functools.cached_property
+    def steps(self) -> list[float]:
+        """How many tasks one episode solves within 1, 2, ... steps."""
+        return metrics.step_curve(self.samples, self.tasks, CORRECT)
 
 
 class Board:
@@ -156,7 +175,7 @@ class Board:
         def rank(entry: Entry) -> tuple[float, float, float]:
             is_timed = mode in entry.modes
             fast = entry.count(Metric(mode, 1.0)).share.value if is_timed else -1.0
-            return fast, entry.count().share.value, metrics.geometric_mean(entry.timed(mode)).value if is_timed else -1.0
+            return fast, entry.count().share.value, metrics.geometric_mean(list(entry.timed(mode).values())).value if is_timed else -1.0
 
         return sorted(self.entries, key=rank, reverse=True)
 

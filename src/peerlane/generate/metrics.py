@@ -6,19 +6,20 @@ least count, or as right, which gives the most: see :func:`solved`. It is never 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from peerlane.generate.intervals import binomial_interval, student_t
-from peerlane.generate.samples import Sample, Task, Usage
+from peerlane.generate.samples import Sample, Task
 
 RESAMPLES = 2000
 _SEED = 20_26
+_TAIL = 0.025  # on each side
+_STEPS = 60  # of bisection: more digits than a float has
 
 
 class Estimate(NamedTuple):
@@ -79,7 +80,7 @@ def by_task(samples: Sequence[Sample], tasks: Collection[Task]) -> dict[Task, li
     return groups
 
 
-def solved(samples: Sequence[Sample], tasks: Collection[Task], metric: Metric, k: int = 1, *, unjudged: bool = False) -> dict[Task, float]:
+def solved(groups: Mapping[Task, Sequence[Sample]], metric: Metric, k: int = 1, *, unjudged: bool = False) -> dict[Task, float]:
     """Returns by task the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one.
 
     ``unjudged``: whether a sample that was not judged counts as one that passes.
@@ -88,60 +89,8 @@ def solved(samples: Sequence[Sample], tasks: Collection[Task], metric: Metric, k
         task: pass_at_k(len(group), sum(metric.passes(item) if item.judged else unjudged for item in group), min(k, len(group)))
         if group
         else 0.0
-        for task, group in by_task(samples, tasks).items()
+        for task, group in groups.items()
     }
-
-
-def needing_multicast(samples: Sequence[Sample]) -> int:
-    """Counts the samples that need NVLink multicast, which was off; none of them is correct."""
-    return sum(sample.needs_multicast for sample in samples)
-
-
-def without_multicast(samples: Sequence[Sample], tasks: Collection[Task]) -> tuple[list[Sample], list[Task]]:
-    """Returns the samples that do not need NVLink multicast, and the tasks without those all of whose samples need it.
-
-    Their shares stand beside those of all samples. Nothing is ranked by them: anybody can have a failed sample left out.
-    """
-    others = [sample for sample in samples if not sample.needs_multicast]
-    left_out = {sample.task for sample in samples} - {sample.task for sample in others}
-    return others, [task for task in tasks if task not in left_out]
-
-
-def is_timed(samples: Sequence[Sample], mode: str) -> bool:
-    """Tells whether any correct sample has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
-    return any(sample.correct and mode in sample.speedups for sample in samples)
-
-
-def untimed(samples: Sequence[Sample], mode: str) -> int:
-    """Counts the correct samples without a speed in this mode, such as those of a problem whose reference cannot be captured."""
-    return sum(sample.correct and mode not in sample.speedups for sample in samples)
-
-
-def log_speedups(samples: Sequence[Sample], tasks: Collection[Task], mode: str, k: int) -> dict[Task, float]:
-    """Returns by task the expected natural logarithm of the best speedup among k samples; the reference serves where it is not beaten.
-
-    A wrong or slower sample counts as a speedup of 1.
-    """
-
-    def gain(sample: Sample) -> float:
-        return max(0.0, math.log(sample.speedups[mode].median)) if sample.correct and mode in sample.speedups else 0.0
-
-    return {
-        task: expected_best([gain(sample) for sample in group], min(k, len(group))) if group else 0.0
-        for task, group in by_task(samples, tasks).items()
-    }
-
-
-def timed_log_speedups(samples: Sequence[Sample], mode: str) -> dict[Task, float]:
-    """Returns by task the mean natural logarithm of the speedups of its correct samples that were timed in this mode, slower ones too.
-
-    Tasks without a timed sample are left out.
-    """
-    logarithms: dict[Task, list[float]] = {}
-    for sample in samples:
-        if sample.correct and mode in sample.speedups:
-            logarithms.setdefault(sample.task, []).append(math.log(sample.speedups[mode].median))
-    return {task: sum(values) / len(values) for task, values in sorted(logarithms.items())}
 
 
 def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estimate:
@@ -157,14 +106,9 @@ def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estim
     return Estimate(sums[0] / count, low, high)
 
 
-def tried(samples: Sequence[Sample]) -> list[Task]:
-    """Returns the tasks that have a judged sample, in order."""
-    return sorted({sample.task for sample in samples if sample.judged})
-
-
-def geometric_mean(logarithms: Mapping[Task, float]) -> Estimate:
-    """Returns the geometric mean over problems of the values with these logarithms, with its interval."""
-    value, low, high = mean_with_interval(list(logarithms.values()))
+def geometric_mean(logarithms: Sequence[float]) -> Estimate:
+    """Returns the geometric mean of the values with these logarithms, one a task, with its interval."""
+    value, low, high = mean_with_interval(logarithms)
     return Estimate(math.exp(value), math.exp(low), math.exp(high))
 
 
@@ -211,28 +155,55 @@ def _resampled_means(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np
     return means
 
 
-def verdicts(samples: Sequence[Sample]) -> dict[str, int]:
-    """Counts the samples that ended in each verdict, the most frequent first; the counts add up to their number."""
-    return dict(Counter(sample.verdict for sample in samples).most_common())
-
-
-def unjudged(samples: Sequence[Sample]) -> int:
-    """Counts the samples without a verdict about the model."""
-    return sum(not sample.judged for sample in samples)
-
-
-def mechanisms(samples: Sequence[Sample]) -> dict[str, int]:
-    """Counts the correct samples in which each way to move data was seen."""
-    return dict(Counter(name for sample in samples if sample.correct for name in sample.mechanisms).most_common())
-
-
-def total_usage(samples: Sequence[Sample]) -> Usage:
-    """Sums tokens, cost and calls of all samples."""
-    return sum((sample.usage for sample in samples), Usage())
-
-
 def step_curve(samples: Sequence[Sample], tasks: Collection[Task], metric: Metric) -> list[float]:
     """Returns how many tasks one episode solves within 1, 2, ... steps; unjudged samples stay what they are."""
     longest = max((len(sample.steps) for sample in samples), default=0)
     cut = ([sample.after(steps) if sample.judged else sample for sample in samples] for steps in range(1, longest + 1))
-    return [sum(solved(after, tasks, metric).values()) for after in cut]
+    return [sum(solved(by_task(after, tasks), metric).values()) for after in cut]
+
+
+@functools.lru_cache(maxsize=4096)
+def binomial_interval(successes: float, trials: int) -> tuple[float, float]:
+    """Returns the Clopper-Pearson interval of a share, for a number of successes that may have a fraction.
+
+    No variable between 0 and 1 spreads wider than a yes or no of the same mean. So the interval holds for means of probabilities too.
+    """
+    low = _beta_quantile(successes, trials - successes + 1, _TAIL) if successes > 0 else 0.0
+    high = _beta_quantile(successes + 1, trials - successes, 1 - _TAIL) if successes < trials else 1.0
+    return low, high
+
+
+@functools.cache
+def student_t(freedom: int) -> float:
+    """Returns the factor of a 95 % interval of a mean whose spread was estimated with so many degrees of freedom."""
+    share = _beta_quantile(freedom / 2, 0.5, 2 * _TAIL)
+    return math.sqrt(freedom * (1 - share) / share)
+
+
+def _beta_quantile(a: float, b: float, probability: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _beta_cdf(a, b, middle) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def _beta_cdf(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction where that converges fast."""
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta_cdf(b, a, 1 - x)
+    if x <= 0:
+        return 0.0
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    above, below, value = 1.0, 1 / (1 - (a + b) * x / (a + 1)), 1 / (1 - (a + b) * x / (a + 1))
+    for m in range(1, 500):
+        before = value
+        for step in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            below, above = 1 / (1 + step * below), 1 + step / above
+            value *= below * above
+        if abs(value - before) <= 1e-15 * abs(value):
+            break
+    return front * value

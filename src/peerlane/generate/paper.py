@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.errors import UsageError
-from peerlane.generate import metrics
 from peerlane.generate.board import Board, Entry
 from peerlane.generate.metrics import CORRECT, Metric
 from peerlane.generate.samples import MODES, Task
@@ -69,9 +68,7 @@ def long_tables(board: Board, ks: Sequence[int], ps: Sequence[float]) -> dict[st
         "samples": [row for entry in entries for row in _samples(board, entry)],
         "usage": [{"model": entry.author, **vars(entry.usage), "wall_seconds": entry.seconds} for entry in entries],
         "steps": [
-            {"model": entry.author, "steps": steps, "correct": value}
-            for entry in entries
-            for steps, value in enumerate(metrics.step_curve(entry.samples, entry.tasks, CORRECT), 1)
+            {"model": entry.author, "steps": steps, "correct": value} for entry in entries for steps, value in enumerate(entry.steps, 1)
         ],
     }
 

@@ -35,14 +35,14 @@ def summary(board: Board, entry: Entry, ks: Sequence[int], ps: Sequence[float]) 
         "by_regime": {name: _part(entry, usable, tasks) for name, tasks in board.bounds.items()},
         "by_tier": {name: _part(entry, usable, tasks) for name, tasks in board.tiers.items()},
         "by_problem": {str(task.problem): _problem(entry, task, category) for task, category in board.tasks.items()},
-        "verdicts": metrics.verdicts(entry.samples),
-        "mechanisms": metrics.mechanisms(entry.samples),
+        "verdicts": entry.verdicts,
+        "mechanisms": entry.mechanisms,
         "usage": {
             **vars(entry.usage),
             "wall_seconds": entry.seconds,
             "cost_usd_per_correct": cost / entry.correct if cost is not None and entry.correct else None,
         },
-        "by_step": metrics.step_curve(entry.samples, entry.tasks, CORRECT),
+        "by_step": entry.steps,
     }
 
 
@@ -51,7 +51,7 @@ def _shares(entry: Entry, ks: Sequence[int], ps: Sequence[float]) -> dict[str, A
     usable = entry.usable(ks) if entry.tasks else []
     return {
         "problems": len(entry.tasks),
-        "tried": len(metrics.tried(entry.samples)),
+        "tried": len(entry.tried),
         "samples": len(entry.samples),
         "unjudged_samples": entry.unjudged,
         "pass_at_k": {str(k): _estimate(entry.count(CORRECT, k)) for k in usable},
@@ -193,7 +193,7 @@ def model_table(board: Board, ks: Sequence[int], ps: Sequence[float]) -> TextTab
 
 def verdict_table(board: Board) -> TextTable:
     """Returns how the samples of each model ended; a column adds up to its number of samples."""
-    counts = {entry.author: metrics.verdicts(entry.samples) | {"samples": len(entry.samples)} for entry in board.entries}
+    counts = {entry.author: entry.verdicts | {"samples": len(entry.samples)} for entry in board.entries}
     kinds = dict.fromkeys(kind for count in counts.values() for kind in count if kind != "samples")
 
     def cell(entry: Entry, kind: str) -> str:
@@ -224,7 +224,7 @@ def usage_table(board: Board) -> TextTable:
 
 def step_table(board: Board) -> TextTable:
     """Returns, for agents, how many problems one episode is expected to solve within so many steps."""
-    curves = {entry.author: metrics.step_curve(entry.samples, entry.tasks, CORRECT) for entry in board.entries}
+    curves = {entry.author: entry.steps for entry in board.entries}
 
     def cell(entry: Entry, step: int) -> str:
         curve = curves[entry.author]

@@ -40,7 +40,7 @@ def eval_results(run: RunFolder, results: Sequence[Result], dataset: str, source
     if "graph" in author.modes and setting.node_class.kind == "node":
         tests[FASTER] = metrics.Metric("graph", 1.0)
     finished = max(result.finished_at for result in counted)
-    tried, size = len(metrics.tried(author.samples)), len(author.tasks)
+    tried, size = len(author.tried), len(author.tasks)
     notes = f"{tried} of {size} problems tried, expected share with one sample; {setting}; peerlane {__version__}"
     entries = []
     for task, metric in tests.items():

@@ -66,22 +66,19 @@ def fast_p(board: Board) -> Rows:
         for mode in (mode for mode in board.modes if mode in entry.modes):
             timed = [sample for sample in entry.samples if mode in sample.speedups or not sample.correct]
             left_out = entry.attempted - {sample.task for sample in timed}
-            tasks = [task for task in entry.tasks if task not in left_out]
-            untimed = metrics.untimed(entry.samples, mode)
+            groups = metrics.by_task(timed, [task for task in entry.tasks if task not in left_out])
             for p in THRESHOLDS:
                 metric = Metric(mode, p)
                 share = sum(entry.solved(metric)[0].values()) / len(entry.tasks)
-                most = max(share, sum(metrics.solved(timed, tasks, metric).values()) / len(tasks))
-                rows.append({"author": entry.author, "mode": mode, "p": p, "share": share, "most": most, "untimed": untimed})
+                most = max(share, sum(metrics.solved(groups, metric).values()) / len(groups))
+                rows.append({"author": entry.author, "mode": mode, "p": p, "share": share, "most": most, "untimed": entry.untimed[mode]})
     return rows
 
 
 def verdicts(board: Board) -> Rows:
     """Counts the samples of each author by verdict."""
     return [
-        {"author": entry.author, "verdict": verdict, "n": count}
-        for entry in board.entries
-        for verdict, count in metrics.verdicts(entry.samples).items()
+        {"author": entry.author, "verdict": verdict, "n": count} for entry in board.entries for verdict, count in entry.verdicts.items()
     ]
 
 

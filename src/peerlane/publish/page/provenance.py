@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from peerlane.generate.board import Board
-from peerlane.generate.metrics import total_usage
 from peerlane.generate.run_folder import RunSettings
 from peerlane.generate.samples import Sample
 
@@ -18,7 +17,7 @@ def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]
     results = [sample.result for sample in samples if sample.result is not None]
     environments = [result.environment for result in results]
     days = sorted(f"{result.finished_at:%Y-%m-%d}" for result in results)
-    usage = total_usage(board.samples)
+    calls = sum(sample.usage.calls for sample in board.samples)
     gpus = board.setting.node_class.place.has_gpus
     rows: list[tuple[str, list[str]]] = [
         ("machine", [str(board.setting.node_class)]),
@@ -35,7 +34,7 @@ def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]
         ("judged", [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else []),
         ("prompt", [prompt_of(sample.author, sample.run) for sample in samples if sample.run is not None]),
         ("signed by", [f"{sample.author}: {sample.signer}" for sample in samples if sample.signer is not None]),
-        ("model calls", [f"{usage.calls:,}"] if usage.calls else []),
+        ("model calls", [f"{calls:,}"] if calls else []),
     ]
     return [(name, "; ".join(told)) for name, values in rows if (told := [value for value in dict.fromkeys(values) if value])]
 

@@ -133,11 +133,10 @@ class Row:
         self.pass_at = {k: entry.count(CORRECT, k).share for k in ks}
         self.pass_most = {k: entry.count(CORRECT, k).most / len(entry.tasks) for k in ks if entry.unjudged}
         self.fast = {mode: entry.count(Metric(mode, 1.0)).share for mode in entry.modes}
-        self.mean: Mapping[str, Estimate] = {mode: metrics.geometric_mean(timed[mode]) for mode in entry.modes}
+        self.mean: Mapping[str, Estimate] = {mode: metrics.geometric_mean(list(timed[mode].values())) for mode in entry.modes}
         self.timed = {mode: len(values) for mode, values in timed.items()}
         self.with_fallback = {mode: entry.geometric_mean(mode) for mode in entry.modes}
         self.share = {mode: statistics.median(values) if values else None for mode, values in shares.items()}
-        self.untimed = {mode: metrics.untimed(entry.samples, mode) for mode in entry.modes}
         self.without_multicast = {k: rest.count(CORRECT, k).share for k in rest_ks}
 
 
