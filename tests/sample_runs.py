@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from peerlane.common.problem_files import slugs
-from peerlane.generate.attempts import Usage
 from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord, StepRecord
+from peerlane.generate.samples import Usage
 from peerlane.results.result import CandidateInfo, Mechanism, ProblemInfo, Result
 from peerlane.results.speed_record import ModeSpeed, Utilisation
 from peerlane.results.verdict import BuildError, RuntimeFailure, Unstable

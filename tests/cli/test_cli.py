@@ -33,38 +33,6 @@ from sample_results import hung, on_cpu, result, text_of, wrong
 
 ROOT = Path(__file__).parents[2]
 MECHANISMS_FILE = ROOT / "results" / "h200x4" / "mechanisms.json"
-COMMAND_LINE = {
-    "doctor": "--measure --json",
-    "list": "--problems --category --nodes --parallelism --long --json",
-    "show": "problem_name --problems --preset --world-size --nodes --profile --source --json",
-    "eval": "candidates --problem --problems --disguise --preset --world-size --nodes --variant --track --mode --device --ranks-per-gpu "
-    "--baseline --isolation --model --cases --timeout --rerun --out --on --json",
-    "calibrate": "--problem --problems --preset --world-size --device --ranks-per-gpu --out --json",
-    "new": "problem_name --backend --problems --variant --out --force --json",
-    "race": "file --schedules --seed --world-size --case --fail-fast --gpu --ptx --problems --watch --json",
-    "compile": "file --kernel --gpu --world-size --define --ptx --sass --problems --json",
-    "trace": "candidate --problem --problems --preset --world-size --mode --device --ranks-per-gpu --baseline --isolation --roles "
-    "--timeout --out --json",
-    "bench": "what --out --plot --json",
-    "report": "files --noise --plot --html --title",
-    "bundle": "run --out",
-    "verify": "bundle --sample --device --isolation --out --json",
-    "export": "",
-    "results": "",
-    "demo": "--all --examples --preset --world-size --device --json",
-    "selftest": "--gpu --quick --repeat --rows --ranks-per-gpu --isolation --honest --emulated --world-size --load --timeout --out --json",
-    "serve": "--host --port --out --problems --world-size --device --ranks-per-gpu --isolation --token-file --queue-limit --share "
-    "--drain --judges --check",
-    "prompt": "problem_name --problems --disguise --backend --track --hardware --world-size --preset --variant --shots --json",
-    "generate": "problem --model --problems --disguise --samples --out --backend --track --hardware --world-size --preset --variant "
-    "--shots --temperature --top-p --effort --max-tokens --base-url --model-arg --connections --retries --timeout --batch --prices "
-    "--max-cost",
-    "agent": "problem --model --problems --steps --samples --out --export --backend --track --hardware --world-size --preset "
-    "--variant --shots --device --isolation --temperature --effort --max-tokens --base-url --model-arg --connections "
-    "--retries --prices --max-cost --episode-tokens --episode-cost --episode-seconds --on",
-    "metrics": "runs --problems --disguise --k --p --mode --problem --preset --world-size --track --results --compare "
-    "--by-problem --published --csv --latex --json",
-}
 
 
 def shape(value: Any) -> Any:
@@ -74,12 +42,6 @@ def shape(value: Any) -> Any:
     if isinstance(value, list):
         return [shape(value[0])] if value else []
     return type(value).__name__
-
-
-def test_verbs_and_options() -> None:
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    found = {name: " ".join(parameter.opts[0] for parameter in command.params) for name, command in commands.items()}
-    assert found == COMMAND_LINE
 
 
 def test_help_does_not_import_what_is_slow() -> None:
@@ -188,7 +150,7 @@ def test_help_has_every_command_under_a_heading(peerlane: Callable[..., int], ca
     headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Options:", "Start here:", "Write a kernel:", "Read results:", "Score a model:", "Operate:"]
     listed = [line.split()[0] for line in lines[lines.index("Start here:") :] if line.startswith("  ")]
-    assert sorted(listed) == sorted(COMMAND_LINE) and not any(line.endswith("...") for line in lines[1:])
+    assert sorted(listed) == sorted(typer.main.get_command(cli.app).commands) and not any(line.endswith("...") for line in lines[1:])
 
 
 def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,10 +290,12 @@ def test_show_for_people_names_its_profile(peerlane: Callable[..., int], capsys:
         (["calibrate", "--problem", "1", "--world-size", "3"], "nothing to calibrate on 3 ranks"),
         (["calibrate", "--problem", "1", "--world-size", "2,3", "--json"], "nothing to calibrate on 3 ranks"),
         (["eval", ""], "got '' for a candidate"),
-        (["report", "--noise", "--plot", "x.svg", "results.jsonl"], "--noise got --plot as well"),
+        (["report", "--noise", "results.jsonl"], "expected `peerlane noise results.jsonl`"),
+        (["report", "--plot", "x.svg", "results.jsonl"], "expected `peerlane plot results.jsonl --out x.svg`"),
+        (["report", "results.jsonl", "--html", "page.html"], "expected `peerlane page results.jsonl --out page.html`"),
+        (["report", "x/mechanisms.json"], "expected `peerlane bench mechanisms --from x/mechanisms.json`"),
         (["report", "/nonexistent.jsonl"], "there is no file /nonexistent.jsonl"),
-        (["report", "/nonexistent.jsonl", "--html", "page.html"], "there is no /nonexistent.jsonl"),
-        (["report", "--noise", "--html", "page.html", "results.jsonl"], "--html got --noise or --plot as well"),
+        (["page", "/nonexistent.jsonl"], "there is no /nonexistent.jsonl"),
     ],
 )
 def test_user_errors_are_one_block_on_stderr(
@@ -413,9 +377,9 @@ def test_exit_codes_of_verdicts() -> None:
     assert exit_codes.exit_code([wrong(), harness]) == 4
 
 
-def test_report_writes_a_page(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_written(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.jsonl").write_text(text_of(result(), hung(preset="small")))
-    assert peerlane("report", str(tmp_path), "--html", str(tmp_path / "page.html"), "--title", "My <kernels>") == ExitCode.OK
+    assert peerlane("page", str(tmp_path), "--out", str(tmp_path / "page.html"), "--title", "My <kernels>") == ExitCode.OK
     assert capsys.readouterr() == (f"written: {tmp_path / 'page.html'}\n", "")
     assert "<h1>My &lt;kernels&gt;</h1>" in (tmp_path / "page.html").read_text()
 

@@ -12,11 +12,10 @@ import pytest
 from generate.fake_provider import FakeServer
 from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.generate.attempts import Speedup
 from peerlane.generate.extra import require_models_extra
-from peerlane.generate.judgements import attempts_of, settings_of
 from peerlane.generate.judging import Judged
 from peerlane.generate.run_folder import RunFolder
+from peerlane.generate.samples import Speedup
 from peerlane.problems.reference_source import reference_source
 from peerlane.results.reader import read_results
 
@@ -79,9 +78,9 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
     assert record.stop_reason == "submitted" and record.calls == 11 and record.limit is None
     assert (tmp_path / "run" / "001" / "0" / "candidate.py").read_text() == RIGHT
     results = read_results(tmp_path / "run")
-    (setting,) = settings_of(run, results)
-    (attempt,) = attempts_of(run, results, setting)
-    assert attempt.correct and [attempt.after(steps).correct for steps in (1, 2)] == [False, True]
+    (setting,) = run.settings_judged(results)
+    (sample,) = run.samples(results, setting)
+    assert sample.correct and [sample.after(steps).correct for steps in (1, 2)] == [False, True]
 
 
 class StubJudge:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from peerlane.generate.attempts import NO_CODE, NOT_JUDGED, Speedup, Usage
-from peerlane.generate.judgements import attempts_of, setting_of, settings_of
 from peerlane.generate.reply import Status
 from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord
+from peerlane.generate.samples import NO_CODE, NOT_JUDGED, Setting, Speedup, Usage
 from peerlane.results.result import CandidateInfo, ProblemInfo
 from sample_results import ENVIRONMENT, on_cpu, result, wrong
 
@@ -31,7 +30,7 @@ CANDIDATE = CandidateInfo(name="001/0", sha256=hashlib.sha256(SOURCE.encode()).h
     ],
 )
 def test_other_settings_are_told_apart(change: dict[str, Any]) -> None:
-    assert setting_of(wrong(**change)) != setting_of(wrong()) != setting_of(on_cpu())
+    assert Setting.of(wrong(**change)) != Setting.of(wrong()) != Setting.of(on_cpu())
 
 
 def test_samples_get_the_result_of_their_candidate(tmp_path: Path) -> None:
@@ -46,10 +45,10 @@ def test_samples_get_the_result_of_their_candidate(tmp_path: Path) -> None:
         wrong(candidate=CANDIDATE, preset="small"),
         result(),
     ]
-    assert settings_of(run, results) == [setting_of(timed), setting_of(results[2])]
-    attempts = attempts_of(run, results, setting_of(timed))
-    assert [attempt.verdict for attempt in attempts] == ["correct", NO_CODE, NOT_JUDGED]
+    assert run.settings_judged(results) == [Setting.of(timed), Setting.of(results[2])]
+    samples = run.samples(results, Setting.of(timed))
+    assert [sample.verdict for sample in samples] == ["correct", NO_CODE, NOT_JUDGED]
     measured = timed.speed_in("eager")
-    assert measured is not None and list(attempts[0].speedups) == ["eager", "graph"]
-    assert attempts[0].speedups["eager"] == Speedup(measured.speedup.low, measured.speedup.median, measured.speedup.high)
-    assert {attempt.verdict for attempt in attempts_of(run, results, None)} == {NOT_JUDGED, NO_CODE}
+    assert measured is not None and list(samples[0].speedups) == ["eager", "graph"]
+    assert samples[0].speedups["eager"] == Speedup(measured.speedup.low, measured.speedup.median, measured.speedup.high)
+    assert {sample.verdict for sample in run.samples(results, None)} == {NOT_JUDGED, NO_CODE}

@@ -14,16 +14,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane.generate import metrics
-from peerlane.generate.attempts import NO_CODE, Attempt, Speedup, Usage, best_attempt
-from peerlane.generate.intervals import binomial_interval, student_t
-from peerlane.generate.summary import Scored, model_table, summary
+from peerlane.generate.board import Board, Entry
+from peerlane.generate.metrics import CORRECT, Metric, binomial_interval, student_t
+from peerlane.generate.samples import NO_CODE, Sample, Speedup, Task, Usage, best_sample
+from peerlane.generate.summary import model_table, summary
 
 VERDICTS = ["correct", "wrong_result", "hang", NO_CODE, "not_run"]
 
 
-def attempt(problem: int, sample: int, verdict: str = "correct", speed: float | None = None, **more: object) -> Attempt:
+def sample(problem: int, number: int, verdict: str = "correct", speed: float | None = None, **more: object) -> Sample:
     speedups = {} if speed is None else {"eager": Speedup(speed * 0.9, speed, speed * 1.1)}
-    return Attempt(problem, sample, verdict, speedups, **more)
+    return Sample(problem, number, verdict, speedups, author="m", **more)
+
+
+def solved(run: Sequence[Sample], problems: Sequence[int], metric: Metric, k: int, *, unjudged: bool = False) -> dict[int, float]:
+    groups = metrics.by_task(run, [Task(number) for number in problems])
+    found = metrics.solved(groups, metric, k, unjudged=unjudged)
+    return {task.problem: value for task, value in found.items()}
+
+
+def entry(run: Sequence[Sample]) -> Entry:
+    return Entry("m", run, [Task(number) for number in (*PROBLEMS, 5)])
+
+
+def board(run: Sequence[Sample], categories: dict[int, str]) -> Board:
+    return Board(None, run, {Task(number): category for number, category in categories.items()}, ["m"])
 
 
 @given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -54,85 +69,85 @@ def test_pass_at_k_is_unbiased() -> None:
 
 
 RUN = [
-    attempt(1, 0, speed=2.0),
-    attempt(1, 1, "wrong_result"),
-    attempt(1, 2, speed=1.05),
-    attempt(2, 0, "hang"),
-    attempt(2, 1, NO_CODE),
-    attempt(2, 2, speed=0.5),
-    attempt(3, 0, "wrong_result"),
-    attempt(3, 1, "wrong_result"),
-    attempt(3, 2, "not_run"),
+    sample(1, 0, speed=2.0),
+    sample(1, 1, "wrong_result"),
+    sample(1, 2, speed=1.05),
+    sample(2, 0, "hang"),
+    sample(2, 1, NO_CODE),
+    sample(2, 2, speed=0.5),
+    sample(3, 0, "wrong_result"),
+    sample(3, 1, "wrong_result"),
+    sample(3, 2, "not_run"),
 ]
 PROBLEMS = [1, 2, 3, 4]
 
 
 def test_samples_that_were_not_judged_count_at_both_ends() -> None:
     """They are failures at one end and right at the other: nobody knows."""
-    run = [attempt(1, 0), attempt(1, 1, "not_run"), attempt(2, 0, "harness_error"), attempt(2, 1, "hang"), attempt(2, 2)]
-    assert metrics.solved(run, [1, 2], metrics.is_correct, 1) == pytest.approx({1: 1 / 2, 2: 1 / 3})
-    assert metrics.solved(run, [1, 2], metrics.is_correct, 1, unjudged=True) == pytest.approx({1: 1.0, 2: 2 / 3})
-    assert metrics.unjudged(run) == 2
+    run = [sample(1, 0), sample(1, 1, "not_run"), sample(2, 0, "harness_error"), sample(2, 1, "hang"), sample(2, 2)]
+    assert solved(run, [1, 2], CORRECT, 1) == pytest.approx({1: 1 / 2, 2: 1 / 3})
+    assert solved(run, [1, 2], CORRECT, 1, unjudged=True) == pytest.approx({1: 1.0, 2: 2 / 3})
+    assert entry(run).unjudged == 2
 
 
 def test_hand_counted_run() -> None:
-    correct = metrics.solved(RUN, PROBLEMS, metrics.is_correct, 1)
+    correct = solved(RUN, PROBLEMS, CORRECT, 1)
     assert correct == pytest.approx({1: 2 / 3, 2: 1 / 3, 3: 0.0, 4: 0.0})
-    assert metrics.solved(RUN, PROBLEMS, metrics.is_correct, 2) == pytest.approx({1: 1.0, 2: 2 / 3, 3: 0.0, 4: 0.0})
-    assert metrics.solved(RUN, PROBLEMS, metrics.is_correct, 3) == {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
+    assert solved(RUN, PROBLEMS, CORRECT, 2) == pytest.approx({1: 1.0, 2: 2 / 3, 3: 0.0, 4: 0.0})
+    assert solved(RUN, PROBLEMS, CORRECT, 3) == {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
     # The lower end counts: 1.05 * 0.9 is not above 1, 2.0 * 0.9 is.
-    assert metrics.solved(RUN, PROBLEMS, metrics.is_faster(1.0, "eager"), 1) == pytest.approx({1: 1 / 3, 2: 0.0, 3: 0.0, 4: 0.0})
-    assert not any(metrics.solved(RUN, PROBLEMS, metrics.is_faster(1.0, "graph"), 3).values())
-    assert metrics.is_timed(RUN, "eager") and not metrics.is_timed(RUN, "graph")
-    assert metrics.verdicts(RUN) == {"correct": 3, "wrong_result": 3, "hang": 1, NO_CODE: 1, "not_run": 1}
-    assert metrics.unjudged(RUN) == 1
-    gains = metrics.log_speedups(RUN, PROBLEMS, "eager", 3)
-    assert gains == pytest.approx({1: math.log(2), 2: 0.0, 3: 0.0, 4: 0.0})
-    assert metrics.geometric_mean(gains).value == pytest.approx(2**0.25)
-    assert metrics.by_category(correct, {1: "a", 2: "b", 3: "a", 4: "c"}) == pytest.approx({"a": 2 / 3, "b": 1 / 3, "c": 0.0})
+    assert solved(RUN, PROBLEMS, Metric("eager", 1.0), 1) == pytest.approx({1: 1 / 3, 2: 0.0, 3: 0.0, 4: 0.0})
+    assert not any(solved(RUN, PROBLEMS, Metric("graph", 1.0), 3).values())
+    assert entry(RUN).modes == ["eager"]
+    assert entry(RUN).verdicts == {"correct": 3, "wrong_result": 3, "hang": 1, NO_CODE: 1, "not_run": 1}
+    assert entry(RUN).unjudged == 1
+    found = board(RUN, {1: "a", 2: "b", 3: "a", 4: "c"})
+    (one,) = found.entries
+    assert one.geometric_mean("eager", 3).value == pytest.approx(2**0.25)
+    by_category = {name: one.count(CORRECT, 1, tasks).solved for name, tasks in found.categories.items()}
+    assert by_category == pytest.approx({"a": 2 / 3, "b": 1 / 3, "c": 0.0, "total": 1.0})
 
 
 RUNS = st.lists(
-    st.builds(attempt, st.integers(1, 5), st.integers(0, 9), st.sampled_from(VERDICTS), st.none() | st.floats(0.1, 10)), max_size=30
+    st.builds(sample, st.integers(1, 5), st.integers(0, 9), st.sampled_from(VERDICTS), st.none() | st.floats(0.1, 10)), max_size=30
 )
 
 
 @given(RUNS)
-def test_properties_of_counts(run: list[Attempt]) -> None:
+def test_properties_of_counts(run: list[Sample]) -> None:
     problems = [1, 2, 3, 4, 5]
-    assert sum(metrics.verdicts(run).values()) == len(run)
+    assert sum(entry(run).verdicts.values()) == len(run)
     previous = dict.fromkeys(problems, 0.0)
     for k in (1, 2, 3):
-        correct = metrics.solved(run, problems, metrics.is_correct, k)
+        correct = solved(run, problems, CORRECT, k)
         assert all(0 <= value <= 1 for value in correct.values()) and list(correct) == problems
         assert all(correct[number] >= previous[number] - 1e-12 for number in problems), "more samples never solve less"
         previous = correct
-        fast = [metrics.solved(run, problems, metrics.is_faster(p, "eager"), k) for p in (0.5, 1.0, 2.0)]
+        fast = [solved(run, problems, Metric("eager", p), k) for p in (0.5, 1.0, 2.0)]
         for slower, faster in itertools.pairwise([correct, *fast]):
             assert all(faster[number] <= slower[number] + 1e-12 for number in problems), "a higher bar is passed less often"
-        categories = {1: "a", 2: "b", 3: "a", 4: "c", 5: "c"}
-        assert sum(metrics.by_category(correct, categories).values()) == pytest.approx(sum(correct.values()))
-    assert metrics.geometric_mean(metrics.log_speedups(run, problems, "eager", 1)).value >= 1
+    assert entry(run).geometric_mean("eager").value >= 1
 
 
 def test_both_denominators_of_multicast() -> None:
-    """Problem 3 has no other attempt than ones that need it; one without any attempt counts as unsolved in both."""
-    need = [replace(attempt(number, sample, "cuda_error"), needs_multicast=True) for number, sample in ((1, 1), (3, 0), (3, 1))]
-    scored = Scored("m", None, [attempt(1, 0, "correct"), attempt(2, 0, "hang"), *need], dict.fromkeys(PROBLEMS, "a"))
-    found = summary(scored, [1], [1.0])
+    """Problem 3 has no other sample than ones that need it; one without any sample counts as unsolved in both."""
+    need = [sample(problem, number, "cuda_error", needs_multicast=True) for problem, number in ((1, 1), (3, 0), (3, 1))]
+    every = board([sample(1, 0, "correct"), sample(2, 0, "hang"), *need], dict.fromkeys(PROBLEMS, "a"))
+    found = summary(every, every.entries[0], [1], [1.0])
     rest = found["without_multicast"]
     assert (found["needs_multicast"], found["problems"], found["samples"]) == (3, 4, 5)
     assert (rest["problems"], rest["samples"]) == (3, 2)
     assert found["pass_at_k"]["1"]["share"] == pytest.approx(0.5 / 4) and rest["pass_at_k"]["1"]["share"] == pytest.approx(1 / 3)
-    shown = model_table([scored], [1], [1.0]).markdown()
+    shown = model_table(every, [1], [1.0]).markdown()
     assert "| m | correct | 1 | 0.5 |" in shown and "| m, without multicast | correct | 1 | 1 |" in shown
-    alone = summary(replace(scored, attempts=need, problems={1: "a", 3: "a"}), [1], [1.0])
+    few = board(need, {1: "a", 3: "a"})
+    alone = summary(few, few.entries[0], [1], [1.0])
     assert alone["without_multicast"]["problems"] == 0 and alone["without_multicast"]["pass_at_k"] == {}
 
 
-def test_an_attempt_at_another_problem_is_an_error() -> None:
+def test_a_sample_of_another_problem_is_an_error() -> None:
     with pytest.raises(ValueError, match="problem 9"):
-        metrics.solved([attempt(9, 0)], [1], metrics.is_correct, 1)
+        solved([sample(9, 0)], [1], CORRECT, 1)
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=40))
@@ -162,11 +177,11 @@ def test_equal_values_have_an_interval() -> None:
 
 def test_unjudged_samples_give_both_ends() -> None:
     """One right sample and three that no machine could run are no 100 %."""
-    run = [attempt(1, 0), *(attempt(1, sample, "not_run") for sample in (1, 2, 3))]
-    scored = Scored("m", None, run, {1: "collective"})
-    assert metrics.solved(run, [1], metrics.is_correct, 1) == {1: 0.25}
-    assert metrics.solved(run, [1], metrics.is_correct, 1, unjudged=True) == {1: 1.0}
-    found = summary(scored, [1, 4], [1.0])["pass_at_k"]
+    run = [sample(1, 0), *(sample(1, number, "not_run") for number in (1, 2, 3))]
+    every = board(run, {1: "collective"})
+    assert solved(run, [1], CORRECT, 1) == {1: 0.25}
+    assert solved(run, [1], CORRECT, 1, unjudged=True) == {1: 1.0}
+    found = summary(every, every.entries[0], [1, 4], [1.0])["pass_at_k"]
     assert {name: found["1"][name] for name in ("problems", "problems_most", "share", "share_most", "high")} == {
         "problems": 0.25,
         "problems_most": 1.0,
@@ -175,8 +190,8 @@ def test_unjudged_samples_give_both_ends() -> None:
         "high": 1.0,
     }
     assert found["4"]["share"] == 1.0
-    assert "| 0.2 to 1 |" in model_table([scored], [1], [1.0]).markdown()
-    assert "25.0% to 100.0%" in model_table([scored], [1], [1.0]).markdown()
+    assert "| 0.2 to 1 |" in model_table(every, [1], [1.0]).markdown()
+    assert "25.0% to 100.0%" in model_table(every, [1], [1.0]).markdown()
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
@@ -225,7 +240,7 @@ def test_a_share_s_interval_covers_from_three_problems_on(problems: int, rates: 
 
 
 def test_problems_without_a_judged_sample_are_not_tried() -> None:
-    assert metrics.tried(RUN) == [1, 2, 3] and metrics.tried([attempt(1, 0, "not_run")]) == []
+    assert entry(RUN).tried == {Task(1), Task(2), Task(3)} and not entry([sample(1, 0, "not_run")]).tried
 
 
 def test_pairing_tells_a_small_but_steady_lead() -> None:
@@ -250,25 +265,25 @@ def test_interval_covers_as_often_as_it_says() -> None:
 def test_a_mean_s_interval_covers_from_three_problems_on(problems: int) -> None:
     """Logarithms of speedups, as bell curves have them."""
     draw = np.random.default_rng(problems)
-    found = [metrics.geometric_mean(dict(enumerate(row))) for row in draw.normal(0.7, 0.5, size=(1000, problems))]
+    found = [metrics.geometric_mean(list(row)) for row in draw.normal(0.7, 0.5, size=(1000, problems))]
     assert sum(item.low <= math.exp(0.7) <= item.high for item in found) >= 930
 
 
 def test_steps_of_agents() -> None:
-    steps = (attempt(1, 0, "build_error"), attempt(1, 0, speed=0.8), attempt(1, 0, "wrong_result"), attempt(1, 0, speed=1.5))
-    best = best_attempt(steps)
+    steps = (sample(1, 0, "build_error"), sample(1, 0, speed=0.8), sample(1, 0, "wrong_result"), sample(1, 0, speed=1.5))
+    best = best_sample(steps)
     assert best is steps[3]
-    run = [replace(best, steps=steps), attempt(2, 0, "hang", steps=(attempt(2, 0, "hang"),))]
-    assert metrics.step_curve(run, [1, 2], metrics.is_correct) == [0, 1, 1, 1]
-    assert metrics.step_curve(run, [1, 2], metrics.is_faster(1.0, "eager")) == [0, 0, 0, 1]
-    assert metrics.step_curve([attempt(1, 0)], [1], metrics.is_correct) == []
+    run = [replace(best, steps=steps), sample(2, 0, "hang", steps=(sample(2, 0, "hang"),))]
+    assert metrics.step_curve(run, [Task(1), Task(2)], CORRECT) == [0, 1, 1, 1]
+    assert metrics.step_curve(run, [Task(1), Task(2)], Metric("eager", 1.0)) == [0, 0, 0, 1]
+    assert metrics.step_curve([sample(1, 0)], [Task(1)], CORRECT) == []
 
 
 def test_usage_adds_up() -> None:
-    run = [attempt(1, 0, usage=Usage(10, 5, 2, 1, 0.5, 1)), attempt(1, 1, usage=Usage(20, 7, calls=1))]
-    assert metrics.total_usage(run) == Usage(30, 12, 2, 1, 0.5, 2)
+    run = [sample(1, 0, usage=Usage(10, 5, 2, 1, 0.5, 1)), sample(1, 1, usage=Usage(20, 7, calls=1))]
+    assert entry(run).usage == Usage(30, 12, 2, 1, 0.5, 2)
 
 
-def test_mechanisms_of_correct_attempts_count() -> None:
-    run = [attempt(1, 0, mechanisms=("tma", "nccl")), attempt(1, 1, mechanisms=("tma",)), attempt(1, 2, "hang", mechanisms=("tma",))]
-    assert metrics.mechanisms(run) == {"tma": 2, "nccl": 1}
+def test_mechanisms_of_correct_samples_count() -> None:
+    run = [sample(1, 0, mechanisms=("tma", "nccl")), sample(1, 1, mechanisms=("tma",)), sample(1, 2, "hang", mechanisms=("tma",))]
+    assert entry(run).mechanisms == {"tma": 2, "nccl": 1}

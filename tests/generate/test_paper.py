@@ -8,20 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.generate.attempts import Attempt, Setting, Speedup
+from peerlane.errors import UsageError
+from peerlane.generate.board import Board
 from peerlane.generate.paper import escape_latex, latex_tables, write_csv
-from peerlane.generate.summary import Scored, category_table
+from peerlane.generate.samples import Sample, Setting, Speedup, Task
+from peerlane.generate.summary import category_table
+from peerlane.results.identity import NodeClass
 
-PROBLEMS = {1: "collective", 2: "collective", 18: "tensor_parallel"}
-SETTING = Setting("open", "4x H200", "pkb", 4)
+PROBLEMS = {Task(1, "pkb"): "collective", Task(2, "pkb"): "collective", Task(18, "pkb"): "tensor_parallel"}
+SETTING = Setting("open", NodeClass(kind="node", gpus=4, gpu="H200"), "pkb", 4)
 
 
-def scored(model: str, *, timed: bool = True) -> Scored:
-    """Right and wrong, one sample that was not judged."""
-    fast = {"graph": Speedup(1.25, 1.5, 1.75)} if timed else {}
+def board(*models: str, timed: tuple[str, ...] | None = None) -> Board:
+    """Right and wrong, one sample that was not judged. ``timed``: the models with speeds, by default all."""
+    fast = {"graph": Speedup(1.25, 1.5, 1.75)}
     verdicts = [(1, 0, "correct"), (1, 1, "not_run"), (2, 0, "correct"), (2, 1, "hang"), (18, 0, "wrong_result"), (18, 1, "hang")]
-    attempts = [Attempt(number, sample, kind, fast if kind == "correct" else {}) for number, sample, kind in verdicts]
-    return Scored(model, SETTING, attempts, PROBLEMS)
+    samples = [
+        Sample(problem, number, kind, fast if kind == "correct" and model in (timed or models) else {}, author=model, setting=SETTING)
+        for model in models
+        for problem, number, kind in verdicts
+    ]
+    return Board(SETTING, samples, PROBLEMS)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -30,7 +37,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def test_long_tables_hold_raw_numbers(tmp_path: Path) -> None:
-    files = write_csv(tmp_path / "new" / "folder", [scored("=cmd|' /C calc'!A0"), scored("b")], [1, 2], [1.0, 2.0])
+    files = write_csv(tmp_path / "new" / "folder", board("=cmd|' /C calc'!A0", "b"), [1, 2], [1.0, 2.0])
     assert [file.stem for file in files] == ["metrics", "groups", "samples", "usage"]
     rows = read(files[0])
     assert {row["model"] for row in rows} == {"'=cmd|' /C calc'!A0", "b"}
@@ -45,9 +52,9 @@ def test_long_tables_hold_raw_numbers(tmp_path: Path) -> None:
     assert len(samples) == 12 and samples[0]["speedup_graph_low"] == "1.25" and samples[1]["judged"] == "False"
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_latex_has_a_header_of_two_rows(timed: bool) -> None:
-    text = latex_tables([scored("a_b & 50%", timed=timed), scored(r"c^~\d")], [1, 2], 1.0, "graph")
+@pytest.mark.parametrize("timed", [None, (r"c^~\d",)])
+def test_latex_has_a_header_of_two_rows(timed: tuple[str, ...] | None) -> None:
+    text = latex_tables(board("a_b & 50%", r"c^~\d", timed=timed), [1, 2], 1.0, "graph")
     assert (
         text.count(r"\begin{table}") == text.count(r"\end{table}") == text.count(r"\caption{") == text.count(r"\label{tab:peerlane-") == 2
     )
@@ -72,11 +79,18 @@ def test_all_that_latex_obeys_is_escaped() -> None:
 
 @pytest.mark.parametrize("name", ["=1", "+1", "-1", "@1", "＝1", "\t=1", "\r=1", "\n=1", "a\r=1"])
 def test_no_cell_begins_a_formula(name: str, tmp_path: Path) -> None:
-    files = write_csv(tmp_path, [scored(name)], [1], [1.0])
+    files = write_csv(tmp_path, board(name), [1], [1.0])
     (found,) = {row["model"] for row in read(files[0])}
     assert found[0] in "'a" and found[1:].isprintable()
 
 
 def test_the_public_benchmarks_categories_stand_beside_ours() -> None:
-    table = category_table([scored("m")], [1], 1.0, "graph").markdown()
+    table = category_table(board("m"), [1], 1.0, "graph").markdown()
     assert "| tensor_parallel | 1 | Tensor Parallel: 17 |" in table and "| total | 3 | Total: 87 | 1 to 1.5 |" in table
+
+
+def test_a_folder_below_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(UsageError, match=r"--csv got .*file.*; name a folder"):
+            write_csv(folder, board("m"), [1], [1.0])

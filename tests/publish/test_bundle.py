@@ -165,7 +165,7 @@ def test_verify_judges_anew(tmp_path: Path, peerlane: Peerlane, capsys: pytest.C
     said = capsys.readouterr().out
     assert "me: differs: of 1 results 1 different" in said and "claimed correct, found wrong_" in said
     assert Verification.model_validate_json(verification_file(bad).read_text()).standing == "differs"
-    assert peerlane("report", good, bad, "--html", tmp_path / "page.html") == ExitCode.OK
+    assert peerlane("page", good, bad, "--out", tmp_path / "page.html") == ExitCode.OK
     assert "Leaderboard: not verified" in (tmp_path / "page.html").read_text()
 
 

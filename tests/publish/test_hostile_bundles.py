@@ -94,7 +94,7 @@ def test_the_page_shows_what_the_keeper_measured(tmp_path: Path) -> None:
     assert found.standing == "verified"
     verification_file(bundle.path).write_text(found.model_dump_json())
     samples = gather([bundle.path]).samples
-    shown = {sample.result.candidate.sha256: sample.attempt.speedups["graph"].median for sample in samples if sample.result}
+    shown = {sample.result.candidate.sha256: sample.speedups["graph"].median for sample in samples if sample.result}
     assert shown == {check.candidate.sha256: check.speed_in("graph").speedup.median for check in checks}  # type: ignore[union-attr]
     html = render_page(gather([bundle.path]), "t").html
     assert html.count("figures measured by the keeper of this page") == len(samples) > 0
@@ -452,9 +452,9 @@ def test_steps_that_nobody_judged_are_not_shown_as_verified(tmp_path: Path) -> N
     claims = make_run(tmp_path / "run", "m", (1, 2), 2, good=1.0, kind="agent")
     write_bundle(tmp_path / "run", tmp_path / "a.zip")
     bundle = read_bundle(tmp_path / "a.zip")
-    assert any(sample.attempt.steps for sample in gather([bundle.path]).samples)
+    assert any(sample.steps for sample in gather([bundle.path]).samples)
     verification_file(bundle.path).write_text(verification(bundle, claims, claims).model_dump_json())
-    assert not any(sample.attempt.steps for sample in gather([bundle.path]).samples)
+    assert not any(sample.steps for sample in gather([bundle.path]).samples)
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "{", '{"format": 1}', "\udcff"])

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.publish.boards import boards
+from peerlane.generate.board import boards
 from peerlane.publish.gather import gather
 from peerlane.publish.page import INLINE_CANDIDATES, render_page, write_page
+from peerlane.publish.page.plot_data import fast_p
 from peerlane.publish.page.provenance import provenance
+from peerlane.publish.page.view import View
 from peerlane.results.result import CandidateInfo, ProblemInfo
 from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import CudaError
@@ -82,8 +84,8 @@ def test_a_page_of_runs_has_every_section(runs: Path) -> None:
 
 def test_virtual_nodes_are_never_ranked_with_nodes(runs: Path) -> None:
     found = boards(gather([runs]).samples)
-    assert [board.key.node.kind for board in found] == ["node", "virtual"]
-    assert {sample.like.node.kind for sample in found[0].samples} == {"node"}
+    assert [board.setting.node_class.kind for board in found] == ["node", "virtual"]
+    assert {sample.setting.node_class.kind for sample in found[0].samples} == {"node"}
     html = render_page(gather([runs]), "t").html
     assert html.count("Virtual node: several ranks share a GPU.") == 1
 
@@ -91,14 +93,14 @@ def test_virtual_nodes_are_never_ranked_with_nodes(runs: Path) -> None:
 def test_the_leaderboard_counts_what_the_metrics_count(tmp_path: Path) -> None:
     results = make_run(tmp_path / "a", "m", range(1, 9), 2, good=0.6)
     (board,) = boards(gather([tmp_path]).samples)
-    (row,) = board.rows()
+    (row,) = View(0, board, 0).rows
     correct = sum(item.correct for item in results)
-    assert row.samples == 16 and row.unjudged == 0 and row.attempted == 8
+    assert len(row.entry.samples) == 16 and row.entry.unjudged == 0 and len(row.entry.attempted) == 8
     assert row.pass_at[1].value == pytest.approx(correct / 16)
     low = [speedup.low for item in results if item.correct and (speedup := item.speedup("graph")) is not None]
     fast = row.fast["graph"]
-    assert fast is not None and fast.value == pytest.approx(sum(value > 1 for value in low) / 16)
-    at_one = [point["share"] for point in board.fast_p() if point["mode"] == "graph" and point["p"] == 1.0]
+    assert fast.value == pytest.approx(sum(value > 1 for value in low) / 16)
+    at_one = [point["share"] for point in fast_p(board) if point["mode"] == "graph" and point["p"] == 1.0]
     assert at_one == [pytest.approx(fast.value)]
 
 
@@ -121,9 +123,9 @@ def test_means_name_what_they_are_taken_over(tmp_path: Path) -> None:
     ]
     (tmp_path / "results.jsonl").write_text(text_of(*found))
     gathered = gather([tmp_path])
-    (row,) = boards(gathered.samples)[0].rows()
+    (row,) = View(0, boards(gathered.samples)[0], 0).rows
     mean, fallback = row.mean["graph"], row.with_fallback["graph"]
-    assert mean is not None and fallback is not None and row.timed["graph"] == 2
+    assert row.timed["graph"] == 2
     assert mean.value == pytest.approx(2**0.5) and fallback.value == pytest.approx(4**0.25)
     text = "".join(Elements(render_page(gathered, "t").html).text)
     for words in ("4 of 4", "2 of 4 timed", "1.41xgeometric mean of 2 timed tasks, graph", "1 of 4tasks faster than the reference, graph"):
@@ -143,7 +145,7 @@ def test_a_page_opens_on_the_node_with_most_problems(tmp_path: Path) -> None:
     make_run(tmp_path / "few", "m", (1, 2), 6)
     make_run(tmp_path / "many", "m", range(1, 6), environment=two)
     make_run(tmp_path / "virtual", "m", range(1, 9), environment=VIRTUAL)
-    assert [(board.key.node.gpus, board.key.node.kind) for board in boards(gather([tmp_path]).samples)] == [
+    assert [(board.setting.node_class.gpus, board.setting.node_class.kind) for board in boards(gather([tmp_path]).samples)] == [
         (2, "node"),
         (4, "node"),
         (4, "virtual"),
@@ -168,8 +170,8 @@ def test_the_page_gives_both_denominators_of_multicast(tmp_path: Path) -> None:
     found += [result(candidate=item, environment=off, **crashed) for item in candidates[2:]]
     (tmp_path / "results.jsonl").write_text(text_of(*found))
     gathered = gather([tmp_path])
-    (row,) = boards(gathered.samples)[0].rows()
-    assert row.needs_multicast == 2 and row.pass_at[1].value == 0.25 and row.without_multicast[1].value == 0.5
+    (row,) = View(0, boards(gathered.samples)[0], 0).rows
+    assert row.entry.needs_multicast == 2 and row.pass_at[1].value == 0.25 and row.without_multicast[1].value == 0.5
     text = "".join(Elements(render_page(gathered, "t").html).text)
     assert "2 need multicast" in text and re.search(r"50.?% of the rest", text) and "None of them counts as right." in text
     assert "NVLS of NCCLoff" in text and "multicast of symmetric memoryoff" in text
@@ -252,8 +254,8 @@ def test_committed_results_give_a_page_without_an_empty_section() -> None:
     gathered = gather([ROOT / "results"])
     page = render_page(gathered, "Committed results")
     for board, view in zip(boards(gathered.samples), data_of(page.html), strict=True):
-        assert view["reached"] or not board.modes or board.key.node.kind == "virtual", board.title  # which has no roofline
-        all_correct = all(sample.attempt.correct for sample in board.samples)
+        assert view["reached"] or not board.modes or board.setting.node_class.kind == "virtual", board.title  # which has no roofline
+        all_correct = all(sample.correct for sample in board.samples)
         assert bool(view["verdicts"]) is not all_correct and (view["fast"] or not board.modes or not board.samples), board.title
     assert not gathered.notes
 
@@ -271,5 +273,5 @@ def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
 def test_latency_bound_tasks_are_told_apart_on_a_board(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "m", [1, 25])
     (board, *_) = boards(gather([tmp_path / "run"]).samples)
-    sizes = {name: size for name, (size, _) in board.kinds().items()}
+    sizes = {name: size for name, (size, _) in View(0, board, 0).kinds.items()}
     assert sizes == {"bound below 20 us (latency)": 1, "bound by bandwidth or compute": 1}

@@ -163,9 +163,9 @@ def test_a_measurement_of_mechanisms_is_read_shown_and_drawn(tmp_path: Path) -> 
     file = tmp_path / "mechanisms.json"
     file.write_text(json.dumps(MECHANISMS.to_json()))
     assert read_mechanisms(file) == MECHANISMS
-    shown = CliRunner().invoke(cli.app, ["report", str(file)])
+    shown = CliRunner().invoke(cli.app, ["bench", "mechanisms", "--from", str(file)])
     assert shown.exit_code == 0 and "| sm store | 60 | 360 |" in shown.stdout
-    drawn = CliRunner().invoke(cli.app, ["report", "--plot", str(tmp_path / "m.svg"), str(file)])
+    drawn = CliRunner().invoke(cli.app, ["bench", "mechanisms", "--from", str(file), "--plot", str(tmp_path / "m.svg")])
     assert drawn.exit_code == 0 and {"10^9 bytes/s", "64 KiB", "sm store, 32 blocks"} <= set(texts(tmp_path / "m.svg"))
 
     with pytest.raises(UsageError, match="there is no file"):
@@ -174,8 +174,6 @@ def test_a_measurement_of_mechanisms_is_read_shown_and_drawn(tmp_path: Path) -> 
         file.write_text(broken)
         with pytest.raises(UsageError, match="is not a measurement of mechanisms"):
             read_mechanisms(file)
-    mixed = CliRunner().invoke(cli.app, ["report", str(file), "results.jsonl"])
-    assert isinstance(mixed.exception, UsageError) and "reported alone" in str(mixed.exception)
 
 
 def test_bench_records_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +192,7 @@ def test_bench_records_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monk
 def test_results_of_a_sweep_are_drawn(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text(text_of(*SWEPT))
-    drawn = CliRunner().invoke(cli.app, ["report", "--plot", str(tmp_path / "s.svg"), str(file)])
+    drawn = CliRunner().invoke(cli.app, ["plot", str(file), "--out", str(tmp_path / "s.svg")])
     assert drawn.exit_code == 0 and drawn.stdout.startswith("written: ") and "1 allreduce, 2 ranks" in texts(tmp_path / "s.svg")
 
 

@@ -18,7 +18,7 @@ import pytest
 from peerlane.common import files
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.selftest.calibrate import CalibrationPlan, calibrate
-from peerlane.generate.judgements import attempt_of
+from peerlane.generate.samples import Sample
 from peerlane.results.json_lines import append_lines
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
@@ -37,7 +37,7 @@ def test_an_overloaded_machine_says_nothing_about_a_candidate(tmp_path: Path) ->
     store.append(before)
     (again,) = ResultsStore(tmp_path).results()
     assert again.says_nothing and again.reward("correct") is None and not store.has(again.identity)
-    assert not attempt_of(again, 0).judged and attempt_of(hung(), 0).judged and hung().reward("correct") == 0.0
+    assert not Sample.of(again, 0).judged and Sample.of(hung(), 0).judged and hung().reward("correct") == 0.0
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,10 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "trace": (trace.trace, "Draw what every rank does when."),
     },
     "Read results": {
-        "report": (report.report, "Print stored results, draw them, or write a page."),
+        "report": (report.report, "Print stored results as a table."),
+        "noise": (report.noise, "Print how far the reference is from itself."),
+        "plot": (report.plot, "Draw times of a sweep against size."),
+        "page": (report.page, "Write a page of results for others."),
         "bundle": (bundle.bundle, "Pack a judged run into one file."),
         "verify": (bundle.verify, "Judge the candidates of a bundle anew."),
     },

@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peerlane.cli.options import one_of
-from peerlane.cli.output import console, print_json, print_table
+from peerlane.cli.output import console, print_json, print_markdown, print_table
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
     from peerlane.device.tools.mechanisms import Mechanisms
+    from peerlane.report.mechanisms import MeasuredMechanisms
 
 
 def bench(
     what: Annotated[str, typer.Argument(help="mechanisms: the ways to move data between GPUs.")],
     out: Annotated[Path, typer.Option(help="Folder that mechanisms.json is written to.")] = Path("peerlane-results"),
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg|FILE.pdf", help="Draw bandwidth against size, too.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg|FILE.pdf", help="Draw bandwidth against size.")] = None,
+    stored: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE", help="Show a stored mechanisms.json instead; needs no GPU.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure bandwidth by mechanism, size, number of blocks and peers, and latency of flags, packets and barriers. Needs 2 or more GPUs.
@@ -28,7 +32,30 @@ def bench(
     Exit codes: 0; 2 where there are too few GPUs.
     """
     one_of(what, ("mechanisms",), "what to measure")
+    if stored is None:
+        measured = _measure(out)
+    else:
+        from peerlane.report.mechanisms import read_mechanisms
 
+        measured = read_mechanisms(stored)
+    if as_json:
+        print_json(measured.to_json())
+    elif stored is not None and plot is None:
+        from peerlane.report.mechanisms import mechanisms_report
+
+        print_markdown(mechanisms_report(measured))
+    elif stored is None:
+        print_mechanisms(measured.mechanisms)
+        console(stderr=True).print(f"written to {out / 'mechanisms.json'}")
+    if plot is not None:
+        from peerlane.report.plots import mechanisms_plot, write_plot
+
+        write_plot(mechanisms_plot(measured), plot)
+        console(stderr=True).print(f"written to {plot}")
+
+
+def _measure(out: Path) -> MeasuredMechanisms:
+    """Measures, and keeps the measurement in a folder; raises UsageError."""
     from peerlane.hardware.topology import discover
 
     gpus = len(discover().gpus)
@@ -47,15 +74,7 @@ def bench(
     mechanisms = measure_mechanisms()
     measured = MeasuredMechanisms(record(discover()), datetime.now(UTC).replace(microsecond=0), mechanisms)
     write_atomically(out / FILE, json.dumps(measured.to_json(), indent=1).encode())
-    if as_json:
-        print_json(measured.to_json())
-    else:
-        print_mechanisms(measured.mechanisms)
-        console(stderr=True).print(f"written to {out / FILE}")
-    if plot is not None:
-        from peerlane.report.plots import mechanisms_plot, write_plot
-
-        write_plot(mechanisms_plot(measured), plot)
+    return measured
 
 
 def print_mechanisms(measured: Mechanisms) -> None:

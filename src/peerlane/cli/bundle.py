@@ -58,7 +58,7 @@ def verify(
 ) -> None:
     """Judge the candidates of a bundle anew, and say where the outcome differs from what the bundle claims.
 
-    The outcome is kept beside the bundle, where `peerlane report` finds it. A second run continues a stopped one. Exit codes: 0
+    The outcome is kept beside the bundle, where `peerlane page` finds it. A second run continues a stopped one. Exit codes: 0
     nothing differs, 1 something does, 2 the bundle cannot be read.
 
     Example: peerlane verify model-a.peerlane.zip --sample 20

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.cli.options import Disguise, ProblemFolders, one_of
+from peerlane.cli.options import Disguise, ProblemFolders, one_of, takes
 from peerlane.cli.output import console
 from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
-    from peerlane.generate.machine import Machine
     from peerlane.generate.models import ModelOptions, Prices
-    from peerlane.generate.prompt import PromptSettings
+    from peerlane.generate.prompt import Prompt, PromptSettings
     from peerlane.generate.run_folder import Kind, RunFolder, SampleKey
     from peerlane.generate.single_shot import Progress
 
@@ -30,32 +30,94 @@ PRICES_HELP = "US dollars for a million tokens: INPUT,OUTPUT or INPUT,OUTPUT,CAC
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+@dataclass
+class Request:
+    """The options of verbs that ask a model for candidates."""
+
+    problem: Annotated[str, typer.Argument(metavar="PROBLEMS", help="Problems, such as 1-87 or 1-8,13, or all.")]
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None
+    problems_folders: ProblemFolders = None
+    samples: Annotated[int, typer.Option(min=1, help="Samples, or episodes, of each problem; a larger number adds the missing ones.")] = 1
+    out: Annotated[Path | None, typer.Option(help="The run's folder; by default peerlane-runs/MODEL, for agents MODEL_agent.")] = None
+    backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda"
+    track: Annotated[str, typer.Option(help=TRACK_HELP)] = "custom"
+    hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "auto"
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks.")] = None
+    preset: Annotated[str, typer.Option(help="The preset whose first case is timed.")] = "pkb"
+    variant: Annotated[str, typer.Option(help="default, or pkb: the public benchmark's semantics.")] = "default"
+    shots: Annotated[int, typer.Option(help="Worked examples in the prompt, 0 to 3.")] = 1
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="The provider's default if left out.")] = None
+    effort: Annotated[str | None, typer.Option(help=f"Effort of reasoning: {', '.join(EFFORTS)}.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a reply, reasoning included.")] = None
+    base_url: Annotated[str | None, typer.Option(help="Of a server that is not the provider's own.")] = None
+    model_arg: Annotated[list[str] | None, typer.Option("--model-arg", "-M", help="NAME=VALUE for the provider; repeatable.")] = None
+    connections: Annotated[
+        int | None, typer.Option(min=1, help="Requests at a time, adapted to rate limits if left out; or episodes of agents, by default 4.")
+    ] = None
+    retries: Annotated[int, typer.Option(min=0, help="Of a request that may succeed later.")] = 8
+    prices: Annotated[str | None, typer.Option(help=PRICES_HELP)] = None
+    max_cost: Annotated[float | None, typer.Option(min=0.0, help="US dollars after which nothing more is asked; needs --prices.")] = None
+
+    def model_options(self, max_cost: float | None = None, **more: Any) -> ModelOptions:
+        """Returns the options of the model; raises UsageError. ``max_cost``: another limit that needs prices."""
+        from peerlane.generate.models import ModelOptions
+
+        if self.model is None:
+            raise UsageError("missing --model: expected the name of a model; for agents also --export DIR for an agent from elsewhere")
+        if self.effort is not None:
+            one_of(self.effort, EFFORTS, "--effort")
+        same = {name: getattr(self, name) for name in ("base_url", "temperature", "effort", "max_tokens", "connections", "retries")}
+        prices = read_prices(self.prices, self.max_cost if self.max_cost is not None else max_cost)
+        return ModelOptions(name=self.model, prices=prices, arguments=read_arguments(self.model_arg or []), **{**same, **more})
+
+    def prompt_settings(self, path: Path, world_size: int | None) -> PromptSettings:
+        """Returns the settings of the prompts. A run in this folder that goes on describes the same node, if none is named."""
+        from peerlane.generate.machine import choose_machine
+        from peerlane.generate.prompt import PromptSettings
+        from peerlane.generate.run_folder import RunFolder, is_run
+
+        machine = RunFolder.open(path).settings.machine if is_run(path) and self.hardware == "auto" else None
+        machine = machine or choose_machine(self.hardware)
+        return PromptSettings(machine, self.backend, self.track, world_size, self.preset, self.variant, self.shots)
+
+    @contextmanager
+    def run(self, path: Path, kind: Kind, options: ModelOptions, settings: PromptSettings, steps: int | None = None) -> Iterator[Asked]:
+        """Opens the run for this process alone; in the end says what is missing, and ends the command."""
+        from peerlane import problems
+        from peerlane.common.files import lock, open_appendable
+        from peerlane.generate.prompt import render_prompt
+        from peerlane.generate.single_shot import Progress
+
+        selected = problems.select(self.problem)
+        prompts = {item.id: render_prompt(item, settings) for item in selected}
+        run = open_run(path, kind, options, settings, steps)
+        with open_appendable(run.path / ".lock") as file:
+            if not lock(file, 1.0):
+                raise UsageError(f"another process is working on {run.path}: wait for it, or use another --out")
+            missing, wanted = run.missing([item.id for item in selected], self.samples), len(selected) * self.samples
+            error = console(stderr=True)
+            error.print(f"asking for {len(missing)} of {wanted} samples; {wanted - len(missing)} are there")
+            progress = Progress(len(missing), self.max_cost, error.print)
+            yield Asked(run, prompts, missing, progress)
+        finish(run, missing, progress)
+
+
+class Asked(NamedTuple):
+    """An open run, the prompts of its problems, and the samples that it lacks."""
+
+    run: RunFolder
+    prompts: dict[int, Prompt]
+    missing: list[SampleKey]
+    progress: Progress
+
+
+@takes(Request)
 def generate(
-    problem: Annotated[str, typer.Argument(metavar="PROBLEMS", help="Problems, such as 1-87 or 1-8,13, or all.")],
-    model: Annotated[str, typer.Option(help=MODEL_HELP)],
-    problems_folders: ProblemFolders = None,
+    request: Request,
     disguise: Disguise = None,
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each problem; more than before asks for the missing ones.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; by default peerlane-runs/MODEL.")] = None,
-    backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda",
-    track: Annotated[str, typer.Option(help=TRACK_HELP)] = "custom",
-    hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "auto",
-    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks in the prompt.")] = None,
-    preset: Annotated[str, typer.Option(help="The preset whose first case is timed.")] = "pkb",
-    variant: Annotated[str, typer.Option(help="default, or pkb: the public benchmark's semantics.")] = "default",
-    shots: Annotated[int, typer.Option(help="Worked examples in the prompt, 0 to 3.")] = 1,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="The provider's default if left out.")] = None,
     top_p: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="The provider's default if left out.")] = None,
-    effort: Annotated[str | None, typer.Option(help=f"Effort of reasoning: {', '.join(EFFORTS)}.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of a reply, reasoning included.")] = None,
-    base_url: Annotated[str | None, typer.Option(help="Of a server that is not the provider's own.")] = None,
-    model_arg: Annotated[list[str] | None, typer.Option("--model-arg", "-M", help="NAME=VALUE for the provider; repeatable.")] = None,
-    connections: Annotated[int | None, typer.Option(min=1, help="Requests at a time; adapts to rate limits if left out.")] = None,
-    retries: Annotated[int, typer.Option(min=0, help="Of a request that may succeed later.")] = 8,
     timeout: Annotated[int, typer.Option(min=1, help="Seconds for one request with all its retries.")] = 3600,
     batch: Annotated[bool, typer.Option("--batch", help="Use the provider's batch interface, which is cheaper and slower.")] = False,
-    prices: Annotated[str | None, typer.Option(help=PRICES_HELP)] = None,
-    max_cost: Annotated[float | None, typer.Option(min=0.0, help="US dollars after which nothing more is asked; needs --prices.")] = None,
 ) -> None:
     """Ask a model for candidates, one reply each. Needs no GPU; `peerlane eval RUN` judges them.
 
@@ -65,53 +127,13 @@ def generate(
     from peerlane.generate.extra import require_models_extra
 
     require_models_extra()
-    from peerlane import problems
-    from peerlane.generate.prompt import PromptSettings, render_prompt
     from peerlane.generate.single_shot import generate_samples
 
-    selected = problems.select(problem)
-    options = model_options(
-        name=model,
-        base_url=base_url,
-        temperature=temperature,
-        top_p=top_p,
-        effort=effort,
-        max_tokens=max_tokens,
-        connections=connections,
-        retries=retries,
-        timeout_s=timeout,
-        batch=batch,
-        prices=read_prices(prices, max_cost),
-        arguments=read_arguments(model_arg or []),
-    )
-    path = out or default_folder(model)
-    settings = PromptSettings(run_machine(path, hardware), backend, track, world_size, preset, variant, shots)
-    prompts = {item.id: render_prompt(item, settings) for item in selected}
-    run = open_run(path, "generate", options, settings)
-    with locked(run):
-        missing = run.missing([item.id for item in selected], samples)
-        progress = new_progress(len(missing), len(selected) * samples, max_cost)
+    options = request.model_options(top_p=top_p, timeout_s=timeout, batch=batch)
+    path = request.out or default_folder(options.name)
+    with request.run(path, "generate", options, request.prompt_settings(path, request.world_size)) as (run, prompts, missing, progress):
         if missing:
             generate_samples(run, prompts, missing, options, progress)
-    finish(run, missing, progress)
-
-
-def model_options(**values: Any) -> ModelOptions:
-    """Checks the options of a model; raises UsageError."""
-    from peerlane.generate.models import ModelOptions
-
-    if values.get("effort") is not None:
-        one_of(values["effort"], EFFORTS, "--effort")
-    return ModelOptions(**values)
-
-
-def run_machine(path: Path, hardware: str) -> Machine:
-    """Returns the node that prompts of a run describe. A run that goes on keeps its node, if none is named."""
-    from peerlane.generate.machine import choose_machine
-    from peerlane.generate.run_folder import RunFolder, is_run
-
-    kept = RunFolder.open(path).settings.machine if is_run(path) and hardware == "auto" else None
-    return kept or choose_machine(hardware)
 
 
 def open_run(path: Path, kind: Kind, options: ModelOptions, settings: PromptSettings, steps: int | None = None) -> RunFolder:
@@ -145,26 +167,6 @@ def open_run(path: Path, kind: Kind, options: ModelOptions, settings: PromptSett
 def default_folder(model: str) -> Path:
     """Returns the folder of a model's run, such as ``peerlane-runs/openai_gpt-5``."""
     return Path("peerlane-runs") / model.replace("/", "_").replace(":", "_")
-
-
-@contextmanager
-def locked(run: RunFolder) -> Iterator[None]:
-    """Holds the run for this process; raises UsageError if another one is at it."""
-    from peerlane.common.files import lock, open_appendable
-
-    with open_appendable(run.path / ".lock") as file:
-        if not lock(file, 1.0):
-            raise UsageError(f"another process is working on {run.path}: wait for it, or use another --out")
-        yield
-
-
-def new_progress(missing: int, wanted: int, max_cost: float | None) -> Progress:
-    """Progress whose lines go to stderr."""
-    from peerlane.generate.single_shot import Progress
-
-    error = console(stderr=True)
-    error.print(f"asking for {missing} of {wanted} samples; {wanted - missing} are there")
-    return Progress(missing, max_cost, error.print)
 
 
 def finish(run: RunFolder, asked: list[SampleKey], progress: Progress) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +15,9 @@ from peerlane.cli.output import console, print_json, print_table, read_result_fi
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
-    from peerlane.generate.attempts import Setting
+    from peerlane.generate.board import Board
     from peerlane.generate.run_folder import RunFolder
-    from peerlane.generate.summary import Scored
+    from peerlane.generate.samples import Setting
     from peerlane.results.result import Result
 
 
@@ -48,101 +49,93 @@ def metrics(
     Results of different tracks, nodes, presets or numbers of ranks are never counted together. Speedups count by the lower end of their
     interval.
     """
-    from peerlane import problems
     from peerlane.generate import paper, summary
-    from peerlane.generate.judgements import settings_of
-    from peerlane.generate.judging import MODES
     from peerlane.generate.run_folder import RunFolder
+    from peerlane.generate.samples import MODES
     from peerlane.results.reader import FILE
 
     one_of(mode, MODES, "--mode")
     if (csv_folder is not None) + as_latex + as_json > 1:
         raise UsageError("got several of --csv, --latex and --json: expected one of them")
-    thresholds = [_number(text) for text in words(p, "--p")]
+    ps = [_number(text) for text in words(p, "--p")]
     opened = [RunFolder.open(path) for path in runs]
-    with_samples = sorted({key.problem for run in opened for key in run.sample_keys()})
-    chosen = [problems.get(number) for number in with_samples] if problem is None and with_samples else problems.select(problem or "all")
-    counted = {item.id: item.category for item in chosen}
     judged = {run.path: read_result_files(results or ([run.path] if os.path.lexists(run.path / FILE) else [])) for run in opened}
-    settings = {
+    settings = {run.path: run.settings_judged(judged[run.path]) for run in opened}
+    chosen = {
         run.path: [
             setting
-            for setting in settings_of(run, judged[run.path])
+            for setting in settings[run.path]
             if setting.track == (track or run.settings.track)
             and preset in (None, setting.preset)
             and world_size in (None, setting.world_size)
         ]
         for run in opened
     }
-    shared = _the_setting(settings)
+    shared = _the_setting(chosen)
     for run in opened:
-        if not settings[run.path] and (others := settings_of(run, judged[run.path])):
-            listed = "\n".join(f"  {setting}" for setting in others)
+        if not chosen[run.path] and settings[run.path]:
+            listed = "\n".join(f"  {setting}" for setting in settings[run.path])
             raise UsageError(
                 f"{run.path} has no results of what was asked for; it has these:\n{listed}\nchoose with --track, --preset or --world-size"
             )
-    names = _names([run.settings.model for run in opened])
-    models = [_scored(run, name, judged[run.path], shared, counted) for run, name in zip(opened, names, strict=True)]
-    most = min((scored.samples for scored in models), default=1) or 1
-    ks = list(positive_integers(k, "--k")) if k else sorted({1, most})
-    if too_many := [value for value in ks if value > most]:
-        raise UsageError(f"--k got {too_many[0]}: one run has only {most} samples of a problem; generate more")
+    board = _board(opened, judged, shared, problem)
+    largest = min(entry.samples_per_task for entry in board.entries) or 1
+    ks = list(positive_integers(k, "--k")) if k else sorted({1, largest})
+    if too_many := [value for value in ks if value > largest]:
+        raise UsageError(f"--k got {too_many[0]}: one run has only {largest} samples of a problem; generate more")
     if as_json:
-        print_json({"models": [summary.summary(scored, ks, thresholds) for scored in models]})
+        print_json({"models": [summary.summary(board, entry, ks, ps) for entry in board.entries]})
         return
-    _tell(models, shared, on_stderr=as_latex or csv_folder is not None)
+    _print_counts(board, on_stderr=as_latex or csv_folder is not None)
     if csv_folder is not None:
-        for file in paper.write_csv(csv_folder, models, ks, thresholds):
+        for file in paper.write_csv(csv_folder, board, ks, ps):
             print(file)
         return
     if as_latex:
-        print(paper.latex_tables(models, ks, thresholds[0], mode))
+        print(paper.latex_tables(board, ks, ps[0], mode))
         return
-    _print(models, ks, thresholds, mode, problems_too=problems_too, compare=compare)
+    tables = [summary.category_table(board, ks, ps[0], mode), summary.model_table(board, ks, ps)]
+    tables += [summary.regime_table(board, ks[-1], ps[0], mode), summary.verdict_table(board), summary.usage_table(board)]
+    tables += [summary.step_table(board)] if any(sample.steps for sample in board.samples) else []
+    tables += [summary.problem_table(board)] if problems_too else []
+    for table in tables:
+        print_table(table)
+    for other in board.entries[1:] if compare else ():
+        for line in summary.comparison_lines(board.entries[0], other, ks, ps[0]):
+            console().print(line)
     if published:
         label, table = summary.published_table()
         console().print(f"\n{label}")
         print_table(table)
 
 
-def _tell(models: Sequence[Scored], setting: Setting | None, *, on_stderr: bool) -> None:
+def _board(opened: Sequence[RunFolder], judged: Mapping[Path, list[Result]], setting: Setting | None, problem: str | None) -> Board:
+    """Returns the board of these runs, over the chosen problems, or those that a run has samples of."""
+    from peerlane import problems
+    from peerlane.generate.board import Board
+    from peerlane.generate.samples import Task
+
+    with_samples = sorted({key.problem for run in opened for key in run.sample_keys()})
+    counted = [problems.get(number) for number in with_samples] if problem is None and with_samples else problems.select(problem or "all")
+    names = _names([run.settings.model for run in opened])
+    samples = [
+        replace(sample, author=name) for run, name in zip(opened, names, strict=True) for sample in run.samples(judged[run.path], setting)
+    ]
+    preset = "" if setting is None else setting.preset
+    return Board(setting, samples, {Task(item.id, preset): item.category for item in counted}, names)
+
+
+def _print_counts(board: Board, *, on_stderr: bool) -> None:
     """Says under which setting the samples were judged, and what is missing."""
-    from peerlane.generate.metrics import needing_multicast, tried, unjudged
-
     out = console(stderr=on_stderr)
-    out.print(str(setting) if setting is not None else "nothing was judged yet: run `peerlane eval RUN`")
-    for scored in models:
-        samples = len(scored.attempts)
-        out.print(f"{scored.model}: {len(tried(scored.attempts))} of {len(scored.problems)} tasks tried")
-        if missing := unjudged(scored.attempts):
-            out.print(f"{scored.model}: {missing} of {samples} samples are not judged: counts go from all of them wrong to all right")
-        if needing := needing_multicast(scored.attempts):
-            out.print(f"{scored.model}: {needing} of {samples} samples need NVLink multicast, which was off")
-
-
-def _print(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float], mode: str, *, problems_too: bool, compare: bool) -> None:
-    """Prints the tables for a screen."""
-    from peerlane.generate import summary
-
-    tables = [summary.category_table(models, ks, ps[0], mode), summary.model_table(models, ks, ps)]
-    tables += [summary.regime_table(models, ks[-1], ps[0], mode), summary.verdict_table(models), summary.usage_table(models)]
-    if any(attempt.steps for scored in models for attempt in scored.attempts):
-        tables.append(summary.step_table(models))
-    if problems_too:
-        tables.append(summary.problem_table(models))
-    for table in tables:
-        print_table(table)
-    for other in models[1:] if compare else ():
-        for line in summary.comparison_lines(models[0], other, ks, ps[0]):
-            console().print(line)
-
-
-def _scored(run: RunFolder, name: str, judged: Sequence[Result], setting: Setting | None, counted: dict[int, str]) -> Scored:
-    from peerlane.generate.judgements import attempts_of
-    from peerlane.generate.summary import Scored
-
-    attempts = attempts_of(run, judged, setting)
-    return Scored(name, setting, [attempt for attempt in attempts if attempt.problem in counted], counted)
+    out.print(str(board.key) if board.key is not None else "nothing was judged yet: run `peerlane eval RUN`")
+    for entry in board.entries:
+        name, samples = entry.author, len(entry.samples)
+        out.print(f"{name}: {len(entry.tried)} of {len(entry.tasks)} tasks tried")
+        if entry.unjudged:
+            out.print(f"{name}: {entry.unjudged} of {samples} samples are not judged: counts go from all of them wrong to all right")
+        if entry.needs_multicast:
+            out.print(f"{name}: {entry.needs_multicast} of {samples} samples need NVLink multicast, which was off")
 
 
 def _the_setting(settings: dict[Path, list[Setting]]) -> Setting | None:

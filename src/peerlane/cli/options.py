@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from peerlane.errors import UsageError
 from peerlane.settings import PROBLEM_FOLDERS, problem_folders
+
+
+def takes(group: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the options of a dataclass besides its own; the command gets an instance of it first."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        shared, (_, *local) = (list(inspect.signature(item, eval_str=True).parameters.values()) for item in (group, command))
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(group(**{item.name: values.pop(item.name) for item in shared}), **values)
+
+        run.__annotations__ = {item.name: item.annotation for item in (*shared, *local)}
+        run.__signature__ = inspect.Signature([*shared, *local])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 def words(text: str, option: str) -> tuple[str, ...]:

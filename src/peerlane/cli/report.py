@@ -1,10 +1,10 @@
-"""``peerlane report``: recorded results as a table, as a plot, or as a page."""
+"""``peerlane report``, ``noise``, ``plot`` and ``page``: recorded results as a table, as a picture, and as a page for others."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -12,91 +12,38 @@ from peerlane.cli.output import console, print_error, print_markdown, print_tabl
 from peerlane.common.words import counted
 from peerlane.errors import UsageError
 
+Files: TypeAlias = Annotated[
+    list[Path], typer.Argument(metavar="FOLDER|FILE", help="Runs, folders of `peerlane eval --out`, or their files.")
+]
+
 
 def report(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FOLDER|FILE", help="Runs, folders of `peerlane eval --out`, their files, or one mechanisms.json."),
-    ],
-    noise: Annotated[
-        bool, typer.Option("--noise", help="Only the reference against itself: the accuracy of the node and the protocol.")
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.svg|FILE.pdf", help="Draw instead: times of a sweep against size, or bandwidths of the mechanisms."),
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="PAGE.html", help="Write a page to publish instead; it opens without a network.")
-    ] = None,
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "peerlane results",
+    files: Files,
+    noise: Annotated[bool, typer.Option("--noise", hidden=True)] = False,
+    plot: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    html: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    title: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Print recorded results as a table for every class of machine, draw them, or write a page that others can open.
+    """Print recorded results as a table for every class of machine.
 
     On a terminal the table has the width of the screen; anywhere else it is Markdown.
 
     Example: peerlane report peerlane-results
-
-    Example: peerlane report runs/model-a runs/model-b --html page.html
     """
-    if html is not None:
-        if noise or plot is not None:
-            raise UsageError("--html got --noise or --plot as well: expected one of them; run report once with each")
-        _page(files, html, title)
-        return
-    from peerlane.report import mechanisms
-
-    if any(file.name == mechanisms.FILE for file in files):
-        if len(files) > 1 or noise:
-            raise UsageError(f"{mechanisms.FILE} is reported alone and without --noise; got {' '.join(map(str, files))}: run it by itself")
-        _mechanisms(files[0], plot)
-    elif plot is not None and noise:
-        raise UsageError("--noise got --plot as well: expected one of them, for the accuracy is a table; run report once with each")
-    elif plot is not None:
-        _sweep(files, plot)
-    else:
-        _results(files, noise)
-
-
-def _page(files: list[Path], html: Path, title: str) -> None:
-    from peerlane.publish.gather import gather
-    from peerlane.publish.page import write_page
-
-    gathered = gather(files)
-    for note in [*gathered.notes, *gathered.skipped]:
-        print_error(note)
-    page = write_page(gathered, html, title)
-    print(f"written: {html}")
-    if page.beside:
-        print(f"written: {counted(len(page.beside), 'page')} of candidates in {html.parent / page.folder}")
-
-
-def _mechanisms(file: Path, plot: Path | None) -> None:
-    from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
-    from peerlane.report.plots import mechanisms_plot, write_plot
-
-    measured = read_mechanisms(file)
-    if plot is None:
-        print_markdown(mechanisms_report(measured))
-    else:
-        write_plot(mechanisms_plot(measured), plot)
-        print(f"written: {plot}")
-
-
-def _sweep(files: list[Path], plot: Path) -> None:
-    from peerlane.report.plots import sweep_plot, write_plot
-
-    write_plot(sweep_plot(read_result_files(files)), plot)
-    print(f"written: {plot}")
-
-
-def _results(files: list[Path], noise: bool) -> None:
-    from peerlane.report.noise import noise_report
+    named, is_measurement = " ".join(map(str, files)), any(file.name == "mechanisms.json" for file in files)
+    if html is not None or title is not None:
+        raise UsageError(f"report prints a table only: expected `peerlane page {named} --out {html or 'PAGE.html'}` for a page")
+    if is_measurement:
+        drawn = "" if plot is None else f" --plot {plot}"
+        raise UsageError(f"report prints results only: expected `peerlane bench mechanisms --from {named}{drawn}` for a measurement")
+    if plot is not None:
+        raise UsageError(f"report prints a table only: expected `peerlane plot {named} --out {plot}` for a picture")
+    if noise:
+        raise UsageError(f"report prints a table only: expected `peerlane noise {named}` for the accuracy of the node")
     from peerlane.report.tables import report_parts, results_report
 
     if not (results := read_result_files(files)):
         print(f"no results in {', '.join(map(str, files))}", file=sys.stderr)
-    elif noise:
-        print_markdown(noise_report(results))
     elif not (out := console()).is_terminal:
         print(results_report(results))
     else:
@@ -106,3 +53,52 @@ def _results(files: list[Path], noise: bool) -> None:
             print_table(part.table)
             for note in part.notes:
                 out.print(note)
+
+
+def noise(files: Files) -> None:
+    """Print how far the reference is from itself: the accuracy of the node and the protocol.
+
+    It reads results of `peerlane eval reference`; others are left out.
+
+    Example: peerlane noise peerlane-results
+    """
+    from peerlane.report.noise import noise_report
+
+    if results := read_result_files(files):
+        print_markdown(noise_report(results))
+    else:
+        print(f"no results in {', '.join(map(str, files))}", file=sys.stderr)
+
+
+def plot(files: Files, out: Annotated[Path, typer.Option(metavar="FILE.svg|FILE.pdf", help="The picture.")] = Path("sweep.svg")) -> None:
+    """Draw times of a sweep against size, from results of `peerlane eval --preset sweep`.
+
+    Example: peerlane plot peerlane-results --out sweep.pdf
+    """
+    from peerlane.report.plots import sweep_plot, write_plot
+
+    write_plot(sweep_plot(read_result_files(files)), out)
+    print(f"written: {out}")
+
+
+def page(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER|FILE", help="Runs, bundles, folders of `peerlane eval --out`, or their files.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="PAGE.html", help="The page; it opens without a network.")] = Path("page.html"),
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "peerlane results",
+) -> None:
+    """Write a page that others can open: leaderboards, plots and every candidate.
+
+    Example: peerlane page runs/model-a runs/model-b --out page.html
+    """
+    from peerlane.publish.gather import gather
+    from peerlane.publish.page import write_page
+
+    gathered = gather(files)
+    for note in [*gathered.notes, *gathered.skipped]:
+        print_error(note)
+    written = write_page(gathered, out, title)
+    print(f"written: {out}")
+    if written.beside:
+        print(f"written: {counted(len(written.beside), 'page')} of candidates in {out.parent / written.folder}")

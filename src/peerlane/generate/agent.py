@@ -11,12 +11,12 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, execute_tools, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from peerlane.generate.attempts import Usage, best_attempt
-from peerlane.generate.judging import MODES, Judge, Judged
+from peerlane.generate.judging import Judge, Judged
 from peerlane.generate.models import ModelOptions, usage_of
 from peerlane.generate.prompt import Prompt
 from peerlane.generate.reply import Status, extract, extract_code
 from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord, StepRecord, make_folder
+from peerlane.generate.samples import MODES, Usage, best_sample
 from peerlane.generate.single_shot import Progress, check_fits, run_inspect, stop_reason_of
 from peerlane.generate.tools import Workbench, workbench_tools
 
@@ -79,9 +79,9 @@ class Episode:
 
     def best(self) -> str | None:
         """Returns the source of the best judged candidate that is correct; None if none is."""
-        attempts = [record.attempt(self.key) for record, _ in self.steps]
-        best = best_attempt(attempts)
-        return self.steps[attempts.index(best)][1] if best is not None and best.correct else None
+        samples = [record.as_sample(self.key) for record, _ in self.steps]
+        best = best_sample(samples)
+        return self.steps[samples.index(best)][1] if best is not None and best.correct else None
 
 
 def run_agents(

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.audit.timeline import Timeline
-from peerlane.generate.attempts import Speedup
+from peerlane.generate.samples import MODES, Speedup, speedups_of
 
 if TYPE_CHECKING:
     from peerlane.evaluate import Evaluator, Result
 
-MODES = ("eager", "graph")
 MOST_EMULATED = 4  # ranks: more of them show no other races, and take longer
 
 
@@ -105,9 +104,3 @@ class Judge:
 def judged(result: Result, sha256: str) -> Judged:
     """Returns a result as an author may see it."""
     return Judged(result.verdict.kind, result.feedback(), speedups_of(result), sha256)
-
-
-def speedups_of(result: Result) -> dict[str, Speedup]:
-    """Returns the speedup by launch mode, where one was measured."""
-    speeds = {mode: speed.speedup for mode in MODES if (speed := result.speed_in(mode)) is not None}
-    return {mode: Speedup(speedup.low, speedup.median, speedup.high) for mode, speedup in speeds.items()}

@@ -1,26 +1,25 @@
-"""Metrics of a model over problems: pure functions of attempts.
+"""Metrics of an author over tasks: pure functions of samples.
 
-Every count is a sum over problems, so that totals add up to their number. A sample that was not judged counts as wrong, which gives the
+Every count is a sum over tasks, so that totals add up to their number. A sample that was not judged counts as wrong, which gives the
 least count, or as right, which gives the most: see :func:`solved`. It is never left out of a denominator.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from peerlane.generate.attempts import Attempt, Usage
-from peerlane.generate.intervals import binomial_interval, student_t
+from peerlane.generate.samples import Sample, Task
 
 RESAMPLES = 2000
 _SEED = 20_26
-
-Test = Callable[[Attempt], bool]
+_TAIL = 0.025  # on each side
+_STEPS = 60  # of bisection: more digits than a float has
 
 
 class Estimate(NamedTuple):
@@ -49,87 +48,49 @@ def expected_best(values: Sequence[float], k: int) -> float:
     return sum(value * math.comb(index, k - 1) / whole for index, value in enumerate(sorted(values)))
 
 
-def is_correct(attempt: Attempt) -> bool:
-    """Returns the test of pass@k."""
-    return attempt.correct
+class Metric(NamedTuple):
+    """What a sample must be to count: correct; or, in a launch mode, correct and faster than ``p`` times the reference's speed.
+
+    The lower end of the speedup's interval counts.
+    """
+
+    mode: str = ""
+    p: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """``correct``, or ``fast_1 graph``."""
+        return f"fast_{self.p:g} {self.mode}" if self.mode else "correct"
+
+    def passes(self, sample: Sample) -> bool:
+        """Tells whether the sample counts."""
+        return sample.correct and (not self.mode or (self.mode in sample.speedups and sample.speedups[self.mode].low > self.p))
 
 
-def is_faster(p: float, mode: str) -> Test:
-    """Returns the test of fast_p@k: correct, and the lower end of the speedup's interval in this launch mode is above p."""
-    return lambda attempt: attempt.correct and mode in attempt.speedups and attempt.speedups[mode].low > p
+CORRECT = Metric()
 
 
-def by_problem(attempts: Sequence[Attempt], problems: Sequence[int]) -> dict[int, list[Attempt]]:
-    """Returns the attempts at every problem; raises ValueError for attempts at other problems."""
-    groups: dict[int, list[Attempt]] = {number: [] for number in problems}
-    for attempt in attempts:
-        if attempt.problem not in groups:
-            raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(groups)} that are counted")
-        groups[attempt.problem].append(attempt)
+def by_task(samples: Sequence[Sample], tasks: Collection[Task]) -> dict[Task, list[Sample]]:
+    """Returns the samples of every task; raises ValueError for samples of other tasks."""
+    groups: dict[Task, list[Sample]] = {task: [] for task in tasks}
+    for sample in samples:
+        if sample.task not in groups:
+            raise ValueError(f"a sample of problem {sample.problem}, which is not among the {len(groups)} that are counted")
+        groups[sample.task].append(sample)
     return groups
 
 
-def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int, *, unjudged: bool = False) -> dict[int, float]:
-    """Returns by problem the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one.
+def solved(groups: Mapping[Task, Sequence[Sample]], metric: Metric, k: int = 1, *, unjudged: bool = False) -> dict[Task, float]:
+    """Returns by task the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one.
 
     ``unjudged``: whether a sample that was not judged counts as one that passes.
     """
     return {
-        number: pass_at_k(len(group), sum(test(item) if item.judged else unjudged for item in group), min(k, len(group))) if group else 0.0
-        for number, group in by_problem(attempts, problems).items()
+        task: pass_at_k(len(group), sum(metric.passes(item) if item.judged else unjudged for item in group), min(k, len(group)))
+        if group
+        else 0.0
+        for task, group in groups.items()
     }
-
-
-def needing_multicast(attempts: Sequence[Attempt]) -> int:
-    """Counts the attempts that need NVLink multicast, which was off; none of them is correct."""
-    return sum(attempt.needs_multicast for attempt in attempts)
-
-
-def without_multicast(attempts: Sequence[Attempt], problems: Sequence[int]) -> tuple[list[Attempt], list[int]]:
-    """Returns the attempts that do not need NVLink multicast, and the problems without those all of whose attempts need it.
-
-    Their shares stand beside those of all attempts. Nothing is ranked by them: anybody can have a failed attempt left out.
-    """
-    kept = [attempt for attempt in attempts if not attempt.needs_multicast]
-    left_out = {attempt.problem for attempt in attempts} - {attempt.problem for attempt in kept}
-    return kept, [number for number in problems if number not in left_out]
-
-
-def is_timed(attempts: Sequence[Attempt], mode: str) -> bool:
-    """Tells whether any correct attempt has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
-    return any(attempt.correct and mode in attempt.speedups for attempt in attempts)
-
-
-def untimed(attempts: Sequence[Attempt], mode: str) -> int:
-    """Counts the correct attempts without a speed in this mode, such as those of a problem whose reference cannot be captured."""
-    return sum(attempt.correct and mode not in attempt.speedups for attempt in attempts)
-
-
-def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str, k: int) -> dict[int, float]:
-    """Returns by problem the expected natural logarithm of the best speedup among k samples; the reference is kept where it is not beaten.
-
-    A wrong or slower sample counts as a speedup of 1.
-    """
-
-    def gain(attempt: Attempt) -> float:
-        return max(0.0, math.log(attempt.speedups[mode].median)) if attempt.correct and mode in attempt.speedups else 0.0
-
-    return {
-        number: expected_best([gain(attempt) for attempt in group], min(k, len(group))) if group else 0.0
-        for number, group in by_problem(attempts, problems).items()
-    }
-
-
-def timed_log_speedups(attempts: Sequence[Attempt], mode: str) -> dict[int, float]:
-    """Returns by problem the mean natural logarithm of the speedups of its correct samples that were timed in this mode, slower ones too.
-
-    Problems without a timed sample are left out.
-    """
-    logarithms: dict[int, list[float]] = {}
-    for attempt in attempts:
-        if attempt.correct and mode in attempt.speedups:
-            logarithms.setdefault(attempt.problem, []).append(math.log(attempt.speedups[mode].median))
-    return {number: sum(found) / len(found) for number, found in sorted(logarithms.items())}
 
 
 def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estimate:
@@ -145,14 +106,9 @@ def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estim
     return Estimate(sums[0] / count, low, high)
 
 
-def tried(attempts: Sequence[Attempt]) -> list[int]:
-    """Returns the problems that have a judged attempt, in order."""
-    return sorted({attempt.problem for attempt in attempts if attempt.judged})
-
-
-def geometric_mean(logarithms: Mapping[int, float]) -> Estimate:
-    """Returns the geometric mean over problems of the values with these logarithms, with its interval."""
-    value, low, high = mean_with_interval(list(logarithms.values()))
+def geometric_mean(logarithms: Sequence[float]) -> Estimate:
+    """Returns the geometric mean of the values with these logarithms, one a task, with its interval."""
+    value, low, high = mean_with_interval(logarithms)
     return Estimate(math.exp(value), math.exp(low), math.exp(high))
 
 
@@ -181,12 +137,12 @@ class Comparison:
     problems: int
 
 
-def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
+def compare(a: Mapping[Task, float], b: Mapping[Task, float]) -> Comparison:
     """Compares two models at the same problems, whose difficulty cancels."""
     shared = sorted(a.keys() & b.keys())
     if not shared:
         raise ValueError("the two models have no problem in common")
-    differences = np.asarray([a[number] - b[number] for number in shared], dtype=np.float64)
+    differences = np.asarray([a[task] - b[task] for task in shared], dtype=np.float64)
     means = _resampled_means(differences)
     better = float(np.mean(means > 0) + 0.5 * np.mean(means == 0))
     return Comparison(mean_with_interval(list(differences)), better, len(shared))
@@ -199,40 +155,55 @@ def _resampled_means(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np
     return means
 
 
-def by_category(values: Mapping[int, float], categories: Mapping[int, str]) -> dict[str, float]:
-    """Sums over the problems of every category, in the order in which categories first appear."""
-    sums = dict.fromkeys(categories.values(), 0.0)
-    for number, value in values.items():
-        sums[categories[number]] += value
-    return sums
+def step_curve(samples: Sequence[Sample], tasks: Collection[Task], metric: Metric) -> list[float]:
+    """Returns how many tasks one episode solves within 1, 2, ... steps; unjudged samples stay what they are."""
+    longest = max((len(sample.steps) for sample in samples), default=0)
+    cut = ([sample.after(steps) if sample.judged else sample for sample in samples] for steps in range(1, longest + 1))
+    return [sum(solved(by_task(after, tasks), metric).values()) for after in cut]
 
 
-def verdicts(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Counts the attempts that ended in each verdict, the most frequent first; the counts add up to their number."""
-    return dict(Counter(attempt.verdict for attempt in attempts).most_common())
+@functools.lru_cache(maxsize=4096)
+def binomial_interval(successes: float, trials: int) -> tuple[float, float]:
+    """Returns the Clopper-Pearson interval of a share, for a number of successes that may have a fraction.
+
+    No variable between 0 and 1 spreads wider than a yes or no of the same mean. So the interval holds for means of probabilities too.
+    """
+    low = _beta_quantile(successes, trials - successes + 1, _TAIL) if successes > 0 else 0.0
+    high = _beta_quantile(successes + 1, trials - successes, 1 - _TAIL) if successes < trials else 1.0
+    return low, high
 
 
-def unjudged(attempts: Sequence[Attempt]) -> int:
-    """Counts the attempts without a verdict about the model."""
-    return sum(not attempt.judged for attempt in attempts)
+@functools.cache
+def student_t(freedom: int) -> float:
+    """Returns the factor of a 95 % interval of a mean whose spread was estimated with so many degrees of freedom."""
+    share = _beta_quantile(freedom / 2, 0.5, 2 * _TAIL)
+    return math.sqrt(freedom * (1 - share) / share)
 
 
-def mechanisms(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """Counts the correct attempts in which each way to move data was seen."""
-    return dict(Counter(name for attempt in attempts if attempt.correct for name in attempt.mechanisms).most_common())
+def _beta_quantile(a: float, b: float, probability: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _beta_cdf(a, b, middle) < probability else (low, middle)
+    return (low + high) / 2
 
 
-def total_usage(attempts: Sequence[Attempt]) -> Usage:
-    """Sums tokens, cost and calls of all attempts."""
-    return sum((attempt.usage for attempt in attempts), Usage())
-
-
-def after_steps(attempts: Sequence[Attempt], steps: int) -> list[Attempt]:
-    """Returns the attempts as they stood after so many steps of their episodes; unjudged ones stay what they are."""
-    return [attempt.after(steps) if attempt.judged else attempt for attempt in attempts]
-
-
-def step_curve(attempts: Sequence[Attempt], problems: Sequence[int], test: Test) -> list[float]:
-    """Returns how many problems one episode solves within 1, 2, ... steps."""
-    longest = max((len(attempt.steps) for attempt in attempts), default=0)
-    return [sum(solved(after_steps(attempts, steps), problems, test, 1).values()) for steps in range(1, longest + 1)]
+def _beta_cdf(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction where that converges fast."""
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta_cdf(b, a, 1 - x)
+    if x <= 0:
+        return 0.0
+    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    above, below, value = 1.0, 1 / (1 - (a + b) * x / (a + 1)), 1 / (1 - (a + b) * x / (a + 1))
+    for m in range(1, 500):
+        before = value
+        for step in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            below, above = 1 / (1 + step * below), 1 + step / above
+            value *= below * above
+        if abs(value - before) <= 1e-15 * abs(value):
+            break
+    return front * value

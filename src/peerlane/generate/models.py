@@ -10,8 +10,8 @@ from inspect_ai.model import GenerateConfig, Model, ModelOutput, get_model
 
 from peerlane.errors import UsageError
 from peerlane.generate import doubles  # registers peerlane/...
-from peerlane.generate.attempts import Usage
 from peerlane.generate.provider_faults import first_line
+from peerlane.generate.samples import Usage
 
 __all__ = ["ModelOptions", "Prices", "doubles", "open_model", "usage_of"]
 

@@ -16,8 +16,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
@@ -27,10 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from peerlane.common.files import read_regular, write_atomically
 from peerlane.common.version import __version__
 from peerlane.errors import FileRefused, HarnessError, UsageError
-from peerlane.generate.attempts import Attempt, Speedup, Usage
 from peerlane.generate.machine import Machine
 from peerlane.generate.reply import Status
+from peerlane.generate.samples import NO_REPLY, NOT_JUDGED, Sample, Setting, Speedup, Usage, speedups_of
 from peerlane.results.record import Mode
+from peerlane.results.result import Result
 from peerlane.results.sanitize import sanitize
 
 FORMAT = 1
@@ -142,9 +144,10 @@ class StepRecord(_Record):
                 raise ValueError(f"a speedup needs low <= median <= high, got {', '.join(map(str, values))} in {mode} mode")
         return self
 
-    def attempt(self, key: SampleKey) -> Attempt:
+    def as_sample(self, key: SampleKey, setting: Setting | None = None) -> Sample:
         """Returns the step as metrics count it."""
-        return Attempt(key.problem, key.sample, self.verdict, {mode: Speedup(*values) for mode, values in self.speedups.items()})
+        speedups: dict[str, Speedup] = {mode: Speedup(*values) for mode, values in self.speedups.items()}
+        return Sample(key.problem, key.sample, self.verdict, speedups, setting=setting)
 
 
 class SampleKey(NamedTuple):
@@ -283,6 +286,33 @@ class RunFolder:
             path = self.path / key.folder / "candidate.py"
             if os.path.lexists(path):
                 yield key, path
+
+    def settings_judged(self, results: Iterable[Result]) -> list[Setting]:
+        """Returns the settings under which candidates of the run were judged, the most frequent first."""
+        local = {(key.problem, self.sample(key).sha256) for key in self.sample_keys()}
+        counts = Counter(Setting.of(result) for result in results if (result.problem.id, result.candidate.sha256) in local)
+        return [setting for setting, _ in counts.most_common()]
+
+    def samples(self, results: Iterable[Result], setting: Setting | None) -> list[Sample]:
+        """Joins every sample with the result of its candidate's hash under one setting; with None, as if nothing had been judged.
+
+        Equal candidates share a result. Of several results the one with most speeds counts, then the last.
+        """
+        ordered = sorted((result for result in results if Setting.of(result) == setting), key=lambda result: len(speedups_of(result)))
+        by_hash = {(result.problem.id, result.candidate.sha256): result for result in ordered}
+        samples = []
+        for key in self.sample_keys():
+            record = self.sample(key)
+            if record.sha256 is None:
+                sample = Sample(key.problem, key.sample, record.status if record.error is None else NO_REPLY)
+            elif (result := by_hash.get((key.problem, record.sha256))) is None:
+                sample = Sample(key.problem, key.sample, NOT_JUDGED)
+            else:
+                sample = Sample.of(result, key.sample)
+            steps = tuple(step.as_sample(key, setting) for step in self.steps(key))
+            more: dict[str, Any] = {"setting": setting, "steps": steps, "author": self.settings.model, "run": self.settings}
+            samples.append(replace(sample, usage=record.usage, seconds=record.seconds, **more))
+        return samples
 
 
 def make_folder(run: Path, name: str) -> Path:

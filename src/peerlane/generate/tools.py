@@ -10,7 +10,8 @@ from inspect_ai.tool import Tool, ToolError, tool
 
 from peerlane import problems
 from peerlane.generate.fences import UNREADABLE
-from peerlane.generate.judging import MODES, Judge, Judged
+from peerlane.generate.judging import Judge, Judged
+from peerlane.generate.samples import MODES
 
 _NOTES = Path(__file__).parent / "prompts" / "notes"
 _MOST_CHARACTERS = 6000

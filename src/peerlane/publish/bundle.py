@@ -22,7 +22,6 @@ from peerlane.common.files import read_regular, write_atomically
 from peerlane.common.version import __version__
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.generate.judgements import settings_of
 from peerlane.generate.run_folder import MOST_CODE_BYTES, MOST_FACTS_BYTES, RUN_FILE, RunFolder, make_folder
 from peerlane.publish.archive import opened, read_member
 from peerlane.results.reader import FILE, newest, read_results
@@ -153,7 +152,7 @@ def write_bundle(run_folder: Path, out: Path) -> Manifest:
         peerlane=__version__,
         author=run.settings.model,
         kind=run.settings.kind,
-        settings=tuple(map(str, settings_of(run, own))),
+        settings=tuple(map(str, run.settings_judged(own))),
         node_classes=tuple(dict.fromkeys(str(result.node) for result in own)),
         suite={str(result.problem.id): result.problem.source_hash or "" for result in sorted(own, key=lambda item: item.problem.id)},
         candidates=len({sha256 for _, sha256 in hashes}),

@@ -17,7 +17,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import CudaLexer, PythonLexer
 from pygments.token import String
 
-from peerlane.publish.gather import Sample
+from peerlane.generate.samples import Sample
 from peerlane.results.result import Result
 from peerlane.results.sanitize import printable
 from peerlane.results.speed_record import ModeSpeed

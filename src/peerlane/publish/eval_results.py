@@ -8,8 +8,9 @@ from typing import Any
 from peerlane.common.version import __version__
 from peerlane.errors import UsageError
 from peerlane.generate import metrics
-from peerlane.generate.judgements import attempts_of, setting_of, settings_of
+from peerlane.generate.board import Entry
 from peerlane.generate.run_folder import RunFolder
+from peerlane.generate.samples import Setting, Task
 from peerlane.problems import suite
 from peerlane.publish.dataset import CORRECT, FASTER
 from peerlane.results.result import Result
@@ -22,27 +23,28 @@ def eval_results(run: RunFolder, results: Sequence[Result], dataset: str, source
     timed as graphs on a node.
     Raises UsageError for a run that was not judged, or under several settings.
     """
-    settings = [setting for setting in settings_of(run, results) if setting.track == run.settings.track]
+    settings = [setting for setting in run.settings_judged(results) if setting.track == run.settings.track]
     if len(settings) != 1:
         listed = "; ".join(map(str, settings)) or "none"
         raise UsageError(
             f"{run.path} was judged under {len(settings)} settings: {listed}. Expected one; judge a fresh folder with one preset"
         )
     (setting,) = settings
-    counted = [result for result in results if setting_of(result) == setting]
-    attempts = attempts_of(run, counted, setting)
-    if unjudged := metrics.unjudged(attempts):
-        raise UsageError(f"{unjudged} of {len(attempts)} samples of {run.path} are not judged: run `peerlane eval {run.path}` first")
-    numbers = [problem.id for problem in suite()]
-    tests: list[tuple[str, metrics.Test]] = [(CORRECT, metrics.is_correct)]
-    if metrics.is_timed(attempts, "graph") and all(result.node.kind == "node" for result in counted):
-        tests.append((FASTER, metrics.is_faster(1.0, "graph")))
+    counted = [result for result in results if Setting.of(result) == setting]
+    author = Entry(run.settings.model, run.samples(counted, setting), [Task(problem.id, setting.preset) for problem in suite()])
+    if author.unjudged:
+        raise UsageError(
+            f"{author.unjudged} of {len(author.samples)} samples of {run.path} are not judged: run `peerlane eval {run.path}` first"
+        )
+    tests = {CORRECT: metrics.CORRECT}
+    if "graph" in author.modes and setting.node_class.kind == "node":
+        tests[FASTER] = metrics.Metric("graph", 1.0)
     finished = max(result.finished_at for result in counted)
-    tried = len(metrics.tried(attempts))
-    notes = f"{tried} of {len(numbers)} problems tried, expected share with one sample; {setting}; peerlane {__version__}"
+    tried, size = len(author.tried), len(author.tasks)
+    notes = f"{tried} of {size} problems tried, expected share with one sample; {setting}; peerlane {__version__}"
     entries = []
-    for task, test in tests:
-        share = sum(metrics.solved(attempts, numbers, test, 1).values()) / len(numbers)
+    for task, metric in tests.items():
+        share = author.count(metric).solved / size
         entry: dict[str, Any] = {
             "dataset": {"id": dataset, "task_id": task},
             "value": round(100 * share, 2),

@@ -1,4 +1,4 @@
-"""Reads what a page shows: runs, files of results and folders of both, as one list of candidates, each with its author and its result."""
+"""Reads what a page shows: runs, bundles, files of results and folders of them, as one list of samples, each with author and result."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any
 
 from peerlane.common.files import find_files, read_regular
 from peerlane.common.version import PACKAGE
 from peerlane.errors import FileRefused, UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.generate.attempts import Attempt
-from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
-from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, RunSettings, is_run
+from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, is_run
+from peerlane.generate.samples import Sample, Setting, Standing
 from peerlane.publish.bundle import is_bundle, read_bundle
 from peerlane.publish.signature import read_signer
 from peerlane.publish.verify import read_verification
@@ -29,12 +28,6 @@ UNNAMED = "candidates"
 TRACES = "trace"
 _MOST_TRACES, _MOST_TRACE_BYTES = 4, 16 << 20
 
-Standing = Literal["own", "verified", "unverified", "differs"]
-"""Trust in a result: judged by the page's author, judged anew from a bundle, only claimed in one, or found to differ.
-
-Figures of ``own`` and ``verified`` samples were measured by the keeper, who makes the page; the others are claims."""
-
-
 WHOSE: Mapping[Standing, str] = {
     "own": "",
     "verified": "figures measured by the keeper of this page",
@@ -43,58 +36,6 @@ WHOSE: Mapping[Standing, str] = {
 }
 """Sentences that name who vouches for the figures of a sample."""
 _SUFFIXES: Mapping[Standing, str] = {"own": "", "verified": "", "unverified": ", not verified", "differs": ", differs"}
-
-
-class Task(NamedTuple):
-    """The unit of counting: a problem at a preset."""
-
-    problem: int
-    preset: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One sample of an author as it was judged.
-
-    Attributes:
-        author: a model, or the folder that the candidate lay in; ``reference`` for the reference as its own candidate.
-        like: a result of the same setting, which says on what machine, preset and track the sample counts.
-        result: None where there was no code to judge, or no evaluation yet.
-        code: the candidate's file, if it is at hand; its contents may have changed since.
-        traces: name and contents of the pictures of `peerlane trace` in the sample's folder ``trace``.
-        signer: the key that signed the bundle which the sample comes from.
-        settings: of the run that the sample belongs to, with the version of its prompts; None of a file that was judged by itself.
-    """
-
-    author: str
-    attempt: Attempt
-    like: Result
-    result: Result | None
-    code: bytes | None = field(default=None, repr=False)
-    standing: Standing = "own"
-    traces: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
-    settings: RunSettings | None = field(default=None, repr=False)
-    signer: str | None = None
-
-    @property
-    def is_trusted(self) -> bool:
-        """True if the keeper of the page measured the figures."""
-        return self.standing in ("own", "verified")
-
-    @property
-    def is_reference(self) -> bool:
-        """True for the built-in reference."""
-        return self.is_trusted and self.result is not None and self.result.candidate.backend == REFERENCE
-
-    @property
-    def task(self) -> Task:
-        """The problem and the preset."""
-        return Task(self.attempt.problem, self.like.preset)
-
-    @property
-    def name(self) -> str:
-        """The candidate's own name; of a sample without a candidate, where it lies in its run."""
-        return self.result.candidate.name if self.result is not None else f"{self.attempt.problem:03d}/{self.attempt.sample}"
 
 
 @dataclass
@@ -135,10 +76,10 @@ def gather(paths: Sequence[Path]) -> Gathered:
             verified = checked is not None and standing == "verified"
             if checked is not None and verified:
                 results = checked.keepers_results()
-            samples = list(_samples_of_run(run, results, author))
+            more: dict[str, Any] = {"standing": standing, "signer": signer}
             if verified:  # nobody has judged the steps of an agent again
-                samples = [replace(sample, attempt=replace(sample.attempt, steps=())) for sample in samples]
-        found.samples += [replace(sample, standing=standing, signer=signer) for sample in samples]
+                more["steps"] = ()
+            found.samples += [replace(sample, **more) for sample in _samples_of_run(run, results, author)]
     found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found, follow=file in paths)))
     if not found.samples:
         where = ", ".join(map(str, paths))
@@ -192,32 +133,28 @@ def _read(path: Path, found: Gathered, *, follow: bool = False) -> list[Result]:
 
 def _samples_of_run(run: RunFolder, results: Sequence[Result], author: str) -> Iterator[Sample]:
     files = {key.folder: path for key, path in run.candidates()}
-    for setting in settings_of(run, results):
-        judged = judged_samples(run, results, setting)
-        like = next(result for _, result in judged if result is not None)
-        for attempt, result in judged:
-            folder = f"{attempt.problem:03d}/{attempt.sample}"
-            named = None if result is None else _named(result, folder)
-            file = files.get(folder)
+    for setting in run.settings_judged(results):
+        for sample in run.samples(results, setting):
+            folder = f"{sample.problem:03d}/{sample.number}"
+            result = None if sample.result is None else _named(sample.result, folder)
             pictures = sorted((run.path / folder / TRACES).glob("*.svg"))[:_MOST_TRACES]
             traces = tuple((path.stem, run.read(path, _MOST_TRACE_BYTES)) for path in pictures)
-            code = None if file is None else run.read(file)
-            yield Sample(author, attempt, like, named, code, traces=traces, settings=run.settings)
+            code = run.read(files[folder]) if folder in files else None
+            yield replace(sample, author=author, result=result, code=code, traces=traces)
 
 
 def _named(result: Result, name: str) -> Result:
-    """The result by the name of this sample: equal candidates share one."""
+    """Returns the result by the name of this sample: equal candidates share one."""
     return result.model_copy(update={"candidate": result.candidate.model_copy(update={"name": name})})
 
 
 def _samples_of_results(results: Iterable[Result]) -> Iterator[Sample]:
-    """Of several results of one name and setting, such as those of an edited file, the last counts."""
-    last = {(author_of(result), setting_of(result), result.problem.id, result.candidate.name): result for result in results}
-    taken: Counter[tuple[object, ...]] = Counter()
+    """Yields the samples of results. Of several of one name and setting, such as those of an edited file, the last counts."""
+    last = {(author_of(result), Setting.of(result), result.problem.id, result.candidate.name): result for result in results}
+    numbers: Counter[tuple[object, ...]] = Counter()
     for (author, setting, problem, _), result in last.items():
-        attempt = attempt_of(result, taken[author, setting, problem])
-        taken[author, setting, problem] += 1
-        yield Sample(author, attempt, result, result, _code(result))
+        yield Sample.of(result, numbers[author, setting, problem], author=author, code=_code(result))
+        numbers[author, setting, problem] += 1
 
 
 def _code(result: Result) -> bytes | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peerlane.generate.metrics import total_usage
+from peerlane.generate.board import Board
 from peerlane.generate.run_folder import RunSettings
-from peerlane.publish.boards import Board
-from peerlane.publish.gather import Sample
+from peerlane.generate.samples import Sample
 
 UNKNOWN = "not recorded"
 
@@ -18,13 +17,13 @@ def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]
     results = [sample.result for sample in samples if sample.result is not None]
     environments = [result.environment for result in results]
     days = sorted(f"{result.finished_at:%Y-%m-%d}" for result in results)
-    usage = total_usage([sample.attempt for sample in board.samples])
-    gpus = board.key.node.place.has_gpus
+    calls = sum(sample.usage.calls for sample in board.samples)
+    gpus = board.setting.node_class.place.has_gpus
     rows: list[tuple[str, list[str]]] = [
-        ("machine", [str(board.key.node)]),
+        ("machine", [str(board.setting.node_class)]),
         ("driver", [str(environment.get("driver") or "") for environment in environments]),
         ("NCCL", [_nccl(board, environment) for environment in environments] if gpus else []),
-        *((name, [value]) for name, value in board.key.node.switches()),
+        *((name, [value]) for name, value in board.setting.node_class.switches()),
         ("CPU", [_cpu(environment) for environment in environments]),
         ("system", [str(environment.get("os") or "") for environment in environments]),
         ("software", [_software(environment) for environment in environments]),
@@ -33,9 +32,9 @@ def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]
         ("rules", [result.rules_hash or "" for result in results]),
         ("isolation", [result.isolation for result in results]),
         ("judged", [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else []),
-        ("prompt", [prompt_of(sample.author, sample.settings) for sample in samples if sample.settings is not None]),
+        ("prompt", [prompt_of(sample.author, sample.run) for sample in samples if sample.run is not None]),
         ("signed by", [f"{sample.author}: {sample.signer}" for sample in samples if sample.signer is not None]),
-        ("model calls", [f"{usage.calls:,}"] if usage.calls else []),
+        ("model calls", [f"{calls:,}"] if calls else []),
     ]
     return [(name, "; ".join(told)) for name, values in rows if (told := [value for value in dict.fromkeys(values) if value])]
 
@@ -53,7 +52,7 @@ def prompt_of(author: str, settings: RunSettings) -> str:
 
 def _nccl(board: Board, environment: dict[str, Any]) -> str:
     """Returns the version of NCCL that the ranks loaded, and its environment variables, by which a baseline may be slower or faster."""
-    node = board.key.node
+    node = board.setting.node_class
     version = (environment.get("software") or {}).get("nccl") or "version unknown"
     if node.place.shares_gpus and node.baseline != "nccl":
         return f"{version}, not used: the reference runs on the {node.baseline or 'unknown'} backend"

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from peerlane.common.version import __version__
 from peerlane.errors import UsageError
-from peerlane.publish.boards import boards
+from peerlane.generate.board import boards
 from peerlane.publish.gather import Gathered
 from peerlane.publish.page.view import Item, View
 
@@ -57,7 +57,7 @@ def render_page(gathered: Gathered, title: str, stem: str = "page") -> Page:
     """The page of these samples. ``stem``: the file's name without ``.html``, by which pages of code lead back."""
     views: list[View] = []
     for board in boards(gathered.samples):
-        views.append(View.of(len(views), board, sum(len(view.items) for view in views)))
+        views.append(View(len(views), board, sum(len(view.items) for view in views)))
     items = [item for view in views for item in view.items]
     inline = len(items) <= INLINE_CANDIDATES
     environment = _environment()

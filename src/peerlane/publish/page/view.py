@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import base64
 import functools
+import statistics
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from peerlane.common.problem_files import slugs
 from peerlane.common.words import counted
+from peerlane.generate import metrics
+from peerlane.generate.board import Board, Entry, category_of
+from peerlane.generate.metrics import CORRECT, Estimate, Metric
+from peerlane.generate.samples import Sample, Task
 from peerlane.generate.summary import public_categories
-from peerlane.publish.boards import Board, Row, category_of, measured_bound
 from peerlane.publish.detail import Source, block_times, facts, source_of, speeds
-from peerlane.publish.gather import WHOSE, Sample
+from peerlane.publish.gather import WHOSE
+from peerlane.publish.page import plot_data
 from peerlane.publish.page.provenance import provenance
-from peerlane.publish.points import message_bytes, speed_points
 from peerlane.report.catalogue import plain
 from peerlane.report.plots import preset_order
-from peerlane.results.result import Result
+from peerlane.report.tiers import LATENCY_US
 
 _NOTICES = {
     "virtual": "Virtual node: several ranks share a GPU. Speeds here compare with each other only, never with those of a node.",
@@ -66,12 +69,12 @@ class Item:
     def __init__(self, sample: Sample, number: int, board: Board, back: str) -> None:
         self.sample, self.key, self.back = sample, f"c{number}", back
         self.href = f"#{self.key}"
-        self.category = category_name(category_of(sample.task.problem))
-        self.slug = sample.result.problem.slug if sample.result is not None else slugs().get(sample.task.problem, "")
-        self.title = f"{sample.task.problem} {self.slug}: {sample.name}"
-        self.board_title = f"{board.title}, {board.key.node}"
+        self.category = category_name(category_of(sample.problem))
+        self.slug = sample.result.problem.slug if sample.result is not None else slugs().get(sample.problem, "")
+        self.title = f"{sample.problem} {self.slug}: {sample.name}"
+        self.board_title = f"{board.title}, {board.setting.node_class}"
         self.by_mode = {speed.mode: speed for speed in self.speeds}
-        bounds = [bound for speed in self.speeds if (bound := measured_bound(speed.utilisation)) is not None]
+        bounds = [bound for speed in self.speeds if (bound := plot_data.measured_bound(speed.utilisation)) is not None]
         self.bound = bounds[0] if bounds else None
         self.share = max((bound.candidate for bound in bounds), default=None)
 
@@ -106,27 +109,52 @@ class Item:
         return list(facts(self.sample.result)) if self.sample.result is not None else []
 
 
-@dataclass
+class Cell(NamedTuple):
+    """Of one author in a group of tasks, the expected numbers solved with one sample. ``faster``: None where not measured."""
+
+    correct: float
+    faster: float | None
+
+
+Heat = dict[str, tuple[int, dict[str, Cell]]]
+"""By group of tasks: its size, and a cell for each author."""
+
+
+class Row:
+    """An author's line of the leaderboard. Estimates are shares of the board's tasks, or geometric means; None: not measured."""
+
+    def __init__(self, entry: Entry, board: Board, reached: Sequence[plot_data.Reached]) -> None:
+        timed = {mode: entry.timed(mode) for mode in board.modes}
+        ks = [k for k in board.ks if k <= entry.samples_per_task]
+        rest = entry.without_multicast
+        rest_ks = [k for k in board.ks if k <= max(rest.samples_per_task, 1)] if entry.needs_multicast and rest.tasks else []
+        shares = {mode: [item.share for item in reached if (item.sample.author, item.mode) == (entry.author, mode)] for mode in board.modes}
+        self.entry, self.author = entry, entry.author
+        self.pass_at = {k: entry.count(CORRECT, k).share for k in ks}
+        self.pass_most = {k: entry.count(CORRECT, k).most / len(entry.tasks) for k in ks if entry.unjudged}
+        self.fast = {mode: entry.count(Metric(mode, 1.0)).share for mode in entry.modes}
+        self.mean: Mapping[str, Estimate] = {mode: metrics.geometric_mean(list(timed[mode].values())) for mode in entry.modes}
+        self.timed = {mode: len(values) for mode, values in timed.items()}
+        self.with_fallback = {mode: entry.geometric_mean(mode) for mode in entry.modes}
+        self.share = {mode: statistics.median(values) if values else None for mode, values in shares.items()}
+        self.without_multicast = {k: rest.count(CORRECT, k).share for k in rest_ks}
+
+
 class View:
-    """A board and what surrounds it on the page."""
+    """A board and what surrounds it on the page. Its items are numbered from ``first_item``."""
 
-    number: int
-    board: Board
-    items: list[Item]
-    rows: list[Row]
-
-    @classmethod
-    def of(cls, number: int, board: Board, first_item: int) -> View:
-        """The board as the page shows it; its items are numbered from ``first_item``."""
+    def __init__(self, number: int, board: Board, first_item: int) -> None:
+        self.number, self.board = number, board
         back = "#candidates" if number == 0 else f"#candidates-{number}"
         samples = sorted([*board.samples, *board.references], key=_order)
-        items = [Item(sample, first_item + index, board, back) for index, sample in enumerate(samples)]
-        return cls(number, board, items, board.rows())
+        self.items = [Item(sample, first_item + index, board, back) for index, sample in enumerate(samples)]
+        self.reached = plot_data.reached(board)
+        self.rows = [Row(entry, board, self.reached) for entry in board.ranked()]
 
     @property
     def node_title(self) -> str:
         """The class of machine."""
-        return str(self.board.key.node)
+        return str(self.board.setting.node_class)
 
     @property
     def size(self) -> str:
@@ -150,24 +178,45 @@ class View:
         return len({item.sample.task.preset for item in self.items})
 
     @property
-    def kinds(self) -> list[str]:
+    def verdicts(self) -> list[str]:
         """Verdicts of the table, the most frequent first."""
-        return [kind for kind, _ in Counter(item.sample.attempt.verdict for item in self.items).most_common()]
+        return [kind for kind, _ in Counter(item.sample.verdict for item in self.items).most_common()]
 
     @property
     def tokens(self) -> bool:
         """True if any author's tokens are known."""
-        return any(row.usage.output_tokens for row in self.rows)
+        return any(row.entry.usage.output_tokens for row in self.rows)
 
     @property
     def costs(self) -> bool:
         """True if any author's costs are known."""
-        return any(row.usage.cost_usd is not None for row in self.rows)
+        return any(row.entry.usage.cost_usd is not None for row in self.rows)
 
     @staticmethod
     def name_of(category: str) -> str:
         """Returns a category as readers know it."""
         return category_name(category)
+
+    @functools.cached_property
+    def heat(self) -> Heat:
+        """Tasks solved by category."""
+        groups = self.board.categories
+        return self._heat({name: groups[name] for name in [*sorted(groups.keys() - {"total"}), "total"]})
+
+    @functools.cached_property
+    def kinds(self) -> Heat:
+        """The same for tasks that latency bounds, and for the others; without tasks whose roofline is not known here."""
+        names = {"latency": f"bound below {LATENCY_US:g} us (latency)", "bandwidth": "bound by bandwidth or compute"}
+        return self._heat({title: self.board.bounds[name] for name, title in names.items() if name in self.board.bounds})
+
+    def _heat(self, groups: Mapping[str, Sequence[Task]]) -> Heat:
+        mode = self.board.main_mode or ""
+
+        def cell(entry: Entry, tasks: Sequence[Task]) -> Cell:
+            faster = entry.count(Metric(mode, 1.0), 1, tasks).solved if mode in entry.modes else None
+            return Cell(entry.count(CORRECT, 1, tasks).solved, faster)
+
+        return {name: (len(tasks), {entry.author: cell(entry, tasks) for entry in self.board.entries}) for name, tasks in groups.items()}
 
     @property
     def public_categories(self) -> dict[str, str]:
@@ -177,7 +226,7 @@ class View:
     @property
     def leaderboards(self) -> list[tuple[str, list[Row]]]:
         """One of all; with results that others claim, one of those apart."""
-        claimed = [row for row in self.rows if row.standing in ("unverified", "differs")]
+        claimed = [row for row in self.rows if row.entry.standing in ("unverified", "differs")]
         trusted = [row for row in self.rows if row not in claimed]
         if not claimed:
             return [("", trusted)]
@@ -186,14 +235,15 @@ class View:
     @property
     def notices(self) -> list[str]:
         """Sentences that a reader must know before comparing."""
-        found = [text for kind, text in _NOTICES.items() if kind == self.board.key.node.kind]
-        rules = {(result.evaluator_version, result.rules_hash) for result in self._results}
+        found = [text for kind, text in _NOTICES.items() if kind == self.board.setting.node_class.kind]
+        results = [item.sample.result for item in self.items if item.sample.result is not None]
+        rules = {(result.evaluator_version, result.rules_hash) for result in results}
         if len(rules) > 1:
             found.append(f"The results were judged under {len(rules)} versions of the rules; compare their speeds with care.")
         standings = {sample.standing for sample in self.board.samples}
         found += [_VERIFIED] if "verified" in standings else []
         found += [_CLAIMED] if standings & {"unverified", "differs"} else []
-        found += [_NEED_MULTICAST] if any(row.needs_multicast for row in self.rows) else []
+        found += [_NEED_MULTICAST] if any(row.entry.needs_multicast for row in self.rows) else []
         if not self.board.samples:
             found.append("Only references were judged here, so there is no leaderboard.")
         return found
@@ -204,9 +254,9 @@ class View:
         missing = []
         if not self.board.modes:
             missing.append("speedups and the roofline: no speed was measured")
-        if all(sample.attempt.correct for sample in self.board.samples):
+        if all(sample.correct for sample in self.board.samples):
             missing.append("verdicts: all samples are correct")
-        if not self.board.mechanisms():
+        if not self.data["mechanisms"]:
             missing.append("mechanisms: no audited result names any")
         return f"Not shown: {'; '.join(missing)}." if missing and self.board.samples else ""
 
@@ -217,7 +267,7 @@ class View:
         if not board.samples:
             tasks = {sample.task for sample in board.references}
             return [(f"{len(tasks):,}", "tasks"), (f"{len(board.references):,}", "references")]
-        correct = [sample for sample in board.samples if sample.attempt.correct]
+        correct = [sample for sample in board.samples if sample.correct]
         solved = {sample.task for sample in correct}
         found = [
             (f"{len(solved):,} of {len(board.tasks):,}", "tasks solved by anyone"),
@@ -226,36 +276,32 @@ class View:
         return found + [tile for mode in (board.main_mode,) if mode is not None for tile in self._speed_tiles(mode)]
 
     def _speed_tiles(self, mode: str) -> list[tuple[str, str]]:
-        points = [point for point in speed_points(self.board) if point.speed.mode == mode]
-        faster = {point.sample.task for point in points if point.speed.speedup.low > 1}
-        found = [(f"{len(faster):,} of {len(self.board.tasks):,}", f"tasks faster than the reference, {mode}")]
-        leader = next((row for row in self.rows if row.mean.get(mode) is not None), None)
-        if leader is not None and (mean := leader.mean[mode]) is not None:
+        measured = [(sample, speed.speedup) for sample, speed in plot_data.speeds(self.board) if speed.mode == mode]
+        faster = {sample.task for sample, speedup in measured if speedup.low > 1}
+        tiles = [(f"{len(faster):,} of {len(self.board.tasks):,}", f"tasks faster than the reference, {mode}")]
+        leader = next((row for row in self.rows if mode in row.mean), None)
+        if leader is not None:
             whose = f", {leader.author}" if len(self.authors) > 1 else ""
             tasks = f"{leader.timed[mode]:,} timed task{'' if leader.timed[mode] == 1 else 's'}"
-            found.append((f"{mean.value:.2f}x", f"geometric mean of {tasks}, {mode}{whose}"))
-            best = max((point for point in points if point.sample.author == leader.author), key=lambda point: point.speed.speedup.median)
-            found.append((f"{best.speed.speedup.median:.1f}x", f"largest speedup, {mode}{whose}: problem {best.sample.task.problem}"))
+            tiles.append((f"{leader.mean[mode].value:.2f}x", f"geometric mean of {tasks}, {mode}{whose}"))
+            best, speedup = max((pair for pair in measured if pair[0].author == leader.author), key=lambda pair: pair[1].median)
+            tiles.append((f"{speedup.median:.1f}x", f"largest speedup, {mode}{whose}: problem {best.problem}"))
             if (share := leader.share[mode]) is not None:
-                found.append((f"{100 * share:.0f} %", f"of the roofline bound, median of its tasks, {mode}"))
-        return found
+                tiles.append((f"{100 * share:.0f} %", f"of the roofline bound, median of its tasks, {mode}"))
+        return tiles
 
     @property
     def about(self) -> list[str]:
         """Sentences that explain the words of the board's title."""
-        key = self.board.key
+        key = self.board.setting
         track = _TRACKS.get(key.track)
         cases = "Only the case that is timed was judged." if key.cases == "timed" else None
-        return [text for text in (_FAMILIES.get(key.family), track, cases) if text is not None]
+        return [text for text in (_FAMILIES.get(key.preset), track, cases) if text is not None]
 
     @property
     def provenance(self) -> list[tuple[str, str]]:
         """The machine, its software, and who judged when."""
         return provenance(self.board, [item.sample for item in self.items])
-
-    @property
-    def _results(self) -> list[Result]:
-        return [item.sample.result for item in self.items if item.sample.result is not None]
 
     @functools.cached_property
     def _links(self) -> dict[int, str]:
@@ -265,23 +311,23 @@ class View:
     def data(self) -> dict[str, Any]:
         """The plots' data, as JSON can hold it."""
         board = self.board
-        verdicts = board.verdicts() if not all(sample.attempt.correct for sample in board.samples) else []
+        verdicts = plot_data.verdicts(board) if not all(sample.correct for sample in board.samples) else []
         return plain(  # type: ignore[no-any-return]
             {
                 "authors": self.authors,
                 "modes": board.modes,
-                "fast": board.fast_p(),
+                "fast": plot_data.fast_p(board),
                 "speeds": self._speeds(),
                 "verdicts": verdicts,
-                "mechanisms": board.mechanisms(),
-                "steps": board.steps(),
+                "mechanisms": plot_data.mechanisms(board),
+                "steps": plot_data.steps(board),
                 "reached": self._reached(),
             }
         )
 
     def _task(self, sample: Sample) -> str:
         slug = sample.result.problem.slug if sample.result is not None else ""
-        return f"{sample.task.problem} {slug}" + (f", {sample.task.preset.partition('_')[2]}" if self.presets > 1 else "")
+        return f"{sample.problem} {slug}" + (f", {sample.task.preset.partition('_')[2]}" if self.presets > 1 else "")
 
     def _speeds(self) -> list[dict[str, Any]]:
         return [
@@ -297,17 +343,17 @@ class View:
                 "us": speed.candidate_us.median,
                 "reference_us": speed.reference_us.median,
             }
-            for sample, speed in speed_points(self.board)
+            for sample, speed in plot_data.speeds(self.board)
         ]
 
     def _reached(self) -> list[dict[str, Any]]:
-        key = self.board.key
+        key = self.board.setting
         references: dict[tuple[str, str], dict[str, Any]] = {}
         found = []
-        for reached in sorted(self.board.reached, key=lambda reached: not reached.sample.is_reference):
+        for reached in sorted(self.reached, key=lambda reached: not reached.sample.is_reference):
             sample, bound, task = reached.sample, reached.bound, self._task(reached.sample)
             row = {"task": task, "mode": reached.mode, "bound_us": bound.bound_us, "bound_by": bound.bound_by, "ceilings": bound.ceilings}
-            row |= {"problem": task.split(",")[0], "bytes": message_bytes(*sample.task, key.world_size, key.variant)}
+            row |= {"problem": task.split(",")[0], "bytes": plot_data.message_bytes(*sample.task, key.world_size, key.variant)}
             if sample.is_trusted:  # or a stranger would say how fast the reference is
                 references.setdefault((task, reached.mode), row | {"share": bound.reference, "href": None})
             if sample.is_reference:
@@ -318,4 +364,4 @@ class View:
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
-    return sample.task.problem, preset_order(sample.task.preset), sample.author, sample.attempt.sample
+    return sample.problem, preset_order(sample.task.preset), sample.author, sample.number
