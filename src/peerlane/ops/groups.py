@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,7 @@ from peerlane.device.host.group import MAX_RANKS, current_group
 from peerlane.device.host.ipc import StoreExchange, host_name
 from peerlane.errors import PeerlaneError, UsageError
 
+Constant = TypeVar("Constant", int, str)
 GroupLike = dist.ProcessGroup | DeviceMesh | str | None
 """What ``group=`` takes: a process group, its name, a DeviceMesh of one dimension, or None for all ranks."""
 
@@ -60,7 +61,7 @@ def kit_group(x: torch.Tensor, name: str) -> Group | None:
         return emulated if emulated.world_size > 1 else None
     if not x.is_cuda:
         return None
-    return joined(_existing(name))
+    return joined(existing(name))
 
 
 def joined(group: dist.ProcessGroup) -> Group | None:
@@ -75,7 +76,7 @@ def joined(group: dist.ProcessGroup) -> Group | None:
     return _joined[group]
 
 
-def _assume_constant_result(function: Callable[[str], int]) -> Callable[[str], int]:
+def _assume_constant_result(function: Callable[[str], Constant]) -> Callable[[str], Constant]:
     """Does what :func:`torch.compiler.assume_constant_result` does, which imports the compiler: two seconds in every rank."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -93,6 +94,7 @@ def rank(name: str) -> int:
     return emulated.rank if emulated is not None else dist.get_rank(process_group(name))
 
 
+@_assume_constant_result
 def _known_name(name: str) -> str:
     try:
         process_group(name)
@@ -101,7 +103,8 @@ def _known_name(name: str) -> str:
     return name
 
 
-def _existing(name: str) -> dist.ProcessGroup:
+def existing(name: str) -> dist.ProcessGroup:
+    """Returns the group of a name, which is empty for all ranks. Raises UsageError if there is none."""
     group = process_group(name) or dist.group.WORLD
     if group is None:
         raise UsageError("there is no process group; call torch.distributed.init_process_group first")
