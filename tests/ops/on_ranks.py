@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ops import layers
 from ops.whole import CASES, Case
 from peerlane import ops
 from peerlane.device.products.quantised import Quantised
@@ -297,6 +298,12 @@ def styles(group: dist.ProcessGroup) -> None:
                 torch.testing.assert_close(got.grad.full_tensor(), want.grad, msg=lambda text, name=name: f"{name}: {text}")
     gathered = parallelize_module(copy.deepcopy(plain), mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
     torch.testing.assert_close(gathered(x), plain(x))
+
+
+check(2, thorough=(1, 3, 4))(layers.layers_train_as_whole_ones)
+check(4)(layers.layers_are_drawn_again_and_load_whole_ones)
+check(4)(layers.layers_are_saved)
+check(2)(layers.layers_compile_and_take_no_tokens)
 
 
 @check(1, 2, 3, thorough=(2, 4))
