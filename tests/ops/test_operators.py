@@ -32,6 +32,7 @@ CHECKS = (
     "experts_in_fp8",
     "wrong_shapes_are_told_alike",
     "different_calls_are_told",
+    "forgotten_groups_are_told_once",
 )
 
 
