@@ -139,6 +139,7 @@ def layers_compile_and_take_no_tokens(group: dist.ProcessGroup) -> None:
     for sharded in (False, True):
         model = made(group, sequence_parallel=sharded)
         torch._dynamo.reset()
+        model.norm(torch.ones(2, WIDTH, dtype=torch.float64)).mul_(2)  # its output is no view, which autograd would refuse to change
         compiled, found = torch.compile(model, fullgraph=True, backend="aot_eager"), []
         for call, tokens in ((compiled, 3), (model, 3), (model, 0)):
             x = torch.ones(tokens, WIDTH, dtype=torch.float64)

@@ -261,4 +261,18 @@ def _dtensors_in(mesh: DeviceMesh, tokens: Placement, module: nn.Module, inputs:
 
 
 def _locals_out(tokens: Placement, module: nn.Module, inputs: tuple[Any, ...], output: DTensor) -> torch.Tensor:
-    return output.redistribute(placements=[tokens]).to_local()
+    local: torch.Tensor = _Local.apply(output.redistribute(placements=[tokens]))  # type: ignore[no-untyped-call]
+    return local
+
+
+class _Local(torch.autograd.Function):
+    """This rank's part of a DTensor. Unlike that of ``to_local`` it is no view, so it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.lies = x.device_mesh, x.placements
+        return x.to_local().detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        return DTensor.from_local(grad, *ctx.lies, run_check=False)
