@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/training/decode.py                                   on two GPUs, one that they share, or the CPU
 torchrun --nproc-per-node 2 examples/training/decode.py --model 1.4b --steps 60           at a real size, on two GPUs
+torchrun --nproc-per-node 2 examples/training/decode.py --checkpoint gpt                  what fsdp2.py has trained, at any number of ranks
 
 The tokens must be the same. A model that has not learned the rule of the data has near ties, which two libraries may break differently.
 On CPU ranks there is no graph.
@@ -15,6 +16,7 @@ import gpt
 import tensor_parallel
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -82,9 +84,13 @@ class Decoder:
 if __name__ == "__main__":
     options, device = gpt.arguments(), gpt.start()
     graph, size = device.type == "cuda", gpt.SIZES[options.model]
-    model, training = tensor_parallel.trained("peerlane", device, options)
-    whole = gpt.build(size, device)
-    whole.load_state_dict({key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in model.state_dict().items()})
+    whole, losses = gpt.build(size, device), []
+    if options.checkpoint is not None:
+        dcp.load({"model": whole.state_dict()}, checkpoint_id=options.checkpoint)
+    else:
+        model, training = tensor_parallel.trained("peerlane", device, options)
+        losses, state = training.losses.tolist(), model.state_dict()
+        whole.load_state_dict({key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()})
     whole = whole.to(tensor_parallel.precision(device, size))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     ours, theirs = (Decoder(tensor_parallel.split(copy.deepcopy(whole), mesh, styles), size, device) for styles in tensor_parallel.STYLES)
@@ -93,8 +99,9 @@ if __name__ == "__main__":
     other_tokens, theirs_us = theirs.decode(prompt, False)
     if dist.get_rank() == 0:
         follows = gpt.follower(tokens[:, PROMPT - 1 : -1]) == tokens[:, PROMPT:]
-        losses = training.losses.tolist()
-        print(f"loss {losses[0]:.5f} to {losses[-1]:.5f}; {float(follows.float().mean()):.0%} of the tokens follow the rule")
+        if losses:
+            print(f"loss {losses[0]:.5f} to {losses[-1]:.5f}")
+        print(f"{float(follows.float().mean()):.0%} of the tokens follow the rule")
         print(f"microseconds a token: peerlane {ours_us:.0f}{' in a graph' if graph else ''}, torch.distributed {theirs_us:.0f}")
         ours, theirs = {"us_a_token": ours_us, "graph": graph, "losses": losses}, {"us_a_token": theirs_us, "graph": False}
         gpt.store(options, {"peerlane": ours, "torch.distributed": theirs})

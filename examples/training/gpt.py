@@ -75,7 +75,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -161,6 +161,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share a layer, with FSDP2 over the others")
+    parser.add_argument("--checkpoint", type=Path, help="a folder: fsdp2.py writes the trained model to it, decode.py reads it")
     parser.add_argument("--json", type=Path, help="a file to which the numbers are appended, as a line")
     return parser.parse_args()
 

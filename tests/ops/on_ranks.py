@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import json
+import logging
 import os
 import signal
 import sys
@@ -33,11 +34,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ops import layers
 from ops.whole import CASES, Case
 from peerlane import ops
 from peerlane.device.products.quantised import Quantised
 from peerlane.errors import UsageError
 from peerlane.hardware.virtual_node import share_gpus
+from peerlane.ops import groups
 from peerlane.ops.parallel import ColwiseParallel, RowwiseParallel
 from peerlane.ops.sharding import SHARDINGS, placed
 
@@ -299,6 +302,12 @@ def styles(group: dist.ProcessGroup) -> None:
     torch.testing.assert_close(gathered(x), plain(x))
 
 
+check(2, thorough=(1, 3, 4))(layers.layers_train_as_whole_ones)
+check(4)(layers.layers_are_drawn_again_and_load_whole_ones)
+check(4)(layers.layers_are_saved)
+check(2)(layers.layers_compile_and_take_no_tokens)
+
+
 @check(1, 2, 3, thorough=(2, 4))
 def replicated_losses(group: dist.ProcessGroup) -> None:
     """Of one loss that all ranks compute, gradients are those of one place."""
@@ -491,6 +500,24 @@ def different_calls_are_told(group: dist.ProcessGroup) -> None:
             (ops.all_reduce if group.rank() else ops.all_gather)(torch.ones(4), group)
     finally:
         del os.environ["PEERLANE_CHECK"]
+
+
+@check(2, 4)
+def forgotten_groups_are_told_once(group: dist.ProcessGroup) -> None:
+    """Of group=None where this process is in smaller groups; a group of all ranks is no forgotten one."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    groups._log.addHandler(handler)
+    groups._groups_seen = 0
+    ops.all_reduce(torch.ones(3), group)
+    assert not told
+    if group.size() == RANKS:
+        for _ in range(2):
+            ops.all_reduce(torch.ones(3))
+        assert len(told) == (group.rank() < RANKS - 1)  # the last rank is in no smaller group
+        assert all("on_ranks.py:" in line and "all 4 ranks; this process has groups of" in line for line in told)
+    groups._log.removeHandler(handler)
 
 
 @check(2)

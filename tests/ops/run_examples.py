@@ -1,8 +1,9 @@
 """Runs examples of ``examples/training`` on two forked CPU ranks each, so that torch is imported once.
 
-python tests/ops/run_examples.py FOLDER NAME[:MODEL] ...           exits with 1 where a rank of one fails
+python tests/ops/run_examples.py FOLDER NAME[+][:MODEL] ...        exits with 1 where a rank of one fails
 
-Numbers go to FOLDER/NAME[:MODEL].json. A model of a real size is trained with smaller layers and more of them than Dynamo would compile.
+Numbers go to FOLDER/NAME[+][:MODEL].json. With a + layers are sharded, and the model is written to or read from FOLDER/gpt.
+A model of a real size is trained with smaller layers and more of them than Dynamo would compile.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def start(run: str, rank: int, port: int, folder: Path) -> int:
         if model:
             shrink(model)
             sys.argv += ["--model", model]
+        if name.endswith("+"):
+            name, sys.argv = name[:-1], [*sys.argv, "--tensor-parallel", str(RANKS), "--checkpoint", str(folder / "gpt")]
         runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
         code = 0
     except BaseException:

@@ -21,6 +21,10 @@ CHECKS = (
     "dtensors",
     "two_dimensional_mesh",
     "styles",
+    "layers_train_as_whole_ones",
+    "layers_are_drawn_again_and_load_whole_ones",
+    "layers_are_saved",
+    "layers_compile_and_take_no_tokens",
     "dispatch_and_combine",
     "dispatch_in_fp8",
     "dispatch_and_combine_obey_torch",
@@ -28,6 +32,7 @@ CHECKS = (
     "experts_in_fp8",
     "wrong_shapes_are_told_alike",
     "different_calls_are_told",
+    "forgotten_groups_are_told_once",
 )
 
 

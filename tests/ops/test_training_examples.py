@@ -18,7 +18,7 @@ import torch
 
 PROGRAM = Path(__file__).parent / "run_examples.py"
 FOLDER = Path(__file__).parents[2] / "examples" / "training"
-TRAININGS = ("ddp", "fsdp2", "tensor_parallel", "ddp:400m", "fsdp2:1.4b", "tensor_parallel:1.4b")
+TRAININGS = ("ddp", "fsdp2+", "tensor_parallel", "ddp:400m", "fsdp2:1.4b", "tensor_parallel:1.4b")
 STEPS, SIDES = 6, ("peerlane", "torch.distributed")
 
 
@@ -38,7 +38,7 @@ class Ran:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("numbers")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, str(PROGRAM), str(folder), *TRAININGS, "decode"]
+    command = [sys.executable, str(PROGRAM), str(folder), *TRAININGS, "decode", "decode+"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return Ran(dict(re.findall(r"== (\S+)\n([^=]*)", done.stdout)), folder)
@@ -67,9 +67,11 @@ def test_training_tells_and_stores_losses_and_step_times(run: str, ran: Ran) -> 
         assert [low, middle, high] == pytest.approx(statistics.quantiles(side["ms"][STEPS // 4 :], method="inclusive"), rel=1e-5)
 
 
-def test_decoding_gives_the_tokens_of_gloo(ran: Ran) -> None:
-    assert "of the tokens follow the rule" in ran.printed["decode"]  # the example ends with an error if a token differs
-    assert all(side["us_a_token"] > 0 for side in ran.numbers("decode")["sides"].values())
+@pytest.mark.parametrize("run", ["decode", "decode+"])
+def test_decoding_gives_the_tokens_of_gloo(run: str, ran: Ran) -> None:
+    assert "of the tokens follow the rule" in ran.printed[run]  # the example ends with an error if a token differs
+    assert all(side["us_a_token"] > 0 for side in ran.numbers(run)["sides"].values())
+    assert ("loss" in ran.printed[run]) == (run == "decode")
 
 
 def test_next_tokens_follow_the_rule_four_times_in_five(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
 from peerlane import settings
 from peerlane.errors import UsageError
-from peerlane.ops.groups import kit_group, process_group, world_size
-
-_SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (settings, torch))
+from peerlane.ops.groups import caller_place, kit_group, process_group, world_size
 
 
 def same_call(name: str, group: str, *tensors: torch.Tensor) -> None:
@@ -28,15 +23,9 @@ def same_call(name: str, group: str, *tensors: torch.Tensor) -> None:
         return
     if kit is None:
         calls: list[list[str]] = [[]] * world_size(group)
-        dist.all_gather_object(calls, [call, _place()], group=process_group(group))
+        dist.all_gather_object(calls, [call, caller_place()], group=process_group(group))
     else:
-        calls = kit.exchange([call, _place()])
+        calls = kit.exchange([call, caller_place()])
     if len({other for other, _ in calls}) > 1:
         listed = "\n".join(f"  rank {rank}: {other} at {place}" for rank, (other, place) in enumerate(calls))
         raise UsageError(f"the ranks of a group made different calls:\n{listed}\nexpected the same call, shapes and dtypes on all ranks")
-
-
-def _place() -> str:
-    """Returns the innermost line of the caller's own code."""
-    own = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*_SKIPPED, "<"))]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown place"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,22 +14,29 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from peerlane import settings
 from peerlane.device import Arena, Group, group_of, per_group
 from peerlane.device.host.group import MAX_RANKS, current_group
 from peerlane.device.host.ipc import StoreExchange, host_name
 from peerlane.errors import PeerlaneError, UsageError
 
+Constant = TypeVar("Constant", int, str)
 GroupLike = dist.ProcessGroup | DeviceMesh | str | None
 """What ``group=`` takes: a process group, its name, a DeviceMesh of one dimension, or None for all ranks."""
 
 _log = logging.getLogger("peerlane.ops")
 _joined: WeakKeyDictionary[dist.ProcessGroup, Group | None] = WeakKeyDictionary()
 """The kit's groups; None where operators run on torch.distributed."""
+_SKIPPED = tuple(str(Path(module.__file__ or "").parent) for module in (settings, torch))
+_groups_seen = 0
+"""The number of process groups when a call without a group looked at them last; -1 when it has told."""
 
 
 def group_name(group: GroupLike) -> str:
     """Returns the name of a group, empty for all ranks. Raises UsageError for what is no group, or none of this rank's."""
     if group is None:
+        if not torch.compiler.is_compiling():
+            _tell_of_smaller_groups()
         return ""
     if isinstance(group, dist.ProcessGroup):
         return group.group_name
@@ -42,6 +51,30 @@ def group_name(group: GroupLike) -> str:
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise UsageError("group= got a group that this rank is not in: only ranks that new_group listed may call")
     raise UsageError(f"group= got {type(group).__name__}: expected a process group, its name, a DeviceMesh of one dimension, or None")
+
+
+def _tell_of_smaller_groups() -> None:
+    """Logs once that a call without ``group=`` means all ranks, if this process is in smaller groups too."""
+    global _groups_seen
+    known = dist.distributed_c10d.__dict__["_world"].pg_map
+    if len(known) == _groups_seen or _groups_seen < 0:
+        return
+    sizes, _groups_seen = sorted({group.size() for group in known} - {1}), len(known)
+    if len(sizes) > 1:
+        _groups_seen = -1
+        _log.warning(
+            "a call without group= at %s means all %d ranks; this process has groups of %s ranks too. Pass group=, or "
+            "group=torch.distributed.group.WORLD for all ranks. This is told once.",
+            caller_place(),
+            sizes[-1],
+            ", ".join(map(str, sizes[:-1])),
+        )
+
+
+def caller_place() -> str:
+    """Returns the file and line of the innermost frame outside of peerlane and torch."""
+    own = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((*_SKIPPED, "<"))]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown place"
 
 
 def process_group(name: str) -> dist.ProcessGroup | None:
@@ -60,7 +93,7 @@ def kit_group(x: torch.Tensor, name: str) -> Group | None:
         return emulated if emulated.world_size > 1 else None
     if not x.is_cuda:
         return None
-    return joined(_existing(name))
+    return joined(existing(name))
 
 
 def joined(group: dist.ProcessGroup) -> Group | None:
@@ -75,7 +108,7 @@ def joined(group: dist.ProcessGroup) -> Group | None:
     return _joined[group]
 
 
-def _assume_constant_result(function: Callable[[str], int]) -> Callable[[str], int]:
+def _assume_constant_result(function: Callable[[str], Constant]) -> Callable[[str], Constant]:
     """Does what :func:`torch.compiler.assume_constant_result` does, which imports the compiler: two seconds in every rank."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -93,6 +126,7 @@ def rank(name: str) -> int:
     return emulated.rank if emulated is not None else dist.get_rank(process_group(name))
 
 
+@_assume_constant_result
 def _known_name(name: str) -> str:
     try:
         process_group(name)
@@ -101,7 +135,8 @@ def _known_name(name: str) -> str:
     return name
 
 
-def _existing(name: str) -> dist.ProcessGroup:
+def existing(name: str) -> dist.ProcessGroup:
+    """Returns the group of a name, which is empty for all ranks. Raises UsageError if there is none."""
     group = process_group(name) or dist.group.WORLD
     if group is None:
         raise UsageError("there is no process group; call torch.distributed.init_process_group first")

@@ -90,19 +90,19 @@ class GemmAllGather(torch.autograd.Function):
 
 
 class ColumnProduct(torch.autograd.Function):
-    """``a @ b`` where all ranks have ``a`` and each has some columns of the whole ``b``; the gradient of ``a`` is summed over ranks."""
+    """``a @ b + bias`` where all ranks have ``a`` and each some columns of the whole ``b``; the gradient of ``a`` is summed over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, group: str) -> torch.Tensor:
+        ctx.group, ctx.has_bias = group, bias is not None
         ctx.save_for_backward(a, b)
-        return a @ b
+        return a @ b if bias is None else torch.addmm(bias, a, b)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, None]:
         a, b = ctx.saved_tensors
-        da = torch.ops.peerlane.gemm_all_reduce(grad, b.T, None, None, "none", 1.0, ctx.group)
-        return da, right_gradient(a, grad, b), None
+        da = torch.ops.peerlane.gemm_all_reduce(grad, b.T, None, None, "none", 1.0, ctx.group) if ctx.needs_input_grad[0] else None
+        return da, right_gradient(a, grad, b), grad.sum(0) if ctx.has_bias else None, None
 
 
 class Replicate(torch.autograd.Function):
