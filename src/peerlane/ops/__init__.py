@@ -39,16 +39,16 @@ from peerlane.ops.experts import gated_experts
 from peerlane.ops.fp8 import gemm_all_reduce_fp8, gemm_reduce_scatter_fp8, grouped_gemm_fp8, row_gather_gemm_fp8
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
-from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report
 from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
 from peerlane.ops.preparation import ExpertLayers, prepare
-from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
+from peerlane.ops.products import fused, gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.quantise import quantize_fp8, quantize_transposed_fp8
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
+from peerlane.settings import batch_invariant, set_batch_invariant
 
 __all__ = [
     "DispatchConfig",
@@ -82,6 +82,7 @@ __all__ = [
     "ring_attention",
     "row_gather_gemm",
     "row_gather_gemm_fp8",
+    "set_batch_invariant",
     "ulysses_attention",
 ]
 
@@ -105,11 +106,12 @@ def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
 @torch.library.custom_op("peerlane::all_gather_gemm", mutates_args=())
 def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     same_call("all_gather_gemm", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+    kit = fused("all_gather_gemm", group, a, b)
+    if kit is None:
         gathered: torch.Tensor = _gather_columns(a, group) @ b
         return gathered
-    multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, n=b.shape[1])
+    epilogue = gemm.Epilogue(batch_invariant=batch_invariant())
+    multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, epilogue=epilogue, n=b.shape[1])
     product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
     return product
 
@@ -117,10 +119,10 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 @torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
 def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     same_call("gemm_all_gather", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+    kit = fused("gemm_all_gather", group, a, b)
+    if kit is None:
         return _gather_columns(a @ b, group)
-    multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype)
+    multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype, gemm.Epilogue(batch_invariant=batch_invariant()))
     return multiply(gemm.aligned(a), b).clone(memory_format=torch.contiguous_format)
 
 

@@ -80,13 +80,16 @@ class Epilogue:
     residual: bool = False
     """as large as the result, in the operands' dtype"""
     scale: bool = False
+    batch_invariant: bool = False
+    """a row has the same bits whatever m is and wherever it stands: one tile shape; ranks' parts are rounded and added in rank order"""
     scaling: Scaling = "none"
     """unless none, operands hold e4m3: both lie along k, two numbers pass for an element, and a call gives their scales (``scales_at``)"""
 
     @property
     def cpp(self) -> str:
         parts = ", ".join("true" if part else "false" for part in (self.bias, self.residual, self.scale))
-        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}, peerlane::Scaling::{self.scaling}>"
+        last = ", true" if self.batch_invariant else ""
+        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}, peerlane::Scaling::{self.scaling}{last}>"
 
     def fields(
         self,
@@ -199,6 +202,8 @@ TILINGS = (
     Tiling(2, 64, 8),
     Tiling(1, 64, 8),
 )
+BATCH_INVARIANT = Tiling(2, 128, 6)
+"""The tiles of batch-invariant products, for all sizes."""
 
 
 def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
@@ -244,8 +249,11 @@ def result_map(place: TensorPlace) -> TensorMapSpec:
     return place.map((64, PANEL))
 
 
-def tilings_for(group: Group) -> Sequence[Tiling]:
-    """Those of one block where ranks share a GPU: all blocks have to be resident, and how many clusters a share holds nobody says."""
+def tilings_for(group: Group, batch_invariant: bool = False) -> Sequence[Tiling]:
+    """Those of one block where ranks share a GPU: all blocks have to be resident, and how many clusters a share holds nobody says. One of
+    them if a product is to be ``batch_invariant``."""
+    if batch_invariant:
+        return [BATCH_INVARIANT]
     return TILINGS if group.ranks_per_device == 1 else [tiling for tiling in TILINGS if tiling.blocks == 1]
 
 
@@ -383,7 +391,7 @@ class Product:
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
     ) -> None:
         self.shape, self.epilogue, self.maps = shape, epilogue, tensor_maps(group)
-        self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group))
+        self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group, epilogue.batch_invariant))
         self._bind: Callable[[Major], BoundKernel] = functools.cache(functools.partial(_bound, group, shape, dtype, epilogue, self.tiling))
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:

@@ -77,7 +77,8 @@ class GemmAllGather:
                 f"GEMM of ({m}, {n}) in {dtype} and all-gather: "
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
-        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
+        tilings = gemm.tilings_for(self.group, epilogue.batch_invariant)
+        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=tilings)
         self.maps, self.memory = tensor_maps(self.group), memory or _memory(self.group, m, n, [tiling])
         tiles, stride, reserved = tiling.grouped(m, n), gemm.row_stride(n), self.memory.reserved
         # Blocks of columns side by side where they begin at multiples of 16 bytes, one behind the other elsewhere.
@@ -126,7 +127,8 @@ class GemmAllGather:
 def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
     """The group's one :class:`GemmAllGather` of this size; the first call of more rows than all before is collective. k is no part of
     it: ranks may differ. A result is valid until the next call with as many columns."""
-    memory, tiling = with_room(memory_of, group, m, n), tiling_of(group, capacity(m), n, dtype)
+    memory = with_room(memory_of, group, m, n)
+    tiling = None if epilogue.batch_invariant else tiling_of(group, capacity(m), n, dtype)
     return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
 
 

@@ -69,7 +69,8 @@ class GemmAllReduce(OwnerSum):
                 f"GEMM and all-reduce of ({m}, {n}) in {dtype}: "
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
-        tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
+        tilings = gemm.tilings_for(ranks, epilogue.batch_invariant)
+        tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=tilings)
         memory, stride = memory or _memory(ranks, m, n, dtype, [tiling]), gemm.row_stride(n)
         places = [TensorPlace(address, dtype, (m, n), (stride, 1)) for address in memory.reserved.addresses("result")]
         out = [gemm.result_map(place.split(1)) for place in places]
@@ -85,7 +86,8 @@ class GemmAllReduce(OwnerSum):
 def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
     """The group's one :class:`GemmAllReduce` of this size; the first call of more rows than all before is collective. k is no part of
     it: ranks may differ. A result is valid until the next call with as many columns."""
-    memory, tiling = with_room(memory_of, group, m, n, dtype), tiling_of(group, capacity(m), n, dtype)
+    memory = with_room(memory_of, group, m, n, dtype)
+    tiling = None if epilogue.batch_invariant else tiling_of(group, capacity(m), n, dtype)
     return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
 
 

@@ -69,7 +69,7 @@ class GemmReduceScatter(OwnerSum):
                 "bfloat16 or float16; pad the rows with zeros or convert the operands"
             )
         if tiling is None:
-            tilings = gemm.tilings_for(ranks)
+            tilings = gemm.tilings_for(ranks, epilogue.batch_invariant)
             tiling = gemm.choose_tiling(rows, n, gemm.TYPICAL_DEPTH, ranks.sm_count, parts=world_size, tilings=tilings)
         memory = memory or _memory(ranks, rows, n, dtype, [tiling])
         super().__init__(memory, _plan(ranks, rows, n, dtype, tiling), epilogue, local_rows=rows)
@@ -85,7 +85,8 @@ def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilog
     """The group's one :class:`GemmReduceScatter` of this size; the first call of more rows than all before is collective. k is no part
     of it: ranks may differ."""
     rows = m // group.world_size
-    memory, tiling = with_room(memory_of, group, rows, n, dtype), tiling_of(group, capacity(rows), n, dtype)
+    memory = with_room(memory_of, group, rows, n, dtype)
+    tiling = None if epilogue.batch_invariant else tiling_of(group, capacity(rows), n, dtype)
     return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
 
 
