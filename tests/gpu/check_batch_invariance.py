@@ -4,15 +4,14 @@
 
 Each operator runs with all 4,096 rows of a pool, then with 1, 2, ... 4,096 of them, from another first row each time; every row's bits are
 compared with those of the first run. Where the seconds do not last, numbers of rows are left out evenly. Without the mode 64 numbers are
-looked at. Then both modes are timed: the slowest rank's median of replayed graphs that take turns. ``tiles``: whether the tile shape changes
-the bits of a product of one rank. Prints lines of JSON and a table; exits with 1 where bits differ in the mode."""
+looked at. Then both modes are timed: the slowest rank's median of replayed graphs that take turns, with the kernel that selects the rows.
+``tiles``: whether the shape of tiles changes the bits of a product of one rank. Prints lines of JSON and a table; exits with 1 where bits
+differ in the mode."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -216,11 +215,12 @@ def price(name: str, operator: Operator, rank: int) -> Iterator[Row]:
         calls = {"off_us": in_mode(False, operator.call), "on_us": in_mode(True, operator.call)}
         if name == "all_reduce_rms_norm":
             calls["unfused_us"] = in_mode(False, unfused(rank))
-        row: Row = {"operator": name, "m": m, "price": "microseconds"}
-        with contextlib.suppress(Exception):
-            yield row | slowest_in_turn({key: replay(call) for key, call in calls.items()}, 20, warm_up=5)
-            continue
-        yield row | {"failed": str(sys.exc_info()[1])}
+        row: Row = {"operator": name, "m": m}
+        try:
+            row |= slowest_in_turn({key: replay(call) for key, call in calls.items()}, 20, warm_up=5)
+        except Exception as error:
+            row |= {"failed": f"{type(error).__name__}: {error}"}
+        yield row
 
 
 # --- the run ---
