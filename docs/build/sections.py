@@ -25,7 +25,16 @@ from docs.build.evidence import (
 )
 from docs.build.figures import headroom_table
 from docs.build.findings import launch_modes_table, rungs_table
-from docs.build.kernels import LAYERS, backend_table, collectives_table, fused_table, layers_table, product_table, training_table
+from docs.build.kernels import (
+    LAYERS,
+    backend_table,
+    batch_invariance_table,
+    collectives_table,
+    fused_table,
+    layers_table,
+    product_table,
+    training_table,
+)
 from docs.build.operators import operators_table
 from docs.build.production import production_section
 from docs.build.tables import Row, table
@@ -189,6 +198,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     **{f"layers_{part}_of_two_h100": (RESULTS / "h100x2" / "layers.jsonl", layers_table(part)) for part in _ON_H100},
     **{f"layers_{part}_of_two_h200": (TWO_GPUS / "layers.jsonl", layers_table(part)) for part in LAYERS if part not in _ON_H100},
     "training_of_two_h200": (TWO_GPUS / "training.jsonl", training_table),
+    "batch_invariance": (ONE_GPU / "batch_invariance.jsonl", batch_invariance_table),
     "backend_virtual": (ONE_GPU / "backend.json", partial(backend_table, mode="graph")),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
@@ -217,6 +227,7 @@ DOCUMENTS = (
     Path("docs/science.md"),
     Path("docs/suite.md"),
     Path("docs/calibration.md"),
+    Path("docs/batch-invariance.md"),
     Path("docs/ops-support.md"),
     Path("docs/device/collectives.md"),
     Path("docs/tutorials/train.md"),
