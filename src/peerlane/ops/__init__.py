@@ -42,13 +42,13 @@ from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report
 from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
-from peerlane.ops.preparation import ExpertLayers, prepare
+from peerlane.ops.preparation import ExpertLayers, plain, prepare
 from peerlane.ops.products import fused, gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.quantise import quantize_fp8, quantize_transposed_fp8
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
-from peerlane.settings import batch_invariant, set_batch_invariant
+from peerlane.settings import set_batch_invariant
 
 __all__ = [
     "DispatchConfig",
@@ -110,8 +110,7 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
     if kit is None:
         gathered: torch.Tensor = _gather_columns(a, group) @ b
         return gathered
-    epilogue = gemm.Epilogue(batch_invariant=batch_invariant())
-    multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, epilogue=epilogue, n=b.shape[1])
+    multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, epilogue=plain(), n=b.shape[1])
     product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
     return product
 
@@ -122,7 +121,7 @@ def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
     kit = fused("gemm_all_gather", group, a, b)
     if kit is None:
         return _gather_columns(a @ b, group)
-    multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype, gemm.Epilogue(batch_invariant=batch_invariant()))
+    multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype, plain())
     return multiply(gemm.aligned(a), b).clone(memory_format=torch.contiguous_format)
 
 

@@ -17,6 +17,7 @@ from peerlane.device.products.capacity import LEAST_ROWS, capacity, with_room
 from peerlane.errors import UsageError
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.memory import kit_of, memory_report
+from peerlane.settings import batch_invariant
 
 PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "row_gather_gemm", "gemm_all_gather")
 """Operators whose memory grows with the number of tokens."""
@@ -66,24 +67,29 @@ def prepare(
     return kit.memory_report()
 
 
+def plain() -> gemm.Epilogue:
+    """Returns the epilogue of a product alone, in the process's mode."""
+    return gemm.Epilogue(batch_invariant=batch_invariant())
+
+
 def _gemm_all_reduce(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
     with_room(gemm_all_reduce.memory_of, kit, rows, width, dtype)
     for size in _sizes(kit, rows, width):
-        gemm_all_reduce.gemm_all_reduce(kit, size, width, dtype)
+        gemm_all_reduce.gemm_all_reduce(kit, size, width, dtype, plain())
 
 
 def _gemm_reduce_scatter(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
     own = -(-rows // kit.world_size)
     with_room(gemm_reduce_scatter.memory_of, kit, own, width, dtype)
     for size in _sizes(kit, own, width, parts=kit.world_size):
-        gemm_reduce_scatter.gemm_reduce_scatter(kit, size * kit.world_size, width, dtype)
+        gemm_reduce_scatter.gemm_reduce_scatter(kit, size * kit.world_size, width, dtype, plain())
 
 
 def _gemm_all_gather(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
     share = -(-width // kit.world_size)
     with_room(gemm_all_gather.memory_of, kit, rows, share)
     for size in _sizes(kit, rows, share):
-        gemm_all_gather.gemm_all_gather(kit, size, share, dtype)
+        gemm_all_gather.gemm_all_gather(kit, size, share, dtype, plain())
 
 
 def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -94,7 +100,7 @@ def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> N
         b = gemm.empty_aligned(depth, columns, torch.empty(0, dtype=dtype, device=kit.device))
         for size in _sizes(kit, rows, columns, depth=depth):
             a, out = gemm.empty_aligned(size, share, b), gemm.empty_aligned(size, columns, b)
-            all_gather_gemm.all_gather_gemm(kit, size, share, dtype, n=columns).bind(a, b, out)
+            all_gather_gemm.all_gather_gemm(kit, size, share, dtype, epilogue=plain(), n=columns).bind(a, b, out)
 
 
 def _row_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -113,7 +119,7 @@ def _experts(kit: Group, rows: int, width: int, dtype: torch.dtype, experts: Exp
     if experts.inner is not None:
         token_dispatch(kit, rows, k, own, 2 * row_bytes).load()  # of gradients: tokens and theirs
         for doubling in range((rows // LEAST_TOKENS).bit_length()):
-            expert_layer(kit, ExpertSizes(LEAST_TOKENS << doubling, k, width, experts.inner, own, 1, dtype))
+            expert_layer(kit, ExpertSizes(LEAST_TOKENS << doubling, k, width, experts.inner, own, 1, dtype, batch_invariant()))
 
 
 _PREPARED = {
