@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ def _torch_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tens
     return (a.float() @ b.float()).to(dtype)
 
 
+def _behind(activation: str, scale: float, promoted: bool, dtype: torch.dtype) -> Any:
+    fixed = batch_invariant()
+    return {"activation": activation, "scale": scale, "promoted": promoted, "dtype": dtype, "batch_invariant": fixed}
+
+
 # --- all-gather of rows, and products ---
 
 
@@ -48,11 +54,10 @@ def _row_gather(
     dtype: torch.dtype,
     group: str,
 ) -> Tensors:
-    behind: Any = {"activation": activation, "scale": scale, "promoted": promoted, "dtype": dtype, "batch_invariant": batch_invariant()}
     same_call("row_gather_gemm_fp8", group, a, a_scales, *bs, *biases)
     left, rights, kit = Quantised(a, a_scales), [Quantised(*pair) for pair in zip(bs, b_scales, strict=True)], kit_group(a, group)
     if kit is not None:
-        outs, _ = fp8.row_gather_products(kit, left, rights, biases=biases, **behind)
+        outs, _ = fp8.row_gather_products(kit, left, rights, biases=biases, **_behind(activation, scale, promoted, dtype))
         return [out.contiguous() for out in outs]
     no_kernel("row_gather_gemm_fp8", group, a, *bs)
     codes = gathered(a.view(torch.uint8), group).view(E4M3)
@@ -83,43 +88,18 @@ def _sum(name: str, a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_
         product = _torch_product(left, right, dtype)
         return _finish(scattered(product, group) if scatters else summed(product, group), bias, residual, activation, scale)
     multiply = fp8.product_reduce_scatter if scatters else fp8.product_all_reduce
-    behind: Any = {"activation": activation, "scale": scale, "promoted": promoted, "dtype": dtype, "batch_invariant": batch_invariant()}
-    found = multiply(kit, left, right, bias=bias, residual=residual, **behind)
+    found = multiply(kit, left, right, bias=bias, residual=residual, **_behind(activation, scale, promoted, dtype))
     return found.contiguous() if scatters else found.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter_fp8", mutates_args=())
-def _reduce_scatter(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    bias: Maybe,
-    residual: Maybe,
-    activation: str,
-    scale: float,
-    promoted: bool,
-    dtype: torch.dtype,
-    group: str,
-) -> torch.Tensor:
-    return _sum("gemm_reduce_scatter", a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, group)
-
-
-@torch.library.custom_op("peerlane::gemm_all_reduce_fp8", mutates_args=())
-def _all_reduce(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    bias: Maybe,
-    residual: Maybe,
-    activation: str,
-    scale: float,
-    promoted: bool,
-    dtype: torch.dtype,
-    group: str,
-) -> torch.Tensor:
-    return _sum("gemm_all_reduce", a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, group)
+_SUM = (
+    "(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias, Tensor? residual, str activation, float scale, bool promoted, "
+    "ScalarType dtype, str group) -> Tensor"
+)
+_reduce_scatter, _all_reduce = (
+    torch.library.custom_op(f"peerlane::{name}_fp8", functools.partial(_sum, name), mutates_args=(), schema=_SUM)
+    for name in ("gemm_reduce_scatter", "gemm_all_reduce")
+)
 
 
 @_reduce_scatter.register_fake
