@@ -65,15 +65,8 @@ def _has_kernel(rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
 
 
 @_all_reduce_rms_norm.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    epsilon: float,
-    quantisation: str,
-    group: str,
-) -> Three:
+def _(x: torch.Tensor, *others: Any) -> Three:
+    *_, quantisation, _group = others
     y = x.new_empty(x.shape, dtype=x.dtype if quantisation == "none" else FP8)
     return y, x.new_empty(x.shape), x.new_empty(x.shape[:-1] if quantisation == "token" else (0,), dtype=torch.float32)
 

@@ -119,15 +119,8 @@ def _row_gather_gemm(
 
 
 @_row_gather_gemm.register_fake
-def _(
-    a: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    activation: str,
-    scale: float,
-    keeps: bool,
-    group: str,
-) -> Tensors:
+def _(a: torch.Tensor, bs: Sequence[torch.Tensor], *others: Any) -> Tensors:
+    *_, keeps, group = others
     rows = world_size(group) * a.shape[0]
     return [*(a.new_empty((rows, b.shape[1])) for b in bs), a.new_empty((rows if keeps else 0, a.shape[1]))]
 
@@ -179,39 +172,32 @@ _row_gather_gemm.register_autograd(_gather_gradients, setup_context=_remember_ga
 # --- products that are summed over ranks ---
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
-def _gemm_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
-) -> torch.Tensor:
-    same_call("gemm_reduce_scatter", group, a, b, *_given(bias, residual))
-    kit = fused("gemm_reduce_scatter", group, a, b)
-    if kit is None:
-        return _finish(scattered(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
-    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype, _epilogue(bias, residual, activation, scale))
-    return multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale).contiguous()
+def _summing(name: str, sums: Callable[..., Any], by_torch: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+    """Returns the operator of a product that is summed over ranks, by ``sums`` of the kit or ``by_torch``."""
+
+    def operator(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str,
+        scale: float,
+        group: str,
+    ) -> torch.Tensor:
+        same_call(name, group, a, b, *(term for term in (bias, residual) if term is not None))
+        kit = fused(name, group, a, b)
+        if kit is None:
+            return _finish(by_torch(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
+        epilogue = Epilogue(activation, bias is not None, residual is not None, scale != 1, batch_invariant())  # type: ignore[arg-type]
+        multiply = sums(kit, a.shape[0], b.shape[1], a.dtype, epilogue)
+        found: torch.Tensor = multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale)
+        return found.clone(memory_format=torch.contiguous_format) if by_torch is summed else found.contiguous()  # of the arena, a copy
+
+    return torch.library.custom_op(f"peerlane::{name}", operator, mutates_args=())
 
 
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
-def _gemm_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
-) -> torch.Tensor:
-    same_call("gemm_all_reduce", group, a, b, *_given(bias, residual))
-    kit = fused("gemm_all_reduce", group, a, b)
-    if kit is None:
-        return _finish(summed(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
-    multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype, _epilogue(bias, residual, activation, scale))
-    found = multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale)
-    return found.clone(memory_format=torch.contiguous_format)
-
-
-def _given(*values: torch.Tensor | None) -> list[torch.Tensor]:
-    return [value for value in values if value is not None]
-
-
-def _epilogue(bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float) -> Epilogue:
-    return Epilogue(activation, bias is not None, residual is not None, scale != 1, batch_invariant())  # type: ignore[arg-type]
-
-
+_gemm_reduce_scatter = _summing("gemm_reduce_scatter", _fused_scatter, scattered)
+_gemm_all_reduce = _summing("gemm_all_reduce", _fused_sum, summed)
 _gemm_reduce_scatter.register_fake(lambda a, b, *others: a.new_empty((rows(a, world_size(others[-1]), "gemm_reduce_scatter"), b.shape[1])))
 _gemm_all_reduce.register_fake(lambda a, b, *others: a.new_empty((a.shape[0], b.shape[1])))
 

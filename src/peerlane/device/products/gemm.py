@@ -17,6 +17,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps, tensor_maps
+from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.scales import OperandScales, Scaling, scales_at
 from peerlane.errors import UsageError
 
@@ -305,6 +306,34 @@ def tuned_tiling(
     options = rank_tilings(m // parts, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
     fastest = tuned(group, kernel, ((m, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, make)
     return None if fastest == options[0] else fastest
+
+
+Sharded = TypeVar("Sharded")
+Room = TypeVar("Room")
+
+
+def kept_products(
+    make: Callable[..., Sharded], kernel: str, memory: Callable[[Group, int, int, torch.dtype], Room], *, in_parts: bool = False
+) -> tuple[Callable[..., Sharded], Callable[[Group, int, int, torch.dtype], Room]]:
+    """Returns ``product(group, m, n, dtype, epilogue=PLAIN)``, the group's one of this size, and ``memory_of(group, rows, n, dtype)``.
+
+    The first call of more rows than all before is collective: memory has room for sizes of up to ``rows`` rows of a rank, all m of them, or
+    ``in_parts`` a share. k is no part of it: ranks may differ. A product has the tiling that was measured to be best, if one was."""
+    memory_of = per_group(memory)
+
+    @per_group
+    def tiling_of(group: Group, rows: int, n: int, dtype: torch.dtype) -> Tiling | None:
+        parts = group.world_size if in_parts else 1
+        return tuned_tiling(group, kernel, parts * rows, n, dtype, lambda tiling: make(parts * rows, n, dtype, group, tiling=tiling), parts)  # type: ignore[arg-type, return-value]
+
+    @per_group
+    def product(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = PLAIN) -> Sharded:
+        rows = m // group.world_size if in_parts else m
+        room = with_room(memory_of, group, rows, n, dtype)
+        tiling = None if epilogue.batch_invariant else tiling_of(group, capacity(rows), n, dtype)
+        return make(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=room)
+
+    return product, memory_of
 
 
 def operand_box(major: Major, span: int) -> tuple[int, int]:
