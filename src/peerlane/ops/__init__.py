@@ -12,7 +12,6 @@ emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -145,19 +144,14 @@ def _gather_gemm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, 
     return _scatter_columns(grad @ b.T, a.shape[1], ctx.group), _gather_columns(a, ctx.group).T @ grad, None
 
 
-def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, None]]:
-    """Returns the gradients of a product's operands. ``own``: the gradient of this rank's product, from that of the result."""
-
-    def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (a, b), whole = ctx.saved_tensors, own(ctx, grad)
-        return whole @ b.T, a.T @ whole, None
-
-    return gradients
+def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    a, b = ctx.saved_tensors
+    own = _scatter_columns(grad, b.shape[1], ctx.group)
+    return own @ b.T, a.T @ own, None
 
 
-_of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
-_gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
+_gemm_all_gather.register_autograd(_column_gradients, setup_context=_remember_product)
 
 
 # --- what users call ---

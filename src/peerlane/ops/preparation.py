@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -72,24 +74,15 @@ def plain() -> gemm.Epilogue:
     return gemm.Epilogue(batch_invariant=batch_invariant())
 
 
-def _gemm_all_reduce(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
-    with_room(gemm_all_reduce.memory_of, kit, rows, width, dtype)
-    for size in _sizes(kit, rows, width):
-        gemm_all_reduce.gemm_all_reduce(kit, size, width, dtype, plain())
-
-
-def _gemm_reduce_scatter(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
-    own = -(-rows // kit.world_size)
-    with_room(gemm_reduce_scatter.memory_of, kit, own, width, dtype)
-    for size in _sizes(kit, own, width, parts=kit.world_size):
-        gemm_reduce_scatter.gemm_reduce_scatter(kit, size * kit.world_size, width, dtype, plain())
-
-
-def _gemm_all_gather(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
-    share = -(-width // kit.world_size)
-    with_room(gemm_all_gather.memory_of, kit, rows, share)
-    for size in _sizes(kit, rows, share):
-        gemm_all_gather.gemm_all_gather(kit, size, share, dtype, plain())
+def _kept(
+    make: Any, memory_of: Any, kit: Group, rows: int, width: int, dtype: torch.dtype, *, of_rows: bool = False, of_columns: bool = False
+) -> None:
+    """Prepares a product whose result has a rank's share ``of_rows``, or to which a rank gives its share ``of_columns``."""
+    parts = kit.world_size if of_rows else 1
+    own, columns = -(-rows // parts), -(-width // kit.world_size) if of_columns else width
+    with_room(memory_of, kit, own, columns, dtype)
+    for size in _sizes(kit, own, columns, parts=parts):
+        make(kit, parts * size, columns, dtype, plain())
 
 
 def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -123,9 +116,9 @@ def _experts(kit: Group, rows: int, width: int, dtype: torch.dtype, experts: Exp
 
 
 _PREPARED = {
-    "gemm_all_reduce": _gemm_all_reduce,
-    "gemm_reduce_scatter": _gemm_reduce_scatter,
-    "gemm_all_gather": _gemm_all_gather,
+    "gemm_all_reduce": partial(_kept, gemm_all_reduce.gemm_all_reduce, gemm_all_reduce.memory_of),
+    "gemm_reduce_scatter": partial(_kept, gemm_reduce_scatter.gemm_reduce_scatter, gemm_reduce_scatter.memory_of, of_rows=True),
+    "gemm_all_gather": partial(_kept, gemm_all_gather.gemm_all_gather, gemm_all_gather.memory_of, of_columns=True),
     "all_gather_gemm": _all_gather_gemm,
     "row_gather_gemm": _row_gather_gemm,
 }

@@ -164,6 +164,6 @@ def grouped(
 ) -> torch.Tensor:
     """Returns rows [ends[g - 1], ends[g]) of a (rows, k) times b[g] (groups, k, n); see :class:`GroupedProduct`."""
     scaling, (groups, k, n) = scaling_of(a, b, promoted), b.values.shape
-    multiply = grouped_product(group, a.values.shape[0], groups, n, k // PAIR, dtype, scaling, batch_invariant)
+    multiply = grouped_product(group, a.values.shape[0], (groups, n, k // PAIR), dtype, None, scaling, batch_invariant)
     left, right = left_pairs(a.values, dtype), left_pairs(b.values.mT, dtype)
     return multiply(left, right, ends, by_rows(a).scales.unsqueeze(0), b.scales.mT)

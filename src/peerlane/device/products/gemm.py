@@ -298,16 +298,6 @@ TYPICAL_DEPTH = 2048
 """For which tiles are chosen where ranks share a product, whatever k is: k may differ from rank to rank, the tiles may not."""
 
 
-def tuned_tiling(
-    group: Group, kernel: str, m: int, n: int, dtype: torch.dtype, make: Callable[[Tiling], Multiplier], parts: int = 1
-) -> Tiling | None:
-    """Collective: the tiling by which an (m, n) product, of which a rank computes or owns ``m / parts`` rows at a time, is fastest. None if
-    it is the model's, which is then to be trusted with smaller sizes of this capacity too."""
-    options = rank_tilings(m // parts, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
-    fastest = tuned(group, kernel, ((m, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, make)
-    return None if fastest == options[0] else fastest
-
-
 Sharded = TypeVar("Sharded")
 Room = TypeVar("Room")
 
@@ -324,7 +314,10 @@ def kept_products(
     @per_group
     def tiling_of(group: Group, rows: int, n: int, dtype: torch.dtype) -> Tiling | None:
         parts = group.world_size if in_parts else 1
-        return tuned_tiling(group, kernel, parts * rows, n, dtype, lambda tiling: make(parts * rows, n, dtype, group, tiling=tiling), parts)  # type: ignore[arg-type, return-value]
+        options = rank_tilings(rows, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
+        of_tiling: Any = lambda tiling: make(parts * rows, n, dtype, group, tiling=tiling)  # noqa: E731
+        fastest = tuned(group, kernel, ((parts * rows, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, of_tiling)
+        return None if fastest == options[0] else fastest  # the model is then to be trusted with smaller sizes of this capacity too
 
     @per_group
     def product(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = PLAIN) -> Sharded:

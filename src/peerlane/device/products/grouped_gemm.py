@@ -106,9 +106,5 @@ class GroupedProduct:
         return out
 
 
-@per_group
-def grouped_product(
-    group: Group, rows: int, groups: int, n: int, k: int, dtype: torch.dtype, scaling: Scaling = "none", batch_invariant: bool = False
-) -> GroupedProduct:
-    """The group's one :class:`GroupedProduct` of this size."""
-    return GroupedProduct(group, rows, (groups, n, k), dtype, scaling=scaling, batch_invariant=batch_invariant)
+grouped_product = per_group(GroupedProduct)
+"""The group's one product of a size."""
