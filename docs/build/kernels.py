@@ -197,6 +197,21 @@ def layers_table(part: str) -> Callable[[Path], str]:
     return partial(measured, key=key, columns=columns, bench=part)
 
 
+def batch_invariance_table(path: Path) -> str:
+    """Returns what ``check_batch_invariance.py`` found for each operator, without the mode and in it; or that there was no run."""
+    if not path.is_file():
+        return "No run is recorded here.\n"
+    found, rows = dict[str, Row](), [row for row in read_rows(path) if "operator" in row]
+    for row in rows:
+        told = {f"m{row['m']} {key}": value for key, value in row.items()} if "m" in row else {}
+        if "batch_invariant" in row:
+            told = {f"differ {'on' if row['batch_invariant'] else 'off'}": f"{row['numbers_that_differ']} of {row['numbers_of_rows']}"}
+        found.setdefault(row["operator"], {"operator": f"`{row['operator']}`"}).update(told)
+    columns = {"operator": "operator", **{f"differ, {mode}": f"differ {mode}" for mode in ("off", "on")}}
+    columns |= {f"{m} rows, off / on": f"m{m} off_us / m{m} on_us" for m in (8, 512, 4096)}
+    return f"{table(found.values(), columns, words=('operator',))}\n{where(next(row for row in rows if 'ranks' in row))}\n"
+
+
 def training_table(path: Path) -> str:
     """Returns the newest run of each example and model that trains: milliseconds a step, as median and quartiles, and losses."""
 

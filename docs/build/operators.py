@@ -65,10 +65,8 @@ SUPPORT: Mapping[str, Support] = {
     "grouped_gemm_fp8": Support((torch.float8_e4m3fn,), "none: they are refused", False, "none", "no"),
     "quantize_fp8": Support('bfloat16, float16, float32, but by "tensor"', "torch", False, "none", "no"),
     "quantize_transposed_fp8": Support("bfloat16, float16, float32", "torch", False, "none", "no"),
-    "all_reduce_rms_norm": Support(_PRODUCTS, "an all-reduce and a norm; so have more than 512 tokens", False, "with hidden size"),
-    "all_reduce_rms_norm_fp8": Support(
-        _PRODUCTS, "an all-reduce, a norm and a cast; so have more than 512 tokens", False, "with hidden size", "no"
-    ),
+    "all_reduce_rms_norm": Support(_PRODUCTS, "an all-reduce in float32 and a norm", False, "with hidden size"),
+    "all_reduce_rms_norm_fp8": Support(_PRODUCTS, "an all-reduce in float32, a norm and a cast", False, "with hidden size", "no"),
     "reduce_scatter_rms_norm": Support(
         _PRODUCTS, "a reduce-scatter, a norm and an all-gather; so have rows over 32 KiB", False, _COLLECTIVES
     ),

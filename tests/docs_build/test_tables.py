@@ -37,6 +37,15 @@ def test_sizes_in_bytes_are_spelled_out(tmp_path: Path) -> None:
     assert "| 8 MiB | 1.0 | 2.0 | 3.0 | - |" in layers("all_reduce_of_two_h100", path)
 
 
+def test_a_run_of_both_modes_is_one_row_and_no_run_is_said(tmp_path: Path) -> None:
+    _, show = SECTIONS["batch_invariance"]
+    assert show(tmp_path / "none.jsonl") == "No run is recorded here.\n"
+    bits = [{"batch_invariant": bool(on), "numbers_of_rows": 64, "numbers_that_differ": 3 * (1 - on)} for on in (0, 1)]
+    rows = [{"operator": "all_reduce", **row} for row in (*bits, {"m": 8, "off_us": 5.0, "on_us": 6.0})]
+    path = written(tmp_path / "bits.jsonl", *rows, {"check": "tiles"})
+    assert "| `all_reduce` | 3 of 64 | 0 of 64 | 5.0 / 6.0 | - | - |" in show(path)
+
+
 def test_a_page_declares_columns_by_keys_or_functions() -> None:
     columns = {"name": "name", "kit / NCCL": "ours_us / nccl_us", "twice": lambda row: str(2 * row["ours_us"])}
     rows = [{"name": "a", "ours_us": 1.0, "nccl_us": 250.4}, {"name": "b", "ours_us": 2.0}]

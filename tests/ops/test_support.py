@@ -11,7 +11,7 @@ from peerlane import ops
 from peerlane.errors import UsageError
 from peerlane.ops.sharding import SHARDINGS
 
-NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "ExpertLayers", "close", "memory_report", "prepare", "replicate"}
+NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "ExpertLayers", "close", "memory_report", "prepare", "replicate", "set_batch_invariant"}
 OF_PRODUCTS_IN_FP8 = {
     "quantize_fp8",
     "quantize_transposed_fp8",

@@ -12,7 +12,6 @@ emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,16 +38,16 @@ from peerlane.ops.experts import gated_experts
 from peerlane.ops.fp8 import gemm_all_reduce_fp8, gemm_reduce_scatter_fp8, grouped_gemm_fp8, row_gather_gemm_fp8
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.groups import group_name as _name
-from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import world_size as _world_size
 from peerlane.ops.memory import close, memory_report
 from peerlane.ops.norms import all_reduce_rms_norm, all_reduce_rms_norm_fp8
-from peerlane.ops.preparation import ExpertLayers, prepare
-from peerlane.ops.products import gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
+from peerlane.ops.preparation import ExpertLayers, plain, prepare
+from peerlane.ops.products import fused, gemm_all_reduce, gemm_reduce_scatter, row_gather_gemm
 from peerlane.ops.quantise import quantize_fp8, quantize_transposed_fp8
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
+from peerlane.settings import set_batch_invariant
 
 __all__ = [
     "DispatchConfig",
@@ -82,6 +81,7 @@ __all__ = [
     "ring_attention",
     "row_gather_gemm",
     "row_gather_gemm_fp8",
+    "set_batch_invariant",
     "ulysses_attention",
 ]
 
@@ -105,11 +105,11 @@ def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
 @torch.library.custom_op("peerlane::all_gather_gemm", mutates_args=())
 def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     same_call("all_gather_gemm", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+    kit = fused("all_gather_gemm", group, a, b)
+    if kit is None:
         gathered: torch.Tensor = _gather_columns(a, group) @ b
         return gathered
-    multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, n=b.shape[1])
+    multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, epilogue=plain(), n=b.shape[1])
     product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
     return product
 
@@ -117,10 +117,10 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 @torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
 def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     same_call("gemm_all_gather", group, a, b)
-    kit = _kit(a, group)
-    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+    kit = fused("gemm_all_gather", group, a, b)
+    if kit is None:
         return _gather_columns(a @ b, group)
-    multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype)
+    multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype, plain())
     return multiply(gemm.aligned(a), b).clone(memory_format=torch.contiguous_format)
 
 
@@ -144,19 +144,14 @@ def _gather_gemm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, 
     return _scatter_columns(grad @ b.T, a.shape[1], ctx.group), _gather_columns(a, ctx.group).T @ grad, None
 
 
-def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, None]]:
-    """Returns the gradients of a product's operands. ``own``: the gradient of this rank's product, from that of the result."""
-
-    def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        (a, b), whole = ctx.saved_tensors, own(ctx, grad)
-        return whole @ b.T, a.T @ whole, None
-
-    return gradients
+def _column_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    a, b = ctx.saved_tensors
+    own = _scatter_columns(grad, b.shape[1], ctx.group)
+    return own @ b.T, a.T @ own, None
 
 
-_of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
-_gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
+_gemm_all_gather.register_autograd(_column_gradients, setup_context=_remember_product)
 
 
 # --- what users call ---

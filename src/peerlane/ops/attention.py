@@ -15,7 +15,7 @@ from peerlane.device.attention.ring_backward import attend_over_ranks_backward
 from peerlane.device.attention.ulysses import attend_by_heads, attend_by_heads_backward
 from peerlane.errors import UsageError
 from peerlane.ops import dense_attention
-from peerlane.ops.check import same_call
+from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, without_autocast
 from peerlane.ops.sharding import takes_dtensors
@@ -26,6 +26,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 @torch.library.custom_op("peerlane::ring_attention", mutates_args=())
 def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> tuple[torch.Tensor, torch.Tensor]:
     same_call("ring_attention", group, q, k, v)
+    no_kernel("ring_attention", group, q, k, v)
     kit = kit_group(q, group)
     with without_autocast(q):
         if kit is None:
@@ -71,6 +72,7 @@ def _backward_of_one_shape(known: tuple[torch.Tensor, ...], scale: float, causal
 @torch.library.custom_op("peerlane::ulysses_attention", mutates_args=())
 def _ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> torch.Tensor:
     same_call("ulysses_attention", group, q, k, v)
+    no_kernel("ulysses_attention", group, q, k, v)
     kit = kit_group(q, group)
     with without_autocast(q):
         if kit is None:

@@ -16,7 +16,8 @@ def same_call(name: str, group: str, *tensors: torch.Tensor) -> None:
     Does nothing unless PEERLANE_CHECK=1. The message has each rank's call and the place that it comes from."""
     if not settings.checks_calls() or world_size(group) == 1:
         return
-    call = f"{name}({', '.join(f'{tuple(tensor.shape)} {tensor.dtype}' for tensor in tensors)})".replace("torch.", "")
+    mode = " in the batch-invariant mode" if settings.batch_invariant() else ""
+    call = f"{name}({', '.join(f'{tuple(tensor.shape)} {tensor.dtype}' for tensor in tensors)})".replace("torch.", "") + mode
     kit = kit_group(tensors[0], group)
     if kit is not None and kit.check_call is not None:
         kit.check_call(call)  # which also tells groups whose calls come in another order, and does not wait for them
@@ -29,3 +30,13 @@ def same_call(name: str, group: str, *tensors: torch.Tensor) -> None:
     if len({other for other, _ in calls}) > 1:
         listed = "\n".join(f"  rank {rank}: {other} at {place}" for rank, (other, place) in enumerate(calls))
         raise UsageError(f"the ranks of a group made different calls:\n{listed}\nexpected the same call, shapes and dtypes on all ranks")
+
+
+def no_kernel(name: str, group: str, *tensors: torch.Tensor) -> None:
+    """Raises UsageError in the batch-invariant mode, for an operator that torch is about to compute. Sizes of 0 are no matter."""
+    if settings.batch_invariant() and all(tensor.numel() for tensor in tensors):
+        given = ", ".join(f"{tuple(tensor.shape)} in {tensor.dtype}" for tensor in tensors)
+        raise UsageError(
+            f"{name} got {given} on {tensors[0].device.type} in a group of {world_size(group)}: no kernel of the kit with the same bits in "
+            "every batch serves it, which the batch-invariant mode expects; see docs/batch-invariance.md, or ops.set_batch_invariant(False)"
+        )

@@ -13,7 +13,7 @@ from peerlane.device.moe import dispatch as kernels
 from peerlane.device.moe.dispatch import Routing, token_combine, token_dispatch
 from peerlane.errors import UsageError
 from peerlane.ops import gathered_dispatch
-from peerlane.ops.check import same_call
+from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 
 Kernel = TypeVar("Kernel")
@@ -139,6 +139,7 @@ def _combine(
     factors = None if weights is None else weights.contiguous()
     told = None if scalars is None else scalars.contiguous()
     if add is None:
+        no_kernel("combine", group, x, topk_idx)
         y, found = gathered_dispatch.combine(x.contiguous(), sources, topk_idx, routing, factors, told, group)
     else:
         factors, of_rows = (None if value is None else value.float() for value in (factors, told))

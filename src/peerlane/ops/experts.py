@@ -12,12 +12,13 @@ from peerlane.device.moe.exchange import room_for
 from peerlane.device.moe.layer import MAX_GROUPS, ExpertSizes, expert_layer
 from peerlane.device.products import gemm
 from peerlane.errors import UsageError
-from peerlane.ops.check import same_call
+from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.dispatch import DispatchConfig, _combine, _dispatch
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast
 from peerlane.ops.sharding import takes_dtensors
 from peerlane.ops.transport import transport
+from peerlane.settings import batch_invariant
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -41,8 +42,9 @@ def _experts(
     kit, (own, inner, h), ranks = kit_group(x, group), gate.shape, world_size(group)
     fits = x.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8 and own * ranks <= MAX_GROUPS
     if kit is not None and fits and not capacity:
-        layer = expert_layer(kit, ExpertSizes(room_for(kit, x.shape[0]), experts.shape[1], h, inner, own, 1, x.dtype))
+        layer = expert_layer(kit, ExpertSizes(room_for(kit, x.shape[0]), experts.shape[1], h, inner, own, 1, x.dtype, batch_invariant()))
         return layer(x, experts, weights, (gate.flatten(0, 1), up.flatten(0, 1), down.flatten(0, 1)))
+    no_kernel(f"gated_experts with capacity={capacity or None}", group, x, gate)
     sizes = _sizes(x, experts, own, capacity, group)
     rows, of_rows, ends, _, sources = _dispatch(x, experts, weights, sizes, group)
     hidden = silu(_grouped(rows, gate.mT, ends)) * _grouped(rows, up.mT, ends)

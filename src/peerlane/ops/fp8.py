@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ from peerlane.device.products.gemm import ELEMENT_TYPES, Activation
 from peerlane.device.products.quantised import E4M3, Quantised
 from peerlane.device.products.row_gather_gemm import MAX_PRODUCTS
 from peerlane.errors import UsageError
-from peerlane.ops.check import same_call
+from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.products import _finish, gathered, scattered, summed
 from peerlane.ops.shapes import require_product, require_terms, rows
+from peerlane.settings import batch_invariant
 
 Tensors = list[torch.Tensor]
 Maybe = torch.Tensor | None
@@ -29,6 +31,11 @@ Maybe = torch.Tensor | None
 
 def _torch_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tensor:
     return (a.float() @ b.float()).to(dtype)
+
+
+def _behind(activation: str, scale: float, promoted: bool, dtype: torch.dtype) -> Any:
+    fixed = batch_invariant()
+    return {"activation": activation, "scale": scale, "promoted": promoted, "dtype": dtype, "batch_invariant": fixed}
 
 
 # --- all-gather of rows, and products ---
@@ -47,12 +54,12 @@ def _row_gather(
     dtype: torch.dtype,
     group: str,
 ) -> Tensors:
-    behind: Any = {"activation": activation, "scale": scale, "promoted": promoted, "dtype": dtype}
     same_call("row_gather_gemm_fp8", group, a, a_scales, *bs, *biases)
     left, rights, kit = Quantised(a, a_scales), [Quantised(*pair) for pair in zip(bs, b_scales, strict=True)], kit_group(a, group)
     if kit is not None:
-        outs, _ = fp8.row_gather_products(kit, left, rights, biases=biases, **behind)
+        outs, _ = fp8.row_gather_products(kit, left, rights, biases=biases, **_behind(activation, scale, promoted, dtype))
         return [out.contiguous() for out in outs]
+    no_kernel("row_gather_gemm_fp8", group, a, *bs)
     codes = gathered(a.view(torch.uint8), group).view(E4M3)
     whole = Quantised(codes, gathered(a_scales.expand(a.shape[0], -1), group))
     terms = [*biases, *[None] * (len(bs) - len(biases))]
@@ -77,45 +84,22 @@ def _sum(name: str, a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_
     left, right, kit = Quantised(a, a_scales), Quantised(b, b_scales), kit_group(a, group)
     scatters = name == "gemm_reduce_scatter"
     if kit is None:
+        no_kernel(f"{name}_fp8", group, a, b)
         product = _torch_product(left, right, dtype)
         return _finish(scattered(product, group) if scatters else summed(product, group), bias, residual, activation, scale)
     multiply = fp8.product_reduce_scatter if scatters else fp8.product_all_reduce
-    found = multiply(kit, left, right, bias=bias, residual=residual, activation=activation, scale=scale, promoted=promoted, dtype=dtype)
+    found = multiply(kit, left, right, bias=bias, residual=residual, **_behind(activation, scale, promoted, dtype))
     return found.contiguous() if scatters else found.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter_fp8", mutates_args=())
-def _reduce_scatter(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    bias: Maybe,
-    residual: Maybe,
-    activation: str,
-    scale: float,
-    promoted: bool,
-    dtype: torch.dtype,
-    group: str,
-) -> torch.Tensor:
-    return _sum("gemm_reduce_scatter", a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, group)
-
-
-@torch.library.custom_op("peerlane::gemm_all_reduce_fp8", mutates_args=())
-def _all_reduce(
-    a: torch.Tensor,
-    a_scales: torch.Tensor,
-    b: torch.Tensor,
-    b_scales: torch.Tensor,
-    bias: Maybe,
-    residual: Maybe,
-    activation: str,
-    scale: float,
-    promoted: bool,
-    dtype: torch.dtype,
-    group: str,
-) -> torch.Tensor:
-    return _sum("gemm_all_reduce", a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, group)
+_SUM = (
+    "(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias, Tensor? residual, str activation, float scale, bool promoted, "
+    "ScalarType dtype, str group) -> Tensor"
+)
+_reduce_scatter, _all_reduce = (
+    torch.library.custom_op(f"peerlane::{name}_fp8", functools.partial(_sum, name), mutates_args=(), schema=_SUM)
+    for name in ("gemm_reduce_scatter", "gemm_all_reduce")
+)
 
 
 @_reduce_scatter.register_fake
@@ -144,7 +128,8 @@ def _grouped(
 ) -> torch.Tensor:
     left, right, kit = Quantised(a, a_scales), Quantised(b, b_scales), kit_group(a, group)
     if kit is not None:
-        return fp8.grouped(kit, left, right, ends, promoted=promoted, dtype=dtype)
+        return fp8.grouped(kit, left, right, ends, promoted=promoted, dtype=dtype, batch_invariant=batch_invariant())
+    no_kernel("grouped_gemm_fp8", group, a, b)
     out, rows, first = a.new_zeros((a.shape[0], b.shape[2]), dtype=dtype), left.float(), 0
     for matrix, end in zip(right.float(), ends.tolist(), strict=True):
         out[first:end] = (rows[first:end] @ matrix).to(dtype)

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from peerlane.device.collectives import rms_norm
 from peerlane.errors import UsageError
+from peerlane.ops.check import no_kernel
 from peerlane.ops.groups import group_name, kit_group, world_size
 from peerlane.ops.products import summed
+from peerlane.settings import batch_invariant
 
 FP8 = torch.float8_e4m3fn
 _LARGEST, _SMALLEST_SCALE = 448.0, 1e-12  # of e4m3; of a token of zeros
@@ -41,10 +43,12 @@ def _all_reduce_rms_norm(
             epsilon=epsilon,
             quantisation=quantisation,  # type: ignore[arg-type]
             scale=scale,
+            batch_invariant=batch_invariant(),
         )
         return y.view(x.shape), total.view(x.shape), x.new_empty(0, dtype=torch.float32) if scales is None else scales.view(x.shape[:-1])
-    total = summed(x, group)
-    total = total if residual is None else total + residual
+    no_kernel("all_reduce_rms_norm", group, x, weight)
+    total = summed(x.to(torch.promote_types(x.dtype, torch.float32)), group)
+    total = (total if residual is None else total + residual).to(x.dtype)
     if quantisation == "none":
         return F.rms_norm(total, x.shape[-1:], weight, epsilon), total, x.new_empty(0, dtype=torch.float32)
     y = F.rms_norm(total.float(), x.shape[-1:], weight.float(), epsilon)
@@ -56,20 +60,13 @@ def _all_reduce_rms_norm(
 
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, ranks: int) -> bool:
     one_dtype = weight.dtype == rows.dtype and (residual is None or residual.dtype == rows.dtype)
-    fits = rows.shape[0] <= rms_norm.MAX_ROWS and not rows.shape[1] % 8 and rows.shape[1] >= 8 * ranks
+    fits = not rows.shape[1] % 8 and rows.shape[1] >= 8 * ranks
     return one_dtype and fits and ranks > 1 and rows.dtype in rms_norm.DTYPES
 
 
 @_all_reduce_rms_norm.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    epsilon: float,
-    quantisation: str,
-    group: str,
-) -> Three:
+def _(x: torch.Tensor, *others: Any) -> Three:
+    *_, quantisation, _group = others
     y = x.new_empty(x.shape, dtype=x.dtype if quantisation == "none" else FP8)
     return y, x.new_empty(x.shape), x.new_empty(x.shape[:-1] if quantisation == "token" else (0,), dtype=torch.float32)
 
@@ -126,8 +123,8 @@ def all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ``rms_norm(total) * weight`` and ``total``, the sum of all ranks' ``x`` plus ``residual``, rounded once.
 
-    x and residual (..., H), weight (H); residual and weight the same on all ranks. One kernel for up to 512 tokens of bfloat16 or float16,
-    H a multiple of 8; else an all-reduce and a norm."""
+    x and residual (..., H), weight (H); residual and weight the same on all ranks. One kernel for every 512 tokens of bfloat16 or float16,
+    H a multiple of 8; else an all-reduce in float32 and a norm."""
     y, total, _ = _all_reduce_rms_norm(x, weight, residual, None, epsilon, "none", group_name(group))
     return y, total
 

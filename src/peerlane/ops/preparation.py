@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ from peerlane.device.products.capacity import LEAST_ROWS, capacity, with_room
 from peerlane.errors import UsageError
 from peerlane.ops.groups import GroupLike
 from peerlane.ops.memory import kit_of, memory_report
+from peerlane.settings import batch_invariant
 
 PRODUCTS = ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "row_gather_gemm", "gemm_all_gather")
 """Operators whose memory grows with the number of tokens."""
@@ -66,24 +69,20 @@ def prepare(
     return kit.memory_report()
 
 
-def _gemm_all_reduce(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
-    with_room(gemm_all_reduce.memory_of, kit, rows, width, dtype)
-    for size in _sizes(kit, rows, width):
-        gemm_all_reduce.gemm_all_reduce(kit, size, width, dtype)
+def plain() -> gemm.Epilogue:
+    """Returns the epilogue of a product alone, in the process's mode."""
+    return gemm.Epilogue(batch_invariant=batch_invariant())
 
 
-def _gemm_reduce_scatter(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
-    own = -(-rows // kit.world_size)
-    with_room(gemm_reduce_scatter.memory_of, kit, own, width, dtype)
-    for size in _sizes(kit, own, width, parts=kit.world_size):
-        gemm_reduce_scatter.gemm_reduce_scatter(kit, size * kit.world_size, width, dtype)
-
-
-def _gemm_all_gather(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
-    share = -(-width // kit.world_size)
-    with_room(gemm_all_gather.memory_of, kit, rows, share)
-    for size in _sizes(kit, rows, share):
-        gemm_all_gather.gemm_all_gather(kit, size, share, dtype)
+def _kept(
+    make: Any, memory_of: Any, kit: Group, rows: int, width: int, dtype: torch.dtype, *, of_rows: bool = False, of_columns: bool = False
+) -> None:
+    """Prepares a product whose result has a rank's share ``of_rows``, or to which a rank gives its share ``of_columns``."""
+    parts = kit.world_size if of_rows else 1
+    own, columns = -(-rows // parts), -(-width // kit.world_size) if of_columns else width
+    with_room(memory_of, kit, own, columns, dtype)
+    for size in _sizes(kit, own, columns, parts=parts):
+        make(kit, parts * size, columns, dtype, plain())
 
 
 def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -94,7 +93,7 @@ def _all_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> N
         b = gemm.empty_aligned(depth, columns, torch.empty(0, dtype=dtype, device=kit.device))
         for size in _sizes(kit, rows, columns, depth=depth):
             a, out = gemm.empty_aligned(size, share, b), gemm.empty_aligned(size, columns, b)
-            all_gather_gemm.all_gather_gemm(kit, size, share, dtype, n=columns).bind(a, b, out)
+            all_gather_gemm.all_gather_gemm(kit, size, share, dtype, epilogue=plain(), n=columns).bind(a, b, out)
 
 
 def _row_gather_gemm(kit: Group, rows: int, width: int, dtype: torch.dtype) -> None:
@@ -113,13 +112,13 @@ def _experts(kit: Group, rows: int, width: int, dtype: torch.dtype, experts: Exp
     if experts.inner is not None:
         token_dispatch(kit, rows, k, own, 2 * row_bytes).load()  # of gradients: tokens and theirs
         for doubling in range((rows // LEAST_TOKENS).bit_length()):
-            expert_layer(kit, ExpertSizes(LEAST_TOKENS << doubling, k, width, experts.inner, own, 1, dtype))
+            expert_layer(kit, ExpertSizes(LEAST_TOKENS << doubling, k, width, experts.inner, own, 1, dtype, batch_invariant()))
 
 
 _PREPARED = {
-    "gemm_all_reduce": _gemm_all_reduce,
-    "gemm_reduce_scatter": _gemm_reduce_scatter,
-    "gemm_all_gather": _gemm_all_gather,
+    "gemm_all_reduce": partial(_kept, gemm_all_reduce.gemm_all_reduce, gemm_all_reduce.memory_of),
+    "gemm_reduce_scatter": partial(_kept, gemm_reduce_scatter.gemm_reduce_scatter, gemm_reduce_scatter.memory_of, of_rows=True),
+    "gemm_all_gather": partial(_kept, gemm_all_gather.gemm_all_gather, gemm_all_gather.memory_of, of_columns=True),
     "all_gather_gemm": _all_gather_gemm,
     "row_gather_gemm": _row_gather_gemm,
 }

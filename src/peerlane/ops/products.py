@@ -24,12 +24,13 @@ from peerlane.device.products.row_gather_gemm import MAX_PRODUCTS
 from peerlane.device.products.row_gather_gemm import row_gather_gemm as _fused_gather
 from peerlane.errors import UsageError
 from peerlane.ops import replicated
-from peerlane.ops.check import same_call
+from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.collectives import Gradient, replicates
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, product, require_product, require_terms, right_gradient, rows
 from peerlane.ops.sharding import takes_dtensors
 from peerlane.ops.transport import transport
+from peerlane.settings import batch_invariant
 
 Tensors = list[torch.Tensor]
 
@@ -71,19 +72,23 @@ def scattered(x: torch.Tensor, group: str) -> torch.Tensor:
     return part
 
 
-def _fused(group: str, a: torch.Tensor, *bs: torch.Tensor) -> Group | None:
-    """Returns the kit's group where there is a kernel for these operands."""
+def fused(name: str, group: str, a: torch.Tensor, *bs: torch.Tensor) -> Group | None:
+    """Returns the kit's group where there is a kernel for these operands. Raises UsageError for others in the batch-invariant mode."""
     fits = a.dtype in gemm.ELEMENT_TYPES and all(b.dtype == a.dtype and b.numel() for b in bs) and a.numel() > 0
-    return kit_group(a, group) if fits and world_size(group) > 1 else None
+    kit = kit_group(a, group) if fits and world_size(group) > 1 else None
+    if kit is None:
+        no_kernel(name, group, a, *bs)
+    return kit
 
 
 def _finish(
     total: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: Activation, scale: float
 ) -> torch.Tensor:
-    """Returns what the kernels make of a sum, by torch."""
-    total = total * scale if scale != 1 else total
+    """Returns what the kernels make of a sum, by torch; it is rounded once more."""
+    dtype = total.dtype
+    total = total.to(torch.promote_types(dtype, torch.float32)) * scale
     total = activate(total if bias is None else total + bias, activation)
-    return total if residual is None else total + residual
+    return (total if residual is None else total + residual).to(dtype)
 
 
 # --- all-gather of rows, and products ---
@@ -101,28 +106,21 @@ def _row_gather_gemm(
 ) -> Tensors:
     """Returns the products, and behind them all ranks' rows, or no rows unless it ``keeps`` them."""
     same_call("row_gather_gemm", group, a, *bs, *biases)
-    kit = _fused(group, a, *bs)
+    kit = fused("row_gather_gemm", group, a, *bs)
     if kit is None:
         whole = gathered(a, group)
         terms = [*biases, *[None] * (len(bs) - len(biases))]
         products = [_finish(whole @ b, bias, None, activation, scale) for b, bias in zip(bs, terms, strict=True)]  # type: ignore[arg-type]
         return [*products, whole if keeps else a.new_empty((0, a.shape[1]))]
-    epilogue = Epilogue(activation, bias=bool(biases), scale=scale != 1)  # type: ignore[arg-type]
+    epilogue = Epilogue(activation, bool(biases), scale=scale != 1, batch_invariant=batch_invariant())  # type: ignore[arg-type]
     multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, epilogue, keeps)
     outs = multiply(gemm.aligned(a), bs, biases=biases, scale=scale)
     return [out.contiguous() for out in outs] if keeps else [*(out.contiguous() for out in outs), a.new_empty((0, a.shape[1]))]
 
 
 @_row_gather_gemm.register_fake
-def _(
-    a: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    activation: str,
-    scale: float,
-    keeps: bool,
-    group: str,
-) -> Tensors:
+def _(a: torch.Tensor, bs: Sequence[torch.Tensor], *others: Any) -> Tensors:
+    *_, keeps, group = others
     rows = world_size(group) * a.shape[0]
     return [*(a.new_empty((rows, b.shape[1])) for b in bs), a.new_empty((rows if keeps else 0, a.shape[1]))]
 
@@ -174,39 +172,32 @@ _row_gather_gemm.register_autograd(_gather_gradients, setup_context=_remember_ga
 # --- products that are summed over ranks ---
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
-def _gemm_reduce_scatter(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
-) -> torch.Tensor:
-    same_call("gemm_reduce_scatter", group, a, b, *_given(bias, residual))
-    kit = _fused(group, a, b)
-    if kit is None:
-        return _finish(scattered(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
-    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype, _epilogue(bias, residual, activation, scale))
-    return multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale).contiguous()
+def _summing(name: str, sums: Callable[..., Any], by_torch: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+    """Returns the operator of a product that is summed over ranks, by ``sums`` of the kit or ``by_torch``."""
+
+    def operator(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        activation: str,
+        scale: float,
+        group: str,
+    ) -> torch.Tensor:
+        same_call(name, group, a, b, *(term for term in (bias, residual) if term is not None))
+        kit = fused(name, group, a, b)
+        if kit is None:
+            return _finish(by_torch(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
+        epilogue = Epilogue(activation, bias is not None, residual is not None, scale != 1, batch_invariant())  # type: ignore[arg-type]
+        multiply = sums(kit, a.shape[0], b.shape[1], a.dtype, epilogue)
+        found: torch.Tensor = multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale)
+        return found.clone(memory_format=torch.contiguous_format) if by_torch is summed else found.contiguous()  # of the arena, a copy
+
+    return torch.library.custom_op(f"peerlane::{name}", operator, mutates_args=())
 
 
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
-def _gemm_all_reduce(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
-) -> torch.Tensor:
-    same_call("gemm_all_reduce", group, a, b, *_given(bias, residual))
-    kit = _fused(group, a, b)
-    if kit is None:
-        return _finish(summed(a @ b, group), bias, residual, activation, scale)  # type: ignore[arg-type]
-    multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype, _epilogue(bias, residual, activation, scale))
-    found = multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale)
-    return found.clone(memory_format=torch.contiguous_format)
-
-
-def _given(*values: torch.Tensor | None) -> list[torch.Tensor]:
-    return [value for value in values if value is not None]
-
-
-def _epilogue(bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float) -> Epilogue:
-    return Epilogue(activation, bias=bias is not None, residual=residual is not None, scale=scale != 1)  # type: ignore[arg-type]
-
-
+_gemm_reduce_scatter = _summing("gemm_reduce_scatter", _fused_scatter, scattered)
+_gemm_all_reduce = _summing("gemm_all_reduce", _fused_sum, summed)
 _gemm_reduce_scatter.register_fake(lambda a, b, *others: a.new_empty((rows(a, world_size(others[-1]), "gemm_reduce_scatter"), b.shape[1])))
 _gemm_all_reduce.register_fake(lambda a, b, *others: a.new_empty((a.shape[0], b.shape[1])))
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from peerlane.device.collectives.reductions import SUM
 from peerlane.device.collectives.sharded_rms_norm import BLOCK_COLUMNS, serves, sharded_rms_norm
 from peerlane.errors import UsageError
-from peerlane.ops.check import same_call
+from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.groups import group_name, kit_group, world_size
 from peerlane.ops.norms import FP8, Three, norm_gradients, scales_of
 from peerlane.ops.shapes import rows
 from peerlane.ops.transport import transport
+from peerlane.settings import batch_invariant
 
 
 @torch.library.custom_op("peerlane::reduce_scatter_rms_norm", mutates_args=())
@@ -39,13 +40,16 @@ def _reduce_scatter_rms_norm(
             gathers=gathers,
             epsilon=epsilon,
             quantisation=quantisation,  # type: ignore[arg-type]
+            batch_invariant=batch_invariant(),
         )
         y_shape = x.shape if gathers else own
         found = x.new_empty(0, dtype=torch.float32) if scales is None else scales.view(_scale_shape(y_shape, quantisation))
         return y.view(y_shape), total.view(own), found
-    total = x.new_empty(own)
-    transport(x, group, SUM).reduce_scatter_tensor(total, x.contiguous())
-    total = total if residual is None else total + residual
+    no_kernel("reduce_scatter_rms_norm", group, x, weight)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+    total = wide.new_empty(own)
+    transport(wide, group, SUM).reduce_scatter_tensor(total, wide)
+    total = (total if residual is None else total + residual).to(x.dtype)
     if quantisation == "none":
         y, scales = F.rms_norm(total, (columns,), weight.to(total.dtype), epsilon), total.new_empty(0, dtype=torch.float32)
     else:
@@ -129,7 +133,7 @@ def reduce_scatter_rms_norm(
 
     x (tokens, ..., H), residual (tokens / W, ..., H): this rank's rows; weight (H), the same on all ranks. ``gathers``: the norm is that
     of all ranks' rows, (tokens, ..., H); ``total`` stays this rank's. One kernel for bfloat16 or float16, H a multiple of 8 and at most
-    16,384; else a reduce-scatter, a norm and an all-gather."""
+    16,384; else a reduce-scatter in float32, a norm and an all-gather."""
     y, total, _ = _reduce_scatter_rms_norm(x, weight, residual, gathers, epsilon, "none", group_name(group))
     return y, total
 

@@ -14,6 +14,7 @@ from peerlane.device.collectives.reductions import SUM, Reduction, refusal
 from peerlane.device.host.group import current_group
 from peerlane.device.host.tally import count
 from peerlane.errors import UsageError
+from peerlane.ops.check import no_kernel
 from peerlane.ops.groups import kit_group, process_group, world_size
 
 
@@ -40,6 +41,8 @@ def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -
 
     Reductions that the kit lacks go to torch.distributed, which is logged once and counted in the backend's ``report()``."""
     kit = kit_group(x, group)
+    if reduction is not None and world_size(group) > 1 and (kit is None or refusal(reduction.name, x.dtype)):
+        no_kernel(f"a reduction with {reduction.name}", group, x)
     if kit is None:
         return Alone() if world_size(group) == 1 else Library(group)
     if reduction is None or not (reason := refusal(reduction.name, x.dtype)):

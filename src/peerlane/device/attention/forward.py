@@ -71,12 +71,13 @@ TILINGS = (
 )
 
 
-def choose_tiling(queries: int, keys: int, depth: int, causal: bool, *, parcels: bool = False) -> AttentionTiling:
+def choose_tiling(queries: int | None, keys: int, depth: int, causal: bool, *, parcels: bool = False) -> AttentionTiling:
     """Depends on its arguments alone, so ranks that must agree pass the same. The fastest of some on an H100, where tiles are large.
+    ``queries``: None for one tiling of all numbers of queries and keys.
 
     ``parcels``: with some shared memory left for them, and a spare warp."""
     deep = depth > PANEL
-    if queries <= 64:
+    if queries is not None and queries <= 64:
         groups, block = (1, 32) if max(queries, keys) <= 32 else (1, 64)
     elif deep:
         groups, block = 2, 128 if causal else 160 if parcels else 176
@@ -228,11 +229,13 @@ def attention(
     offset: int | None = None,
     group: Group | None = None,
     tiling: AttentionTiling | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale q k^T) v on this rank alone, and the natural logarithm of the sum of exponentials: (B, S_q, h, D_v) and (B, h, S_q).
 
     q (B, S_q, h, D), k (B, S_k, h_kv, D), v (B, S_k, h_kv, D_v): bfloat16 or float16; h / h_kv consecutive query heads share a key head.
     ``causal``: key j counts for query i if j <= i + ``offset``, by default S_k - S_q. Queries without keys get 0 and -inf.
+    ``batch_invariant``: a query has the same bits whatever other queries, heads and sequences stand beside it.
     """
     check_operands(q, k, v)
     member, sizes, power = group or group_of(), Sizes.of(q, k, causal, offset), check_scale(scale, q.shape[3])
@@ -241,6 +244,8 @@ def attention(
     tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out, "logarithms": logarithms}
     if causal:
         tensors["claims"] = torch.zeros(1, dtype=torch.int32, device=q.device)
+    if batch_invariant:
+        tiling = choose_tiling(None, sizes.keys, max(q.shape[3], v.shape[3]), causal)
     key = power, causal, sizes.offset, tiling, layouts(member, *tensors.values())
     ATTENTION.reserve(member).launches.get(key, lambda: bind(member, tensors, sizes, power, tiling))()
     return out, logarithms

@@ -33,7 +33,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.errors import UsageError
 
 MAX_ROWS = 512
-"""Tokens of a call; for more a two-shot all-reduce and a norm are as fast."""
+"""Tokens of a launch."""
 PACKET_ELEMENTS = 6
 MOST_TEAMS = 2  # of a block, which work on a token each where blocks have several
 DTYPES = torch.bfloat16, torch.float16
@@ -67,8 +67,8 @@ def threads_of(packets: int, teams: int, most: int = 1024) -> int:
 class AllReduceRmsNorm:
     """``call(x, weight, residual)`` for tokens of ``columns``: ``total``, the sum over ranks of x, plus residual, and its RMSNorm y.
 
-    x and residual (tokens, columns), 1 to 512 tokens, the same number on all ranks; weight (columns); columns a multiple of 8; all
-    contiguous, in bfloat16 or float16; residual and weight the same on all ranks. y is of x's dtype, or e4m3. Creating one is collective.
+    x and residual (tokens, columns), as many on all ranks; a launch takes 512; weight (columns); columns a multiple of 8; all contiguous,
+    in bfloat16 or float16; residual and weight the same on all ranks. y is of x's dtype, or e4m3. Creating one is collective.
     Calls of any numbers of tokens, in one stream, need no barrier between them and can be captured in a graph."""
 
     def __init__(self, group: Group, columns: int, dtype: torch.dtype) -> None:
@@ -100,19 +100,21 @@ class AllReduceRmsNorm:
         epsilon: float = 1e-6,
         quantisation: Quantisation = "none",
         scale: torch.Tensor | None = None,
+        batch_invariant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns y, total and the scales (tokens) that it found, of quantisation by token; y times its scale is the norm. ``scale`` is
-        that of quantisation by tensor: one float32."""
+        that of quantisation by tensor: one float32. ``batch_invariant``: squares are added in one order, whatever the number of tokens."""
         self._check(x, weight, residual, quantisation, scale)
-        rows = x.shape[0]
         y = torch.empty_like(x, dtype=x.dtype if quantisation == "none" else torch.float8_e4m3fn)
         total = torch.empty_like(x)
-        scales = x.new_empty(rows, dtype=torch.float32) if quantisation == "token" else None
-        if rows:
+        scales = x.new_empty(len(x), dtype=torch.float32) if quantisation == "token" else None
+        given = {"x": x, "residual": residual, "total": total, "y": y, "scales": scales}
+        for first in range(0, len(x), MAX_ROWS):
+            part = {name: None if value is None else value[first : first + MAX_ROWS] for name, value in given.items()}
+            rows = min(len(x) - first, MAX_ROWS)
             grid = min(rows, self.group.waiting_blocks)
-            launch = self._bound(rows > self.one_shot_rows, quantisation, grid, 1 if rows <= grid else MOST_TEAMS)
-            given = {"x": x, "weight": weight, "residual": residual, "total": total, "y": y, "scale": scale, "scales": scales}
-            launch(**given, rows=rows, epsilon=epsilon)
+            launch = self._bound(rows > self.one_shot_rows, quantisation, grid, 1 if rows <= grid or batch_invariant else MOST_TEAMS)
+            launch(**part, weight=weight, scale=scale, rows=rows, epsilon=epsilon)
         return y, total, scales
 
     def close(self) -> None:
@@ -144,13 +146,11 @@ class AllReduceRmsNorm:
         shape = x.shape[0] if x.dim() == 2 else -1, self.columns
         given = [x, weight, *([] if residual is None else [residual])]
         wanted = [shape, (self.columns,), shape]
-        if not 0 <= shape[0] <= MAX_ROWS or any(
-            tuple(value.shape) != size or value.dtype != self.dtype for value, size in zip(given, wanted, strict=False)
-        ):
+        if shape[0] < 0 or any(tuple(value.shape) != size or value.dtype != self.dtype for value, size in zip(given, wanted, strict=False)):
             raise UsageError(
                 f"all-reduce and RMSNorm got x, weight and residual of {[tuple(value.shape) for value in given]} in "
-                f"{[value.dtype for value in given]}: expected (tokens, {self.columns}), ({self.columns},), (tokens, {self.columns}), at "
-                f"most {MAX_ROWS} tokens, in {self.dtype}; use all_reduce and torch.nn.functional.rms_norm for more"
+                f"{[value.dtype for value in given]}: expected (tokens, {self.columns}), ({self.columns},), (tokens, {self.columns}), in "
+                f"{self.dtype}"
             )
         if (quantisation == "tensor") != (scale is not None) or (
             scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32)

@@ -72,9 +72,10 @@ class ShardedRmsNorm:
         gathers: bool,
         epsilon: float = 1e-6,
         quantisation: Quantisation = "none",
+        batch_invariant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Returns y, (W rows, columns) if it ``gathers``, else (rows, columns); total (rows, columns); and y's scales, (rows of y) or (rows
-        of y, columns / 128), by which y times its scale is the norm."""
+        of y, columns / 128), by which y times its scale is the norm. ``batch_invariant``: a row has as many warps for any rows."""
         rows = self._check(x, weight, residual, reduces, quantisation)
         columns, of_y = x.shape[1], rows * (self.group.world_size if gathers else 1)
         y = x.new_empty((of_y, columns), dtype=x.dtype if quantisation == "none" else torch.float8_e4m3fn)
@@ -82,16 +83,18 @@ class ShardedRmsNorm:
         shape = {"none": (), "row": (of_y,), "block": (of_y, columns // BLOCK_COLUMNS)}[quantisation]
         scales = x.new_empty(shape, dtype=torch.float32) if shape else None
         if rows:
-            launch = self._bound(x.dtype, columns, self._tile_rows(rows, columns), reduces, gathers, quantisation)
+            tile_rows = self._tile_rows(None if batch_invariant else rows, columns)
+            launch = self._bound(x.dtype, columns, tile_rows, reduces, gathers, quantisation)
             given = {"x": x, "weight": weight, "residual": residual}
             read = {name: None if value is None else _aligned(value) for name, value in given.items()}
             launch(**read, total=total, y=y, scales=scales, rows=rows, epsilon=epsilon)
         return y, total, scales
 
-    def _tile_rows(self, rows: int, columns: int) -> int:
-        """Returns how many rows a tile has: what a place of a ring holds, and fewer where blocks would have no tile."""
+    def _tile_rows(self, rows: int | None, columns: int) -> int:
+        """Returns how many rows a tile has: what a place of a ring holds, and fewer where blocks would have no tile. None: of any."""
         rings, found = self.kit.machine.rings, 1
-        most = min(rings.tile_bytes // (2 * columns), rows // self._grid, rings.summing_warps, MOST_ROWS_OF_A_TILE)
+        most = min(rings.tile_bytes // (2 * columns), rings.summing_warps, MOST_ROWS_OF_A_TILE)
+        most = most if rows is None else min(most, rows // self._grid)
         while 2 * found <= most and rings.summing_warps % (2 * found) == 0:
             found *= 2
         return found

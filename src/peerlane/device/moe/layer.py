@@ -74,6 +74,8 @@ class ExpertSizes:
     own: int
     share: int
     dtype: torch.dtype
+    batch_invariant: bool = False
+    """one tile shape for all numbers of tokens"""
 
     def check(self, world_size: int) -> None:
         """Raises UsageError unless there are kernels for these."""
@@ -99,6 +101,8 @@ class ExpertLayer:
         most, at_rank = max(tokens), sum(tokens) * min(sizes.k, own)
         blocks = group.waiting_blocks if among_products else group.sm_count
         up, down = (gemm.choose_tiling(max(1, at_rank), n, k, blocks, tilings=TILINGS) for n, k in ((2 * inner, h), (h, inner)))
+        if sizes.batch_invariant:
+            up = down = TILINGS[1]
         tile_rows = max(up.rows, down.rows)
         up, down = (tiling if tiling.rows == tile_rows else TILINGS[1] for tiling in (up, down))  # tiles of rows are the same in both
         self.tilings = up, down

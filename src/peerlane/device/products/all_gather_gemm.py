@@ -91,7 +91,7 @@ class AllGatherGemm:
         memory: Memory | None = None,
     ) -> None:
         self.group, self.epilogue, self._plain = group_of(group), epilogue, epilogue == gemm.PLAIN
-        self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
+        self.tilings = gemm.tilings_for(self.group, epilogue.batch_invariant) if tiling is None else [tiling]
         self.maps = tensor_maps(self.group)
         world_size = self.group.world_size
         if scatters and communicator_blocks:
@@ -165,7 +165,8 @@ def all_gather_gemm(
 ) -> AllGatherGemm:
     """The group's one :class:`AllGatherGemm` of this kind and size; the first call of more rows than all before is collective. It is
     tuned for ``n`` columns, the same on all ranks; 0: it follows the model."""
-    blocks, tiling = _fastest(group, capacity(m), local_k, dtype, scatters, n) if n else (0, None)
+    tuned = n and not epilogue.batch_invariant  # communicator blocks change the order of k
+    blocks, tiling = _fastest(group, capacity(m), local_k, dtype, scatters, n) if tuned else (0, None)
     memory = with_room(memory_of, group, m, local_k, scatters)
     return AllGatherGemm(
         m, local_k, dtype, group, communicator_blocks=blocks, scatters=scatters, epilogue=epilogue, tiling=tiling, memory=memory

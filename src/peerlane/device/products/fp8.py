@@ -87,11 +87,12 @@ class Behind(gemm.Terms, total=False):
     activation: Activation
     promoted: bool
     dtype: torch.dtype
+    batch_invariant: bool
 
 
 def _epilogue(behind: Behind, bias: bool, scaling: Scaling) -> Epilogue:
-    residual, scaled = behind.get("residual") is not None, behind.get("scale", 1.0) != 1
-    return Epilogue(behind.get("activation", "none"), bias=bias, residual=residual, scale=scaled, scaling=scaling)
+    residual, scaled, fixed = behind.get("residual") is not None, behind.get("scale", 1.0) != 1, behind.get("batch_invariant", False)
+    return Epilogue(behind.get("activation", "none"), bias, residual, scaled, fixed, scaling)
 
 
 def prepared(a: Quantised, b: Quantised, behind: Behind) -> tuple[torch.Tensor, torch.Tensor, Epilogue, gemm.Terms]:
@@ -152,10 +153,17 @@ def row_gather_products(
 
 
 def grouped(
-    group: Group, a: Quantised, b: Quantised, ends: torch.Tensor, *, promoted: bool = False, dtype: torch.dtype = torch.bfloat16
+    group: Group,
+    a: Quantised,
+    b: Quantised,
+    ends: torch.Tensor,
+    *,
+    promoted: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Returns rows [ends[g - 1], ends[g]) of a (rows, k) times b[g] (groups, k, n); see :class:`GroupedProduct`."""
     scaling, (groups, k, n) = scaling_of(a, b, promoted), b.values.shape
-    multiply = grouped_product(group, a.values.shape[0], groups, n, k // PAIR, dtype, scaling)
+    multiply = grouped_product(group, a.values.shape[0], (groups, n, k // PAIR), dtype, None, scaling, batch_invariant)
     left, right = left_pairs(a.values, dtype), left_pairs(b.values.mT, dtype)
     return multiply(left, right, ends, by_rows(a).scales.unsqueeze(0), b.scales.mT)

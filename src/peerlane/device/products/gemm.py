@@ -17,6 +17,7 @@ from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.roles import GROUP_THREADS
 from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps, tensor_maps
+from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.scales import OperandScales, Scaling, scales_at
 from peerlane.errors import UsageError
 
@@ -80,13 +81,16 @@ class Epilogue:
     residual: bool = False
     """as large as the result, in the operands' dtype"""
     scale: bool = False
+    batch_invariant: bool = False
+    """a row has the same bits whatever m is and wherever it stands: one tile shape; ranks' parts are rounded and added in rank order"""
     scaling: Scaling = "none"
     """unless none, operands hold e4m3: both lie along k, two numbers pass for an element, and a call gives their scales (``scales_at``)"""
 
     @property
     def cpp(self) -> str:
         parts = ", ".join("true" if part else "false" for part in (self.bias, self.residual, self.scale))
-        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}, peerlane::Scaling::{self.scaling}>"
+        last = ", true" if self.batch_invariant else ""
+        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}, peerlane::Scaling::{self.scaling}{last}>"
 
     def fields(
         self,
@@ -199,6 +203,8 @@ TILINGS = (
     Tiling(2, 64, 8),
     Tiling(1, 64, 8),
 )
+BATCH_INVARIANT = Tiling(2, 128, 6)
+"""The tiles of batch-invariant products, for all sizes."""
 
 
 def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
@@ -244,8 +250,11 @@ def result_map(place: TensorPlace) -> TensorMapSpec:
     return place.map((64, PANEL))
 
 
-def tilings_for(group: Group) -> Sequence[Tiling]:
-    """Those of one block where ranks share a GPU: all blocks have to be resident, and how many clusters a share holds nobody says."""
+def tilings_for(group: Group, batch_invariant: bool = False) -> Sequence[Tiling]:
+    """Those of one block where ranks share a GPU: all blocks have to be resident, and how many clusters a share holds nobody says. One of
+    them if a product is to be ``batch_invariant``."""
+    if batch_invariant:
+        return [BATCH_INVARIANT]
     return TILINGS if group.ranks_per_device == 1 else [tiling for tiling in TILINGS if tiling.blocks == 1]
 
 
@@ -289,14 +298,35 @@ TYPICAL_DEPTH = 2048
 """For which tiles are chosen where ranks share a product, whatever k is: k may differ from rank to rank, the tiles may not."""
 
 
-def tuned_tiling(
-    group: Group, kernel: str, m: int, n: int, dtype: torch.dtype, make: Callable[[Tiling], Multiplier], parts: int = 1
-) -> Tiling | None:
-    """Collective: the tiling by which an (m, n) product, of which a rank computes or owns ``m / parts`` rows at a time, is fastest. None if
-    it is the model's, which is then to be trusted with smaller sizes of this capacity too."""
-    options = rank_tilings(m // parts, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
-    fastest = tuned(group, kernel, ((m, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, make)
-    return None if fastest == options[0] else fastest
+Sharded = TypeVar("Sharded")
+Room = TypeVar("Room")
+
+
+def kept_products(
+    make: Callable[..., Sharded], kernel: str, memory: Callable[[Group, int, int, torch.dtype], Room], *, in_parts: bool = False
+) -> tuple[Callable[..., Sharded], Callable[[Group, int, int, torch.dtype], Room]]:
+    """Returns ``product(group, m, n, dtype, epilogue=PLAIN)``, the group's one of this size, and ``memory_of(group, rows, n, dtype)``.
+
+    The first call of more rows than all before is collective: memory has room for sizes of up to ``rows`` rows of a rank, all m of them, or
+    ``in_parts`` a share. k is no part of it: ranks may differ. A product has the tiling that was measured to be best, if one was."""
+    memory_of = per_group(memory)
+
+    @per_group
+    def tiling_of(group: Group, rows: int, n: int, dtype: torch.dtype) -> Tiling | None:
+        parts = group.world_size if in_parts else 1
+        options = rank_tilings(rows, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
+        of_tiling: Any = lambda tiling: make(parts * rows, n, dtype, group, tiling=tiling)  # noqa: E731
+        fastest = tuned(group, kernel, ((parts * rows, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, of_tiling)
+        return None if fastest == options[0] else fastest  # the model is then to be trusted with smaller sizes of this capacity too
+
+    @per_group
+    def product(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = PLAIN) -> Sharded:
+        rows = m // group.world_size if in_parts else m
+        room = with_room(memory_of, group, rows, n, dtype)
+        tiling = None if epilogue.batch_invariant else tiling_of(group, capacity(rows), n, dtype)
+        return make(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=room)
+
+    return product, memory_of
 
 
 def operand_box(major: Major, span: int) -> tuple[int, int]:
@@ -383,7 +413,7 @@ class Product:
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
     ) -> None:
         self.shape, self.epilogue, self.maps = shape, epilogue, tensor_maps(group)
-        self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group))
+        self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group, epilogue.batch_invariant))
         self._bind: Callable[[Major], BoundKernel] = functools.cache(functools.partial(_bound, group, shape, dtype, epilogue, self.tiling))
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device.host.declare import BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
-from peerlane.device.host.group import MAX_RANKS, Group, per_group
+from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import tensor_maps
 from peerlane.device.products import gemm
-from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.gemm import Epilogue, Major, Tiling
 from peerlane.errors import UsageError
 
@@ -77,7 +76,8 @@ class GemmAllGather:
                 f"GEMM of ({m}, {n}) in {dtype} and all-gather: "
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
-        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
+        tilings = gemm.tilings_for(self.group, epilogue.batch_invariant)
+        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=tilings)
         self.maps, self.memory = tensor_maps(self.group), memory or _memory(self.group, m, n, [tiling])
         tiles, stride, reserved = tiling.grouped(m, n), gemm.row_stride(n), self.memory.reserved
         # Blocks of columns side by side where they begin at multiples of 16 bytes, one behind the other elsewhere.
@@ -122,21 +122,7 @@ class GemmAllGather:
         return self.result.reshape(m, -1)
 
 
-@per_group
-def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
-    """The group's one :class:`GemmAllGather` of this size; the first call of more rows than all before is collective. k is no part of
-    it: ranks may differ. A result is valid until the next call with as many columns."""
-    memory, tiling = with_room(memory_of, group, m, n), tiling_of(group, capacity(m), n, dtype)
-    return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
-
-
-@per_group
-def tiling_of(group: Group, m: int, n: int, dtype: torch.dtype) -> Tiling | None:
-    """Collective: the tiling that was measured to be best, if one was."""
-    return gemm.tuned_tiling(group, "gemm_all_gather", m, n, dtype, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
-
-
-@per_group
-def memory_of(group: Group, m: int, n: int) -> Memory:
-    """Collective: memory for all sizes of up to ``m`` rows."""
-    return _memory(group, m, n, gemm.tilings_for(group))
+gemm_all_gather, memory_of = gemm.kept_products(
+    GemmAllGather, "gemm_all_gather", lambda group, m, n, dtype: _memory(group, m, n, gemm.tilings_for(group))
+)
+"""A result is valid until the next call with as many columns."""

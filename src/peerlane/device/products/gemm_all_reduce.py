@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device.host.declare import Buffer, DeclaredKernel, Map
-from peerlane.device.host.group import MAX_RANKS, Group, per_group
+from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.products import gemm, owner_sum
-from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
@@ -69,7 +68,8 @@ class GemmAllReduce(OwnerSum):
                 f"GEMM and all-reduce of ({m}, {n}) in {dtype}: "
                 "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
-        tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
+        tilings = gemm.tilings_for(ranks, epilogue.batch_invariant)
+        tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=tilings)
         memory, stride = memory or _memory(ranks, m, n, dtype, [tiling]), gemm.row_stride(n)
         places = [TensorPlace(address, dtype, (m, n), (stride, 1)) for address in memory.reserved.addresses("result")]
         out = [gemm.result_map(place.split(1)) for place in places]
@@ -81,21 +81,7 @@ class GemmAllReduce(OwnerSum):
         return self.result
 
 
-@per_group
-def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
-    """The group's one :class:`GemmAllReduce` of this size; the first call of more rows than all before is collective. k is no part of
-    it: ranks may differ. A result is valid until the next call with as many columns."""
-    memory, tiling = with_room(memory_of, group, m, n, dtype), tiling_of(group, capacity(m), n, dtype)
-    return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
-
-
-@per_group
-def tiling_of(group: Group, m: int, n: int, dtype: torch.dtype) -> Tiling | None:
-    """Collective: the tiling that was measured to be best, if one was."""
-    return gemm.tuned_tiling(group, "gemm_all_reduce", m, n, dtype, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
-
-
-@per_group
-def memory_of(group: Group, m: int, n: int, dtype: torch.dtype) -> SumMemory:
-    """Collective: memory for all sizes of up to ``m`` rows."""
-    return _memory(group, m, n, dtype, gemm.tilings_for(group))
+gemm_all_reduce, memory_of = gemm.kept_products(
+    GemmAllReduce, "gemm_all_reduce", lambda group, m, n, dtype: _memory(group, m, n, dtype, gemm.tilings_for(group))
+)
+"""A result is valid until the next call with as many columns."""

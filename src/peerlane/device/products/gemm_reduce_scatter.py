@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device.host.declare import U32, DeclaredKernel, Map
-from peerlane.device.host.group import Group, per_group
+from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.products import gemm, owner_sum
-from peerlane.device.products.capacity import capacity, with_room
 from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.device.products.owner_sum import OwnerSum, SumMemory, SumPlan
 from peerlane.errors import UsageError
@@ -69,7 +68,7 @@ class GemmReduceScatter(OwnerSum):
                 "bfloat16 or float16; pad the rows with zeros or convert the operands"
             )
         if tiling is None:
-            tilings = gemm.tilings_for(ranks)
+            tilings = gemm.tilings_for(ranks, epilogue.batch_invariant)
             tiling = gemm.choose_tiling(rows, n, gemm.TYPICAL_DEPTH, ranks.sm_count, parts=world_size, tilings=tilings)
         memory = memory or _memory(ranks, rows, n, dtype, [tiling])
         super().__init__(memory, _plan(ranks, rows, n, dtype, tiling), epilogue, local_rows=rows)
@@ -80,24 +79,9 @@ class GemmReduceScatter(OwnerSum):
         return out
 
 
-@per_group
-def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmReduceScatter:
-    """The group's one :class:`GemmReduceScatter` of this size; the first call of more rows than all before is collective. k is no part
-    of it: ranks may differ."""
-    rows = m // group.world_size
-    memory, tiling = with_room(memory_of, group, rows, n, dtype), tiling_of(group, capacity(rows), n, dtype)
-    return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling, memory=memory)
-
-
-@per_group
-def tiling_of(group: Group, rows: int, n: int, dtype: torch.dtype) -> Tiling | None:
-    """Collective: the tiling that was measured to be best, if one was."""
-    m = rows * group.world_size
-    make = lambda option: GemmReduceScatter(m, n, dtype, group, tiling=option)  # noqa: E731
-    return gemm.tuned_tiling(group, "gemm_reduce_scatter", m, n, dtype, make, parts=group.world_size)
-
-
-@per_group
-def memory_of(group: Group, rows: int, n: int, dtype: torch.dtype) -> SumMemory:
-    """Collective: memory for all sizes of up to ``rows`` rows on each rank."""
-    return _memory(group, rows, n, dtype, gemm.tilings_for(group))
+gemm_reduce_scatter, memory_of = gemm.kept_products(
+    GemmReduceScatter,
+    "gemm_reduce_scatter",
+    lambda group, rows, n, dtype: _memory(group, rows, n, dtype, gemm.tilings_for(group)),
+    in_parts=True,
+)

@@ -53,6 +53,7 @@ class GroupedProduct:
         dtype: torch.dtype,
         tiling: Tiling | None = None,
         scaling: Scaling = "none",
+        batch_invariant: bool = False,
     ) -> None:
         groups, n, k = shape
         if dtype not in gemm.ELEMENT_TYPES or n % 8 or k % 8 or not 1 <= groups <= MAX_GROUPS:
@@ -61,7 +62,7 @@ class GroupedProduct:
             )
         self.shape, self.maps, self.scaling = shape, tensor_maps(group), scaling
         each = max(1, rows // groups)
-        tiling = tiling or gemm.choose_tiling(each, n, k, group.sm_count, groups, tilings=gemm.tilings_for(group))
+        tiling = tiling or gemm.choose_tiling(each, n, k, group.sm_count, groups, tilings=gemm.tilings_for(group, batch_invariant))
         self.tiling = tiling
 
         def bind(major: Major) -> BoundKernel:
@@ -105,7 +106,5 @@ class GroupedProduct:
         return out
 
 
-@per_group
-def grouped_product(group: Group, rows: int, groups: int, n: int, k: int, dtype: torch.dtype, scaling: Scaling = "none") -> GroupedProduct:
-    """The group's one :class:`GroupedProduct` of this size."""
-    return GroupedProduct(group, rows, (groups, n, k), dtype, scaling=scaling)
+grouped_product = per_group(GroupedProduct)
+"""The group's one product of a size."""

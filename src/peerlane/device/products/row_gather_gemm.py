@@ -129,7 +129,7 @@ class RowGatherGemm:
                 f"all-gather of rows ({m}, {k}) in {dtype} from {self.group.world_size} ranks and GEMM: expected bfloat16 or float16, no "
                 "size of 0 and at least 2 ranks; use a product and a collective otherwise"
             )
-        self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
+        self.tilings = gemm.tilings_for(self.group, epilogue.batch_invariant) if tiling is None else [tiling]
         header = header_bytes(epilogue.scaling, k)
         self.maps, self.memory = tensor_maps(self.group), memory or reserve(self.group, m, k, header)
         pieces = choose_pieces(m, k, self.group.world_size)

@@ -23,10 +23,12 @@ namespace peerlane {
 //   TensorMap residual    as large as the result, boxes of a block's rows of a tile
 enum class Activation { none, relu, silu, gelu, gelu_tanh };
 
-template <Activation Function = Activation::none, bool Bias = false, bool Residual = false, bool Scale = false, Scaling Scales = Scaling::none>
+// `BatchInvariant`: sums over ranks do not depend on who owns a tile (owner_sum.cuh).
+template <Activation Function = Activation::none, bool Bias = false, bool Residual = false, bool Scale = false, Scaling Scales = Scaling::none,
+          bool BatchInvariant = false>
 struct Epilogue {
     static constexpr Activation activation = Function;
-    static constexpr bool bias = Bias, residual = Residual, scale = Scale;
+    static constexpr bool bias = Bias, residual = Residual, scale = Scale, batch_invariant = BatchInvariant;
     static constexpr Scaling scaling = Scales;
 };
 

@@ -3,6 +3,7 @@
 // A finished tile goes from shared memory straight to its owner's slot for this rank, and a flag behind it. The owner computes its own tile
 // of the same number about a wave later, and adds the others' to it in fp32, from the next rank before it backwards (a fixed order), before it
 // rounds once. So each rank's port is used evenly while it computes, nothing is zeroed, and own tiles never see memory before they are final.
+// A batch-invariant sum goes in rank order, and the own tile is rounded first, as the others' are: the bits do not depend on the owner.
 //
 // With two buffers slots take turns by the launch's epoch. A rank that finishes launch e has had tiles of launch e from every other rank, which had
 // therefore finished launch e - 1: the slots of launch e - 1 may be written again in launch e + 1. One buffer will do if no rank finishes a launch
@@ -77,7 +78,7 @@ struct OwnerSum : Shape {
         for (int before = 1; before < W; ++before) {
             ready.wait();
             ready.release();
-            const int source = rank_after<W>(arena.rank, W - before);
+            const int source = source_of(before);
             load_partial<Shape>(in, &parameters.partials, {tile.slot_column, tile.slot_row + Shape::first_row(), slot_of(source)});
         }
         load_epilogue<Shape>(parameters, {tile.column, tile.result_row + Shape::first_row(), 0}, in);
@@ -86,7 +87,7 @@ struct OwnerSum : Shape {
     // For each other rank's tile of an own one's number.
     __device__ void watch(const Tile& tile, ReadyProducer& ready) const {
         for (int before = 1; before < W && tile.owner == arena.rank; ++before) {
-            const int source = rank_after<W>(arena.rank, W - before);
+            const int source = source_of(before);
             peers(storer).wait_slots(source, flag_of(tile, 0), Shape::roles.consumer_groups, epoch);
             ready.acquire();
             ready.commit();
@@ -105,8 +106,36 @@ struct OwnerSum : Shape {
         const int row = tile.row + Shape::first_row(group);
         multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in, {parameters.a_scales, parameters.b_scales, row, tile.column});
         if (tile.owner == arena.rank) {
-            for (int before = 1; before < W; ++before) add_partial<Shape>(sum, group, in);
+            if constexpr (Shape::Epilogue::batch_invariant) {
+                add_in_rank_order(sum, group, in);
+            } else {
+                for (int before = 1; before < W; ++before) add_partial<Shape>(sum, group, in);
+            }
             apply_epilogue<Shape>(sum, parameters, group, tile.column, in);
+        }
+    }
+
+    // All ranks' parts, the own one rounded as the others were: the same bits on any owner.
+    __device__ void add_in_rank_order(typename Shape::Sum& sum, u32 group, InputConsumer<Shape>& in) const {
+        constexpr int pairs = Shape::columns / 4;
+        u32 own[pairs];
+#pragma unroll
+        for (int i = 0; i < pairs; ++i) {
+            own[i] = Shape::E::narrow(sum.value + 2 * i);
+            sum.value[2 * i] = sum.value[2 * i + 1] = 0;
+        }
+#pragma unroll 1
+        for (u32 q = 0; q < W; ++q) {
+            if (q != arena.rank) {
+                add_partial<Shape>(sum, group, in);
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < pairs; ++i) {
+                float part[2];
+                Shape::E::widen(own[i], part);
+                sum.value[2 * i] += part[0], sum.value[2 * i + 1] += part[1];
+            }
         }
     }
 
@@ -116,6 +145,11 @@ struct OwnerSum : Shape {
         peers(storer).signal(tile.owner, flag_of(tile, group), epoch);
     }
 
+    // Whose part comes next, of the others: from the next rank before this one backwards, or in rank order.
+    __device__ int source_of(int before) const {
+        if constexpr (Shape::Epilogue::batch_invariant) return before - (before > static_cast<int>(arena.rank) ? 0 : 1);
+        return rank_after<W>(arena.rank, W - before);
+    }
     static constexpr u32 tile_flags = Shape::rows / 64;
     __device__ static u32 flag_of(const Tile& tile, u32 group) { return tile.number * tile_flags + Shape::group_of_tile(group); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
