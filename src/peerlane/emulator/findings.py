@@ -15,6 +15,7 @@ MEANINGS = {
     "deadlock": "nobody can go on",
     "trap": "a kernel stopped itself",
     "illegal_address": "memory that this thread may not use",
+    "misaligned_address": "a GPU stops here: the address of an access must be a multiple of its size (16 for float4)",
     "unfinished_copy": "the block ended while a copy may still use its shared memory: wait for it first",
     "wrong_result": "the memory does not hold what was expected",
     "barrier": "all threads of a block, or of a mask, must come to the same barrier, with the same arguments: move it out of the branch",

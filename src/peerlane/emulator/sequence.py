@@ -20,7 +20,7 @@ from peerlane.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
 from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import EmulatedFault
 
-FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "endless"})
+FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misaligned_address", "misuse", "endless"})
 """Findings behind which there is no result."""
 MOST_LAUNCHES = 3
 """Launches of a sequence: faults of reuse show from the second or third launch on."""

@@ -50,8 +50,9 @@ inline void Machine::learn(Fiber& fiber, Scope needed, const Ref<Snapshot>& know
 inline bool Machine::outside(const void* address, std::uint32_t bytes, std::uint32_t site) {
     const std::uint64_t offset = this->offset(address);
     if (memory.holds(offset) && offset % bytes) {
-        Finding finding{"illegal_address", "an atomic access that is not aligned to its size", {side(*current, "")}};
+        Finding finding{"misaligned_address", "", {side(*current, "accesses " + std::to_string(bytes) + " bytes")}};
         finding.sides[0].site = site;
+        locate(finding, offset);
         fatal(std::move(finding));
     }
     return !memory.holds(offset);

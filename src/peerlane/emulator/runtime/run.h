@@ -92,7 +92,7 @@ inline void Machine::run(int schedule, std::uint64_t seed) {
 }
 
 inline void Machine::abandon(const char* kind, const char* what) {
-    report({kind, what, {side(*current, "goes wrong after this place")}});
+    report({kind, what, {side(*current, std::strcmp(kind, "misaligned_address") ? "goes wrong after this place" : "goes wrong")}});
     switches += schedule_switches_;
     clear();
 }

@@ -7,6 +7,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/time.h>
+#include <ucontext.h>
 
 #include "run.h"
 
@@ -81,12 +82,23 @@ inline void volatile_write(void* address, std::uint32_t bytes, std::uint32_t sit
 }
 
 sigjmp_buf crashed;
+std::uint32_t trap_site = 0;  // of the instruction that the compiler put behind a failed test of an address
 
-void on_crash(int number, siginfo_t* info, void*) {
+std::uint64_t program_counter(void* context) {
+    const mcontext_t& machine_context = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+    return static_cast<std::uint64_t>(machine_context.gregs[REG_RIP]);
+#else
+    return machine_context.pc;
+#endif
+}
+
+void on_crash(int number, siginfo_t* info, void* context) {
     if (!machine || !machine->current) {
         signal(number, SIG_DFL);
         return;
     }
+    trap_site = static_cast<std::uint32_t>(program_counter(context) - program.base);
     siglongjmp(crashed, machine->is_stack_guard(info->si_addr) ? -1 : number);
 }
 
@@ -109,7 +121,7 @@ bool run_or_crash(int schedule, std::uint64_t seed) {
         case SIGVTALRM: machine->abandon("endless", "a thread ran for 10 s and never let others run"); return false;
         case -1: machine->abandon("crash", "the stack of a thread is full"); break;
         case SIGFPE: machine->abandon("crash", "division by zero"); break;
-        case SIGILL: machine->abandon("crash", "code that can not be reached was reached"); break;
+        case SIGILL: case SIGTRAP: machine->current->site = trap_site; machine->abandon("misaligned_address", ""); break;
         default: machine->abandon("crash", "an access to memory that is nobody's");
     }
     return true;
@@ -274,7 +286,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     struct sigaction action {};
     action.sa_sigaction = on_crash;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(number, &action, nullptr);
+    for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) sigaction(number, &action, nullptr);
     struct sigaction tick {};
     tick.sa_handler = on_tick;
     tick.sa_flags = SA_ONSTACK | SA_NODEFER;
