@@ -62,6 +62,7 @@ HOST_READ, HOST_WRITE = "peerlane_host_read", "peerlane_host_write"
 _CALLER = """
 # 1 "host code between two launches"
 extern "C" __attribute__((noinline, weak)) void peerlane_host_read(const unsigned char* at, unsigned long long bytes) {
+    peerlane::emulator::peerlane_is_host();
     for (; bytes >= 8; at += 8, bytes -= 8) {
         const unsigned long long word = *reinterpret_cast<const unsigned long long*>(at);
         asm volatile("" ::"r"(word));

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peerlane.device.host.resources import Resources
@@ -126,6 +126,8 @@ class Step:
     before: dict[Part, Contents]
     name: str = ""
     """of the kernel"""
+    unwritten: Mapping[Part, bool] = field(default_factory=dict)
+    """the parts of ``before`` that host code had not written, and whether no kernel had, either"""
 
 
 class LaunchSequence:
@@ -232,7 +234,11 @@ class LaunchSequence:
         for step in steps:
             for part, contents in step.before.items():
                 first.setdefault(part, contents)
-        regions = [part.region(self._number(part.rank), contents, expected.get(part)) for part, contents in first.items()]
+        # What host code wrote between two launches, however it wrote, is written.
+        latest = {part: step for step in steps if step.name for part in step.before}
+        began = {part: step for step in reversed(steps) if step.name for part in step.before}
+        unwritten = {part for part in latest if began[part].unwritten.get(part) and part in latest[part].unwritten}
+        regions = [part.region(self._number(part.rank), contents, expected.get(part), part in unwritten) for part, contents in first.items()]
         launches = [launch for step in steps for launch in step.launches]
         kept = sorted((region for region in regions if region.name == VARIABLES), key=lambda region: region.rank)
         return Job(name, len(self.members), regions, launches, globals=kept)

@@ -84,6 +84,7 @@ def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> 
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     dtype = dtype or torch.get_default_dtype()
     part = _part(group, f"symmetric memory {shape} of {str(dtype).removeprefix('torch.')}", math.prod(shape) * dtype.itemsize)
+    part.fresh = part.memory
     return part.memory.view(dtype).view(shape)
 
 

@@ -60,10 +60,14 @@ inline void ordinary(const void* address, std::uint32_t bytes, std::uint8_t flag
     machine->crash("a write to a variable of a template, of which there is one for all ranks here: use a plain __device__ variable", site);
 }
 
-inline void ordinary_write(const void* address, std::uint32_t bytes, std::uint32_t site) {
+inline void refuse_shared_variable(const void* address, std::uint32_t site) {
     const auto number = reinterpret_cast<std::uint64_t>(address);
     const bool in_program = number >= program.data_begin && number < program.data_end;
     if (machine->current && in_program && !machine->globals.holds(address)) shared_variable(site);
+}
+
+inline void ordinary_write(const void* address, std::uint32_t bytes, std::uint32_t site) {
+    refuse_shared_variable(address, site);
     ordinary(address, bytes, writes, site);
 }
 
@@ -183,10 +187,23 @@ void peerlane_update(void* address, unsigned bytes, unsigned scope, unsigned ord
 unsigned peerlane_multicast(const void* address, unsigned bytes, void** parts) {
     return machine->multicast(address, bytes, parts, SITE);
 }
+void peerlane_load_halves(const void* address, void* value, unsigned scope, unsigned order) {
+    machine->load_halves(address, value, scope, order, SITE);
+}
+void peerlane_store_halves(void* address, const void* value, unsigned scope, unsigned order) {
+    machine->store_halves(address, value, scope, order, SITE);
+}
+void peerlane_read_only(const void* address, unsigned bytes) { machine->read_only(address, bytes, SITE); }
+void peerlane_put(void* address, const void* value, unsigned bytes) {
+    refuse_shared_variable(address, SITE);
+    machine->put(address, value, bytes, SITE);
+}
+void peerlane_wait_for_launch() { machine->wait_for_launch(); }
+void peerlane_is_host() { machine->current->host = true; }
 void peerlane_fence(unsigned scope) { machine->fence(scope); }
 void peerlane_proxy_fence(unsigned proxy) { machine->proxy_fence(proxy); }
 
-void peerlane_barrier(unsigned number, unsigned threads, bool wait) { machine->barrier(number, threads, wait, SITE); }
+void peerlane_barrier(unsigned number, unsigned threads, bool wait, unsigned place) { machine->barrier(number, threads, wait, place, SITE); }
 void peerlane_warp_barrier(unsigned mask) { machine->warp_barrier(mask, SITE); }
 const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value) {
     return machine->warp_exchange(mask, value, SITE);
@@ -228,6 +245,7 @@ struct HostBuffer {
     std::uint64_t begin, end;
     std::int64_t rank;
     const char* expected;
+    std::uint32_t unwritten, number;  // whether nobody has written it; what numbers it holds (memory.h)
     const std::uint64_t* multicast;
     std::uint64_t multicast_count;
 };
@@ -240,6 +258,7 @@ struct HostLaunch {
     void** arguments;
     std::uint32_t argument_count, rank, stream, shared_bytes, cluster, resident_blocks;
     Uint3 grid, block;
+    std::uint32_t dependent;
 };
 struct HostRun {
     std::uint64_t base, seed;
@@ -260,7 +279,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     for (std::uint32_t i = 0; i < run->buffer_count; ++i) {
         const HostBuffer& from = run->buffers[i];
         std::vector<std::uint64_t> multicast(from.multicast, from.multicast + from.multicast_count);
-        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected, std::move(multicast)});
+        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected, std::move(multicast), from.unwritten != 0, from.number});
     }
     std::vector<Content> contents;
     for (std::uint32_t i = 0; i < run->content_count; ++i) {
@@ -270,7 +289,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
         const HostLaunch& from = run->launches[i];
         std::vector<void*> arguments(from.arguments, from.arguments + from.argument_count);
         machine->launches.push_back(
-            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, std::move(arguments)});
+            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, from.dependent != 0, std::move(arguments)});
     }
     machine->fault_buffers.assign(run->fault_buffers, run->fault_buffers + run->fault_count);
     if (__start_peerlane_globals) {
