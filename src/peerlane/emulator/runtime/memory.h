@@ -108,7 +108,7 @@ class Memory {
     }
 
   private:
-    // A few steps of the largest number are rounding.
+    // How many terms a sum had, and how large they were, is not known: a small part of the largest number counts as rounding.
     std::uint64_t first_other_number(const Buffer& buffer, std::uint64_t width, std::uint64_t size) const {
         const char* found = base_ + buffer.begin;
         double largest = 0;
@@ -116,10 +116,10 @@ class Memory {
             const double value = std::fabs(number(buffer.expected + i, buffer.number));
             if (std::isfinite(value)) largest = std::max(largest, value);
         }
-        const double step = std::ldexp(largest, buffer.number == 18 ? -8 : buffer.number == 2 ? -11 : buffer.number == 4 ? -24 : -53);
+        const double rounding = std::ldexp(largest, buffer.number == 18 ? -5 : buffer.number == 2 ? -8 : buffer.number == 4 ? -12 : -40);
         for (std::uint64_t i = 0; i + width <= size; i += width) {
             if (std::memcmp(found + i, buffer.expected + i, width) == 0) continue;
-            if (!(std::fabs(number(found + i, buffer.number) - number(buffer.expected + i, buffer.number)) <= 8 * step)) return buffer.begin + i;
+            if (!(std::fabs(number(found + i, buffer.number) - number(buffer.expected + i, buffer.number)) <= rounding)) return buffer.begin + i;
         }
         return buffer.end;
     }
