@@ -28,7 +28,7 @@ _CUDA_NAMES = STAND_INS / "peerlane_emulator" / "cuda.h"
 
 _LANGUAGE = ("-std=c++20", "-fPIC", "-Wno-attributes", "-Wno-unknown-pragmas")
 # The sanitizer's pass puts a call before every access; its library is not linked, the runtime answers the calls. Nothing may be hidden from
-# the return addresses, and shared variables must be found by __tls_get_addr. A misaligned address ends in a trap, which the runtime catches.
+# the return addresses, and shared variables must be found by __tls_get_addr. A misaligned address ends in a trap.
 _DEVICE = (
     "-O1",
     "-g1",

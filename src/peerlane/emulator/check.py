@@ -74,7 +74,7 @@ def check(
     """
     gpu = gpu or default_gpu()
     gpu_build = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs, wanted=for_gpu)
-    if from_ptx:
+    if from_ptx or gpu_build.has_device_code:
         program = build.compile_program(gpu_build.ptx())
     else:
         program = gpu_build.beside(
@@ -111,8 +111,8 @@ def report(job: Job, program: build.Program, answer: Answer, *, schedules: int, 
 
 
 def _is_told(raw: Any, findings: Sequence[Any], frames: dict[int, tuple[Frame, ...]]) -> bool:
-    """Tells whether two places of the program are one barrier in the source, which the compiler has put there twice; or whether a read of what
-    nobody has written is one side of a race."""
+    """Tells whether two places of the program are one barrier in the source, which the compiler has put there twice; or whether a read of
+    what nobody has written is one side of a race."""
     if raw["kind"] == "uninitialised_read":
         return any(side["site"] == raw["sides"][0]["site"] for item in findings if item["kind"] == "race" for side in item["sides"])
     if raw["kind"] != "barrier" or len(raw["sides"]) < 2 or raw["offset"]:

@@ -11,8 +11,8 @@ _MOST_PLACES = 8
 MEANINGS = {
     "race": "nothing orders the two: release after the first and acquire before the second, in a scope that spans both threads",
     "race:read_only": "a load by ld.global.nc may be stale, also behind an acquire: drop const __restrict__ or __ldg where a launch writes",
-    "launch_boundary": "ordered only if the end of a launch is a release for the whole system and an acquire of what was seen; vLLM and others "
-    "rely on it, PTX does not promise it: st.release and ld.acquire here",
+    "launch_boundary": "ordered only if the end of a launch is a release for the whole system and an acquire of what was seen; vLLM and "
+    "others rely on it, PTX does not promise it: st.release and ld.acquire here",
     "same_value": "both write the same value, so no thread sees another; PTX leaves it open",
     "uninitialised_read": "nobody has written this memory: what torch.empty, symm_mem.empty and shared memory hold at first is not known",
     "lost_update": "both write the same flag, nothing orders them and one is lost: let flags only grow, each with one writer or by adding",

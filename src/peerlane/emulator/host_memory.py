@@ -34,6 +34,10 @@ class Part:
         """a tensor of this memory that nobody had written when it was made, as torch.empty returns it"""
         self.written = False
         """by a kernel"""
+        self.closed = False
+        self.mapped: dict[int, Part] = {}
+        """by rank, whose own part must be in use so that it can use this one, too"""
+        self._holders = self._count()
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +53,14 @@ class Part:
         contents = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
         return [(offset, page.tobytes()) for offset, page in contents if page.any()]
 
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
+
+    def freed_on(self, rank: int) -> bool:
+        """Tells whether a rank has freed its tensor, and the handle of its rendezvous, by which it uses this part."""
+        own = self.mapped.get(rank)
+        return self.closed or (own is not None and own._count() <= own._holders)
+
     @property
     def unwritten(self) -> bool:
         """Whether host code has not written here yet."""
@@ -62,9 +74,7 @@ class Part:
         if self._pages is not None:
             self._pages |= {offset // PAGE_BYTES for offset, _ in pages}
 
-    def region(
-        self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False
-    ) -> Region:
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False) -> Region:
         """Returns the part as a job has it, where its rank has number ``rank``."""
         region = Region(self.name, rank, self.address, self.nbytes, self.symmetric, self.dtype, contents, expected)
         region.unwritten, region.within_rounding = unwritten, True
@@ -78,9 +88,7 @@ class MulticastPart(Part):
         super().__init__(f"multicast address of {parts[0].name}", rank, address, torch.empty(0, dtype=torch.uint8), symmetric=True)
         self._parts = list(parts)
 
-    def region(
-        self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False
-    ) -> Region:
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False) -> Region:
         """Returns the address as a job has it."""
         return Region(self.name, rank, self.address, self._parts[0].nbytes, False, multicast=tuple(part.address for part in self._parts))
 

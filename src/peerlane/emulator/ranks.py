@@ -37,7 +37,7 @@ from peerlane.emulator.scenario import GUARDED_TAKES
 from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
 from peerlane.emulator.triton_launches import compiled_not_interpreted
 from peerlane.emulator.turns import Meeting, Turns
-from peerlane.errors import UsageError
+from peerlane.errors import EmulatedFault, UsageError
 
 Arguments = tuple[Any, ...]
 SM_COUNT, MAX_THREADS = 2, 128
@@ -136,6 +136,12 @@ class Team:
             self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         parts |= dict.fromkeys(self.world.space.reached(argument for item in made for argument in item.arguments))
+        for member, item in zip(self.members, made, strict=True):
+            if freed := next((part for part in self.world.space.reached(item.arguments) if part.freed_on(member)), None):
+                raise EmulatedFault(
+                    f"illegal_address in {launches[0].kernel.name}: rank {member} uses {freed.name} of rank {freed.rank}, which is freed; "
+                    "keep the tensor, or its handle, as long as kernels use the memory"
+                )
         unwritten = {part: not part.written for part in parts if part.unwritten}
         step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name, unwritten)
         self.launches[launches[0].kernel.name] += len(launches)
@@ -246,6 +252,8 @@ class EmulatedMemory:
     def close(self) -> None:
         """Memory of emulated ranks is given back at the end of the run."""
         self.closed = True
+        for part in self._parts.values():
+            part.closed = True
 
 
 class _PartLayout(Layout):

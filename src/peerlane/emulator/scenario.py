@@ -174,8 +174,8 @@ class Scenario:
         dependent: bool = False,
     ) -> None:
         """Adds one launch on every rank. ``grid`` may be a function of the rank, to see what happens when ranks disagree. ``cluster`` is
-        what the kernel's __cluster_dims__ says, which the emulator does not see: so many blocks in a row run at the same time. ``dependent``: the launch may begin before
-        the one before it has ended, and waits by griddepcontrol.wait."""
+        what the kernel's __cluster_dims__ says, which the emulator does not see: so many blocks in a row run at the same time.
+        ``dependent``: the launch may begin before the one before it has ended, and waits by griddepcontrol.wait."""
         for rank in range(self.world_size):
             sizes = (_three(grid(rank) if callable(grid) else grid), _three(block))
             if cluster < 1 or _product(sizes[0]) % cluster:

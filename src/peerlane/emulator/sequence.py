@@ -101,7 +101,7 @@ class Builds:
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
-            if self.from_ptx:
+            if self.from_ptx or build.has_device_code:
                 program = compile_program(build.ptx())
             else:
                 program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
@@ -172,7 +172,7 @@ class LaunchSequence:
             first = fatal[0]
             at = f" at {first.memory}" if first.memory else ""
             raise EmulatedFault(f"the emulator stopped {name}: {first}\n{first.kind}{at} in {name}: {first.summary}")
-        if said.findings:
+        if said.findings or said.notes:
             self.reports.append(said)
         self._steps.append(step)
         now = {part: part.contents() for part in step.before if part.shown}
@@ -238,7 +238,9 @@ class LaunchSequence:
         latest = {part: step for step in steps if step.name for part in step.before}
         began = {part: step for step in reversed(steps) if step.name for part in step.before}
         unwritten = {part for part in latest if began[part].unwritten.get(part) and part in latest[part].unwritten}
-        regions = [part.region(self._number(part.rank), contents, expected.get(part), part in unwritten) for part, contents in first.items()]
+        regions = [
+            part.region(self._number(part.rank), contents, expected.get(part), part in unwritten) for part, contents in first.items()
+        ]
         launches = [launch for step in steps for launch in step.launches]
         kept = sorted((region for region in regions if region.name == VARIABLES), key=lambda region: region.rank)
         return Job(name, len(self.members), regions, launches, globals=kept)

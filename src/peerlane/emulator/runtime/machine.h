@@ -122,6 +122,7 @@ class Machine {
 
     // races.h
     enum class Odds { none, race, narrow_scope, torn, lost_update, proxy_fence, boundary, same_value, read_only };
+    void preempt();
     void touch(std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
     bool allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const;
     bool happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);

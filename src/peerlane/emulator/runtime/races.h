@@ -173,8 +173,11 @@ inline void Machine::read_only(const void* address, std::uint32_t bytes, std::ui
 // A store whose value is known.
 inline void Machine::put(void* address, const void* value, std::uint32_t bytes, std::uint32_t site) {
     const std::uint64_t offset = this->offset(address);
-    const bool same = !outside(address, bytes, site) && allowed(*current, offset, bytes) && std::memcmp(address, value, bytes) == 0;
-    plain(address, bytes, same ? writes | same_value : writes, site);
+    if (!outside(address, bytes, site)) {
+        preempt();
+        const bool same = allowed(*current, offset, bytes) && std::memcmp(address, value, bytes) == 0;
+        touch(offset, bytes, same ? writes | same_value : writes, site);
+    }
     std::memcpy(address, value, bytes);
 }
 
@@ -192,11 +195,14 @@ inline std::string Machine::unheard_fence(const Record& record) const {
 inline void Machine::plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site) {
     const std::uint64_t offset = this->offset(address);
     if (!memory.holds(offset)) return;
-    if (--budget_ == 0) {
-        budget_ = 1 + random_.below(2 * style_.accesses);
-        if (!patience_) leave(State::runnable);
-    }
+    preempt();
     touch(offset, bytes, flags, site);
+}
+
+inline void Machine::preempt() {
+    if (--budget_) return;
+    budget_ = 1 + random_.below(2 * style_.accesses);
+    if (!patience_) leave(State::runnable);
 }
 
 }  // namespace peerlane::emulator
