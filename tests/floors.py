@@ -13,7 +13,7 @@ patterns perceptron point_to_point random_kernels raw_cuda_emulated reductions r
 sharded_rms_norm shared_pieces solutions_emulated triton_emulated tutorial two_tiers ulysses_attention
 """
 _EVALUATIONS = """
-e2e/test_calibrate.py e2e/test_descendants.py e2e/test_faults.py e2e/test_lanes.py e2e/test_limits.py e2e/test_own_problems.py
+e2e/test_calibrate.py e2e/test_descendants.py e2e/test_faults.py e2e/test_side_by_side.py e2e/test_limits.py e2e/test_own_problems.py
 e2e/test_sharing.py e2e/test_tracks.py e2e/test_updates.py e2e/test_variants.py
 e2e/test_evidence.py::test_inputs_are_never_the_same_twice e2e/test_evidence.py::test_modules_beside_a_candidate
 generate/test_agent.py generate/test_examples.py generate/test_run.py::test_broken_model_fails_as_its_table_says
@@ -32,7 +32,8 @@ evaluate/test_emulated.py::test_a_kernel_that_no_gpu_runs_is_a_build_error
 evaluate/processes/test_prestart.py::test_one_whose_supervisor_dies_before_it_is_awaited_clears_up
 evaluate/ranks/test_extension_calls.py::test_an_evaluation_finds_what_its_builder_compiled
 evaluate/ranks/test_triton_bounds.py::test_a_kernel_within_its_bounds_is_correct
-evaluate/test_lanes.py::test_a_hang_holds_up_nobody_in_a_run evaluate/test_lanes.py::test_a_hang_holds_up_nobody_who_asks_later
+evaluate/test_worker_slots.py::test_a_hang_holds_up_nobody_in_a_run
+evaluate/test_worker_slots.py::test_a_hang_holds_up_nobody_who_asks_later
 project/test_docs.py::test_evaluating_from_python_works_as_written
 project/test_release.py::test_the_wheel_judges_its_kit_example_and_reports
 project/test_tutorials.py::test_the_all_reduce_is_right_and_unstable_without_step_4

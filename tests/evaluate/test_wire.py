@@ -11,13 +11,7 @@ import pytest
 from peerlane.errors import ProtocolError
 from peerlane.evaluate import messages, wire
 from peerlane.evaluate.messages import REQUESTS, PerRank, Request
-from peerlane.evaluate.rank_interface import BlockInterface as Block
-from peerlane.evaluate.rank_interface import BuilderInterface as Building
-from peerlane.evaluate.rank_interface import CandidateInterface as Candidate
-from peerlane.evaluate.rank_interface import EmulatedInterface as Emulated
-from peerlane.evaluate.rank_interface import LoadingInterface as Loading
-from peerlane.evaluate.rank_interface import RankInterface as Base
-from peerlane.evaluate.rank_interface import TrustedInterface as Trusted
+from peerlane.evaluate.rank_interface import BuilderInterface, CandidateInterface, EmulatedInterface, TrustedInterface
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
 from peerlane.evaluate.ranks.emulated import EmulatedCandidate
@@ -38,61 +32,64 @@ TIMELINE = wire.Recording({}, {}, ["begin", "end"], 0, 900, [], [EVENT], [STAMP]
 SCORE = wire.SlotScore(0, None, 0.5, "output", "differs", (1, 2), 1.0, 2.0, (("loss", 5),))
 REGION = wire.OutOfBounds(3, "argument tensor", "0 bytes behind its end")
 
-CALL = Request(Candidate.call, "case", "candidate", [0, 1])
-RECORDED = Request(Candidate.call, "case", "candidate", [0], "mark")
-ON_TIMELINE = Request(Candidate.call, "case", "candidate", [0], "mark", True)
-STRESS = Request(Candidate.call_under_stress, "case", [1, 0], [(0, "host", 1.5)], [1], [0], ((0, 1, 0),))
-PROFILE = Request(Candidate.profile_block, "case", 1, "mark", True)
+
+def ask(op: str, *arguments: Any) -> Request[Any]:
+    """Makes a request by the name of its operation."""
+    kinds = TrustedInterface, CandidateInterface, EmulatedInterface, BuilderInterface
+    return Request(next(getattr(kind, op) for kind in kinds if hasattr(kind, op)), *arguments)
+
+
+RUN, RACES, CODE = ask("run_block"), ask("report_races"), ask("list_loaded_code", True)
+CALL = ask("call", "case", "candidate", [0, 1])
+RECORDED = ask("call", "case", "candidate", [0], "mark")
+ON_TIMELINE = ask("call", "case", "candidate", [0], "mark", True)
+STRESS = ask("call_under_stress", "case", [1, 0], [(0, "host", 1.5)], [1], [0], ((0, 1, 0),))
+PROFILE = ask("profile_block", "case", 1, "mark", True)
 KERNEL = wire.LoadedKernel("gemm", "triton", ["tma"])
 FINDING = wire.RaceFinding("race", "", 0, 3, "rank 0 reads", "text")
+LAUNCHES = {"launches": {}, "sources": [], "kernels": None, "collectives": {}}
 
 EXCHANGES: list[tuple[Request[Any], Any]] = [
-    (Request(Base.initialize), 17),
-    (Request(Block.export_arena), wire.ExportedArena({"kind": "cpu"}, 7)),
-    (Request(Block.import_arena, {"kind": "cpu"}), 7),
-    (Request(Block.use_device), None),
-    (Request(Base.exit), None),
-    (Request(Block.prepare_block, "case", "graph", "reference", PLAN), "no capture"),
-    (Request(Block.warm_up_block), None),
-    (Request(Block.ready_block, 3), None),
-    (Request(Block.run_block), wire.BlockRun(12.5, 3.0, 4)),
-    (Request(Trusted.take_secret, "abc"), ""),
-    (Request(Trusted.open_case, "case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1, 0.05)),
-    (Request(Trusted.close_case, "case"), None),
-    (Request(Trusted.generate_inputs, "case", 1, ["random"]), None),
-    (Request(Trusted.publish_inputs, "case", 1), None),
-    (Request(Trusted.undo_swaps, "case"), None),
-    (Request(Trusted.time_copies, "case"), wire.CopiesTime(1.5, 0.5)),
-    (Request(Trusted.keep_device_busy, 0.5), None),
-    (Request(Trusted.collect_outputs, "case", [0], [1], [{"kind": "tensor"}], []), 4096),
-    (Request(Trusted.discard_outputs, "case"), None),
-    (
-        Request(Trusted.judge_outputs, "case", True, [1, 0]),
-        wire.Judgement([SCORE, wire.SlotScore(1, mismatch="a list")], ["weight"], REGION),
-    ),
-    (Request(Trusted.save_output, "case", 1), None),
-    (Request(Trusted.compare_output, "case"), wire.OutputComparison(None, None)),
-    (Request(Trusted.measure_margins, CASE), {"faults": []}),
-    (Request(Candidate.load_sm_holder, "f0VMRg=="), None),
-    (Request(Loading.attach_case, "case", 1, "default", LAYOUT), None),
-    (Request(Loading.detach_case, "case"), None),
-    (Request(Candidate.load_reference, 1, "default"), None),
-    (Request(Loading.load_candidate, "a.py", "pass", None, 1, "default", {"peerlane.solutions": ""}), None),
+    (ask("initialize"), 17),
+    (ask("export_arena"), wire.ExportedArena({"kind": "cpu"}, 7)),
+    (ask("import_arena", {"kind": "cpu"}), 7),
+    (ask("use_device"), None),
+    (ask("exit"), None),
+    (ask("prepare_block", "case", "graph", "reference", PLAN), "no capture"),
+    (ask("warm_up_block"), None),
+    (ask("ready_block", 3), None),
+    (ask("run_block"), wire.BlockRun(12.5, 3.0, 4)),
+    (ask("take_secret", "abc"), ""),
+    (ask("open_case", "case", CASE, 4, 512.0, True), wire.OpenedCase(LAYOUT, 0.1, 0.05)),
+    (ask("close_case", "case"), None),
+    (ask("generate_inputs", "case", 1, ["random"]), None),
+    (ask("publish_inputs", "case", 1), None),
+    (ask("undo_swaps", "case"), None),
+    (ask("time_copies", "case"), wire.CopiesTime(1.5, 0.5)),
+    (ask("keep_device_busy", 0.5), None),
+    (ask("collect_outputs", "case", [0], [1], [{"kind": "tensor"}], []), 4096),
+    (ask("discard_outputs", "case"), None),
+    (ask("judge_outputs", "case", True, [1, 0]), wire.Judgement([SCORE, wire.SlotScore(1, mismatch="a list")], ["weight"], REGION)),
+    (ask("save_output", "case", 1), None),
+    (ask("compare_output", "case"), wire.OutputComparison(None, None)),
+    (ask("measure_margins", CASE), {"faults": []}),
+    (ask("load_sm_holder", "f0VMRg=="), None),
+    (ask("attach_case", "case", 1, "default", LAYOUT), None),
+    (ask("detach_case", "case"), None),
+    (ask("load_reference", 1, "default"), None),
+    (ask("load_candidate", "a.py", "pass", None, 1, "default", {"peerlane.solutions": ""}), None),
     (CALL, wire.Called([{}, {}], False, [], 2)),
     (RECORDED, wire.Called([{}], True, [PLAIN_RECORDING], 0)),
     (ON_TIMELINE, wire.Called([{}], True, [TIMELINE], 0)),
     (STRESS, [{}, {}]),
-    (Request(Candidate.describe_outputs, "case", 1), [{}]),
-    (Request(Candidate.recopy_output, "case", 1), None),
+    (ask("describe_outputs", "case", 1), [{}]),
+    (ask("recopy_output", "case", 1), None),
     (PROFILE, wire.ProfiledBlock(TIMELINE, [{}])),
-    (Request(Candidate.list_loaded_code, True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
-    (Request(Candidate.probe_profiler, "mark"), PLAIN_RECORDING),
-    (Request(Candidate.list_connections), [wire.Connection("127.0.0.1:5", "127.0.0.1:6", 7)]),
-    (
-        Request(Emulated.report_races),
-        wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2}),
-    ),
-    (Request(Building.build_candidate, "a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
+    (ask("list_loaded_code", True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
+    (ask("probe_profiler", "mark"), PLAIN_RECORDING),
+    (ask("list_connections"), [wire.Connection("127.0.0.1:5", "127.0.0.1:6", 7)]),
+    (ask("report_races"), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2})),
+    (ask("build_candidate", "a.py", "pass", "/cache", {}, True, False), wire.Built("OSError: no CUDA_HOME", True)),
 ]
 
 
@@ -129,10 +126,10 @@ def test_emulated_ranks_take_the_arguments_of_a_call() -> None:
 
 
 def test_ranks_of_one_process_are_asked_and_answer_together() -> None:
-    requests = [Request(Loading.detach_case, space) for space in "ab"]
+    requests = [ask("detach_case", space) for space in "ab"]
     declaration = requests[0].declaration
     assert messages.read_request(sent(messages.request_message(requests))) == (declaration, [{"space": "a"}, {"space": "b"}])
-    calls = [Request(Candidate.call, "case", "candidate", [0])] * 2
+    calls = [ask("call", "case", "candidate", [0])] * 2
     answers = [wire.Called([{"kind": "value", "value": rank}], False, [], 0) for rank in range(2)]
     for answer, expected in ((PerRank(answers), answers), (answers[0], [answers[0]] * 2)):
         result = messages.read_answers(calls, sent(messages.answer_message(calls[0].declaration, answer)))
@@ -153,17 +150,17 @@ def profiled(**changes: Any) -> messages.Message:
 
 
 def finding(**changes: Any) -> messages.Message:
-    return {"findings": [{**vars(FINDING), **changes}], "launches": {}}
+    return {"findings": [{**vars(FINDING), **changes}], **LAUNCHES}
 
 
 MALFORMED: list[tuple[Request[Any], Any]] = [
     *(
-        (Request(Block.run_block), {"events_us": value, "collectives": 0})
+        (RUN, {"events_us": value, "launch_us": 0.0, "collectives": 0})
         for value in (None, "3", True, -1.0, float("nan"), float("inf"), 2**60)
     ),
-    *((Request(Block.run_block), {"events_us": 1.0, "collectives": value}) for value in (None, True, -1, 1.5, 2**53, int("9" * 4000))),
-    *((Request(Block.run_block), message) for message in ({}, {"events_us": 1.0}, {"events_us": 1.0, "collectives": 0, "more": 1})),
-    *((Request(Base.exit), {"more": value}) for value in (1, None)),
+    *((RUN, {"events_us": 1.0, "launch_us": 0.0, "collectives": value}) for value in (None, True, -1, 1.5, 2**53, int("9" * 4000))),
+    *((RUN, message) for message in ({}, {"events_us": 1.0}, {"events_us": 1.0, "collectives": 0, "more": 1})),
+    *((ask("exit"), {"more": value}) for value in (1, None)),
     *((RECORDED, called(outputs=value)) for value in (None, {}, [], [{}, {}])),
     *((RECORDED, called(aliased=value)) for value in (None, 0, "no")),
     *((RECORDED, called(recordings=value)) for value in (None, [], [recording()] * 2, [None], [[]])),
@@ -182,27 +179,15 @@ MALFORMED: list[tuple[Request[Any], Any]] = [
     *((PROFILE, profiled(roles=[value])) for value in (["wait", "storer", 5, 9], ["wait", "s" * 50, 5, 1, 2], ["wait", "storer", 5, 3, 2])),
     (PROFILE, {**profiled(), "outputs": []}),
     (STRESS, {"answer": [{}]}),
-    *((Request(Candidate.describe_outputs, "case", 2), {"answer": value}) for value in (None, {}, [{}], [{}] * 3)),
-    *((Request(Emulated.report_races), finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
-    *((Request(Emulated.report_races), finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
-    (
-        Request(Emulated.report_races),
-        {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), "launches": {}, "sources": [], "kernels": None},
-    ),
-    *(
-        (Request(Emulated.report_races), {"findings": [], "launches": value, "sources": [], "kernels": None})
-        for value in (None, [], {"a": -1})
-    ),
-    *(
-        (Request(Candidate.list_loaded_code, True), {"kernels": value, "unknown": [], "choices": [], "sources": []})
-        for value in (None, [3], [{"name": "k"}])
-    ),
-    (
-        Request(Candidate.list_loaded_code, True),
-        {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": [], "sources": []},
-    ),
-    (Request(Candidate.list_loaded_code, True), {"kernels": [], "unknown": [], "choices": [3], "sources": []}),
-    (Request(Block.prepare_block, "case", "eager", "candidate", PLAN), {"answer": 3}),
+    *((ask("describe_outputs", "case", 2), {"answer": value}) for value in (None, {}, [{}], [{}] * 3)),
+    *((RACES, finding(**{word: 3})) for word in ("kind", "memory", "summary", "text")),
+    *((RACES, finding(**change)) for change in ({"text": " "}, {"rank": -1}, {"schedules": 1.0}, {"more": 1})),
+    (RACES, {"findings": [vars(FINDING)] * (MOST_FINDINGS + 1), **LAUNCHES}),
+    *((RACES, {"findings": [], **LAUNCHES, "launches": value}) for value in (None, [], {"a": -1})),
+    *((CODE, {"kernels": value, "unknown": [], "choices": [], "sources": []}) for value in (None, [3], [{"name": "k"}])),
+    (CODE, {"kernels": [{**vars(KERNEL), "origin": "x"}], "unknown": [], "choices": [], "sources": []}),
+    (CODE, {"kernels": [], "unknown": [], "choices": [3], "sources": []}),
+    (ask("prepare_block", "case", "eager", "candidate", PLAN), {"answer": 3}),
 ]
 
 

@@ -221,9 +221,11 @@ class PairedRounds(Rounds):
             runner.recheck_output(self.calls - 1, "timing", ended)
 
     def _choose_compared(self) -> Sequence[int]:
-        """Returns slots drawn after the block, as many as can be judged in time and wait in little memory. The r-th round has one with a
-        chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the candidate, too. Where only one rank's
-        output is compared, every round has one until all ranks had their turn."""
+        """Returns slots drawn after the block, as many as can be judged in time and wait in little memory.
+
+        The r-th round has one with a chance of 2/r at least, or 1/r where judging takes seconds, however long it takes: that is up to the
+        candidate, too. Where only one rank's output is compared, every round has one until all ranks had their turn.
+        """
         drawn, rounds = draw_compared(self._plan), len(self.others) + 1
         if self.runner.samples_ranks and (left := self.runner.case.world_size - self._compared) > 0:
             return sorted(_dice.sample(drawn, min(len(drawn), left, _MIN_SAMPLED if rounds == 1 else 1)))
