@@ -13,8 +13,7 @@ import yaml
 
 from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.publish.dataset import FIELDS
-from peerlane.publish.yaml_text import to_yaml
+from peerlane.publish.dataset import FIELDS, to_yaml
 from sample_runs import make_run
 
 PYTHON_TYPES: dict[str, type] = {"string": str, "int64": int, "float64": float}

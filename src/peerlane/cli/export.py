@@ -62,9 +62,7 @@ def results(
     """
     from peerlane.common.files import write_atomically
     from peerlane.generate.run_folder import RunFolder
-    from peerlane.publish.dataset import FASTER
-    from peerlane.publish.eval_results import eval_results
-    from peerlane.publish.yaml_text import to_yaml
+    from peerlane.publish.dataset import FASTER, eval_results, to_yaml
 
     opened = RunFolder.open(run)
     entries = eval_results(opened, read_result_files([run]), dataset, source)

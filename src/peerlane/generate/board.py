@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from peerlane import problems
@@ -17,6 +19,7 @@ from peerlane.generate.metrics import CORRECT, Estimate, Metric
 from peerlane.generate.samples import MODES, Sample, Setting, Standing, Task, Usage
 from peerlane.report.tiers import bound_us, regime, tiers
 
+PUBLISHED_FILE = Path(__file__).with_name("published.json")
 OTHER = "not in this suite"
 SWEEP = "sweep"
 _KINDS = ("node", "virtual", "cpu", "emulated")
@@ -234,3 +237,9 @@ def category_of(problem: int) -> str:
 @functools.cache
 def _categories() -> Mapping[int, str]:
     return {item.id: item.category for item in problems.all_problems(None)}
+
+
+def public_categories() -> dict[str, str]:
+    """Returns by category its name in the public benchmark, with the number of problems that its authors count there."""
+    data = json.loads(PUBLISHED_FILE.read_text())
+    return {ours: f"{theirs}: {data['categories'][theirs]['problems']}" for ours, theirs in data["ours"].items()}

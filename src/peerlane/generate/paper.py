@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.errors import UsageError
-from peerlane.generate.board import Board, Entry
+from peerlane.generate.board import Board, Entry, public_categories
 from peerlane.generate.metrics import CORRECT, Metric
 from peerlane.generate.samples import MODES, Task
-from peerlane.generate.summary import category_cells, public_categories
+from peerlane.generate.summary import category_cells
 
 Row = Mapping[str, Any]
 _ESCAPED = {

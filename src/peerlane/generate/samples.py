@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -206,3 +207,15 @@ def speedups_of(result: Result) -> dict[str, Speedup]:
     """Returns the speedup by launch mode, where one was measured."""
     speeds = {mode: speedup for mode in MODES if (speedup := result.speedup(mode)) is not None}
     return {mode: Speedup(speedup.low, speedup.median, speedup.high) for mode, speedup in speeds.items()}
+
+
+class Names:
+    """Names of authors, numbered where one comes twice."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+
+    def new(self, name: str) -> str:
+        """Returns the name, or the name and its number."""
+        self._taken[name] += 1
+        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"

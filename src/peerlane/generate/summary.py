@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from peerlane.generate import metrics
-from peerlane.generate.board import Board, Count, Entry
+from peerlane.generate.board import PUBLISHED_FILE, Board, Count, Entry, public_categories
 from peerlane.generate.metrics import CORRECT, Metric
 from peerlane.generate.samples import MODES, Task
 from peerlane.report.tables import NOT_MEASURED, TextTable
 from peerlane.report.tiers import LATENCY_US
 
-PUBLISHED_FILE = Path(__file__).with_name("published.json")
 _Item = TypeVar("_Item")
 
 
@@ -159,12 +157,6 @@ def category_cells(
                 text = arrow.join(ranged(count.solved, count.most, to) for count in counts)
                 cells.append(text if metric.mode in ("", *entry.modes) else missing)
         yield name, len(tasks), cells
-
-
-def public_categories() -> dict[str, str]:
-    """Returns by category its name in the public benchmark, with the number of problems that its authors count there."""
-    data = json.loads(PUBLISHED_FILE.read_text())
-    return {ours: f"{theirs}: {data['categories'][theirs]['problems']}" for ours, theirs in data["ours"].items()}
 
 
 def model_table(board: Board, ks: Sequence[int], ps: Sequence[float]) -> TextTable:

@@ -16,7 +16,7 @@ from peerlane.common.version import PACKAGE
 from peerlane.errors import FileRefused, UsageError
 from peerlane.evaluate.candidates import REFERENCE
 from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, is_run
-from peerlane.generate.samples import Sample, Setting, Standing
+from peerlane.generate.samples import Names, Sample, Setting, Standing
 from peerlane.publish.bundle import is_bundle, read_bundle
 from peerlane.publish.signature import read_signer
 from peerlane.publish.verify import read_verification
@@ -59,7 +59,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
             raise UsageError(f"there is no {path}: expected a run, a bundle, a {FILE}, or a folder of them")
     bundles = [path for path in paths if is_bundle(path)]
     runs, files = _below((path for path in paths if path not in bundles), found.skipped)
-    names = _Names()
+    names = Names()
     for run in map(RunFolder.open, runs):
         try:
             found.samples += list(_samples_of_run(run, _read(run.path / FILE, found), names.new(run.settings.model)))
@@ -85,18 +85,6 @@ def gather(paths: Sequence[Path]) -> Gathered:
         where = ", ".join(map(str, paths))
         raise UsageError("\n".join([f"nothing in {where} was judged: expected results of `peerlane eval`", *found.skipped]))
     return found
-
-
-class _Names:
-    """Names of authors, numbered where one comes twice."""
-
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
-
-    def new(self, name: str) -> str:
-        """The name, or the name and its number."""
-        self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
 
 def _below(paths: Iterable[Path], skipped: list[str]) -> tuple[list[Path], list[Path]]:

@@ -144,9 +144,8 @@ def result_table(results: Iterable[Result]) -> TextTable:
         remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)
         verdict = result.verdict.kind + (f" ({', '.join(remarks)})" if remarks else "")
         head = (result.candidate.name, _problem(result), result.preset, str(result.world_size), verdict)
-        measured = [speed for mode in result.modes if (speed := result.speed_in(mode)) is not None]
         unmeasured = tuple(item.mode for item in result.speed if item.status == "not_measured")
-        for speed in measured:
+        for speed in result.speeds:
             table.add(*head, *_speed_cells(speed))
         for item in result.speed:
             if item.status == "failed":
