@@ -45,6 +45,7 @@ class Entry:
         mechanisms: in how many correct samples each way to move data was seen.
         seconds: wall time of all replies or episodes.
         samples_per_task: samples of the task that has the most, judged or not.
+        steps: how many tasks one episode of an agent solves within 1, 2, ... steps.
     """
 
     def __init__(self, author: str, samples: Sequence[Sample], tasks: Collection[Task]) -> None:
@@ -62,6 +63,7 @@ class Entry:
         self.usage = sum((sample.usage for sample in samples), Usage())
         self.seconds = sum(sample.seconds for sample in samples)
         self.samples_per_task = max(map(len, self.groups.values()), default=0)
+        self.steps = metrics.step_curve(samples, tasks, CORRECT)
         standings = {sample.standing for sample in samples}
         self.standing: Standing = standings.pop() if len(standings) == 1 else "own"
         self._solved: dict[tuple[Metric, int], tuple[dict[Task, float], dict[Task, float]]] = {}
@@ -115,11 +117,6 @@ class Entry:
         others = [sample for sample in self.samples if not sample.needs_multicast]
         left_out = self.attempted - {sample.task for sample in others}
         return Entry(f"{self.author}, without multicast", others, [task for task in self.tasks if task not in left_out])
-
-    @functools.cached_property
-    def steps(self) -> list[float]:
-        """How many tasks one episode solves within 1, 2, ... steps."""
-        return metrics.step_curve(self.samples, self.tasks, CORRECT)
 
 
 class Board:
@@ -198,10 +195,10 @@ class Board:
 
     @functools.cached_property
     def tiers(self) -> dict[str, list[Task]]:
-        """Tasks at problems of the suite by tier of difficulty, see :mod:`peerlane.report.tiers`."""
+        """Tasks at problems of the suite by tier of difficulty, easy ones first, see :mod:`peerlane.report.tiers`."""
         by_problem = tiers()
-        groups = {name: [task for task in self.tasks if by_problem.get(task.problem) == name] for name in ("easy", "medium", "hard")}
-        return {name: group for name, group in groups.items() if group}
+        groups = _grouped({task: by_problem[task.problem] for task in self.tasks if task.problem in by_problem})
+        return {name: groups[name] for name in ("easy", "medium", "hard") if name in groups}
 
 
 def _grouped(names: Mapping[Task, str]) -> dict[str, list[Task]]:

@@ -53,15 +53,10 @@ def _shares(entry: Entry, ks: Sequence[int], ps: Sequence[float]) -> dict[str, A
         "samples": len(entry.samples),
         "unjudged_samples": entry.unjudged,
         "pass_at_k": {str(k): _estimate(entry.count(CORRECT, k)) for k in usable},
-        "fast_p_at_k": {
-            mode: {f"{p:g}": {str(k): _estimate(entry.count(Metric(mode, p), k)) for k in usable} for p in ps}
-            if mode in entry.modes
-            else None
-            for mode in MODES
-        },
-        "geometric_mean": {
-            mode: {str(k): entry.geometric_mean(mode, k)._asdict() for k in usable} if mode in entry.modes else None for mode in MODES
-        },
+        "fast_p_at_k": dict.fromkeys(MODES)
+        | {mode: {f"{p:g}": {str(k): _estimate(entry.count(Metric(mode, p), k)) for k in usable} for p in ps} for mode in entry.modes},
+        "geometric_mean": dict.fromkeys(MODES)
+        | {mode: {str(k): entry.geometric_mean(mode, k)._asdict() for k in usable} for mode in entry.modes},
     }
 
 
@@ -253,19 +248,11 @@ def comparison_lines(a: Entry, b: Entry, ks: Sequence[int], p: float) -> list[st
 def published_table() -> tuple[str, TextTable]:
     """Figures that others published, with a line that says whose they are and why they are not comparable."""
     data = json.loads(PUBLISHED_FILE.read_text())
-    models = data["models"]
-    columns = [
-        "category (theirs)",
-        "problems",
-        *(f"{model}: {what}" for model in models for what in ("correct @1 -> @3", "faster @1 -> @3")),
-    ]
-    table = TextTable(columns, right=set(columns[1:]))
+    cells = [f"{model}: {what} @1 -> @3" for model in data["models"] for what in ("correct", "faster")]
+    table = TextTable(["category (theirs)", "problems", *cells], right={"problems", *cells})
     for category, row in data["categories"].items():
-        cells = []
-        for model in models:
-            figures = row[model]
-            cells += [f"{figures[0]} -> {figures[1]}", f"{figures[2]} -> {figures[3]}"]
-        table.add(category, str(row["problems"]), *cells)
+        figures = [pair for model in data["models"] for pair in (row[model][:2], row[model][2:])]
+        table.add(category, str(row["problems"]), *(f"{first} -> {last}" for first, last in figures))
     return data["label"], table
 
 

@@ -18,7 +18,6 @@ from pygments.lexers import CudaLexer, PythonLexer
 from pygments.token import String
 
 from peerlane.generate.board import Board
-from peerlane.generate.run_folder import RunSettings
 from peerlane.generate.samples import Sample
 from peerlane.results.result import Result
 from peerlane.results.sanitize import printable
@@ -170,22 +169,11 @@ def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]
         ("rules", [result.rules_hash or "" for result in results]),
         ("isolation", [result.isolation for result in results]),
         ("judged", [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else []),
-        ("prompt", [prompt_of(sample.author, sample.run) for sample in samples if sample.run is not None]),
+        ("prompt", [f"{sample.author}: {sample.asked}" for sample in samples if sample.asked]),
         ("signed by", [f"{sample.author}: {sample.signer}" for sample in samples if sample.signer is not None]),
         ("model calls", [f"{calls:,}"] if calls else []),
     ]
     return [(name, "; ".join(told)) for name, values in rows if (told := [value for value in dict.fromkeys(values) if value])]
-
-
-def prompt_of(author: str, settings: RunSettings) -> str:
-    """Returns how a model was asked: ``model-a: prompt 4-1c2d3e4f, 2 shots, effort high``."""
-    told = [
-        f"prompt {settings.prompt_version}" if settings.prompt_version else f"prompt version {UNKNOWN}",
-        f"{settings.shots} shots" if settings.shots is not None else "",
-        *(f"{name} {value}" for name in ("temperature", "top_p", "effort") if (value := getattr(settings, name)) is not None),
-        f"{settings.steps} steps" if settings.steps is not None else "",
-    ]
-    return f"{author}: {', '.join(filter(None, told))}"
 
 
 def _nccl(board: Board, environment: dict[str, Any]) -> str:
