@@ -86,7 +86,7 @@ class RunSettings(_Record):
 
     @property
     def asked(self) -> str:
-        """How the model was asked: ``prompt 4-1c2d3e4f, 2 shots, effort high``."""
+        """Returns how the model was asked: ``prompt 4-1c2d3e4f, 2 shots, effort high``."""
         parts = [
             f"prompt {self.prompt_version or 'version not recorded'}",
             f"{self.shots} shots" if self.shots is not None else "",
