@@ -232,6 +232,19 @@ def percent(share: float) -> str:
     return f"{share:.{digits}%}"
 
 
+def quantity(value: float) -> str:
+    """Returns three digits and a decimal prefix, to be followed by the unit: ``1.5 M``."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def shown_us(value: float) -> str:
+    """Returns a time with three digits and no exponent: 4.56, 78.9, 1,230."""
+    return f"{value:.3g}" if value < 999.5 else f"{float(f'{value:.3g}'):,.0f}"
+
+
 def environment_lines(results: Iterable[Result]) -> list[str]:
     """Returns the places of the results: a line per node class, software and evaluator version."""
     lines: dict[str, None] = {}
