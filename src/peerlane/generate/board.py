@@ -85,7 +85,7 @@ class Entry:
 
     def count(self, metric: Metric = CORRECT, k: int = 1, tasks: Collection[Task] | None = None) -> Count:
         """Counts these tasks, by default all; raises ValueError for none."""
-        low, high = ([found[task] for task in (self.tasks if tasks is None else tasks)] for found in self.solved(metric, k))
+        low, high = ([by_task[task] for task in (self.tasks if tasks is None else tasks)] for by_task in self.solved(metric, k))
         return Count(len(low), sum(low), sum(high), metrics.share(low, high))
 
     def geometric_mean(self, mode: str, k: int = 1) -> Estimate:
@@ -214,16 +214,16 @@ def boards(samples: Iterable[Sample]) -> list[Board]:
     for sample in samples:
         assert sample.setting is not None
         groups.setdefault(replace(sample.setting, preset=sample.setting.preset.split("_")[0]), []).append(sample)
-    found = [Board(key, group) for key, group in groups.items()]
-    sizes = {id(board): len({task.problem for task in board.tasks}) for board in found}
-    largest = {key.node_class: max(sizes[id(board)] for board in found if board.setting.node_class == key.node_class) for key in groups}
+    unsorted = [Board(key, group) for key, group in groups.items()]
+    sizes = {id(board): len({task.problem for task in board.tasks}) for board in unsorted}
+    largest = {key.node_class: max(sizes[id(board)] for board in unsorted if board.setting.node_class == key.node_class) for key in groups}
 
     def rank(board: Board) -> tuple[int, int, str, bool, bool, int, int]:
         key, size = board.setting, sizes[id(board)]
         node, older = key.node_class, key.superseded_protocol is not None
         return _KINDS.index(node.kind), -largest[node], str(node), older, key.preset == SWEEP, -size, -len(board.samples)
 
-    return sorted(found, key=rank)
+    return sorted(unsorted, key=rank)
 
 
 def category_of(problem: int) -> str:

@@ -92,15 +92,15 @@ def solved(groups: Mapping[Task, Sequence[Sample]], metric: Metric, k: int = 1, 
     }
 
 
-def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estimate:
+def share(values: Sequence[float], highest: Sequence[float] | None = None) -> Estimate:
     """Returns the mean of probabilities by problem with its 95 % Clopper-Pearson interval; raises ValueError for none.
 
-    Each problem is one trial, however many samples it has. So the interval is never of no width: 8 of 8 is 1 [0.63, 1]. ``most``: the
+    Each problem is one trial, however many samples it has. So the interval is never of no width: 8 of 8 is 1 [0.63, 1]. ``highest``: the
     values if every unjudged sample were right, whose interval gives the upper end.
     """
     if not values:
         raise ValueError("the share of no problems: expected at least one")
-    count, sums = len(values), [min(math.fsum(ends), float(len(values))) for ends in (values, most or values)]
+    count, sums = len(values), [min(math.fsum(ends), float(len(values))) for ends in (values, highest or values)]
     low, high = binomial_interval(sums[0], count)[0], binomial_interval(sums[1], count)[1]
     return Estimate(sums[0] / count, low, high)
 
@@ -115,9 +115,9 @@ def mean_with_interval(values: Sequence[float]) -> Estimate:
     """Returns the mean and its 95 % interval of Student's t, of no width for a single value; raises ValueError for none."""
     if not values:
         raise ValueError("the mean of no values: expected at least one problem")
-    found = np.asarray(values, dtype=np.float64)
-    mean, count = float(found.mean()), len(values)
-    room = student_t(count - 1) * float(found.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    array = np.asarray(values, dtype=np.float64)
+    mean, count = float(array.mean()), len(values)
+    room = student_t(count - 1) * float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
     return Estimate(mean, mean - room, mean + room)
 
 

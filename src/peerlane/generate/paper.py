@@ -151,9 +151,9 @@ def latex_tables(board: Board, ks: Sequence[int], p: float, mode: str) -> str:
 def _percents(entry: Entry, metric: Metric, k: int) -> str:
     if metric.mode not in ("", *entry.modes):
         return "--"
-    found = _ends(entry, metric, k, entry.tasks)
-    value = "--".join(dict.fromkeys(f"{100 * found[end]:.1f}" for end in ("value", "value_most")))
-    return f"{value} [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
+    ends = _ends(entry, metric, k, entry.tasks)
+    value = "--".join(dict.fromkeys(f"{100 * ends[end]:.1f}" for end in ("value", "value_most")))
+    return f"{value} [{100 * ends['low']:.0f}, {100 * ends['high']:.0f}]"
 
 
 def _table(caption: str, label: str, groups: Sequence[tuple[str, int]], columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -174,4 +174,4 @@ def _table(caption: str, label: str, groups: Sequence[tuple[str, int]], columns:
 
 def escape_latex(text: str) -> str:
     """Returns the text with all that LaTeX would obey written out. Brackets and stars would belong to the end of the row before."""
-    return re.sub(r"[&%$#_{}\\~^<>|\[\]*]", lambda found: _ESCAPED[found[0]], _printable(text))
+    return re.sub(r"[&%$#_{}\\~^<>|\[\]*]", lambda match: _ESCAPED[match[0]], _printable(text))

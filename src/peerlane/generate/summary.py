@@ -71,10 +71,10 @@ def _estimate(count: Count) -> dict[str, float]:
 
 
 def _category(entry: Entry, ks: Sequence[int], tasks: Sequence[Task]) -> dict[str, Any]:
-    found: dict[str, Any] = {"problems": len(tasks)}
+    shares: dict[str, Any] = {"problems": len(tasks)}
     for k in ks:
-        _, found[f"correct@{k}"], found[f"correct_most@{k}"], _ = entry.count(CORRECT, k, tasks)
-    return found
+        _, shares[f"correct@{k}"], shares[f"correct_most@{k}"], _ = entry.count(CORRECT, k, tasks)
+    return shares
 
 
 def _problem(entry: Entry, task: Task, category: str) -> dict[str, Any]:

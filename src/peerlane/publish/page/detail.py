@@ -173,7 +173,7 @@ def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]
         ("signed by", [f"{sample.author}: {sample.signer}" for sample in samples if sample.signer is not None]),
         ("model calls", [f"{calls:,}"] if calls else []),
     ]
-    return [(name, "; ".join(told)) for name, values in rows if (told := [value for value in dict.fromkeys(values) if value])]
+    return [(name, "; ".join(named)) for name, values in rows if (named := [value for value in dict.fromkeys(values) if value])]
 
 
 def _nccl(board: Board, environment: dict[str, Any]) -> str:

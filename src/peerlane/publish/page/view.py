@@ -185,18 +185,18 @@ class View:
     @property
     def notices(self) -> list[str]:
         """Sentences that a reader must know before comparing."""
-        found = [text for kind, text in _NOTICES.items() if kind == self.board.setting.node_class.kind]
+        notices = [text for kind, text in _NOTICES.items() if kind == self.board.setting.node_class.kind]
         results = [item.sample.result for item in self.items if item.sample.result is not None]
         rules = {(result.evaluator_version, result.rules_hash) for result in results}
         if len(rules) > 1:
-            found.append(f"The results were judged under {len(rules)} versions of the rules; compare their speeds with care.")
+            notices.append(f"The results were judged under {len(rules)} versions of the rules; compare their speeds with care.")
         standings = {sample.standing for sample in self.board.samples}
-        found += [_VERIFIED] if "verified" in standings else []
-        found += [_CLAIMED] if standings & {"unverified", "differs"} else []
-        found += [_NEED_MULTICAST] if any(row.entry.needs_multicast for row in self.rows) else []
+        notices += [_VERIFIED] if "verified" in standings else []
+        notices += [_CLAIMED] if standings & {"unverified", "differs"} else []
+        notices += [_NEED_MULTICAST] if any(row.entry.needs_multicast for row in self.rows) else []
         if not self.board.samples:
-            found.append("Only references were judged here, so there is no leaderboard.")
-        return found
+            notices.append("Only references were judged here, so there is no leaderboard.")
+        return notices
 
     @property
     def silent(self) -> str:
@@ -219,11 +219,11 @@ class View:
             return [(f"{len(tasks):,}", "tasks"), (f"{len(board.references):,}", "references")]
         correct = [sample for sample in board.samples if sample.correct]
         solved = {sample.task for sample in correct}
-        found = [
+        tiles = [
             (f"{len(solved):,} of {len(board.tasks):,}", "tasks solved by anyone"),
             (f"{len(correct):,} of {len(board.samples):,}", "samples correct"),
         ]
-        return found + [tile for mode in (board.main_mode,) if mode is not None for tile in self._speed_tiles(mode)]
+        return tiles + [tile for mode in (board.main_mode,) if mode is not None for tile in self._speed_tiles(mode)]
 
     def _speed_tiles(self, mode: str) -> list[tuple[str, str]]:
         measured = [(sample, speed.speedup) for sample, speed in plot_data.speeds(self.board) if speed.mode == mode]
@@ -294,7 +294,7 @@ class View:
     def _reached(self) -> list[dict[str, Any]]:
         key = self.board.setting
         references: dict[tuple[str, str], dict[str, Any]] = {}
-        found = []
+        rows = []
         for reached in sorted(self.reached, key=lambda reached: not reached.sample.is_reference):
             sample, bound, task = reached.sample, reached.bound, self._task(reached.sample)
             row = {"task": task, "mode": reached.mode, "bound_us": bound.bound_us, "bound_by": bound.bound_by, "ceilings": bound.ceilings}
@@ -304,8 +304,8 @@ class View:
             if sample.is_reference:
                 references[task, reached.mode] |= {"share": reached.share, "href": self._links[id(sample)]}
             else:
-                found.append(row | {"share": reached.share, "author": sample.author, "name": sample.name, "href": self._links[id(sample)]})
-        return [row for row in [*references.values(), *found] if row["share"] > 0]
+                rows.append(row | {"share": reached.share, "author": sample.author, "name": sample.name, "href": self._links[id(sample)]})
+        return [row for row in [*references.values(), *rows] if row["share"] > 0]
 
 
 def _order(sample: Sample) -> tuple[object, ...]:
