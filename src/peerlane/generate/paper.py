@@ -110,10 +110,9 @@ def _samples(board: Board, entry: Entry) -> Iterator[Row]:
     for sample in entry.samples:
         row = {"model": entry.author, "problem": sample.problem, "category": board.tasks[sample.task], "sample": sample.number}
         row |= {"verdict": sample.verdict, "judged": sample.judged, "needs_multicast": sample.needs_multicast}
-        ends = [(mode, end) for mode in MODES for end in ("low", "median", "high")]
-        row |= {f"speedup_{mode}_{end}": getattr(sample.speedups.get(mode), end, "") for mode, end in ends}
-        usage = sample.usage
-        yield row | {"input_tokens": usage.input_tokens, "output_tokens": usage.output_tokens, "seconds": sample.seconds}
+        for mode in MODES:
+            row |= {f"speedup_{mode}_{end}": getattr(sample.speedups.get(mode), end, "") for end in ("low", "median", "high")}
+        yield row | {"input_tokens": sample.usage.input_tokens, "output_tokens": sample.usage.output_tokens, "seconds": sample.seconds}
 
 
 def latex_tables(board: Board, ks: Sequence[int], p: float, mode: str) -> str:

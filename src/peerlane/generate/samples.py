@@ -206,13 +206,10 @@ def speedups_of(result: Result) -> dict[str, Speedup]:
     return {mode: Speedup(speedup.low, speedup.median, speedup.high) for mode, speedup in speeds.items()}
 
 
-class Names:
+class Names(Counter[str]):
     """Names of authors, numbered where one comes twice."""
-
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
 
     def new(self, name: str) -> str:
         """Returns the name, or the name and its number."""
-        self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
+        self[name] += 1
+        return name if self[name] == 1 else f"{name} ({self[name]})"

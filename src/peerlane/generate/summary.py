@@ -78,7 +78,7 @@ def _category(entry: Entry, ks: Sequence[int], tasks: Sequence[Task]) -> dict[st
 
 
 def _problem(entry: Entry, task: Task, category: str) -> dict[str, Any]:
-    group = sorted((sample for sample in entry.samples if sample.task == task), key=lambda sample: sample.number)
+    group = sorted(entry.groups[task], key=lambda sample: sample.number)
     speedups = {mode: [sample.speedups[mode].median for sample in group if sample.correct and mode in sample.speedups] for mode in MODES}
     best = {mode: max(values, default=None) for mode, values in speedups.items()}
     verdicts = [sample.verdict for sample in group]
@@ -211,21 +211,19 @@ def usage_table(board: Board) -> TextTable:
 
 def step_table(board: Board) -> TextTable:
     """Returns, for agents, how many problems one episode is expected to solve within so many steps."""
-    curves = {entry.author: entry.steps for entry in board.entries}
 
     def cell(entry: Entry, step: int) -> str:
-        curve = curves[entry.author]
-        return _number(curve[min(step, len(curve)) - 1]) if curve else "-"
+        return _number(entry.steps[min(step, len(entry.steps)) - 1]) if entry.steps else "-"
 
-    return _table(range(1, 1 + max(map(len, curves.values()), default=0)), (), {"steps": str, **_by_model(board, cell)})
+    longest = max((len(entry.steps) for entry in board.entries), default=0)
+    return _table(range(1, longest + 1), (), {"steps": str, **_by_model(board, cell)})
 
 
 def problem_table(board: Board) -> TextTable:
     """Returns one row a problem: how many of its samples are correct, of how many."""
 
     def cell(entry: Entry, task: Task) -> str:
-        group = [sample for sample in entry.samples if sample.task == task]
-        return f"{sum(sample.correct for sample in group)} of {len(group)}"
+        return f"{sum(sample.correct for sample in entry.groups[task])} of {len(entry.groups[task])}"
 
     columns: dict[str, Callable[[Task], str]] = {"problem": lambda task: str(task.problem), "category": lambda task: board.tasks[task]}
     return _table(board.tasks, {"problem", "category"}, {**columns, **_by_model(board, cell)})
