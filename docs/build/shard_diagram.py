@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 from docs.build.dependence import Answer, Dependence
 from peerlane.problems import Cost
 from peerlane.problems.contract.count import Step
-from peerlane.report.quantities import quantity
+from peerlane.report.tables import quantity
 
 MOST_ROWS, MOST_STEPS = 6, 12
 _WIDTH, _MARGIN, _GAP = 560, 8, 12

@@ -179,8 +179,6 @@ def test_unjudged_samples_give_both_ends() -> None:
     """One right sample and three that no machine could run are no 100 %."""
     run = [sample(1, 0), *(sample(1, number, "not_run") for number in (1, 2, 3))]
     every = board(run, {1: "collective"})
-    assert solved(run, [1], CORRECT, 1) == {1: 0.25}
-    assert solved(run, [1], CORRECT, 1, unjudged=True) == {1: 1.0}
     found = summary(every, every.entries[0], [1, 4], [1.0])["pass_at_k"]
     assert {name: found["1"][name] for name in ("problems", "problems_most", "share", "share_most", "high")} == {
         "problems": 0.25,
@@ -250,15 +248,6 @@ def test_pairing_tells_a_small_but_steady_lead() -> None:
     found = metrics.compare(a, b)
     assert found.difference.low > 0 and found.better == 1 and found.problems == 40
     assert metrics.mean_with_interval(list(a.values())).low < metrics.mean_with_interval(list(b.values())).high
-
-
-def test_interval_covers_as_often_as_it_says() -> None:
-    draw = random.Random(2)
-    covered = 0
-    for _ in range(200):
-        mean = metrics.mean_with_interval([float(draw.random() < 0.4) for _ in range(87)])
-        covered += mean.low <= 0.4 <= mean.high
-    assert 0.88 <= covered / 200 <= 0.99
 
 
 @pytest.mark.parametrize("problems", [3, 6, 20])

@@ -13,8 +13,7 @@ import yaml
 
 from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.publish.dataset import FIELDS
-from peerlane.publish.yaml_text import to_yaml
+from peerlane.publish.dataset import FIELDS, to_yaml
 from sample_runs import make_run
 
 PYTHON_TYPES: dict[str, type] = {"string": str, "int64": int, "float64": float}
@@ -93,6 +92,8 @@ def test_scores_of_a_run_count_all_problems(tmp_path: Path, peerlane: Callable[.
     assert 3 <= solved <= 6 and correct["value"] == round(100 * solved / len(problems.suite()), 2) and faster["value"] <= correct["value"]
     assert correct["source"] == {"url": "https://example.org/run"} and "6 of 87 problems tried" in correct["notes"]
     assert isinstance(correct["date"], str)
+    assert peerlane(*arguments[:-1], str(out / "below.yaml")) == ExitCode.USAGE
+    assert "peerlane.yaml/below.yaml: " in capsys.readouterr().err
 
 
 def test_scores_of_an_unjudged_run_are_refused(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

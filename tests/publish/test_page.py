@@ -15,8 +15,8 @@ from peerlane.errors import UsageError
 from peerlane.generate.board import boards
 from peerlane.publish.gather import gather
 from peerlane.publish.page import INLINE_CANDIDATES, render_page, write_page
+from peerlane.publish.page.detail import provenance
 from peerlane.publish.page.plot_data import fast_p
-from peerlane.publish.page.provenance import provenance
 from peerlane.publish.page.view import View
 from peerlane.results.result import CandidateInfo, ProblemInfo
 from peerlane.results.speed_record import NotMeasured

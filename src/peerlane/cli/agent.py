@@ -49,10 +49,11 @@ def agent(
         export_task(selected[0], settings, ranks, export)
         console(stderr=True).print(f"the task is in {export}; it begins with TASK.md")
         return
+    if request.model is None:
+        raise UsageError("missing --model: expected the name of a model, or --export DIR for an agent from elsewhere")
     from peerlane.generate.extra import require_models_extra
 
-    if request.model is not None:
-        require_models_extra()
+    require_models_extra()
     options = request.model_options(episode_cost, connections=request.connections or 4)
     from peerlane.evaluate import Evaluator
     from peerlane.generate.agent import Limits, run_agents

@@ -10,6 +10,7 @@ import typer
 from peerlane.cli.output import print_error, read_result_files
 from peerlane.cli.prompt import BACKEND_HELP, TRACK_HELP
 from peerlane.common.words import counted
+from peerlane.errors import UsageError
 
 export = typer.Typer(help="Write the suite, or a model's scores, for the Hugging Face Hub.", no_args_is_help=True)
 
@@ -62,14 +63,15 @@ def results(
     """
     from peerlane.common.files import write_atomically
     from peerlane.generate.run_folder import RunFolder
-    from peerlane.publish.dataset import FASTER
-    from peerlane.publish.eval_results import eval_results
-    from peerlane.publish.yaml_text import to_yaml
+    from peerlane.publish.dataset import FASTER, eval_results, to_yaml
 
     opened = RunFolder.open(run)
     entries = eval_results(opened, read_result_files([run]), dataset, source)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, to_yaml(entries).encode())
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, to_yaml(entries).encode())
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}; name a file that can be written with --out") from None
     for entry in entries:
         print(f"{entry['dataset']['task_id']}: {entry['value']} % ({entry['notes']})")
     if all(entry["dataset"]["task_id"] != FASTER for entry in entries):

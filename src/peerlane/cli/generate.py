@@ -63,7 +63,7 @@ class Request:
         from peerlane.generate.models import ModelOptions
 
         if self.model is None:
-            raise UsageError("missing --model: expected the name of a model; for agents also --export DIR for an agent from elsewhere")
+            raise UsageError("missing --model: expected the name of a model, such as openai/gpt-5")
         if self.effort is not None:
             one_of(self.effort, EFFORTS, "--effort")
         same = {name: getattr(self, name) for name in ("base_url", "temperature", "effort", "max_tokens", "connections", "retries")}

@@ -113,11 +113,12 @@ def _board(opened: Sequence[RunFolder], judged: Mapping[Path, list[Result]], set
     """Returns the board of these runs, over the chosen problems, or those that a run has samples of."""
     from peerlane import problems
     from peerlane.generate.board import Board
-    from peerlane.generate.samples import Task
+    from peerlane.generate.samples import Names, Task
 
     with_samples = sorted({key.problem for run in opened for key in run.sample_keys()})
     counted = [problems.get(number) for number in with_samples] if problem is None and with_samples else problems.select(problem or "all")
-    names = _names([run.settings.model for run in opened])
+    numbered = Names()
+    names = [numbered.new(run.settings.model) for run in opened]
     samples = [
         replace(sample, author=name) for run, name in zip(opened, names, strict=True) for sample in run.samples(judged[run.path], setting)
     ]
@@ -148,16 +149,6 @@ def _the_setting(settings: dict[Path, list[Setting]]) -> Setting | None:
             "choose one with --preset, --world-size or --track"
         )
     return everything[0] if everything else None
-
-
-def _names(models: Sequence[str]) -> list[str]:
-    """Returns names of models, numbered where one comes twice."""
-    seen: dict[str, int] = {}
-    names = []
-    for model in models:
-        seen[model] = seen.get(model, 0) + 1
-        names.append(model if seen[model] == 1 else f"{model} ({seen[model]})")
-    return names
 
 
 def _number(text: str) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from peerlane import problems
@@ -17,6 +19,7 @@ from peerlane.generate.metrics import CORRECT, Estimate, Metric
 from peerlane.generate.samples import MODES, Sample, Setting, Standing, Task, Usage
 from peerlane.report.tiers import bound_us, regime, tiers
 
+PUBLISHED_FILE = Path(__file__).with_name("published.json")
 OTHER = "not in this suite"
 SWEEP = "sweep"
 _KINDS = ("node", "virtual", "cpu", "emulated")
@@ -42,6 +45,7 @@ class Entry:
         mechanisms: in how many correct samples each way to move data was seen.
         seconds: wall time of all replies or episodes.
         samples_per_task: samples of the task that has the most, judged or not.
+        steps: how many tasks one episode of an agent solves within 1, 2, ... steps.
     """
 
     def __init__(self, author: str, samples: Sequence[Sample], tasks: Collection[Task]) -> None:
@@ -59,6 +63,7 @@ class Entry:
         self.usage = sum((sample.usage for sample in samples), Usage())
         self.seconds = sum(sample.seconds for sample in samples)
         self.samples_per_task = max(map(len, self.groups.values()), default=0)
+        self.steps = metrics.step_curve(samples, tasks, CORRECT)
         standings = {sample.standing for sample in samples}
         self.standing: Standing = standings.pop() if len(standings) == 1 else "own"
         self._solved: dict[tuple[Metric, int], tuple[dict[Task, float], dict[Task, float]]] = {}
@@ -80,7 +85,7 @@ class Entry:
 
     def count(self, metric: Metric = CORRECT, k: int = 1, tasks: Collection[Task] | None = None) -> Count:
         """Counts these tasks, by default all; raises ValueError for none."""
-        low, high = ([found[task] for task in (self.tasks if tasks is None else tasks)] for found in self.solved(metric, k))
+        low, high = ([by_task[task] for task in (self.tasks if tasks is None else tasks)] for by_task in self.solved(metric, k))
         return Count(len(low), sum(low), sum(high), metrics.share(low, high))
 
     def geometric_mean(self, mode: str, k: int = 1) -> Estimate:
@@ -112,11 +117,6 @@ class Entry:
         others = [sample for sample in self.samples if not sample.needs_multicast]
         left_out = self.attempted - {sample.task for sample in others}
         return Entry(f"{self.author}, without multicast", others, [task for task in self.tasks if task not in left_out])
-
-    @functools.cached_property
-    def steps(self) -> list[float]:
-        """How many tasks one episode solves within 1, 2, ... steps."""
-        return metrics.step_curve(self.samples, self.tasks, CORRECT)
 
 
 class Board:
@@ -195,10 +195,10 @@ class Board:
 
     @functools.cached_property
     def tiers(self) -> dict[str, list[Task]]:
-        """Tasks at problems of the suite by tier of difficulty, see :mod:`peerlane.report.tiers`."""
+        """Tasks at problems of the suite by tier of difficulty, easy ones first, see :mod:`peerlane.report.tiers`."""
         by_problem = tiers()
-        groups = {name: [task for task in self.tasks if by_problem.get(task.problem) == name] for name in ("easy", "medium", "hard")}
-        return {name: group for name, group in groups.items() if group}
+        groups = _grouped({task: by_problem[task.problem] for task in self.tasks if task.problem in by_problem})
+        return {name: groups[name] for name in ("easy", "medium", "hard") if name in groups}
 
 
 def _grouped(names: Mapping[Task, str]) -> dict[str, list[Task]]:
@@ -214,16 +214,16 @@ def boards(samples: Iterable[Sample]) -> list[Board]:
     for sample in samples:
         assert sample.setting is not None
         groups.setdefault(replace(sample.setting, preset=sample.setting.preset.split("_")[0]), []).append(sample)
-    found = [Board(key, group) for key, group in groups.items()]
-    sizes = {id(board): len({task.problem for task in board.tasks}) for board in found}
-    largest = {key.node_class: max(sizes[id(board)] for board in found if board.setting.node_class == key.node_class) for key in groups}
+    unsorted = [Board(key, group) for key, group in groups.items()]
+    sizes = {id(board): len({task.problem for task in board.tasks}) for board in unsorted}
+    largest = {key.node_class: max(sizes[id(board)] for board in unsorted if board.setting.node_class == key.node_class) for key in groups}
 
     def rank(board: Board) -> tuple[int, int, str, bool, bool, int, int]:
         key, size = board.setting, sizes[id(board)]
         node, older = key.node_class, key.superseded_protocol is not None
         return _KINDS.index(node.kind), -largest[node], str(node), older, key.preset == SWEEP, -size, -len(board.samples)
 
-    return sorted(found, key=rank)
+    return sorted(unsorted, key=rank)
 
 
 def category_of(problem: int) -> str:
@@ -234,3 +234,9 @@ def category_of(problem: int) -> str:
 @functools.cache
 def _categories() -> Mapping[int, str]:
     return {item.id: item.category for item in problems.all_problems(None)}
+
+
+def public_categories() -> dict[str, str]:
+    """Returns by category its name in the public benchmark, with the number of problems that its authors count there."""
+    data = json.loads(PUBLISHED_FILE.read_text())
+    return {ours: f"{theirs}: {data['categories'][theirs]['problems']}" for ours, theirs in data["ours"].items()}

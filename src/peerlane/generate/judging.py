@@ -84,9 +84,8 @@ class Judge:
     async def judge(self, problem: int, source: str, modes: tuple[str, ...]) -> Judged:
         """Judges a source; without modes, its correctness only."""
         data = source.encode(errors="replace")
-        variant = self._variant
-        result = await self._evaluator.evaluate_async(problem, data, modes=modes, presets=(self._preset,), variant=variant)
-        return judged(result, hashlib.sha256(data).hexdigest())
+        result = await self._evaluator.evaluate_async(problem, data, modes=modes, presets=(self._preset,), variant=self._variant)
+        return Judged(result.verdict.kind, result.feedback(), speedups_of(result), hashlib.sha256(data).hexdigest())
 
     async def trace(self, problem: int, source: str) -> str:
         """Returns a few lines per launch mode that say what every rank does when, reference apart; the verdict's feedback if there is no
@@ -99,8 +98,3 @@ class Judge:
                 return str(error)
             summaries = [Timeline.read(file).summary() for file in sorted(Path(folder).glob("*.json"))]
         return "\n\n".join(summaries) or result.feedback()
-
-
-def judged(result: Result, sha256: str) -> Judged:
-    """Returns a result as an author may see it."""
-    return Judged(result.verdict.kind, result.feedback(), speedups_of(result), sha256)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +48,7 @@ def expected_best(values: Sequence[float], k: int) -> float:
 
 
 class Metric(NamedTuple):
-    """What a sample must be to count: correct; or, in a launch mode, correct and faster than ``p`` times the reference's speed.
+    """A test of samples: correct; or, with a launch mode, correct and faster than ``p`` times the reference's speed.
 
     The lower end of the speedup's interval counts.
     """
@@ -93,15 +92,15 @@ def solved(groups: Mapping[Task, Sequence[Sample]], metric: Metric, k: int = 1, 
     }
 
 
-def share(values: Sequence[float], most: Sequence[float] | None = None) -> Estimate:
+def share(values: Sequence[float], highest: Sequence[float] | None = None) -> Estimate:
     """Returns the mean of probabilities by problem with its 95 % Clopper-Pearson interval; raises ValueError for none.
 
-    Each problem is one trial, however many samples it has. So the interval is never of no width: 8 of 8 is 1 [0.63, 1]. ``most``: the
+    Each problem is one trial, however many samples it has. So the interval is never of no width: 8 of 8 is 1 [0.63, 1]. ``highest``: the
     values if every unjudged sample were right, whose interval gives the upper end.
     """
     if not values:
         raise ValueError("the share of no problems: expected at least one")
-    count, sums = len(values), [min(math.fsum(ends), float(len(values))) for ends in (values, most or values)]
+    count, sums = len(values), [min(math.fsum(ends), float(len(values))) for ends in (values, highest or values)]
     low, high = binomial_interval(sums[0], count)[0], binomial_interval(sums[1], count)[1]
     return Estimate(sums[0] / count, low, high)
 
@@ -116,21 +115,14 @@ def mean_with_interval(values: Sequence[float]) -> Estimate:
     """Returns the mean and its 95 % interval of Student's t, of no width for a single value; raises ValueError for none."""
     if not values:
         raise ValueError("the mean of no values: expected at least one problem")
-    found = np.asarray(values, dtype=np.float64)
-    mean, count = float(found.mean()), len(values)
-    room = student_t(count - 1) * float(found.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    array = np.asarray(values, dtype=np.float64)
+    mean, count = float(array.mean()), len(values)
+    room = student_t(count - 1) * float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
     return Estimate(mean, mean - room, mean + room)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A minus B, per problem, over the problems that both have.
-
-    Attributes:
-        difference: of the means, with its interval.
-        better: the share of resamples in which A is ahead; 0.5 means no difference can be told.
-        problems: how many were compared.
-    """
+class Comparison(NamedTuple):
+    """A minus B over the problems that both have: the difference of the means, and the share of resamples in which A is ahead."""
 
     difference: Estimate
     better: float
@@ -143,16 +135,11 @@ def compare(a: Mapping[Task, float], b: Mapping[Task, float]) -> Comparison:
     if not shared:
         raise ValueError("the two models have no problem in common")
     differences = np.asarray([a[task] - b[task] for task in shared], dtype=np.float64)
-    means = _resampled_means(differences)
+    # the same problems are drawn for equally many differences, in every call
+    drawn = np.random.default_rng(_SEED).integers(0, len(shared), size=(RESAMPLES, len(shared)))
+    means = differences[drawn].mean(axis=1)
     better = float(np.mean(means > 0) + 0.5 * np.mean(means == 0))
     return Comparison(mean_with_interval(list(differences)), better, len(shared))
-
-
-def _resampled_means(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Means of samples with replacement; the same problems are drawn for equally many values, in every call."""
-    drawn = np.random.default_rng(_SEED).integers(0, len(values), size=(RESAMPLES, len(values)))
-    means: np.ndarray[tuple[int], np.dtype[np.float64]] = values[drawn].mean(axis=1)
-    return means
 
 
 def step_curve(samples: Sequence[Sample], tasks: Collection[Task], metric: Metric) -> list[float]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.errors import UsageError
-from peerlane.generate.board import Board, Entry
+from peerlane.generate.board import Board, Entry, public_categories
 from peerlane.generate.metrics import CORRECT, Metric
 from peerlane.generate.samples import MODES, Task
-from peerlane.generate.summary import category_cells, public_categories
+from peerlane.generate.summary import category_cells
 
 Row = Mapping[str, Any]
 _ESCAPED = {
@@ -111,10 +111,8 @@ def _samples(board: Board, entry: Entry) -> Iterator[Row]:
         row = {"model": entry.author, "problem": sample.problem, "category": board.tasks[sample.task], "sample": sample.number}
         row |= {"verdict": sample.verdict, "judged": sample.judged, "needs_multicast": sample.needs_multicast}
         for mode in MODES:
-            speedup = sample.speedups.get(mode)
-            row |= {f"speedup_{mode}_{end}": getattr(speedup, end, "") for end in ("low", "median", "high")}
-        row |= {"input_tokens": sample.usage.input_tokens, "output_tokens": sample.usage.output_tokens, "seconds": sample.seconds}
-        yield row
+            row |= {f"speedup_{mode}_{end}": getattr(sample.speedups.get(mode), end, "") for end in ("low", "median", "high")}
+        yield row | {"input_tokens": sample.usage.input_tokens, "output_tokens": sample.usage.output_tokens, "seconds": sample.seconds}
 
 
 def latex_tables(board: Board, ks: Sequence[int], p: float, mode: str) -> str:
@@ -152,9 +150,9 @@ def latex_tables(board: Board, ks: Sequence[int], p: float, mode: str) -> str:
 def _percents(entry: Entry, metric: Metric, k: int) -> str:
     if metric.mode not in ("", *entry.modes):
         return "--"
-    found = _ends(entry, metric, k, entry.tasks)
-    value = "--".join(dict.fromkeys(f"{100 * found[end]:.1f}" for end in ("value", "value_most")))
-    return f"{value} [{100 * found['low']:.0f}, {100 * found['high']:.0f}]"
+    ends = _ends(entry, metric, k, entry.tasks)
+    value = "--".join(dict.fromkeys(f"{100 * ends[end]:.1f}" for end in ("value", "value_most")))
+    return f"{value} [{100 * ends['low']:.0f}, {100 * ends['high']:.0f}]"
 
 
 def _table(caption: str, label: str, groups: Sequence[tuple[str, int]], columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -175,4 +173,4 @@ def _table(caption: str, label: str, groups: Sequence[tuple[str, int]], columns:
 
 def escape_latex(text: str) -> str:
     """Returns the text with all that LaTeX would obey written out. Brackets and stars would belong to the end of the row before."""
-    return re.sub(r"[&%$#_{}\\~^<>|\[\]*]", lambda found: _ESCAPED[found[0]], _printable(text))
+    return re.sub(r"[&%$#_{}\\~^<>|\[\]*]", lambda match: _ESCAPED[match[0]], _printable(text))

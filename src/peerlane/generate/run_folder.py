@@ -84,6 +84,17 @@ class RunSettings(_Record):
     max_tokens: int | None = None
     steps: int | None = Field(default=None, description="of an agent: how many calls of tools it may make")
 
+    @property
+    def asked(self) -> str:
+        """Returns how the model was asked: ``prompt 4-1c2d3e4f, 2 shots, effort high``."""
+        parts = [
+            f"prompt {self.prompt_version or 'version not recorded'}",
+            f"{self.shots} shots" if self.shots is not None else "",
+            *(f"{name} {value}" for name in ("temperature", "top_p", "effort") if (value := getattr(self, name)) is not None),
+            f"{self.steps} steps" if self.steps is not None else "",
+        ]
+        return ", ".join(filter(None, parts))
+
     def identity(self) -> dict[str, Any]:
         """Returns the settings that must not change within a run."""
         return self.model_dump(mode="json", exclude={"format"})
@@ -310,7 +321,7 @@ class RunFolder:
             else:
                 sample = Sample.of(result, key.sample)
             steps = tuple(step.as_sample(key, setting) for step in self.steps(key))
-            more: dict[str, Any] = {"setting": setting, "steps": steps, "author": self.settings.model, "run": self.settings}
+            more: dict[str, Any] = {"setting": setting, "steps": steps, "author": self.settings.model, "asked": self.settings.asked}
             samples.append(replace(sample, usage=record.usage, seconds=record.seconds, **more))
         return samples
 

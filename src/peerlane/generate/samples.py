@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from peerlane.evaluate.candidates import REFERENCE
 from peerlane.results.identity import NodeClass
 from peerlane.results.result import NEEDS_MULTICAST, Result
 from peerlane.results.verdict import SAYS_NOTHING
-
-if TYPE_CHECKING:
-    from peerlane.generate.run_folder import RunSettings
 
 MODES = ("eager", "graph")
 
@@ -119,7 +117,7 @@ class Sample:
         result: None where there was no code to judge, or no evaluation yet.
         code: the candidate's file, if it is at hand; its contents may have changed since.
         traces: name and contents of the pictures of `peerlane trace` in the sample's folder ``trace``.
-        run: settings of the run that the sample belongs to; None of a file that was judged by itself.
+        asked: how the run asked the model, with the version of its prompts; empty for a file that was judged by itself.
         signer: the key that signed the bundle which the sample comes from.
     """
 
@@ -138,7 +136,7 @@ class Sample:
     code: bytes | None = field(default=None, repr=False)
     standing: Standing = "own"
     traces: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
-    run: RunSettings | None = field(default=None, repr=False)
+    asked: str = field(default="", repr=False)
     signer: str | None = None
 
     @classmethod
@@ -206,3 +204,12 @@ def speedups_of(result: Result) -> dict[str, Speedup]:
     """Returns the speedup by launch mode, where one was measured."""
     speeds = {mode: speedup for mode in MODES if (speedup := result.speedup(mode)) is not None}
     return {mode: Speedup(speedup.low, speedup.median, speedup.high) for mode, speedup in speeds.items()}
+
+
+class Names(Counter[str]):
+    """Names of authors, numbered where one comes twice."""
+
+    def new(self, name: str) -> str:
+        """Returns the name, or the name and its number."""
+        self[name] += 1
+        return name if self[name] == 1 else f"{name} ({self[name]})"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from peerlane.generate import metrics
-from peerlane.generate.board import Board, Count, Entry
+from peerlane.generate.board import PUBLISHED_FILE, Board, Count, Entry, public_categories
 from peerlane.generate.metrics import CORRECT, Metric
 from peerlane.generate.samples import MODES, Task
 from peerlane.report.tables import NOT_MEASURED, TextTable
 from peerlane.report.tiers import LATENCY_US
 
-PUBLISHED_FILE = Path(__file__).with_name("published.json")
 _Item = TypeVar("_Item")
 
 
@@ -55,15 +53,10 @@ def _shares(entry: Entry, ks: Sequence[int], ps: Sequence[float]) -> dict[str, A
         "samples": len(entry.samples),
         "unjudged_samples": entry.unjudged,
         "pass_at_k": {str(k): _estimate(entry.count(CORRECT, k)) for k in usable},
-        "fast_p_at_k": {
-            mode: {f"{p:g}": {str(k): _estimate(entry.count(Metric(mode, p), k)) for k in usable} for p in ps}
-            if mode in entry.modes
-            else None
-            for mode in MODES
-        },
-        "geometric_mean": {
-            mode: {str(k): entry.geometric_mean(mode, k)._asdict() for k in usable} if mode in entry.modes else None for mode in MODES
-        },
+        "fast_p_at_k": dict.fromkeys(MODES)
+        | {mode: {f"{p:g}": {str(k): _estimate(entry.count(Metric(mode, p), k)) for k in usable} for p in ps} for mode in entry.modes},
+        "geometric_mean": dict.fromkeys(MODES)
+        | {mode: {str(k): entry.geometric_mean(mode, k)._asdict() for k in usable} for mode in entry.modes},
     }
 
 
@@ -78,14 +71,14 @@ def _estimate(count: Count) -> dict[str, float]:
 
 
 def _category(entry: Entry, ks: Sequence[int], tasks: Sequence[Task]) -> dict[str, Any]:
-    found: dict[str, Any] = {"problems": len(tasks)}
+    shares: dict[str, Any] = {"problems": len(tasks)}
     for k in ks:
-        _, found[f"correct@{k}"], found[f"correct_most@{k}"], _ = entry.count(CORRECT, k, tasks)
-    return found
+        _, shares[f"correct@{k}"], shares[f"correct_most@{k}"], _ = entry.count(CORRECT, k, tasks)
+    return shares
 
 
 def _problem(entry: Entry, task: Task, category: str) -> dict[str, Any]:
-    group = sorted((sample for sample in entry.samples if sample.task == task), key=lambda sample: sample.number)
+    group = sorted(entry.groups[task], key=lambda sample: sample.number)
     speedups = {mode: [sample.speedups[mode].median for sample in group if sample.correct and mode in sample.speedups] for mode in MODES}
     best = {mode: max(values, default=None) for mode, values in speedups.items()}
     verdicts = [sample.verdict for sample in group]
@@ -161,12 +154,6 @@ def category_cells(
         yield name, len(tasks), cells
 
 
-def public_categories() -> dict[str, str]:
-    """Returns by category its name in the public benchmark, with the number of problems that its authors count there."""
-    data = json.loads(PUBLISHED_FILE.read_text())
-    return {ours: f"{theirs}: {data['categories'][theirs]['problems']}" for ours, theirs in data["ours"].items()}
-
-
 def model_table(board: Board, ks: Sequence[int], ps: Sequence[float]) -> TextTable:
     """Returns one row for every model, metric and k, with 95 % intervals; both ends where samples were not judged.
 
@@ -224,21 +211,19 @@ def usage_table(board: Board) -> TextTable:
 
 def step_table(board: Board) -> TextTable:
     """Returns, for agents, how many problems one episode is expected to solve within so many steps."""
-    curves = {entry.author: entry.steps for entry in board.entries}
 
     def cell(entry: Entry, step: int) -> str:
-        curve = curves[entry.author]
-        return _number(curve[min(step, len(curve)) - 1]) if curve else "-"
+        return _number(entry.steps[min(step, len(entry.steps)) - 1]) if entry.steps else "-"
 
-    return _table(range(1, 1 + max(map(len, curves.values()), default=0)), (), {"steps": str, **_by_model(board, cell)})
+    longest = max((len(entry.steps) for entry in board.entries), default=0)
+    return _table(range(1, longest + 1), (), {"steps": str, **_by_model(board, cell)})
 
 
 def problem_table(board: Board) -> TextTable:
     """Returns one row a problem: how many of its samples are correct, of how many."""
 
     def cell(entry: Entry, task: Task) -> str:
-        group = [sample for sample in entry.samples if sample.task == task]
-        return f"{sum(sample.correct for sample in group)} of {len(group)}"
+        return f"{sum(sample.correct for sample in entry.groups[task])} of {len(entry.groups[task])}"
 
     columns: dict[str, Callable[[Task], str]] = {"problem": lambda task: str(task.problem), "category": lambda task: board.tasks[task]}
     return _table(board.tasks, {"problem", "category"}, {**columns, **_by_model(board, cell)})
@@ -261,19 +246,11 @@ def comparison_lines(a: Entry, b: Entry, ks: Sequence[int], p: float) -> list[st
 def published_table() -> tuple[str, TextTable]:
     """Figures that others published, with a line that says whose they are and why they are not comparable."""
     data = json.loads(PUBLISHED_FILE.read_text())
-    models = data["models"]
-    columns = [
-        "category (theirs)",
-        "problems",
-        *(f"{model}: {what}" for model in models for what in ("correct @1 -> @3", "faster @1 -> @3")),
-    ]
-    table = TextTable(columns, right=set(columns[1:]))
+    cells = [f"{model}: {what} @1 -> @3" for model in data["models"] for what in ("correct", "faster")]
+    table = TextTable(["category (theirs)", "problems", *cells], right={"problems", *cells})
     for category, row in data["categories"].items():
-        cells = []
-        for model in models:
-            figures = row[model]
-            cells += [f"{figures[0]} -> {figures[1]}", f"{figures[2]} -> {figures[3]}"]
-        table.add(category, str(row["problems"]), *cells)
+        figures = [pair for model in data["models"] for pair in (row[model][:2], row[model][2:])]
+        table.add(category, str(row["problems"]), *(f"{first} -> {last}" for first, last in figures))
     return data["label"], table
 
 

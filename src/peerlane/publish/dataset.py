@@ -1,23 +1,27 @@
-"""The suite as a data set of the Hugging Face Hub: a card, a row for each problem, and what makes the repository a benchmark there."""
+"""The suite as a data set of the Hugging Face Hub: a card, a row for each problem, what makes it a benchmark there, and scores."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from peerlane.common.version import __version__
 from peerlane.errors import UsageError
+from peerlane.generate import metrics
+from peerlane.generate.board import Entry
 from peerlane.generate.prompt import PromptSettings, render_prompt, template_version, timed_world_size
+from peerlane.generate.run_folder import RunFolder
+from peerlane.generate.samples import Setting, Task
 from peerlane.hardware.profiles import H200_SXM
 from peerlane.hardware.roofline import datasheet_peaks, roofline
-from peerlane.problems import Problem
+from peerlane.problems import Problem, suite
 from peerlane.problems.reference_source import reference_source
-from peerlane.publish.yaml_text import to_yaml
 from peerlane.report.tables import TextTable
 from peerlane.report.tiers import regime, tiers
+from peerlane.results.result import Result
 
 ROWS_FILE = "data/test.jsonl"
 TASKS_FOLDER = "tasks"
@@ -190,3 +194,71 @@ def card(rows: Sequence[dict[str, Any]], settings: PromptSettings) -> str:
         "dataset_info": {"features": [{"name": name, **kind} for name, (kind, _) in FIELDS.items()]},
     }
     return f"---\n{to_yaml(metadata)}---\n{text}"
+
+
+def eval_results(run: RunFolder, results: Sequence[Result], dataset: str, source_url: str | None = None) -> list[dict[str, Any]]:
+    """Returns an entry for each score of the run, in per cent of all problems of the suite: those not tried count as not solved.
+
+    ``dataset``: the benchmark's repository, such as ``owner/peerlane``. The score for speed is left out unless candidates were
+    timed as graphs on a node.
+    Raises UsageError for a run that was not judged, or under several settings.
+    """
+    settings = [setting for setting in run.settings_judged(results) if setting.track == run.settings.track]
+    if len(settings) != 1:
+        listed = "; ".join(map(str, settings)) or "none"
+        raise UsageError(
+            f"{run.path} was judged under {len(settings)} settings: {listed}. Expected one; judge a fresh folder with one preset"
+        )
+    (setting,) = settings
+    counted = [result for result in results if Setting.of(result) == setting]
+    author = Entry(run.settings.model, run.samples(counted, setting), [Task(problem.id, setting.preset) for problem in suite()])
+    if author.unjudged:
+        raise UsageError(
+            f"{author.unjudged} of {len(author.samples)} samples of {run.path} are not judged: run `peerlane eval {run.path}` first"
+        )
+    tests = {CORRECT: metrics.CORRECT}
+    if "graph" in author.modes and setting.node_class.kind == "node":
+        tests[FASTER] = metrics.Metric("graph", 1.0)
+    finished = max(result.finished_at for result in counted)
+    tried, size = len(author.tried), len(author.tasks)
+    notes = f"{tried} of {size} problems tried, expected share with one sample; {setting}; peerlane {__version__}"
+    entries = []
+    for task, metric in tests.items():
+        share = author.count(metric).solved / size
+        entry: dict[str, Any] = {
+            "dataset": {"id": dataset, "task_id": task},
+            "value": round(100 * share, 2),
+            "date": f"{finished:%Y-%m-%d}",
+            "notes": notes,
+        }
+        if source_url is not None:
+            entry["source"] = {"url": source_url}
+        entries.append(entry)
+    return entries
+
+
+def to_yaml(value: Any) -> str:
+    """Returns mappings, lists, strings, numbers, booleans and None as YAML; keys must be plain words."""
+    return "".join(f"{line}\n" for line in _lines(value))
+
+
+def _lines(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _entry(f"{key}:", item)
+    elif isinstance(value, list) and value:
+        for item in value:
+            first, *rest = _lines(item)
+            yield f"- {first}"
+            yield from (f"  {line}" for line in rest)
+    else:
+        yield json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _entry(key: str, value: Any) -> Iterator[str]:
+    lines = list(_lines(value))
+    if isinstance(value, dict | list) and value:
+        yield key
+        yield from (f"  {line}" for line in lines)
+    else:
+        yield f"{key} {lines[0]}"

@@ -16,7 +16,7 @@ from peerlane.common.version import PACKAGE
 from peerlane.errors import FileRefused, UsageError
 from peerlane.evaluate.candidates import REFERENCE
 from peerlane.generate.run_folder import MOST_CODE_BYTES, RUN_FILE, RunFolder, is_run
-from peerlane.generate.samples import Sample, Setting, Standing
+from peerlane.generate.samples import Names, Sample, Setting, Standing
 from peerlane.publish.bundle import is_bundle, read_bundle
 from peerlane.publish.signature import read_signer
 from peerlane.publish.verify import read_verification
@@ -53,22 +53,22 @@ def gather(paths: Sequence[Path]) -> Gathered:
 
     Raises UsageError for a path that does not exist, and if nothing was judged.
     """
-    found = Gathered()
+    gathered = Gathered()
     for path in paths:
         if not path.exists():
             raise UsageError(f"there is no {path}: expected a run, a bundle, a {FILE}, or a folder of them")
     bundles = [path for path in paths if is_bundle(path)]
-    runs, files = _below((path for path in paths if path not in bundles), found.skipped)
-    names = _Names()
+    runs, files = _below((path for path in paths if path not in bundles), gathered.skipped)
+    names = Names()
     for run in map(RunFolder.open, runs):
         try:
-            found.samples += list(_samples_of_run(run, _read(run.path / FILE, found), names.new(run.settings.model)))
+            gathered.samples += list(_samples_of_run(run, _read(run.path / FILE, gathered), names.new(run.settings.model)))
         except FileRefused as error:
-            found.skipped.append(f"{run.path} is left out: {error}")
+            gathered.skipped.append(f"{run.path} is left out: {error}")
     for bundle in map(read_bundle, bundles):
         checked, signer = read_verification(bundle), read_signer(bundle.path)
         standing: Standing = "unverified" if checked is None else checked.standing
-        found.files.append((str(bundle.path), bundle.sha256))
+        gathered.files.append((str(bundle.path), bundle.sha256))
         with tempfile.TemporaryDirectory(prefix="peerlane-bundle-") as scratch:
             run = bundle.unpack(Path(scratch))
             author = names.new(f"{run.settings.model}{_SUFFIXES[standing]}")
@@ -79,24 +79,12 @@ def gather(paths: Sequence[Path]) -> Gathered:
             more: dict[str, Any] = {"standing": standing, "signer": signer}
             if verified:  # nobody has judged the steps of an agent again
                 more["steps"] = ()
-            found.samples += [replace(sample, **more) for sample in _samples_of_run(run, results, author)]
-    found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found, follow=file in paths)))
-    if not found.samples:
+            gathered.samples += [replace(sample, **more) for sample in _samples_of_run(run, results, author)]
+    gathered.samples += _samples_of_results(newest(result for file in files for result in _read(file, gathered, follow=file in paths)))
+    if not gathered.samples:
         where = ", ".join(map(str, paths))
-        raise UsageError("\n".join([f"nothing in {where} was judged: expected results of `peerlane eval`", *found.skipped]))
-    return found
-
-
-class _Names:
-    """Names of authors, numbered where one comes twice."""
-
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
-
-    def new(self, name: str) -> str:
-        """The name, or the name and its number."""
-        self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
+        raise UsageError("\n".join([f"nothing in {where} was judged: expected results of `peerlane eval`", *gathered.skipped]))
+    return gathered
 
 
 def _below(paths: Iterable[Path], skipped: list[str]) -> tuple[list[Path], list[Path]]:
@@ -112,22 +100,22 @@ def _below(paths: Iterable[Path], skipped: list[str]) -> tuple[list[Path], list[
         for folder in [path, *(file.parent for file in inside if file.name == RUN_FILE)]:
             if is_run(folder):
                 runs[folder] = None
-        found = [path / FILE] if (path / FILE).is_file() else [file for file in inside if file.suffix == ".jsonl"]
-        files |= dict.fromkeys(file for file in found if not any(run in file.parents for run in runs))
+        results = [path / FILE] if (path / FILE).is_file() else [file for file in inside if file.suffix == ".jsonl"]
+        files |= dict.fromkeys(file for file in results if not any(run in file.parents for run in runs))
     return list(runs), list(files)
 
 
-def _read(path: Path, found: Gathered, *, follow: bool = False) -> list[Result]:
+def _read(path: Path, gathered: Gathered, *, follow: bool = False) -> list[Result]:
     """The results in a file. A file of something else, such as calibrations, is left out with a message."""
     if not os.path.lexists(path):
         return []
     try:
-        results = read_results(path, found.notes, follow=follow)
+        results = read_results(path, gathered.notes, follow=follow)
     except UsageError as error:
-        found.skipped.append(str(error))
+        gathered.skipped.append(str(error))
         return []
     if results:
-        found.files.append((str(path), hashlib.sha256(read_regular(path, MOST_BYTES, follow=follow)).hexdigest()))
+        gathered.files.append((str(path), hashlib.sha256(read_regular(path, MOST_BYTES, follow=follow)).hexdigest()))
     return results
 
 
@@ -161,8 +149,8 @@ def _code(result: Result) -> bytes | None:
     """Of the file that was judged, or of the package's own solution of that name, whichever has the result's hash."""
     if result.candidate.path is None:
         return None
-    own = PACKAGE / "solutions" / Path(result.candidate.path).name
-    for path in (Path(result.candidate.path), own):
+    packaged = PACKAGE / "solutions" / Path(result.candidate.path).name
+    for path in (Path(result.candidate.path), packaged):
         try:
             data = read_regular(path, MOST_CODE_BYTES)
         except FileRefused:

@@ -93,10 +93,4 @@ def accuracy(results: Sequence[Result]) -> str:
 
 
 def _measured(results: Iterable[Result]) -> list[tuple[Result, ModeSpeed]]:
-    return [
-        (result, speed)
-        for result in results
-        if result.candidate.backend == "reference"
-        for mode in result.modes
-        if (speed := result.speed_in(mode)) is not None
-    ]
+    return [(result, speed) for result in results if result.candidate.backend == "reference" for speed in result.speeds]

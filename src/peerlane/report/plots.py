@@ -89,12 +89,11 @@ def sweep_plot(results: Iterable[Result]) -> Plot:
     for result, size, axis in sorted(swept, key=lambda item: (item[0].problem.id, item[0].world_size)):
         panel = f"{result.problem.id} {result.problem.slug}, {counted(result.world_size, 'rank')}"
         axes[panel] = axis
-        for mode in result.modes:
-            if (speed := result.speed_in(mode)) is not None:
-                measured.append(result)
-                estimates.setdefault((panel, REFERENCE, mode), {}).setdefault(size, []).append(speed.reference_us)
-                if result.candidate.backend != REFERENCE:
-                    estimates.setdefault((panel, result.candidate.name, mode), {}).setdefault(size, []).append(speed.candidate_us)
+        for speed in result.speeds:
+            measured.append(result)
+            estimates.setdefault((panel, REFERENCE, speed.mode), {}).setdefault(size, []).append(speed.reference_us)
+            if result.candidate.backend != REFERENCE:
+                estimates.setdefault((panel, result.candidate.name, speed.mode), {}).setdefault(size, []).append(speed.candidate_us)
     if not estimates:
         raise UsageError("no result of a sweep has a measured speed: expected results of `peerlane eval ... --preset sweep` on GPUs")
     lines = {key: tuple(_together(size, found) for size, found in sorted(sizes.items())) for key, sizes in estimates.items()}

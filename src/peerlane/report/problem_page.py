@@ -10,8 +10,7 @@ from peerlane.problems.contract.standard import STANDARD_WRONG_ANSWERS
 from peerlane.report.catalogue import Entry
 from peerlane.report.evidence import NOTHING, Measured
 from peerlane.report.problem_speeds import reference_section, solution_times
-from peerlane.report.quantities import quantity, shown_us
-from peerlane.report.tables import TextTable
+from peerlane.report.tables import TextTable, quantity, shown_us
 
 _NUMBER_OF_RANKS = re.compile(r"/w\d+(x\d+)?$")
 _FEW_CASES, _MANY = 3, 8

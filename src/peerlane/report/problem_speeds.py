@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from peerlane.report.catalogue import Entry
 from peerlane.report.evidence import Measured, PublicTimes, ReferenceTime
-from peerlane.report.quantities import shown_us
-from peerlane.report.tables import TextTable
+from peerlane.report.tables import TextTable, shown_us
 
 EARLIER = "Times are of an [earlier timing protocol](../measurements/earlier.md)."
 FAR = 0.3

@@ -144,9 +144,8 @@ def result_table(results: Iterable[Result]) -> TextTable:
         remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)
         verdict = result.verdict.kind + (f" ({', '.join(remarks)})" if remarks else "")
         head = (result.candidate.name, _problem(result), result.preset, str(result.world_size), verdict)
-        measured = [speed for mode in result.modes if (speed := result.speed_in(mode)) is not None]
         unmeasured = tuple(item.mode for item in result.speed if item.status == "not_measured")
-        for speed in measured:
+        for speed in result.speeds:
             table.add(*head, *_speed_cells(speed))
         for item in result.speed:
             if item.status == "failed":
@@ -231,6 +230,19 @@ def percent(share: float) -> str:
     """Returns a share with two digits that say something: 65%, 6.2%, 0.43%."""
     digits = next((number for number, least in enumerate((0.0995, 0.00995)) if share >= least), 2)
     return f"{share:.{digits}%}"
+
+
+def quantity(value: float) -> str:
+    """Returns three digits and a decimal prefix, to be followed by the unit: ``1.5 M``."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}"
+    return f"{value:.3g} "
+
+
+def shown_us(value: float) -> str:
+    """Returns a time with three digits and no exponent: 4.56, 78.9, 1,230."""
+    return f"{value:.3g}" if value < 999.5 else f"{float(f'{value:.3g}'):,.0f}"
 
 
 def environment_lines(results: Iterable[Result]) -> list[str]:

@@ -240,6 +240,11 @@ class Result(Record):
         """Two results of one identity answer the same question."""
         return Asked._make(getattr(self, name) for name in Asked._fields).identity
 
+    @property
+    def speeds(self) -> list[ModeSpeed]:
+        """The measured speeds, in the order of the modes asked for."""
+        return [speed for mode in self.modes if (speed := self.speed_in(mode)) is not None]
+
     def speed_in(self, mode: str) -> ModeSpeed | None:
         """The measured speed in a mode, or None."""
         for item in self.speed:

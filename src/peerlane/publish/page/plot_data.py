@@ -39,8 +39,8 @@ def speeds(board: Board) -> Iterator[tuple[Sample, ModeSpeed]]:
 
 def measured_bound(utilisation: Sequence[Utilisation]) -> Utilisation | None:
     """Returns the bound by measured ceilings where there are some, else by the datasheet; None of none, or without a bound."""
-    found = next((item for item in utilisation if item.ceilings == "measured"), *utilisation[:1]) if utilisation else None
-    return found if found is not None and found.bound_us > 0 else None
+    bound = next((item for item in utilisation if item.ceilings == "measured"), *utilisation[:1]) if utilisation else None
+    return bound if bound is not None and bound.bound_us > 0 else None
 
 
 def reached(board: Board) -> list[Reached]:

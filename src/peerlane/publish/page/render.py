@@ -18,6 +18,7 @@ from peerlane.errors import UsageError
 from peerlane.generate.board import boards
 from peerlane.publish.gather import Gathered
 from peerlane.publish.page.view import Item, View
+from peerlane.report.tables import shown_us
 
 INLINE_CANDIDATES = 200
 """Above this number of candidates each has a file of its own, beside the page."""
@@ -95,7 +96,7 @@ def _lead(views: list[View]) -> str:
 
 def _environment() -> Environment:
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters |= {"percent": percent, "us": microseconds, "count": count}
+    environment.filters |= {"percent": percent, "us": shown_us, "count": count}
     return environment
 
 
@@ -116,11 +117,6 @@ def _script(path: Path) -> dict[str, Any]:
 def percent(share: float) -> str:
     """``0.4 %``, ``37 %``."""
     return f"{100 * share:.1f} %" if 0 < abs(share) < 0.0995 else f"{100 * share:.0f} %"
-
-
-def microseconds(value: float) -> str:
-    """Three digits, no exponent."""
-    return f"{value:.3g}" if value < 999.5 else f"{float(f'{value:.3g}'):,.0f}"
 
 
 def count(value: float) -> str:

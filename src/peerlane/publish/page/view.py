@@ -14,14 +14,12 @@ from markupsafe import Markup
 from peerlane.common.problem_files import slugs
 from peerlane.common.words import counted
 from peerlane.generate import metrics
-from peerlane.generate.board import Board, Entry, category_of
+from peerlane.generate.board import Board, Entry, category_of, public_categories
 from peerlane.generate.metrics import CORRECT, Estimate, Metric
 from peerlane.generate.samples import Sample, Task
-from peerlane.generate.summary import public_categories
-from peerlane.publish.detail import Source, block_times, facts, source_of, speeds
 from peerlane.publish.gather import WHOSE
 from peerlane.publish.page import plot_data
-from peerlane.publish.page.provenance import provenance
+from peerlane.publish.page.detail import Source, block_times, facts, provenance, source_of
 from peerlane.report.catalogue import plain
 from peerlane.report.plots import preset_order
 from peerlane.report.tiers import LATENCY_US
@@ -73,20 +71,13 @@ class Item:
         self.slug = sample.result.problem.slug if sample.result is not None else slugs().get(sample.problem, "")
         self.title = f"{sample.problem} {self.slug}: {sample.name}"
         self.board_title = f"{board.title}, {board.setting.node_class}"
+        self.speeds = sample.result.speeds if sample.result is not None else []
+        self.facts = list(facts(sample.result)) if sample.result is not None else []
+        self.whose = WHOSE[sample.standing]
         self.by_mode = {speed.mode: speed for speed in self.speeds}
         bounds = [bound for speed in self.speeds if (bound := plot_data.measured_bound(speed.utilisation)) is not None]
         self.bound = bounds[0] if bounds else None
         self.share = max((bound.candidate for bound in bounds), default=None)
-
-    @functools.cached_property
-    def speeds(self) -> Sequence[Any]:
-        """Measured speeds by mode."""
-        return speeds(self.sample.result) if self.sample.result is not None else ()
-
-    @property
-    def whose(self) -> str:
-        """Names who vouches for the figures; empty where the page's author judged."""
-        return WHOSE[self.sample.standing]
 
     @property
     def blocks(self) -> list[Markup]:
@@ -102,11 +93,6 @@ class Item:
     def traces(self) -> list[tuple[str, str]]:
         """Name and data URI of each trace. As an image, an SVG runs no script and fetches nothing."""
         return [(name, f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}") for name, data in self.sample.traces]
-
-    @property
-    def facts(self) -> list[tuple[str, str]]:
-        """Provenance of the result."""
-        return list(facts(self.sample.result)) if self.sample.result is not None else []
 
 
 class Cell(NamedTuple):
@@ -150,52 +136,21 @@ class View:
         self.items = [Item(sample, first_item + index, board, back) for index, sample in enumerate(samples)]
         self.reached = plot_data.reached(board)
         self.rows = [Row(entry, board, self.reached) for entry in board.ranked()]
-
-    @property
-    def node_title(self) -> str:
-        """The class of machine."""
-        return str(self.board.setting.node_class)
+        self.authors = [row.author for row in self.rows]  # colours go by their order
+        self.modes = board.modes[::-1]  # the one that ranks first
+        self.node_title = str(board.setting.node_class)
+        self.presets = len({sample.task.preset for sample in samples})
+        self.verdicts = [kind for kind, _ in Counter(sample.verdict for sample in samples).most_common()]
+        self.tokens = any(row.entry.usage.output_tokens for row in self.rows)
+        self.costs = any(row.entry.usage.cost_usd is not None for row in self.rows)
+        self.public_categories, self.name_of = public_categories(), category_name
+        self.provenance = provenance(board, samples)
 
     @property
     def size(self) -> str:
         """The number of tasks that anyone tried, or of references."""
         tasks = len(self.board.tasks)
         return counted(tasks, "task") if tasks else f"{counted(len(self.board.references), 'reference')} alone"
-
-    @property
-    def modes(self) -> list[str]:
-        """Launch modes in the order of columns: the one that ranks first."""
-        return self.board.modes[::-1]
-
-    @property
-    def authors(self) -> list[str]:
-        """In the order of the leaderboard, by which they have their colours."""
-        return [row.author for row in self.rows]
-
-    @functools.cached_property
-    def presets(self) -> int:
-        """The number of presets on the board."""
-        return len({item.sample.task.preset for item in self.items})
-
-    @property
-    def verdicts(self) -> list[str]:
-        """Verdicts of the table, the most frequent first."""
-        return [kind for kind, _ in Counter(item.sample.verdict for item in self.items).most_common()]
-
-    @property
-    def tokens(self) -> bool:
-        """True if any author's tokens are known."""
-        return any(row.entry.usage.output_tokens for row in self.rows)
-
-    @property
-    def costs(self) -> bool:
-        """True if any author's costs are known."""
-        return any(row.entry.usage.cost_usd is not None for row in self.rows)
-
-    @staticmethod
-    def name_of(category: str) -> str:
-        """Returns a category as readers know it."""
-        return category_name(category)
 
     @functools.cached_property
     def heat(self) -> Heat:
@@ -219,11 +174,6 @@ class View:
         return {name: (len(tasks), {entry.author: cell(entry, tasks) for entry in self.board.entries}) for name, tasks in groups.items()}
 
     @property
-    def public_categories(self) -> dict[str, str]:
-        """By category, its name in the public benchmark, and how many problems it has there."""
-        return public_categories()
-
-    @property
     def leaderboards(self) -> list[tuple[str, list[Row]]]:
         """One of all; with results that others claim, one of those apart."""
         claimed = [row for row in self.rows if row.entry.standing in ("unverified", "differs")]
@@ -235,18 +185,18 @@ class View:
     @property
     def notices(self) -> list[str]:
         """Sentences that a reader must know before comparing."""
-        found = [text for kind, text in _NOTICES.items() if kind == self.board.setting.node_class.kind]
+        notices = [text for kind, text in _NOTICES.items() if kind == self.board.setting.node_class.kind]
         results = [item.sample.result for item in self.items if item.sample.result is not None]
         rules = {(result.evaluator_version, result.rules_hash) for result in results}
         if len(rules) > 1:
-            found.append(f"The results were judged under {len(rules)} versions of the rules; compare their speeds with care.")
+            notices.append(f"The results were judged under {len(rules)} versions of the rules; compare their speeds with care.")
         standings = {sample.standing for sample in self.board.samples}
-        found += [_VERIFIED] if "verified" in standings else []
-        found += [_CLAIMED] if standings & {"unverified", "differs"} else []
-        found += [_NEED_MULTICAST] if any(row.entry.needs_multicast for row in self.rows) else []
+        notices += [_VERIFIED] if "verified" in standings else []
+        notices += [_CLAIMED] if standings & {"unverified", "differs"} else []
+        notices += [_NEED_MULTICAST] if any(row.entry.needs_multicast for row in self.rows) else []
         if not self.board.samples:
-            found.append("Only references were judged here, so there is no leaderboard.")
-        return found
+            notices.append("Only references were judged here, so there is no leaderboard.")
+        return notices
 
     @property
     def silent(self) -> str:
@@ -269,11 +219,11 @@ class View:
             return [(f"{len(tasks):,}", "tasks"), (f"{len(board.references):,}", "references")]
         correct = [sample for sample in board.samples if sample.correct]
         solved = {sample.task for sample in correct}
-        found = [
+        tiles = [
             (f"{len(solved):,} of {len(board.tasks):,}", "tasks solved by anyone"),
             (f"{len(correct):,} of {len(board.samples):,}", "samples correct"),
         ]
-        return found + [tile for mode in (board.main_mode,) if mode is not None for tile in self._speed_tiles(mode)]
+        return tiles + [tile for mode in (board.main_mode,) if mode is not None for tile in self._speed_tiles(mode)]
 
     def _speed_tiles(self, mode: str) -> list[tuple[str, str]]:
         measured = [(sample, speed.speedup) for sample, speed in plot_data.speeds(self.board) if speed.mode == mode]
@@ -297,11 +247,6 @@ class View:
         track = _TRACKS.get(key.track)
         cases = "Only the case that is timed was judged." if key.cases == "timed" else None
         return [text for text in (_FAMILIES.get(key.preset), track, cases) if text is not None]
-
-    @property
-    def provenance(self) -> list[tuple[str, str]]:
-        """The machine, its software, and who judged when."""
-        return provenance(self.board, [item.sample for item in self.items])
 
     @functools.cached_property
     def _links(self) -> dict[int, str]:
@@ -349,7 +294,7 @@ class View:
     def _reached(self) -> list[dict[str, Any]]:
         key = self.board.setting
         references: dict[tuple[str, str], dict[str, Any]] = {}
-        found = []
+        rows = []
         for reached in sorted(self.reached, key=lambda reached: not reached.sample.is_reference):
             sample, bound, task = reached.sample, reached.bound, self._task(reached.sample)
             row = {"task": task, "mode": reached.mode, "bound_us": bound.bound_us, "bound_by": bound.bound_by, "ceilings": bound.ceilings}
@@ -359,8 +304,8 @@ class View:
             if sample.is_reference:
                 references[task, reached.mode] |= {"share": reached.share, "href": self._links[id(sample)]}
             else:
-                found.append(row | {"share": reached.share, "author": sample.author, "name": sample.name, "href": self._links[id(sample)]})
-        return [row for row in [*references.values(), *found] if row["share"] > 0]
+                rows.append(row | {"share": reached.share, "author": sample.author, "name": sample.name, "href": self._links[id(sample)]})
+        return [row for row in [*references.values(), *rows] if row["share"] > 0]
 
 
 def _order(sample: Sample) -> tuple[object, ...]:

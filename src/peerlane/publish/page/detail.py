@@ -1,4 +1,4 @@
-"""Prepares what a page shows of one candidate: its code with highlighting, the verdict with its evidence, and the times of its blocks.
+"""Prepares what a page shows of one candidate: highlighted code, evidence, block times; and the origin of a board's figures.
 
 Everything here may be hostile text. Text leaves as ``Markup`` only where this module made all of its tags.
 """
@@ -17,11 +17,13 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import CudaLexer, PythonLexer
 from pygments.token import String
 
+from peerlane.generate.board import Board
 from peerlane.generate.samples import Sample
 from peerlane.results.result import Result
 from peerlane.results.sanitize import printable
 from peerlane.results.speed_record import ModeSpeed
 
+UNKNOWN = "not recorded"
 _HIGHLIGHTED_CHARACTERS = 200_000
 _FORMATTER = HtmlFormatter(nowrap=True)
 _DEVICE_MARKS = ("__global__", "__device__", "#include")
@@ -147,6 +149,59 @@ def _y(value: float, top: float) -> float:
     return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * value / top
 
 
-def speeds(result: Result) -> Sequence[ModeSpeed]:
-    """The measured speeds, by launch mode."""
-    return [speed for mode in result.modes if (speed := result.speed_in(mode)) is not None]
+def provenance(board: Board, samples: Sequence[Sample]) -> list[tuple[str, str]]:
+    """Returns name and values of each fact about these samples of a board; facts that no sample has are left out."""
+    results = [sample.result for sample in samples if sample.result is not None]
+    environments = [result.environment for result in results]
+    days = sorted(f"{result.finished_at:%Y-%m-%d}" for result in results)
+    calls = sum(sample.usage.calls for sample in board.samples)
+    gpus = board.setting.node_class.place.has_gpus
+    rows: list[tuple[str, list[str]]] = [
+        ("machine", [str(board.setting.node_class)]),
+        ("driver", [str(environment.get("driver") or "") for environment in environments]),
+        ("NCCL", [_nccl(board, environment) for environment in environments] if gpus else []),
+        *((name, [value]) for name, value in board.setting.node_class.switches()),
+        ("CPU", [_cpu(environment) for environment in environments]),
+        ("system", [str(environment.get("os") or "") for environment in environments]),
+        ("software", [_software(environment) for environment in environments]),
+        ("evaluator", [f"peerlane {result.evaluator_version}" for result in results]),
+        ("revision", [_revision(environment) for environment in environments]),
+        ("rules", [result.rules_hash or "" for result in results]),
+        ("isolation", [result.isolation for result in results]),
+        ("judged", [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else []),
+        ("prompt", [f"{sample.author}: {sample.asked}" for sample in samples if sample.asked]),
+        ("signed by", [f"{sample.author}: {sample.signer}" for sample in samples if sample.signer is not None]),
+        ("model calls", [f"{calls:,}"] if calls else []),
+    ]
+    return [(name, "; ".join(named)) for name, values in rows if (named := [value for value in dict.fromkeys(values) if value])]
+
+
+def _nccl(board: Board, environment: dict[str, Any]) -> str:
+    """Returns the version of NCCL that the ranks loaded, and its environment variables, by which a baseline may be slower or faster."""
+    node = board.setting.node_class
+    version = (environment.get("software") or {}).get("nccl") or "version unknown"
+    if node.place.shares_gpus and node.baseline != "nccl":
+        return f"{version}, not used: the reference runs on the {node.baseline or 'unknown'} backend"
+    variables = environment.get("variables")
+    if variables is None:
+        return f"{version}, settings {UNKNOWN}"
+    # containers set NCCL_VERSION to the version of a package; NCCL does not read it
+    settings = [f"{name}={value}" for name, value in variables.items() if name.startswith("NCCL_") and name != "NCCL_VERSION"]
+    whose = "" if node.nvls is not None or node.place.shares_gpus else " (of the evaluator; those of its ranks were not recorded)"
+    return f"{version}, {', '.join(settings) or 'default settings'}{whose}"
+
+
+def _cpu(environment: dict[str, Any]) -> str:
+    cpu = environment.get("cpu") or {}
+    return ", ".join(filter(None, [str(cpu.get("model") or ""), f"{cpu['cores']} cores" if cpu.get("cores") else ""]))
+
+
+def _software(environment: dict[str, Any]) -> str:
+    versions = environment.get("software") or {}
+    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "cuda", "triton", "python") if versions.get(name))
+
+
+def _revision(environment: dict[str, Any]) -> str:
+    git = environment.get("git") or {}
+    revision = str(git.get("revision") or "")[:12]
+    return f"{revision} (changed)" if revision and git.get("dirty") else revision
