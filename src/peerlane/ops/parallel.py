@@ -128,8 +128,9 @@ class ColwiseLinear(_ParallelLinear):
             (y,) = ops.row_gather_gemm(x.movedim(axis, 0), [weight], biases, **kind)
             y = y.movedim(0, axis)
         else:
-            multiply: Any = lambda a, b, bias, _: ColumnProduct.apply(a, b, bias, group)  # noqa: E731
-            y = activate(product(multiply, "ColwiseParallel", (x, weight), (bias, None)), self.activation)
+            call: Any = ColumnProduct.apply
+            y = product(lambda a, b, bias, _: call(a, b, bias, group), "ColwiseParallel", (x, weight), (bias, None))
+            y = activate(y, self.activation)
         if isinstance(layout.outputs, Replicate):
             y = ops.all_gather(y.movedim(-1, 0), group, gradient="replicated").movedim(0, -1)
         return layout.given(y)
