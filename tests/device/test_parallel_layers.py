@@ -199,5 +199,7 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     assert torch.equal(sums, (a + added).detach())
     with pytest.raises(UsageError, match="got 0 right operands"):
         ops.row_gather_gemm(a, [])
-    with pytest.raises(UsageError, match="expected a layer of the same shape"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
         nn.ColumnParallelLinear(4, 4).load_whole(torch.zeros(4, 4))
+    with pytest.raises(UsageError, match="expected a DTensor, or the whole one"):
+        nn.ColumnParallelLinear(4, 4).load_whole(torch.zeros(2, 4), torch.zeros(4))

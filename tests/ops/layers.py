@@ -123,7 +123,7 @@ def layers_are_saved(group: dist.ProcessGroup) -> None:
     x = torch.ones(3, WIDTH, dtype=torch.float64)
     assert torch.equal(again(x), model(x)) and again.up.layout.group == group.group_name
     shards = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in model.up.state_dict().items()}
-    with pytest.raises(UsageError, match=r"weight of a checkpoint is a plain tensor of \(6, 8\): .* \(24, 8\)\. .* torch\.cat"):
+    with pytest.raises(UsageError, match=r"weight is a plain tensor of \(6, 8\): .* \(24, 8\)\. .* torch\.cat"):
         model.up.load_state_dict(shards)
     for name, value in shards.items():
         parts = [torch.empty_like(value) for _ in range(group.size())]

@@ -517,6 +517,10 @@ def forgotten_groups_are_told_once(group: dist.ProcessGroup) -> None:
             ops.all_reduce(torch.ones(3))
         assert len(told) == (group.rank() < RANKS - 1)  # the last rank is in no smaller group
         assert all("on_ranks.py:" in line and "all 4 ranks; this process has groups of" in line for line in told)
+        gone = dist.new_group()
+        dist.destroy_process_group(gone)
+        with pytest.raises(UsageError, match="expected a group that is not destroyed"):
+            ops.all_reduce(torch.ones(3), gone)
     groups._log.removeHandler(handler)
 
 
@@ -547,6 +551,8 @@ def wrong_shapes_are_told_alike(group: dist.ProcessGroup) -> None:
             call()
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UsageError, match=pattern):
             call()
+    with pytest.raises(UsageError, match="expected a dense one"):
+        ops.all_reduce(x.to_sparse(), group)
 
 
 def main(names: Sequence[str], thorough: bool) -> None:

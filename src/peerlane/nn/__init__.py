@@ -14,7 +14,8 @@ to reduce within the group."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch.distributed.tensor import Replicate, Shard
 
 from peerlane.device.products.gemm import Activation
@@ -41,10 +42,9 @@ class ColumnParallelLinear(ColwiseLinear):
         activation: Activation = "none",
         keeps_rows: bool = False,
         group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Any,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, **made)
         self.activation, self.keeps_rows = activation, keeps_rows
         style = ColwiseParallel(input_layouts=Shard(0) if sequence_parallel else Replicate())
         style.part(self, mesh_of(group, self.weight.device), group_name(group))
@@ -66,9 +66,8 @@ class RowParallelLinear(RowwiseLinear):
         *,
         sequence_parallel: bool = False,
         group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Any,
     ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, **made)
         style = RowwiseParallel(output_layouts=Shard(0) if sequence_parallel else Replicate())
         style.part(self, mesh_of(group, self.weight.device), group_name(group))

@@ -15,7 +15,7 @@ from peerlane.errors import UsageError
 from peerlane.ops import replicated
 from peerlane.ops.check import same_call
 from peerlane.ops.groups import GroupLike, group_name, world_size
-from peerlane.ops.shapes import require_axis, rows
+from peerlane.ops.shapes import require_axis, require_dense, rows
 from peerlane.ops.sharding import takes_dtensors
 from peerlane.ops.transport import transport
 
@@ -144,6 +144,7 @@ def all_reduce(
 
     ``out``: a contiguous tensor like ``x``, or ``x`` itself, which gets the result; without gradients. ``gradient="replicated"``: the
     backward pass is local, as Megatron's."""
+    require_dense(x, "all_reduce")
     name, (op, factor) = group_name(group), _operation(reduce_op)
     if out is not None:
         _require_out(out, x, tuple(x.shape))

@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -78,9 +78,11 @@ def caller_place() -> str:
 
 
 def process_group(name: str) -> dist.ProcessGroup | None:
-    """Returns the group of a name; None, which stands for all ranks, if that is empty."""
-    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
-    resolved: dist.ProcessGroup | None = resolve(name) if name else None
+    """Returns the group of a name; None, which stands for all ranks, if that is empty. Raises UsageError if there is no such group."""
+    try:
+        resolved: dist.ProcessGroup | None = dist.distributed_c10d.__dict__["_resolve_process_group"](name) if name else None
+    except RuntimeError as error:
+        raise UsageError(f"group= got {name!r}: expected a group that is not destroyed, or its group_name") from error
     return resolved
 
 
@@ -128,10 +130,7 @@ def rank(name: str) -> int:
 
 @_assume_constant_result
 def _known_name(name: str) -> str:
-    try:
-        process_group(name)
-    except RuntimeError as error:
-        raise UsageError(f"group= got the name {name!r}: expected one of a group, as group.group_name gives it") from error
+    process_group(name)
     return name
 
 

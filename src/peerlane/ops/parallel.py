@@ -80,24 +80,13 @@ class _ParallelLinear(nn.Linear):
         if not isinstance(self.weight, DTensor):
             super().reset_parameters()
             return
-        own = self.weight.to_local()
-        whole = nn.Linear(self.in_features, self.out_features, self.bias is not None, own.device, own.dtype)
-        self._fill(whole.weight, whole.bias, 0)
+        local = self.weight.to_local()
+        drawn = nn.Linear(self.in_features, self.out_features, self.bias is not None, local.device, local.dtype).state_dict()
+        self.load_state_dict({name: _parted(drawn[name], own, 0) for name, own in self.state_dict().items()})
 
     def load_whole(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Copies this rank's part of the weight (out_features, in_features) and bias (out_features) of a whole layer."""
-        if weight.shape != self.weight.shape or (bias is None) != (self.bias is None):
-            raise UsageError(
-                f"a weight of {tuple(weight.shape)} {'without' if bias is None else 'with'} a bias for a layer of "
-                f"{tuple(self.weight.shape)} {'without' if self.bias is None else 'with'} one: expected a layer of the same shape"
-            )
-        self._fill(weight, bias, None)
-
-    @torch.no_grad()
-    def _fill(self, weight: torch.Tensor, bias: torch.Tensor | None, source: int | None) -> None:
-        for own, whole in ((self.weight, weight), (self.bias, bias)):
-            if isinstance(own, DTensor) and whole is not None:
-                own.copy_(_parted(whole, own.device_mesh, own.placements, source))
+        self.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Takes DTensors, and parts whole tensors. Raises UsageError for shards that are plain tensors."""
@@ -106,25 +95,20 @@ class _ParallelLinear(nn.Linear):
             if isinstance(own, DTensor) and isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
                 if given.shape != own.shape:
                     raise UsageError(
-                        f"{key} of a checkpoint is a plain tensor of {tuple(given.shape)}: expected a DTensor, or the whole one of "
-                        f"{tuple(own.shape)}. If it is one rank's shard, join those of all ranks, saved by torch.save on each, with "
-                        "torch.cat, and load that"
+                        f"{key} is a plain tensor of {tuple(given.shape)}: expected a DTensor, or the whole one of {tuple(own.shape)}. Of "
+                        "shards that each rank saved by torch.save, join all by torch.cat, and load the result"
                     )
-                state_dict[key] = _parted(given, own.device_mesh, own.placements, None)
+                state_dict[key] = _parted(given, own, None)
         super()._load_from_state_dict(state_dict, prefix, *others)
 
-    def extra_repr(self) -> str:
-        """Returns the sizes of the whole layer and the number of ranks."""
-        return f"{super().extra_repr()}, ranks={self.layout.mesh.size()}"
+
+def _parted(whole: torch.Tensor, like: DTensor, source: int | None) -> DTensor:
+    """Returns this rank's part, as ``like`` lies, of a whole tensor: of its own one, or of that of rank ``source``."""
+    return _distributed(whole, like.device_mesh, like.placements, source)
 
 
-def _parted(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None) -> DTensor:
-    """Returns this rank's part of a whole tensor: of its own one, or of that of rank ``source``."""
+def _distributed(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], source: int | None) -> DTensor:
     return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=source if current_group() is None else None)
-
-
-def _distributed(whole: nn.Parameter, mesh: DeviceMesh, placement: Placement, source: int | None) -> nn.Parameter:
-    return nn.Parameter(_parted(whole, mesh, [placement], source), requires_grad=whole.requires_grad)
 
 
 class ColwiseLinear(_ParallelLinear):
@@ -144,15 +128,12 @@ class ColwiseLinear(_ParallelLinear):
             (y,) = ops.row_gather_gemm(x.movedim(axis, 0), [weight], biases, **kind)
             y = y.movedim(0, axis)
         else:
-            y = activate(product(partial(_column_product, group=group), "ColwiseParallel", (x, weight), (bias, None)), self.activation)
+            call: Any = ColumnProduct.apply
+            y = product(lambda a, b, bias, _: call(a, b, bias, group), "ColwiseParallel", (x, weight), (bias, None))
+            y = activate(y, self.activation)
         if isinstance(layout.outputs, Replicate):
             y = ops.all_gather(y.movedim(-1, 0), group, gradient="replicated").movedim(0, -1)
         return layout.given(y)
-
-
-def _column_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, _: torch.Tensor | None, *, group: str) -> torch.Tensor:
-    y: torch.Tensor = ColumnProduct.apply(a, b, bias, group)  # type: ignore[no-untyped-call]
-    return y
 
 
 class RowwiseLinear(_ParallelLinear):
@@ -202,7 +183,8 @@ class _Style(ParallelStyle):
                 raise UsageError(
                     f"{name} got a {key} of {tuple(whole.shape)}: expected {ranks} equal shards of axis {placement.dim}; pad the layer"
                 )
-            layer.register_parameter(key, _distributed(whole, mesh, placement, self.src_data_rank))
+            shard = _distributed(whole, mesh, [placement], self.src_data_rank)
+            layer.register_parameter(key, nn.Parameter(shard, requires_grad=whole.requires_grad))
         layer.layout = _Layout(mesh, group, self._inputs, self._outputs, self._local_output)
 
 
@@ -250,7 +232,8 @@ def replicate_others(model: nn.Module, group: GroupLike = None, *, sequence_para
         mesh = mesh_of(group, next(iter(own.values())).device)
         for key, parameter in own.items():
             if parameter not in made:
-                made[parameter] = _distributed(parameter, mesh, Replicate(), 0)
+                copies = _distributed(parameter, mesh, [Replicate()], 0)
+                made[parameter] = nn.Parameter(copies, requires_grad=parameter.requires_grad)
             module.register_parameter(key, made[parameter])
         module.register_forward_pre_hook(partial(_dtensors_in, mesh, tokens))
         module.register_forward_hook(partial(_locals_out, tokens))

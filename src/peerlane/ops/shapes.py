@@ -47,8 +47,15 @@ def rows(x: torch.Tensor, parts: int, name: str) -> int:
     return x.shape[0] // parts
 
 
+def require_dense(x: torch.Tensor, name: str) -> None:
+    """Raises UsageError for a sparse tensor."""
+    if x.layout is not torch.strided:
+        raise UsageError(f"{name} got a tensor of layout {x.layout}: expected a dense one; call .to_dense()")
+
+
 def require_axis(x: torch.Tensor, name: str) -> None:
     """Raises UsageError for a tensor without axes."""
+    require_dense(x, name)
     if not x.dim():
         raise UsageError(f"{name} got a tensor without axes: expected one at least; call .reshape(1)")
 
