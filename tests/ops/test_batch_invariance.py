@@ -27,7 +27,7 @@ Operator = Callable[[Rows], torch.Tensor | tuple[torch.Tensor, ...]]
 def mode() -> Iterator[None]:
     ops.set_batch_invariant(True)
     yield
-    ops.set_batch_invariant(None)
+    ops.set_batch_invariant(False)
 
 
 def random(*shape: int, seed: int, of_rank: bool = True) -> torch.Tensor:
