@@ -43,19 +43,19 @@ def tunes() -> bool:
     return os.environ.get("PEERLANE_TUNE") == "1"
 
 
-_batch_invariant: bool | None = None
+_batch_invariant = os.environ.get("PEERLANE_BATCH_INVARIANT") == "1"
 
 
 def batch_invariant() -> bool:
     """Tells whether operators give a row the same bits in every batch: as ``set_batch_invariant`` said, else PEERLANE_BATCH_INVARIANT=1."""
-    return os.environ.get("PEERLANE_BATCH_INVARIANT") == "1" if _batch_invariant is None else _batch_invariant
+    return _batch_invariant
 
 
-def set_batch_invariant(enabled: bool | None) -> None:
-    """Switches the batch-invariant mode of ``peerlane.ops`` on or off in this process, the same on all ranks; None: the environment says.
+def set_batch_invariant(enabled: bool) -> None:
+    """Switches the batch-invariant mode of ``peerlane.ops`` on or off in this process, the same on all ranks.
 
     In the mode a row of a result has the same bits whatever other rows stand beside it, how many, and in which order. What has no kernel
-    that keeps this raises UsageError. Calls before the switch and captured graphs stay as they are."""
+    that keeps this raises UsageError. Captured graphs stay as they are."""
     global _batch_invariant
     _batch_invariant = enabled
 

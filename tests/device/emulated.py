@@ -102,12 +102,13 @@ class SumCalls:
     sm_count: int = 2
     calls: int = 2
     schedules: int = 2
+    epilogue: gemm.Epilogue = gemm.PLAIN
 
     def found(self, folder: Path) -> set[str]:
         """The kinds of the emulator's findings, and ``wrong_result`` if a result is not exact. Raises what host code raised."""
         module = re.sub("(?<!^)(?=[A-Z])", "_", self.name).lower()
         path = folder / "fused.py"
-        path.write_text(FUSED.format(module=module, name=self.name, tiling=self.tiling, epilogue=gemm.PLAIN))
+        path.write_text(FUSED.format(module=module, name=self.name, tiling=self.tiling, epilogue=self.epilogue))
         drawn = [products(self.m, self.depths, self.n, call) for call in range(self.calls)]
         calls = [list(zip(a, b, strict=True)) for a, b in drawn]
         outcome = solution_run.run(path, calls, schedules=self.schedules, sm_count=self.sm_count)

@@ -64,6 +64,11 @@ def all_reduce_of_pairs(world_size: int = 3) -> SumCalls:
     return SumCalls("GemmAllReduce", 140, 136, (72, 13, 64)[:world_size], PAIR)
 
 
+def in_rank_order(world_size: int = 3) -> SumCalls:
+    """Sums that do not depend on a tile's owner."""
+    return SumCalls("GemmAllReduce", 136, 72, (72, 13, 64)[:world_size], SMALL, epilogue=gemm.Epilogue(batch_invariant=True))
+
+
 def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
     """Pieces of rows, of which the last is short, and of columns, whose last ends within a step; a block that only communicates, or two."""
     pieces = gathering.Pieces(40, 72, rows=16, columns=72 if communicator_blocks else 64)
@@ -111,6 +116,7 @@ def test_two_groups_take_their_halves_of_transposed_operands() -> None:
     [
         (reduce_scatter, 2),
         (all_reduce, 2),
+        pytest.param(in_rank_order, 3, marks=pytest.mark.slow),
         *(pytest.param(calls, size, marks=pytest.mark.long) for calls, size in ((reduce_scatter, 4), (lagging, 3), (all_reduce, 4))),
         *(pytest.param(calls, size, marks=pytest.mark.long) for calls, size in ((reduce_scatter_of_pairs, 2), (all_reduce_of_pairs, 3))),
     ],
@@ -246,6 +252,13 @@ TWINS = {
         "",
         frozenset({"race"}),
     ),
+    "parts in another order than they are waited for": Twin(
+        "in_rank_order",
+        "products/owner_sum.cuh",
+        "Shape::first_row(), slot_of(source)});",
+        "Shape::first_row(), slot_of(rank_after<W>(arena.rank, W - before))});",
+        frozenset({"race"}),
+    ),
     "one buffer of slots": Twin(
         "reduce_scatter", "products/owner_sum.cuh", "epoch % buffers * W + source", "source", frozenset({"race", "wrong_result"})
     ),
@@ -256,7 +269,7 @@ TWINS = {
 
 
 SCENARIOS: dict[str, Callable[[], Scenario]] = {"plain": plain, "plain_of_pairs": plain_of_pairs, "all_gather": all_gather}
-SUMS: dict[str, Callable[[], SumCalls]] = {"reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
+SUMS: dict[str, Callable[[], SumCalls]] = {"reduce_scatter": reduce_scatter, "all_reduce": all_reduce, "in_rank_order": in_rank_order}
 
 
 @pytest.mark.long

@@ -1,6 +1,6 @@
 """A row's bits beside every number of other rows, with the batch-invariant mode on and off, and what the mode costs.
 
-    PYTHONPATH=src python tests/gpu/check_batch_invariance.py [--ranks 2] [--seconds 140] [--out FILE] [OPERATOR ...]
+    PYTHONPATH=src python tests/gpu/check_batch_invariance.py [--ranks 2] [--seconds 130] [--out FILE] [OPERATOR ...]
 
 Each operator runs with all 4,096 rows of a pool, then with 1, 2, ... 4,096 of them, from another first row each time; every row's bits are
 compared with those of the first run. Where the seconds do not last, numbers of rows are left out evenly. Without the mode 64 numbers are
@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=140)
+    parser.add_argument("--seconds", type=float, default=130)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     run_on_shared_gpus(parser, arguments.ranks, arguments.out, rows_of, arguments.seconds, arguments.operators)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -115,7 +115,7 @@ def _experts(kit: Group, rows: int, width: int, dtype: torch.dtype, experts: Exp
             expert_layer(kit, ExpertSizes(LEAST_TOKENS << doubling, k, width, experts.inner, own, 1, dtype, batch_invariant()))
 
 
-_PREPARED = {
+_PREPARED: Mapping[str, Any] = {
     "gemm_all_reduce": partial(_kept, gemm_all_reduce.gemm_all_reduce, gemm_all_reduce.memory_of),
     "gemm_reduce_scatter": partial(_kept, gemm_reduce_scatter.gemm_reduce_scatter, gemm_reduce_scatter.memory_of, of_rows=True),
     "gemm_all_gather": partial(_kept, gemm_all_gather.gemm_all_gather, gemm_all_gather.memory_of, of_columns=True),

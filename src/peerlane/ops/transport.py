@@ -41,7 +41,8 @@ def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -
 
     Reductions that the kit lacks go to torch.distributed, which is logged once and counted in the backend's ``report()``."""
     kit = kit_group(x, group)
-    if reduction is not None and world_size(group) > 1 and (kit is None or refusal(reduction.name, x.dtype)):
+    adds = reduction is not None and reduction.name not in ("max", "min") and x.is_floating_point() and world_size(group) > 1
+    if reduction is not None and adds and (kit is None or refusal(reduction.name, x.dtype)):
         no_kernel(f"a reduction with {reduction.name}", group, x)
     if kit is None:
         return Alone() if world_size(group) == 1 else Library(group)

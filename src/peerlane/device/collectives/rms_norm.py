@@ -110,7 +110,9 @@ class AllReduceRmsNorm:
         scales = x.new_empty(len(x), dtype=torch.float32) if quantisation == "token" else None
         given = {"x": x, "residual": residual, "total": total, "y": y, "scales": scales}
         for first in range(0, len(x), MAX_ROWS):
-            part = {name: None if value is None else value[first : first + MAX_ROWS] for name, value in given.items()}
+            end, part = first + MAX_ROWS, given
+            if len(x) > MAX_ROWS:
+                part = {name: None if value is None else value[first:end] for name, value in given.items()}
             rows = min(len(x) - first, MAX_ROWS)
             grid = min(rows, self.group.waiting_blocks)
             launch = self._bound(rows > self.one_shot_rows, quantisation, grid, 1 if rows <= grid or batch_invariant else MOST_TEAMS)
