@@ -1,6 +1,6 @@
 """Measures the host time of calls on this CPU: the real path of the backend and of operators down to a CUDA driver that does nothing.
 
-    python tests/host_times.py [--profile all_reduce]        CPU microseconds a call; the Python part alone, no driver, no GPU
+python tests/host_times.py [--profile all_reduce]        CPU microseconds a call; the Python part alone, no driver, no GPU
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Stream:
 
 
 class Event:
+    cuda_event = 1
+
     def wait(self, stream: Stream | None = None) -> None: ...
 
     def record(self, stream: Stream | None = None) -> None: ...
@@ -157,6 +159,7 @@ def with_no_gpu(patches: contextlib.ExitStack) -> None:
         (torch.cuda, "Event", Event),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 1),
+        (torch._C, "_cuda_getCurrentStream", lambda device: (1, 0, 1)),
         (torch._C, "_cuda_isCurrentStreamCapturing", lambda: False),
         (torch._C, "_cuda_setStream", lambda stream_id, device_index, device_type: None),
         (torch.Tensor, "record_stream", lambda tensor, stream: None),
@@ -180,7 +183,7 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
     }
     tall = torch.cat([b, b])
     if rank:
-        return {name: call for name, call in of_backend.items()}
+        return dict(of_backend)
     return (
         of_backend
         | {f"{name}, async": lambda call=call: call(async_op=True) for name, call in of_backend.items()}
@@ -192,6 +195,11 @@ def calls(rank: int) -> dict[str, Callable[[], Any]]:
             "ops.all_reduce_rms_norm": lambda: ops.all_reduce_rms_norm(x, weight, x),
         }
     )
+
+
+def repeated(call: Callable[[], Any]) -> None:
+    for _ in range(CALLS):
+        call()
 
 
 def measure(rank: int, world: int, profiled: str) -> dict[str, float]:
@@ -210,15 +218,13 @@ def measure(rank: int, world: int, profiled: str) -> dict[str, float]:
                 continue
             if profiled:
                 profile = cProfile.Profile()
-                profile.runcall(lambda: [call() for _ in range(CALLS)])
+                profile.runcall(repeated, call)
                 pstats.Stats(profile).sort_stats("tottime").print_stats(35)
-            for _ in range(200):
-                call()
+            repeated(call)
             best = []
             for _ in range(5):
                 begin = time.process_time_ns()
-                for _ in range(CALLS):
-                    call()
+                repeated(call)
                 best.append((time.process_time_ns() - begin) / CALLS / 1e3)
             times[name] = sorted(best)[len(best) // 2]
     return times
