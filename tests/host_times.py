@@ -11,7 +11,7 @@ import cProfile
 import ctypes
 import pstats
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +27,10 @@ from peerlane.device.collectives.communicator import Communicator
 from peerlane.device.host import cuda_bindings, cuda_group, launch
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.jit import Cubin
-from peerlane.device.host.layout import Layout
-from peerlane.device.host.waits import WaitRecord
 from peerlane.device.host.lane import lane_of
+from peerlane.device.host.layout import Layout
 from peerlane.device.host.tensor_map import TensorMap
+from peerlane.device.host.waits import WaitRecord
 from peerlane.ops import groups, norms, products
 from ranks.pool import RankPool
 

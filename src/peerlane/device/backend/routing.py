@@ -154,11 +154,11 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _spanned(self, operation: str, inputs: Sequence[torch.Tensor], start: Callable[[], Work]) -> Work:
         """Returns ``start()``, all calls of which are one span of a profiler."""
-        if self._lane is None or self._in_span or not profiled():
+        if self._in_span or not profiled() or not inputs or inputs[0].device.type != self._provider.device_type:
             return start()
         self._in_span = True
         try:
-            return spanned(operation, inputs, start, captured=bool(self._lane.capture()))
+            return spanned(operation, inputs, start, captured=bool(self._provider.lane(inputs[0].device).capture()))
         finally:
             self._in_span = False
 
@@ -366,7 +366,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
 
 def options(given: Any, kind: Any) -> Any:
-    """Returns the options of a call, the usual ones if none are ``given``. Raises UsageError for anything else, such as a bare operation."""
+    """Returns the options of a call, the usual ones if none are ``given``. Raises UsageError for anything else, such as an operation."""
     if given is None:
         return kind()
     if isinstance(given, kind):

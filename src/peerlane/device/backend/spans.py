@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -17,17 +16,17 @@ profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def spanned(operation: str, inputs: Sequence[torch.Tensor], start: Callable[[], Work], *, captured: bool) -> Work:
-    """Returns ``start()``. A profiler sees ``peerlane:OPERATION``, from here to the end of the work, with the shapes of ``inputs``.
-
-    Another thread closes the span. So the profiler knows it as asynchronous, and the caller does not wait for the device."""
-    span = torch._C._profiler._RecordFunctionFast(f"peerlane:{operation}", list(inputs))
-    span.__enter__()
+    """Returns ``start()``. A profiler sees two spans, as with NCCL: ``peerlane::launch_OPERATION`` in this thread, with the shapes of
+    ``inputs``, and the asynchronous ``peerlane:OPERATION``, from here to the end of the work."""
+    span, ended = torch.ops.profiler._record_function_enter_new(f"peerlane:{operation}", None), torch.futures.Future[None]()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(span, ended)
     try:
-        work = start()
+        with torch._C._profiler._RecordFunctionFast(f"peerlane::launch_{operation}", list(inputs)):
+            work = start()
     except BaseException:
-        span.__exit__(None, None, None)
+        ended.set_result(None)
         raise
-    closed = _closer().submit(_close, span, None if captured else work)
+    closed = _closer().submit(_close, ended, None if captured else work)
     if isinstance(work, FinishedWork):
         work.span = closed
     if captured or work.is_completed():
@@ -40,8 +39,8 @@ def _closer() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "peerlane-spans")
 
 
-def _close(span: Any, work: Work | None) -> None:
+def _close(ended: torch.futures.Future[None], work: Work | None) -> None:
     with contextlib.suppress(Exception):  # whoever waits for the work is told
         if work is not None:
             getattr(work, "finish", work.wait)()
-    span.__exit__(None, None, None)
+    ended.set_result(None)
