@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,10 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from peerlane import ops
 from peerlane.device import backend
 from peerlane.device.backend import routing
 from peerlane.errors import UsageError
+from peerlane.ops import collectives
 from ranks.pool import RankPool
 from ranks.stand_in_kit import StandInProvider
 
@@ -212,6 +216,27 @@ def _root(rank: int) -> Any:
 
 def test_the_stand_in_takes_what_the_kit_takes(ranks: RankPool) -> None:
     ranks.run(as_the_kit)
+
+
+def watched_operators(rank: int, world: int) -> list[int]:
+    """How often PyTorch's dispatcher was asked, call by call."""
+    x, asked = torch.ones(2), []
+    with mock.patch.object(collectives._all_reduce, "operator", wraps=collectives._all_reduce.operator) as operator:
+        wanted = torch.ones(2, requires_grad=True)
+        watchers: tuple[tuple[Any, torch.Tensor], ...] = (
+            (contextlib.nullcontext(), x), (torch.no_grad(), wanted), (contextlib.nullcontext(), wanted),
+            (torch.autograd.profiler.profile(), x), (FakeTensorMode(allow_non_fake_inputs=True), x),
+        )  # fmt: skip
+        for watcher, tensor in watchers:
+            operator.reset_mock()
+            with watcher:
+                assert ops.all_reduce(tensor).shape == (2,)
+            asked.append(operator.call_count)
+    return asked
+
+
+def test_operators_leave_out_the_dispatcher_unless_it_is_watched(ranks: RankPool) -> None:
+    assert ranks.run(watched_operators) == [[0, 0, 1, 1, 1]] * RANKS
 
 
 def test_importing_torch_is_enough_and_imports_nothing_heavy(tmp_path: Path) -> None:

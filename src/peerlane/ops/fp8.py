@@ -19,6 +19,7 @@ from peerlane.device.products.quantised import E4M3, Quantised
 from peerlane.device.products.row_gather_gemm import MAX_PRODUCTS
 from peerlane.errors import UsageError
 from peerlane.ops.check import same_call
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.products import _finish, gathered, scattered, summed
 from peerlane.ops.shapes import require_product, require_terms, rows
@@ -34,7 +35,7 @@ def _torch_product(a: Quantised, b: Quantised, dtype: torch.dtype) -> torch.Tens
 # --- all-gather of rows, and products ---
 
 
-@torch.library.custom_op("peerlane::row_gather_gemm_fp8", mutates_args=())
+@operator("row_gather_gemm_fp8")
 def _row_gather(
     a: torch.Tensor,
     a_scales: torch.Tensor,
@@ -84,7 +85,7 @@ def _sum(name: str, a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_
     return found.contiguous() if scatters else found.clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter_fp8", mutates_args=())
+@operator("gemm_reduce_scatter_fp8")
 def _reduce_scatter(
     a: torch.Tensor,
     a_scales: torch.Tensor,
@@ -101,7 +102,7 @@ def _reduce_scatter(
     return _sum("gemm_reduce_scatter", a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, group)
 
 
-@torch.library.custom_op("peerlane::gemm_all_reduce_fp8", mutates_args=())
+@operator("gemm_all_reduce_fp8")
 def _all_reduce(
     a: torch.Tensor,
     a_scales: torch.Tensor,
@@ -131,7 +132,7 @@ def _(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, *others: Any) ->
 # --- products of groups of rows, of one rank ---
 
 
-@torch.library.custom_op("peerlane::grouped_gemm_fp8", mutates_args=())
+@operator("grouped_gemm_fp8")
 def _grouped(
     a: torch.Tensor,
     a_scales: torch.Tensor,

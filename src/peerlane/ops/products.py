@@ -26,6 +26,7 @@ from peerlane.errors import UsageError
 from peerlane.ops import replicated
 from peerlane.ops.check import same_call
 from peerlane.ops.collectives import Gradient, replicates
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, product, require_product, require_terms, right_gradient, rows
 from peerlane.ops.sharding import takes_dtensors
@@ -89,7 +90,7 @@ def _finish(
 # --- all-gather of rows, and products ---
 
 
-@torch.library.custom_op("peerlane::row_gather_gemm", mutates_args=())
+@operator("row_gather_gemm")
 def _row_gather_gemm(
     a: torch.Tensor,
     bs: Sequence[torch.Tensor],
@@ -174,7 +175,7 @@ _row_gather_gemm.register_autograd(_gather_gradients, setup_context=_remember_ga
 # --- products that are summed over ranks ---
 
 
-@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
+@operator("gemm_reduce_scatter")
 def _gemm_reduce_scatter(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
 ) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _gemm_reduce_scatter(
     return multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale).contiguous()
 
 
-@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
+@operator("gemm_all_reduce")
 def _gemm_all_reduce(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, scale: float, group: str
 ) -> torch.Tensor:
