@@ -17,7 +17,8 @@ class Direct:
 
     def __init__(self, operator: Any) -> None:
         self.operator, self._function = operator, operator._init_fn
-        self.register_fake, self.register_autograd = operator.register_fake, operator.register_autograd
+        self.register_fake: Callable[[Callable[..., Any]], Callable[..., Any]] = operator.register_fake
+        self.register_autograd: Callable[..., None] = operator.register_autograd
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling() or _watched() or _seen(args, torch.is_grad_enabled()):
@@ -27,7 +28,7 @@ class Direct:
 
 def _watched() -> bool:
     """Tells whether a mode, a profiler, a transform or a tracer is on."""
-    modes = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()  # type: ignore[attr-defined]
+    modes = torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
     return bool(modes) or torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
 
 
