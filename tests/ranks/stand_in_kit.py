@@ -35,7 +35,7 @@ class SharedMemoryKit:
     """What ``Communicator`` does, for CPU tensors of at most 256 KiB a rank. ``calls`` holds the names of the calls so far."""
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
-        size = world_size * (8 + TITLE_BYTES + SLOT_BYTES)
+        self._path, size = path, world_size * (8 + TITLE_BYTES + SLOT_BYTES)
         with path.open("a+b") as file:
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
@@ -150,7 +150,9 @@ class SharedMemoryKit:
         output.view(-1).copy_(torch.cat(parts).view(output.dtype))
 
     def close(self) -> None:
+        """All ranks are done: a later group of this name begins anew."""
         self.closed = True
+        self._path.unlink(missing_ok=True)
 
 
 class FileMessages:
