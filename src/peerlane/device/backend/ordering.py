@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import Work
 
-from peerlane.device.host.lane import capture_of, lane_of, new_event, record, wait_for
+from peerlane.device.host.lane import capture_of, lane_of
 
 NO_TIMEOUT = timedelta(0)
 _SIDE_STREAMS = 32
@@ -109,7 +109,7 @@ class StreamWork(FinishedWork):
         self._stream, self._end = stream, end
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        wait_for(torch._C._cuda_getCurrentRawStream(self._stream.device_index), self._end.cuda_event)
+        torch.cuda.current_stream(self._stream.device).wait_event(self._end)
         return super().wait(timeout)
 
     def finish(self) -> None:
@@ -159,9 +159,9 @@ class JointWork(FinishedWork):
         return every.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
 
 
-def _enter(stream_id: int, device_index: int, device_type: int) -> None:
-    """Makes a stream the current one of this thread."""
-    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+def _enter(stream: torch.cuda.Stream) -> None:
+    """Makes a stream of the current device the current one of this thread."""
+    torch._C._cuda_setStream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class CudaLane:
@@ -193,18 +193,16 @@ class CudaLane:
             call()
             return FinishedWork(tensors)
         if self._side is None:
-            self._side, self._point = torch.cuda.Stream(), new_event()  # type: ignore[no-untyped-call]
-        # By the driver and by torch's inner functions: its contexts and events would take twice as long as all the rest of a call.
-        side, index = self._side, self._side.device_index
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side, current = self._side, torch.cuda.current_stream()
         with self.lock:  # another thread may record the same event
-            record(self._point, torch._C._cuda_getCurrentRawStream(index))
-            wait_for(side.cuda_stream, self._point)
-        before = torch._C._cuda_getCurrentStream(index)
-        _enter(side.stream_id, index, side.device_type)
+            self._point = current.record_event(self._point)
+            side.wait_event(self._point)
+        _enter(side)  # torch's context asks for the current stream twice more
         try:
             call()
         finally:
-            _enter(*before)
+            _enter(current)
         end = side.record_event()
         for tensor in tensors:
             tensor.record_stream(side)

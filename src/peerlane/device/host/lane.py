@@ -61,11 +61,11 @@ class Lane:
             if known != capture and self._last is not None and capture_of(self._last) == capture:
                 known, last = capture, self._last  # captured on the stream of the kernels before it, which took the short way
             if known == capture and last != stream:
-                self._wait(stream, record(new_event(), last))
+                self._wait(stream, self._record(_event(), last))
         elif self._last is not None and self._last != stream:
             if not self._several:
-                self._several, self._event = True, self._event or new_event()
-                record(self._event, self._last)
+                self._several, self._event = True, self._event or _event()
+                self._record(self._event, self._last)
             self._wait(stream, self._event)
         return capture
 
@@ -78,7 +78,7 @@ class Lane:
         self._last = stream
         self._several = self._several and self._in_a_row < ONE_AGAIN
         if self._several:
-            record(self._event, stream)
+            self._record(self._event, stream)
 
     def note_other(self, key: int, wait: Callable[[], object], capture: int) -> None:
         """Another library has started something in the lane. ``wait`` makes PyTorch's current stream wait for its end."""
@@ -101,9 +101,13 @@ class Lane:
             for wait in waits:
                 wait()
 
+    def _record(self, event: Any, stream: int) -> Any:
+        _check(cuda_bindings.driver().cuEventRecord(event, stream))
+        return event
+
     def _wait(self, stream: int, event: Any) -> None:
         self.switches += 1
-        wait_for(stream, event)
+        _check(cuda_bindings.driver().cuStreamWaitEvent(stream, event, 0))
 
 
 _lanes: dict[torch.device, Lane] = {}
@@ -120,23 +124,11 @@ def capture_of(stream: int) -> int:
     return 0 if status or not int(state) else int(capture)
 
 
-def new_event() -> Any:
-    """An event of the driver, without times."""
+def _event() -> Any:
     driver = cuda_bindings.driver()
     status, event = driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
     _check((status,))
     return event
-
-
-def record(event: Any, stream: int) -> Any:
-    """The event, which now stands behind what the raw ``stream`` has."""
-    _check(cuda_bindings.driver().cuEventRecord(event, stream))
-    return event
-
-
-def wait_for(stream: int, event: Any) -> None:
-    """What the raw ``stream`` gets from now on starts when the event has come."""
-    _check(cuda_bindings.driver().cuStreamWaitEvent(stream, event, 0))
 
 
 def _check(result: tuple[Any, ...]) -> None:
