@@ -207,11 +207,11 @@ def measure(rank: int, world: int, profiled: str) -> dict[str, float]:
     with contextlib.ExitStack() as patches:
         with_no_gpu(patches)
         kit = Ranks()
-        groups._joined[groups._existing("")] = kit
+        groups._joined[groups.existing("")] = kit
         for module in (products, norms, ops, ops.transport):
             for name in ("kit_group", "_kit"):
                 if hasattr(module, name):
-                    patches.enter_context(mock.patch.object(module, name, lambda x, name: groups.joined(groups._existing(name))))
+                    patches.enter_context(mock.patch.object(module, name, lambda x, name: groups.joined(groups.existing(name))))
         for name, call in calls(rank).items():
             call()
             if rank or (profiled and name != profiled):
