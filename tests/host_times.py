@@ -155,7 +155,7 @@ def with_no_gpu(patches: contextlib.ExitStack) -> None:
         (torch.cuda, "set_stream", lambda stream: None),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
         (torch.cuda, "stream", Entered),
-        (torch.cuda, "Stream", Stream),
+        (torch.cuda, "Stream", lambda **_: Stream()),
         (torch.cuda, "Event", Event),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 1),
