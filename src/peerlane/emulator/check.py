@@ -14,7 +14,7 @@ from peerlane.device.host.waits import describe_fault
 from peerlane.emulator import build
 from peerlane.emulator.findings import LAUNCH_BOUNDARY, MEANINGS, NOTES, Finding, Frame, Place, Side, as_races, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
-from peerlane.emulator.job import Answer, Job, Launch, run_job
+from peerlane.emulator.job import Answer, Job, Launch, fitted, require_all, run_job
 from peerlane.emulator.ptx_text import CALLED_FROM
 from peerlane.emulator.scenario import Scenario
 from peerlane.errors import UsageError
@@ -89,12 +89,14 @@ def check(
         )
     check_kernels(scenario.name, scenario.launches, program)
     job, kernels = scenario.job(program.globals), gpu_build.kernels()
-    job.launches = [
+    asked = [
         replace(launch, resident_blocks=scenario.resident_blocks or resident_blocks(launch, kernels, gpu.sm_count))
         for launch in job.launches
     ]
+    job.launches = fitted(scenario.name, asked)
     started = time.monotonic()
     answer = run_job(job, program, schedules=schedules, seed=seed, first_schedule=first_schedule, timeout_s=timeout_s)
+    require_all(scenario.name, asked, job.launches, answer)
     said = report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
     return replace(said, kernels=needs(job.launches, kernels, gpu.arch))
 

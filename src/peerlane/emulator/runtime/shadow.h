@@ -52,6 +52,19 @@ class Shadow {
         std::memset(unwritten_ + offset / cell_bytes, 0xff, (size + cell_bytes - 1) / cell_bytes * sizeof(std::uint16_t));
     }
 
+    // Forgets all accesses to these bytes, which begin at a cell.
+    void clear(std::uint64_t offset, std::uint64_t size) {
+        for (std::uint64_t cell = offset / cell_bytes; cell * cell_bytes < offset + size; ++cell) {
+            Record& head = cells_[cell];
+            while (const std::uint32_t next = head.next()) {
+                head.link(pool_[next].next());
+                pool_[next].link(free_);
+                free_ = next;
+            }
+            head.clock = 0;
+        }
+    }
+
     // Notes an access and calls judge(record, bytes) for each earlier one to some of the same bytes; it says whether the earlier
     // one happened before. Returns whether somebody has written some of the
     // bytes that it reads.
