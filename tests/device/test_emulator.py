@@ -239,7 +239,7 @@ def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Mo
         scenario.buffer("out", [words(0)])
     with pytest.raises(UsageError, match=r"argument 0 .* is a int; expected"):
         scenario.launch("traps", 1, 32, [3])
-    for grid, block, kind, says in ((4096, 512, UsageError, "fewer or smaller blocks"), (1, 1025, LaunchError, "a block has 1025 threads")):
+    for grid, block, kind, says in ((4096, 512, UsageError, "fewer or smaller blocks"), (1, 1025, LaunchError, "at most 1024 in all")):
         scenario = Scenario("mine", SOURCE, 2)
         scenario.launch("traps", grid, block, [])
         with pytest.raises(kind, match=says):

@@ -157,11 +157,11 @@ def test_blocks_that_follow_each_other_at_one_place_are_different_blocks(kernel:
 def test_a_grid_that_the_emulator_does_not_hold_runs_in_turn_unless_its_blocks_wait() -> None:
     def large(kernel: str) -> Scenario:
         scenario = Scenario(kernel, SOURCE, 1)
-        scenario.launch(kernel, 80, 1024, [scenario.buffer("out", [torch.zeros(80 * 32, dtype=torch.int32)])])
+        scenario.launch(kernel, 61, 1024, [scenario.buffer("out", [torch.zeros(61 * 32, dtype=torch.int32)])])
         return scenario
 
     assert check(large("in_turn"), schedules=1).clean
-    with pytest.raises(TooManyThreads, match="launches 81920 threads at a time"):
+    with pytest.raises(TooManyThreads, match="launches 62464 threads at a time"):
         check(large("meet_in_grid"), schedules=1)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peerlane.emulator.build import Program
-from peerlane.errors import DeviceError, EmulatedFault, UsageError
+from peerlane.errors import DeviceError, EmulatedFault, LaunchError, UsageError
 
 BASE = 0x2000_0000_0000
 """Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
@@ -122,10 +122,10 @@ def whole_pages(nbytes: int) -> int:
 
 
 def fitted(name: str, launches: Sequence[Launch]) -> list[Launch]:
-    """Returns the launches with as many blocks at a time as the emulator can hold. Raises UsageError for blocks that no GPU runs, and where
-    not even some of the blocks fit."""
+    """Returns the launches with as many blocks at a time as the emulator can hold. Raises LaunchError for blocks that no GPU runs, and
+    TooManyThreads where not even some of the blocks fit."""
     if large := [launch for launch in launches if _product(launch.block) > _MAX_BLOCK]:
-        raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
+        raise LaunchError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
     blocks: dict[tuple[int, int], int] = {}
     widest: dict[tuple[int, int], int] = {}
     for launch in launches:
