@@ -41,7 +41,7 @@ COMMAND_LINE = {
     "--baseline --isolation --model --cases --timeout --rerun --out --on --json",
     "calibrate": "--problem --problems --preset --world-size --device --ranks-per-gpu --out --json",
     "new": "problem_name --backend --problems --variant --out --force --json",
-    "race": "file --schedules --seed --world-size --case --fail-fast --gpu --ptx --problems --watch --json",
+    "race": "file --schedules --seed --world-size --case --fail-fast --gpu --ptx --strict --problems --watch --json",
     "compile": "file --kernel --gpu --world-size --define --ptx --sass --problems --json",
     "trace": "candidate --problem --problems --preset --world-size --mode --device --ranks-per-gpu --baseline --isolation --roles "
     "--timeout --out --json",

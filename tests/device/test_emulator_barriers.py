@@ -154,7 +154,7 @@ def test_blocks_that_follow_each_other_at_one_place_are_different_blocks(kernel:
     assert not kinds or len(blocks) == 2
 
 
-def test_a_grid_that_the_emulator_does_not_hold_runs_in_turn_unless_its_blocks_wait() -> None:
+def test_a_large_grid_runs_in_turn_unless_its_blocks_wait() -> None:
     def large(kernel: str) -> Scenario:
         scenario = Scenario(kernel, SOURCE, 1)
         scenario.launch(kernel, 61, 1024, [scenario.buffer("out", [torch.zeros(61 * 32, dtype=torch.int32)])])

@@ -63,7 +63,7 @@ class Part:
 
     @property
     def unwritten(self) -> bool:
-        """Whether host code has not written here yet."""
+        """True if host code has not written here yet."""
         return self.fresh is not None and not self.fresh.is_inference() and self.fresh._version == 0
 
     def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
