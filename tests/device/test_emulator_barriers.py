@@ -143,7 +143,7 @@ def test_a_kernel_that_relies_on_the_order_of_blocks_deadlocks() -> None:
 @pytest.mark.parametrize(
     ("kernel", "kinds"), [("in_turn", set()), ("one_place", {"race"}), ("narrow_sum", {"race"})], ids=["in_turn", "one_place", "narrow_sum"]
 )
-def test_blocks_that_follow_each_other_at_one_place_are_different_blocks(kernel: str, kinds: set[str]) -> None:
+def test_blocks_that_run_in_turn_are_different_blocks(kernel: str, kinds: set[str]) -> None:
     scenario = Scenario(kernel, SOURCE, 1, resident_blocks=1)
     expected = [torch.arange(1, 9, dtype=torch.int32).repeat_interleave(32)] if kernel == "in_turn" else None
     out = scenario.buffer("out", [torch.zeros(256, dtype=torch.int32)], expected)

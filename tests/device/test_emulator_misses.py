@@ -95,12 +95,13 @@ KERNEL(narrow_wait) {
     there(a, data)[threadIdx.x] = epoch;
     __syncthreads();
     if (threadIdx.x == 0) {
-        signal(a, flags, epoch, true);
-        while (ptx::load_relaxed_gpu(here(a, flags)) < epoch) {}
+        signal(a, flags, 2 * epoch, true);
+        while (ptx::load_relaxed_gpu(here(a, flags)) < 2 * epoch) {}
         ptx::fence_system();
     }
     __syncthreads();
     y[threadIdx.x] = here(a, data)[threadIdx.x];
+    meet(a, flags, 2 * epoch + 1, true, true);
 }
 // Slots that are their own flags, cleared one launch later: three of them are enough, two are not.
 template <u32 slots> __device__ void lamport(const Arena& a, u64 data, u32* y, u32 epoch) {
