@@ -130,8 +130,9 @@ class AddressSpace:
 
     def note_empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Records that nobody has written a tensor yet; returns it."""
-        place = tensor.untyped_storage().data_ptr()
-        self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            place = tensor.untyped_storage().data_ptr()
+            self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
         return tensor
 
     def place(self, part: Part) -> None:
