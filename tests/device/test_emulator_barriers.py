@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -74,6 +76,12 @@ KERNEL in_turn(u32* out) {
 }
 KERNEL one_place(u32* out) { out[threadIdx.x] = blockIdx.x; }
 KERNEL narrow_sum(u32* out) { if (threadIdx.x == 0) atomicAdd_block(out, 1u); }
+extern "C" __global__ void in_pairs(u32* mine, u32* there) {
+    if (threadIdx.x == 0) {
+        ptx::store_relaxed_system(there + blockIdx.x, 1);
+        while (ptx::load_relaxed_system(mine + blockIdx.x) == 0) {}
+    }
+}
 KERNEL chain(u32* out) {
     if (threadIdx.x == 0) {
         while (ptx::load_relaxed_gpu(&arrived) < blockIdx.x) {}
@@ -163,6 +171,16 @@ def test_a_large_grid_runs_in_turn_unless_its_blocks_wait() -> None:
     assert check(large("in_turn"), schedules=1).clean
     with pytest.raises(TooManyThreads, match="launches 62464 threads at a time"):
         check(large("meet_in_grid"), schedules=1)
+
+
+def test_blocks_of_a_large_grid_start_in_order() -> None:
+    scenario = Scenario("in pairs", SOURCE, 2)
+    arena = scenario.arena(1024)
+    at = arena.take(256)
+    places = [lambda rank, other=other: ctypes.c_uint64(arena.memory.addresses[rank ^ other] + at) for other in (0, 1)]
+    scenario.launch("in_pairs", 61, 1024, places)
+    report = check(scenario, schedules=1, first_schedule=1)  # in which one rank would start at the other end
+    assert report.clean, str(report)
 
 
 def test_device_variables_are_a_rank_s_own_and_stay() -> None:

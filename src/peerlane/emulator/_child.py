@@ -46,6 +46,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("dependent", ctypes.c_uint32),
+        ("in_order", ctypes.c_uint32),
     )
 
 
@@ -104,6 +105,7 @@ def main() -> str:
             (ctypes.c_uint32 * 3)(*item["grid"]),
             (ctypes.c_uint32 * 3)(*item["block"]),
             item["dependent"],
+            item["in_order"],
         )
         for item, arguments in zip(job["launches"], pointers, strict=True)
     ]

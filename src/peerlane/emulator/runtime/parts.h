@@ -124,6 +124,7 @@ struct Launch {
     std::uint32_t cluster;  // blocks of a cluster: neighbours in the grid
     std::uint32_t resident_blocks;  // of its rank, at a time
     bool dependent;  // may begin before the launch before has ended (programmatic dependent launch)
+    bool in_order;   // its blocks start by their numbers
     std::vector<void*> arguments;
     std::uint32_t number = 0;  // in its stream
 };

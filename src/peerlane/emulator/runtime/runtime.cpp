@@ -258,7 +258,7 @@ struct HostLaunch {
     void** arguments;
     std::uint32_t argument_count, rank, stream, shared_bytes, cluster, resident_blocks;
     Uint3 grid, block;
-    std::uint32_t dependent;
+    std::uint32_t dependent, in_order;
 };
 struct HostRun {
     std::uint64_t base, seed;
@@ -290,7 +290,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
         const HostLaunch& from = run->launches[i];
         std::vector<void*> arguments(from.arguments, from.arguments + from.argument_count);
         machine->launches.push_back(
-            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, from.dependent != 0, std::move(arguments)});
+            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, from.dependent != 0, from.in_order != 0, std::move(arguments)});
     }
     machine->fault_buffers.assign(run->fault_buffers, run->fault_buffers + run->fault_count);
     if (__start_peerlane_globals) {

@@ -174,7 +174,7 @@ inline void Machine::draw_order(Stream& stream) {
     for (std::uint32_t at = places(launch); stream.scarce && at; at -= launch.cluster) stream.free.push_back(at - launch.cluster);
     const bool backward = schedule_ % 4 == 1 ? stream.rank % 2 == 1 : schedule_ % 4 == 3 && stream.rank % 2 == 0;
     const bool shuffled = schedule_ % 4 == 2;
-    if (clusters * launch.cluster <= launch.resident_blocks || !(backward || shuffled)) return;
+    if (clusters * launch.cluster <= launch.resident_blocks || launch.in_order || !(backward || shuffled)) return;
     for (std::uint32_t i = 0; i < clusters; ++i) stream.order.push_back(backward ? clusters - 1 - i : i);
     for (std::uint32_t i = clusters; shuffled && i > 1; --i) std::swap(stream.order[i - 1], stream.order[random_.below(i)]);
 }
