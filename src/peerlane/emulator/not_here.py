@@ -7,7 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from peerlane.emulator.torch_cuda import runs_candidate
+from peerlane.emulator.torch_cuda import NOT_EMULATED, runs_candidate
 from peerlane.errors import UsageError
 
 _MESSAGES = "symmetric memory: store to a peer's buffer, then handle.put_signal and handle.wait_signal"
@@ -62,7 +62,7 @@ class _NotHere:
         return getattr(self._original, name)
 
     def _refuse(self) -> NoReturn:
-        raise UsageError(f"{self._name} is not on emulated ranks: use {self._instead}")
+        raise UsageError(f"{self._name} {NOT_EMULATED}: use {self._instead}")
 
 
 def not_here() -> list[tuple[ModuleType, dict[str, Any]]]:

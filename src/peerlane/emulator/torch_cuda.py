@@ -24,6 +24,8 @@ from peerlane.errors import UsageError
 
 _OWN_CODE = ("peerlane.", "torch.")  # reads host memory where tensors lie
 _candidate = threading.local()
+NOT_EMULATED = "is not on emulated ranks"
+"""Part of the message of every error about a name that emulated ranks do not have."""
 
 
 @contextlib.contextmanager
@@ -170,7 +172,7 @@ class Event:
         return True
 
     def elapsed_time(self, end: Any) -> float:
-        raise UsageError("Event.elapsed_time is not on emulated ranks, which measure no times: time on a GPU")
+        raise UsageError(f"Event.elapsed_time {NOT_EMULATED}, which measure no times: time on a GPU")
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
