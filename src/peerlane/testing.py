@@ -11,6 +11,7 @@ rank raises, or if the emulator finds a race, a deadlock, or anything else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | No
     from peerlane.emulator.gpu_code import gpu_named
     from peerlane.emulator.ranks import EmulatedRanks, RankFailure
     from peerlane.emulator.sequence import findings
+    from peerlane.errors import EmulatedFault, PeerlaneError
 
     ranks = EmulatedRanks(
         world_size,
@@ -85,6 +87,10 @@ def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | No
         ranks.call([()] * world_size, lambda rank, output: None)
     except RankFailure as failed:
         failed.error.add_note(f"on rank {failed.rank} of {world_size} emulated ranks")
+        if not isinstance(failed.error, EmulatedFault):  # which says it already
+            with contextlib.suppress(PeerlaneError):
+                for finding in findings(ranks.reports()):  # of the launches before
+                    failed.error.add_note(str(finding))
         raise failed.error from None
     found = findings(ranks.reports())
     if ranks.kernels is None:

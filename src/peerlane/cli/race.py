@@ -42,6 +42,7 @@ class _Asked:
     gpu: EmulatedGpu | None
     from_ptx: bool
     as_json: bool
+    strict: bool = False
 
     def wants(self, name: str) -> bool:
         return not self.names or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
@@ -56,6 +57,7 @@ def race(
     fail_fast: Annotated[bool, typer.Option("--fail-fast", "-x", help="Stop at the first case in which something was found.")] = False,
     gpu: Annotated[str | None, typer.Option(help="h100, h200 or b200: compile for it, and give each rank as many SMs.")] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Run the PTX that NVRTC makes, not the source.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="What is ordered only by the end of a launch is a race, too.")] = False,
     problems_folders: ProblemFolders = None,
     watch: Annotated[bool, typer.Option("--watch", help="Run again whenever the file changes, until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -83,6 +85,7 @@ def race(
         gpu=None if gpu is None else gpu_named(gpu),
         from_ptx=ptx,
         as_json=as_json,
+        strict=strict,
     )
     clean = _race(asked)
     if watch:
@@ -143,6 +146,7 @@ def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any
             said = f"{where}: build error: {error}"
             row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
         else:
+            report = report.strictly() if asked.strict else report
             said = _timed(str(report), report.seconds)
             row = asdict(report) | {"clean": report.clean}
             row["kernels"] = None if report.kernels is None else [str(item) for item in report.kernels]
@@ -169,7 +173,14 @@ def _race_solution(asked: _Asked) -> Iterator[dict[str, Any]]:
         begin = time.monotonic()
         with contextlib.redirect_stdout(sys.stderr):
             judged = judge_emulated(
-                file, problem, case, schedules=asked.schedules or 20, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx
+                file,
+                problem,
+                case,
+                schedules=asked.schedules or 20,
+                seed=asked.seed,
+                gpu=asked.gpu,
+                from_ptx=asked.from_ptx,
+                strict=asked.strict,
             )
         seconds = time.monotonic() - begin
         where = f"{case.label}, {case.world_size} ranks"

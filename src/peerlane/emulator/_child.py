@@ -22,6 +22,8 @@ class _Region(ctypes.Structure):
         ("end", ctypes.c_uint64),
         ("rank", ctypes.c_int64),
         ("expected", ctypes.c_void_p),
+        ("unwritten", ctypes.c_uint32),
+        ("number", ctypes.c_uint32),
         ("multicast", ctypes.POINTER(ctypes.c_uint64)),
         ("multicast_count", ctypes.c_uint64),
     )
@@ -43,6 +45,7 @@ class _Launch(ctypes.Structure):
         ("resident_blocks", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
+        ("dependent", ctypes.c_uint32),
     )
 
 
@@ -79,7 +82,10 @@ def main() -> str:
     program = ctypes.CDLL(job["program"])
     multicasts = [(ctypes.c_uint64 * len(r["multicast"]))(*r["multicast"]) for r in job["regions"]]
     regions = [
-        _Region(r["begin"], r["end"], r["rank"], address(r["expected"]), ctypes.cast(to, ctypes.POINTER(ctypes.c_uint64)), len(to))
+        _Region(
+            *(r["begin"], r["end"], r["rank"], address(r["expected"]), r["unwritten"], r["number"]),
+            *(ctypes.cast(to, ctypes.POINTER(ctypes.c_uint64)), len(to)),
+        )
         for r, to in zip(job["regions"], multicasts, strict=True)
     ]
     contents = [_Content(c["begin"], c["bytes"], address(c["data"])) for c in job["contents"]]
@@ -96,6 +102,7 @@ def main() -> str:
             item["resident_blocks"],
             (ctypes.c_uint32 * 3)(*item["grid"]),
             (ctypes.c_uint32 * 3)(*item["block"]),
+            item["dependent"],
         )
         for item, arguments in zip(job["launches"], pointers, strict=True)
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,15 @@ class Part:
         self.read_by_caller = True
         """whether a caller reads it behind each call, if the host can see it"""
         self._pages: set[int] | None = None if self.shown else set()
+        self.dtype = torch.uint8
+        self.fresh: torch.Tensor | None = None
+        """a tensor of this memory that nobody had written when it was made, as torch.empty returns it"""
+        self.written = False
+        """by a kernel"""
+        self.closed = False
+        self.mapped: dict[int, Part] = {}
+        """by rank, whose own part must be in use so that it can use this one, too"""
+        self._holders = self._count()
 
     @property
     def nbytes(self) -> int:
@@ -42,16 +53,32 @@ class Part:
         contents = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
         return [(offset, page.tobytes()) for offset, page in contents if page.any()]
 
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
+
+    def freed_on(self, rank: int) -> bool:
+        """Tells whether a rank has freed its tensor, and the handle of its rendezvous, by which it uses this part."""
+        own = self.mapped.get(rank)
+        return self.closed or (own is not None and own._count() <= own._holders)
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether host code has not written here yet."""
+        return self.fresh is not None and not self.fresh.is_inference() and self.fresh._version == 0
+
     def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Takes over what a kernel has written."""
+        self.written |= bool(pages)
         for offset, content in pages:
             self._bytes[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
         if self._pages is not None:
             self._pages |= {offset // PAGE_BYTES for offset, _ in pages}
 
-    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None) -> Region:
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False) -> Region:
         """Returns the part as a job has it, where its rank has number ``rank``."""
-        return Region(self.name, rank, self.address, self.nbytes, self.symmetric, torch.uint8, contents, expected)
+        region = Region(self.name, rank, self.address, self.nbytes, self.symmetric, self.dtype, contents, expected)
+        region.unwritten, region.within_rounding = unwritten, True
+        return region
 
 
 class MulticastPart(Part):
@@ -61,9 +88,27 @@ class MulticastPart(Part):
         super().__init__(f"multicast address of {parts[0].name}", rank, address, torch.empty(0, dtype=torch.uint8), symmetric=True)
         self._parts = list(parts)
 
-    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None) -> Region:
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False) -> Region:
         """Returns the address as a job has it."""
         return Region(self.name, rank, self.address, self._parts[0].nbytes, False, multicast=tuple(part.address for part in self._parts))
+
+
+@contextlib.contextmanager
+def empty_noted(space: AddressSpace) -> Iterator[None]:
+    """While this lasts, it is recorded which tensors hold what nobody has written."""
+    made_by = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    before = [getattr(place, name) for place, name in made_by]
+
+    def noting(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: space.note_empty(make(*args, **kwargs))
+
+    try:
+        for (place, name), make in zip(made_by, before, strict=True):
+            setattr(place, name, noting(make))
+        yield
+    finally:
+        for (place, name), make in zip(made_by, before, strict=True):
+            setattr(place, name, make)
 
 
 class AddressSpace:
@@ -74,12 +119,20 @@ class AddressSpace:
         self._by_storage: dict[int, Part] = {}
         self._placed: list[Part] = []
         """by address"""
+        self._empty: dict[int, weakref.ref[torch.Tensor]] = {}
+        """by storage, tensors that torch.empty has made"""
 
     def reserve(self, nbytes: int) -> int:
         """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
         address = BASE + self._end
         self._end += whole_pages(nbytes)
         return address
+
+    def note_empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Records that nobody has written a tensor yet; returns it."""
+        place = tensor.untyped_storage().data_ptr()
+        self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
+        return tensor
 
     def place(self, part: Part) -> None:
         """Makes the part lie at its address from now on."""
@@ -100,6 +153,9 @@ class AddressSpace:
             memory = torch.empty(0, dtype=torch.uint8).set_(storage)
             name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
             part = Part(name, rank, self.reserve(storage.nbytes()), memory)
+            part.dtype = tensor.dtype
+            made = self._empty.get(storage.data_ptr())
+            part.fresh = None if made is None else made()
             self.place(part)
         return part.address + int(tensor.storage_offset()) * tensor.itemsize
 

@@ -27,6 +27,8 @@ VARIABLES = "device variables"
 MOST_THREADS = 60 << 10
 """Threads and copies under way have numbers of 16 bits."""
 _MAX_BLOCK = 1024
+_NUMBERS = {torch.float16: 2, torch.bfloat16: 18, torch.float32: 4, torch.float64: 8}
+"""how the runtime names the numbers that it compares within rounding"""
 _CHILD = Path(__file__).with_name("_child.py")
 
 
@@ -53,6 +55,10 @@ class Region:
     expected: bytes | None = None
     multicast: Sequence[int] = ()
     """of a multicast address: where the memory lies, on each rank, that it stands for"""
+    unwritten: bool = False
+    """whether nobody has written it, so that reading it is an error"""
+    within_rounding: bool = False
+    """whether sums of atomic additions, which depend on the schedule, are as expected if they differ by rounding"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Launch:
     arguments: tuple[bytes, ...]
     resident_blocks: int = 1
     """how many blocks of its rank can run at a time; more are started as others end"""
+    dependent: bool = False
+    """whether it may begin before the launch before it has ended (programmatic dependent launch)"""
 
     @property
     def threads(self) -> int:
@@ -167,18 +175,20 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
     """Returns the job as its process reads it; bytes go to ``file``."""
 
     def put(content: bytes) -> int:
-        file.write(bytes(-file.tell() % 16))
+        file.write(bytes(-file.tell() % 128))
         place: int = file.tell()
         file.write(content)
         return place
 
-    put(bytes(16))
+    put(bytes(128))
     regions = [
         {
             "begin": region.address - BASE,
             "end": region.address - BASE + region.nbytes,
             "rank": -1 if region.symmetric else region.rank,
             "expected": None if region.expected is None else put(region.expected),
+            "unwritten": region.unwritten,
+            "number": _NUMBERS.get(region.dtype, 0) if region.within_rounding else 0,
             "multicast": [address - BASE for address in region.multicast],
         }
         for region in job.regions
@@ -199,6 +209,7 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
             "cluster": launch.cluster,
             "arguments": [put(argument) for argument in launch.arguments],
             "resident_blocks": launch.resident_blocks,
+            "dependent": launch.dependent,
         }
         for launch in job.launches
     ]

@@ -18,7 +18,7 @@ _SCOPES = {"cta": "block_scope", "gpu": "gpu_scope", "sys": "system_scope"}
 _ORDERS = {"relaxed": "relaxed", "acquire": "acquire", "release": "release", "acq_rel": "acquire_release"}
 _HINTS = re.compile(r"nc|ca|cg|cs|lu|cv|wb|wt|L1::\w+|L2::\w+|level::\w+|unified")
 _COMPLETES = "mbarrier::complete_tx::bytes"
-_NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg", "createpolicy")
+_NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "setmaxnreg", "createpolicy")
 
 
 class Rules(ArithmeticRules, MatrixRules, MultimemRules):
@@ -80,6 +80,8 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
             value = f"[&] {{ {whole} read; __builtin_memcpy(&read, {place}, sizeof read); return read; }}()"
         else:
             value = f"load({typed}, {scope}, {order})" if order else f"*{typed}"
+        if "nc" in modifiers:
+            value = f"(peerlane_read_only({typed}, sizeof({whole})), {value})"
         if count == 1:
             return f"set({targets[0]}, {value});"
         return f"{{ const {whole} read = {value}; {' '.join(f'set({item}, read.at[{i}]);' for i, item in enumerate(targets))} }}"
@@ -98,7 +100,9 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         typed = f"reinterpret_cast<{whole}*>({place})"
         if space == "param":
             return None
-        return f"store({typed}, {whole}({value}), {scope}, {order});" if order else f"*{typed} = {value};"
+        if space == "local":
+            return f"*{typed} = {value};"
+        return f"store({typed}, {whole}({value}), {scope}, {order});" if order else f"put({typed}, {whole}({value}));"
 
     def _atom(self, modifiers: Modifiers, operands: Operands) -> str | None:
         *flags, operation, kind = [item for item in modifiers if item != "noftz"]
@@ -128,7 +132,8 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         if kind in HALVES:
             after = f"of_halves<{HALVES[kind]}, {cpp}>([](double a, double b) {{ return a + b; }}, old, by)"
         change = f"[by](const {cpp} old) {{ return static_cast<{cpp}>({after}); }}"
-        updated = f"update({place}, {scope}, {change}, {order or 'relaxed'})"
+        order = f"Order({order or 'relaxed'} | rounds)" if kind in HALVES else order or "relaxed"
+        updated = f"update({place}, {scope}, {change}, {order})"
         return f"{{ const {cpp} by = {values[0]}; set({name_of(operands[0])}, {updated}); }}"
 
     def _red(self, modifiers: Modifiers, operands: Operands) -> str | None:
@@ -146,6 +151,9 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
             return None
         return f"peerlane_fence({_SCOPES[scope]});" if order in ("acq_rel", "sc") else None
 
+    def _griddepcontrol(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return {"wait": "peerlane_wait_for_launch();", "launch_dependents": ";"}.get(".".join(modifiers))
+
     def _membar(self, modifiers: Modifiers, operands: Operands) -> str | None:
         scope = {"cta": "block_scope", "gl": "gpu_scope", "sys": "system_scope"}.get(modifiers[0])
         return f"peerlane_fence({scope});" if scope and len(modifiers) == 1 else None
@@ -159,7 +167,7 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         if kind not in (["sync"], ["arrive"]):
             return None
         threads = self.value(operands[1], "u32") if len(operands) > 1 else "0"
-        return f"peerlane_barrier({self.value(operands[0], 'u32')}, {threads}, {'true' if kind == ['sync'] else 'false'});"
+        return f"peerlane_barrier({self.value(operands[0], 'u32')}, {threads}, {'true' if kind == ['sync'] else 'false'}, __COUNTER__ + 1);"
 
     def _barrier(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return None if "cluster" in modifiers else self._bar(modifiers, operands)

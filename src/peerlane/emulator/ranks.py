@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -31,14 +32,14 @@ from peerlane.emulator.cuda_graphs import recorded
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.emulator.host_libraries import emulated_libraries
-from peerlane.emulator.host_memory import AddressSpace, Part
+from peerlane.emulator.host_memory import AddressSpace, Part, empty_noted
 from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.emulator.scenario import GUARDED_TAKES
 from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
 from peerlane.emulator.torch_cuda import candidate_code
 from peerlane.emulator.triton_launches import compiled_not_interpreted
 from peerlane.emulator.turns import Meeting, Turns
-from peerlane.errors import UsageError
+from peerlane.errors import EmulatedFault, UsageError
 
 Arguments = tuple[Any, ...]
 SM_COUNT, MAX_THREADS = 2, 128
@@ -98,8 +99,10 @@ class Team:
         self.parts: list[Part] = []
         """of all arenas of the group, on all its ranks"""
         self.faults: list[Part] = []
-        self.handles: dict[Any, Any] = {}
-        """of symmetric memory: by rank and tensor, and each rank's workspace by rank"""
+        self.handles: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        """of symmetric memory, by rank and tensor, as long as somebody has them"""
+        self.workspaces: dict[int, Any] = {}
+        """handles, by rank"""
         self.launches: Counter[str] = Counter()
         self.sources: set[str] = set()
         """hashes of the tokens of the launched kernels' sources"""
@@ -143,7 +146,14 @@ class Team:
             self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         parts |= dict.fromkeys(self.world.space.reached(argument for item in made for argument in item.arguments))
-        step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name)
+        for member, item in zip(self.members, made, strict=True):
+            if freed := next((part for part in self.world.space.reached(item.arguments) if part.freed_on(member)), None):
+                raise EmulatedFault(
+                    f"illegal_address in {launches[0].kernel.name}: rank {member} uses {freed.name} of rank {freed.rank}, which is freed; "
+                    "keep the tensor, or its handle, as long as kernels use the memory"
+                )
+        unwritten = {part: not part.written for part in parts if part.unwritten}
+        step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name, unwritten)
         self.launches[launches[0].kernel.name] += len(launches)
         self.sources |= {launch.kernel.code.token_hash for launch in launches}
         self.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)])
@@ -208,7 +218,8 @@ class EmulatedGroup(EmulatedRank):
 
     def launch_ptx(self, launch: PtxLaunch) -> None:
         kernel = EmulatedKernel(self, Code(launch.module), launch.kernel)
-        kernel.bind(launch.grid, launch.block, launch.args, shared_bytes=launch.shared_bytes, cluster=launch.cluster)()
+        bound = kernel.bind(launch.grid, launch.block, launch.args, shared_bytes=launch.shared_bytes, cluster=launch.cluster)
+        replace(bound, dependent=launch.dependent)()
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)
@@ -251,6 +262,8 @@ class EmulatedMemory:
     def close(self) -> None:
         """Memory of emulated ranks is given back at the end of the run."""
         self.closed = True
+        for part in self._parts.values():
+            part.closed = True
 
 
 class _PartLayout(Layout):
@@ -298,6 +311,7 @@ class EmulatedLaunch:
     args: tuple[Any, ...]
     shared_bytes: int
     cluster: int
+    dependent: bool = False
 
     def __call__(self) -> None:
         for value in self.args:
@@ -315,9 +329,9 @@ class EmulatedLaunch:
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
         arguments = tuple(bytes(value) for value in self.args)
-        return Launch(
-            self.kernel.code.symbol(self.kernel.name), number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments
-        )
+        symbol = self.kernel.code.symbol(self.kernel.name)
+        made = Launch(symbol, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
+        return replace(made, dependent=self.dependent)
 
 
 class RankFailure(Exception):
@@ -434,7 +448,7 @@ class EmulatedRanks:
             turns.end(rank, error)
 
         threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(self._world.size)]
-        with emulated_libraries(self._world.gpu):
+        with emulated_libraries(self._world.gpu), empty_noted(self._world.space):
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peerlane.device.host.resources import Resources
@@ -20,7 +20,7 @@ from peerlane.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
 from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import EmulatedFault
 
-FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "endless"})
+FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misaligned_address", "misuse", "endless"})
 """Findings behind which there is no result."""
 MOST_LAUNCHES = 3
 """Launches of a sequence: faults of reuse show from the second or third launch on."""
@@ -101,7 +101,7 @@ class Builds:
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
-            if self.from_ptx:
+            if self.from_ptx or build.has_device_code:
                 program = compile_program(build.ptx())
             else:
                 program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
@@ -126,6 +126,8 @@ class Step:
     before: dict[Part, Contents]
     name: str = ""
     """of the kernel"""
+    unwritten: Mapping[Part, bool] = field(default_factory=dict)
+    """the parts of ``before`` that host code had not written, and whether no kernel had, either"""
 
 
 class LaunchSequence:
@@ -170,7 +172,7 @@ class LaunchSequence:
             first = fatal[0]
             at = f" at {first.memory}" if first.memory else ""
             raise EmulatedFault(f"the emulator stopped {name}: {first}\n{first.kind}{at} in {name}: {first.summary}")
-        if said.findings:
+        if said.findings or said.notes:
             self.reports.append(said)
         self._steps.append(step)
         now = {part: part.contents() for part in step.before if part.shown}
@@ -232,7 +234,13 @@ class LaunchSequence:
         for step in steps:
             for part, contents in step.before.items():
                 first.setdefault(part, contents)
-        regions = [part.region(self._number(part.rank), contents, expected.get(part)) for part, contents in first.items()]
+        # What host code wrote between two launches, however it wrote, is written.
+        latest = {part: step for step in steps if step.name for part in step.before}
+        began = {part: step for step in reversed(steps) if step.name for part in step.before}
+        unwritten = {part for part in latest if began[part].unwritten.get(part) and part in latest[part].unwritten}
+        regions = [
+            part.region(self._number(part.rank), contents, expected.get(part), part in unwritten) for part, contents in first.items()
+        ]
         launches = [launch for step in steps for launch in step.launches]
         kept = sorted((region for region in regions if region.name == VARIABLES), key=lambda region: region.rank)
         return Job(name, len(self.members), regions, launches, globals=kept)

@@ -240,8 +240,9 @@ inline bool Machine::copy_judges(
         if (written && !ordinary && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
         return true;
     }
-    const Odds kind = odds(record, part, access);
+    Odds kind = odds(record, part, access);
     if (kind == Odds::none) return false;
+    if (record.clock <= at(copy.view.seen[View::boundary], record.actor)) kind = Odds::boundary;
     report_pair(kind, record, access, offset, bytes);
     return true;
 }
@@ -277,6 +278,7 @@ inline void Machine::copy_goes_on(std::size_t index) {
         // An adding copy adds in one step, at the memory that it adds to.
         constexpr std::uint8_t adds = writes | updates | atomic | system_scope << scope_shift;
         const std::uint8_t how = copy->combine == Combine::replace ? std::uint8_t(writes) : adds;
+        rounded_ |= copy->combine != Combine::replace && copy->combine != Combine::add_u32;
         for (const Segment& segment : copy->segments) {
             if (segment.target) {
                 copy_access(*copy, memory.offset(segment.target), segment.bytes, how, copy->clock + 1);

@@ -190,6 +190,7 @@ inline Block& Machine::start_block(Stream& stream) {
     Block& block = blocks_.emplace_back();
     block.launch = &launch;
     block.stream = &stream;
+    block.start = stream.view;
     block.index = unfold(number, launch.grid);
     block.key = stream.first_block + static_cast<int>(number);
     block.dynamic_shared = at_shared;
@@ -200,13 +201,18 @@ inline Block& Machine::start_block(Stream& stream) {
     // What lies in shared memory at the start is nobody's: not a number, in every format.
     std::memset(memory.address(block.dynamic_shared), 0xff, launch.shared_bytes);
     std::memset(memory.address(block.static_shared), 0xff, static_shared_bytes_);
+    shadow_.forget(block.dynamic_shared, launch.shared_bytes);
+    shadow_.forget(block.static_shared, static_shared_bytes_);
     for (std::uint32_t i = 0; i < block.threads; ++i) {
         Fiber& fiber = block.first[i];
         fiber.block = &block;
         fiber.index = i;
         fiber.thread = unfold(i, launch.block);
         fiber.view = stream.view;
-        fiber.launches.push_back(fiber.clock);
+        fiber.launches.push_back(fiber.start = fiber.clock);
+        fiber.host = false;
+        fiber.halfway = ~0ull;
+        fiber.torn = {};
         for (int s = 0; s < scopes; ++s) fiber.released[s] = Ref<Snapshot>(), fiber.pending[s].clear();
         fiber.initialised = Ref<Snapshot>();
         for (Groups& groups : fiber.groups) groups.closed.clear(), groups.open.clear();
@@ -222,7 +228,8 @@ inline Block& Machine::start_block(Stream& stream) {
     return block;
 }
 
-// The next launch begins when nothing of this one is left, and knows all of it, whatever the proxy.
+// The next launch begins when nothing of this one is left, and knows all of it, whatever the proxy. One that may overlap with this one begins
+// then, too, but knows no more than this one did, until it waits.
 inline void Machine::stream_goes_on(Stream& stream) {
     const Uint3& grid = stream.launches[stream.next_launch].grid;
     if (stream.live_blocks || stream.copies || stream.next_block < grid.x * grid.y * grid.z) return;
@@ -232,7 +239,12 @@ inline void Machine::stream_goes_on(Stream& stream) {
             if (!slot.remote) set(known, slot.actor, slot.clock);
         }
     }
-    for (Ref<Vector>& seen : stream.view.seen) seen = known;
+    View& after = stream.before;
+    Ref<Vector> boundary = join(known, stream.end.seen[View::boundary]), reads = join(boundary, stream.end.seen[View::reads]);
+    for (Ref<Vector>& seen : after.seen) seen = join(known, stream.before.seen[View::ordinary]);
+    after.seen[View::boundary] = join(boundary, after.seen[View::ordinary]), after.seen[View::reads] = join(reads, after.seen[View::ordinary]);
+    const bool overlaps = stream.next_launch + 1 < stream.launches.size() && stream.launches[stream.next_launch + 1].dependent;
+    if (!overlaps) stream.view = after;
     stream.end = View{};
     stream.next_block = 0;
     ++stream.next_launch;

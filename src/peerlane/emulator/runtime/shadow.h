@@ -43,19 +43,41 @@ class Shadow {
   public:
     void map(std::uint64_t memory_bytes) {
         cells_ = reinterpret_cast<Record*>(Memory::reserve(nullptr, memory_bytes, 0));
+        unwritten_ = reinterpret_cast<std::uint16_t*>(Memory::reserve(nullptr, memory_bytes / cell_bytes * sizeof(std::uint16_t), 0));
         pool_.resize(1);
     }
 
+    // From now on nobody has written these bytes, which begin at a cell.
+    void forget(std::uint64_t offset, std::uint64_t size) {
+        std::memset(unwritten_ + offset / cell_bytes, 0xff, (size + cell_bytes - 1) / cell_bytes * sizeof(std::uint16_t));
+    }
+
     // Notes an access and calls judge(record, bytes) for each earlier one to some of the same bytes; it says whether the earlier
-    // one happened before.
+    // one happened before. Returns whether somebody has written some of the
+    // bytes that it reads.
     template <class Judge>
-    void access(std::uint64_t offset, std::uint32_t size, const Access& access, const Judge& judge) {
+    bool access(std::uint64_t offset, std::uint32_t size, const Access& access, const Judge& judge) {
+        bool known = false;
         while (size) {
             const std::uint32_t within = offset % cell_bytes;
             const std::uint32_t part = std::min<std::uint32_t>(size, cell_bytes - within);
-            note(cells_[offset / cell_bytes], static_cast<std::uint16_t>(((1u << part) - 1) << within), access, judge);
+            const auto bytes = static_cast<std::uint16_t>(((1u << part) - 1) << within);
+            std::uint16_t& unwritten = unwritten_[offset / cell_bytes];
+            known |= (access.flags & (writes | updates)) == writes || (unwritten & bytes) != bytes;
+            if (access.flags & writes) unwritten &= static_cast<std::uint16_t>(~bytes);
+            note(cells_[offset / cell_bytes], bytes, access, judge);
             offset += part;
             size -= part;
+        }
+        return known;
+    }
+
+    // Calls judge(record) for each write that is known, to some of these bytes of one cell.
+    template <class Judge>
+    void writes_to(std::uint64_t offset, std::uint32_t size, const Judge& judge) {
+        const auto bytes = static_cast<std::uint16_t>(((1u << std::min<std::uint32_t>(size, cell_bytes)) - 1) << offset % cell_bytes);
+        for (const Record* record = &cells_[offset / cell_bytes]; record; record = record->next() ? &pool_[record->next()] : nullptr) {
+            if (record->clock && record->bytes & bytes && record->flags() & writes) judge(*record);
         }
     }
 
@@ -110,6 +132,7 @@ class Shadow {
     }
 
     Record* cells_ = nullptr;
+    std::uint16_t* unwritten_ = nullptr;  // by cell, a bit each: bytes that nobody has written
     std::vector<Record> pool_;  // [0] is nobody's
     std::uint32_t free_ = 0;
 };

@@ -49,6 +49,25 @@ struct alignas(sizeof(T) * n) Vector {
     T at[n];
 };
 
+using emulator::load;
+using emulator::store;
+// PTX promises vectors element by element only; on GPUs, eight bytes arrive together.
+template <class T, int n>
+PEERLANE_INLINE Vector<T, n> load(const Vector<T, n>* address, Scope scope, Order order = relaxed) {
+    Vector<T, n> value;
+    if constexpr (sizeof value == 16) peerlane_load_halves(address, &value, scope, order);
+    else peerlane_load(address, &value, sizeof value, scope, order);
+    return value;
+}
+template <class T, int n>
+PEERLANE_INLINE void store(Vector<T, n>* address, const Vector<T, n>& value, Scope scope, Order order = relaxed) {
+    if constexpr (sizeof value == 16) peerlane_store_halves(address, &value, scope, order);
+    else peerlane_store(address, &value, sizeof value, scope, order);
+}
+// An ordinary store. To memory of the thread itself it is one of C++.
+template <class T>
+PEERLANE_INLINE void put(T* address, const T& value) { peerlane_put(address, &value, sizeof(T)); }
+
 PEERLANE_INLINE char* shared(u32 address) { return static_cast<char*>(peerlane_shared_pointer(address)); }
 PEERLANE_INLINE char* generic(u64 address) { return reinterpret_cast<char*>(address); }
 
