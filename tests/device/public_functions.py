@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import re
 from pathlib import Path
 
@@ -11,7 +10,8 @@ _TYPES = ("half", "half2", "nv_bfloat16", "nv_bfloat162")
 _DECLARED = r"^__CUDA_(?:HOSTDEVICE_)?{}_DECL__\s+([\w ]+?[\w*])\s+(\w+)\s*\(([^)]*)\)"
 # Variables of the kernel that a parameter of this type takes.
 _ARGUMENTS = {
-    "__half": "h", "__half2": "h2", "__nv_bfloat16": "b", "__nv_bfloat162": "b2", "float": "f", "float2": "f2", "double": "d", "double2": "double2{d, d}",
+    "__half": "h", "__half2": "h2", "__nv_bfloat16": "b", "__nv_bfloat162": "b2", "float": "f", "float2": "f2", "double": "d",
+    "double2": "double2{d, d}",
     "signed char": "i", "char": "i", "unsigned char": "i", "short int": "i", "short": "i", "unsigned short int": "i", "unsigned short": "i",
     "int": "i", "unsigned int": "i", "unsigned": "i", "long long int": "i", "long long": "i", "unsigned long long int": "i",
     "unsigned long long": "i", "__half_raw": "__half_raw(h)", "__half2_raw": "__half2_raw(h2)", "__nv_bfloat16_raw": "__nv_bfloat16_raw(b)",
@@ -51,7 +51,8 @@ def small_floats(header: str, kind: str) -> str:
     includes = "".join(f"#include <cuda_{name}.h>\n" for name in ("fp16", "bf16", "fp8"))
     calls = "\n    ".join(_calls(header, kind))
     return f"""{includes}
-extern "C" __global__ void calls(char* out, float f, float2 f2, double d, int i, __half* ph, __half2* ph2, __nv_bfloat16* pb, __nv_bfloat162* pb2) {{
+extern "C" __global__ void calls(
+    char* out, float f, float2 f2, double d, int i, __half* ph, __half2* ph2, __nv_bfloat16* pb, __nv_bfloat162* pb2) {{
     __half h = ph[threadIdx.x];
     __half2 h2 = ph2[threadIdx.x];
     __nv_bfloat16 b = pb[threadIdx.x];
@@ -80,7 +81,7 @@ def atomics(scope: str) -> str:
             lines.append(f"x += a.compare_exchange_strong(y, x, {to}) + a.compare_exchange_weak(y, x, {to}, cuda::memory_order_relaxed);")
             if "f" not in kind and "double" not in kind:
                 lines.append(f"x += a.fetch_and(x, {to}) + a.fetch_or(y, {to}) + a.fetch_xor(x, {to});")
-        lines.append("a.wait(x); a.notify_one(); a.notify_all(); *reinterpret_cast<%s*>(p + 1) = x; }" % kind)
+        lines.append(f"a.wait(x); a.notify_one(); a.notify_all(); *reinterpret_cast<{kind}*>(p + 1) = x; }}")
     lines += [f"cuda::atomic_thread_fence(cuda::memory_order_{order}, cuda::thread_scope_{scope});" for order in _ORDERS[1:]]
     lines.append("{ auto& flag = *reinterpret_cast<cuda::std::atomic_flag*>(p + 2); flag.test_and_set(); flag.clear(); }")
     lines.append("{ auto& whole = *reinterpret_cast<cuda::atomic<int>*>(p + 3); ++whole; whole += 2; whole--; }")
@@ -125,13 +126,17 @@ def groups() -> str:
         "auto block = cg::this_thread_block(); block.sync(); block.barrier_wait(block.barrier_arrive());",
         "v += grid.size() + grid.thread_rank() + grid.block_rank() + grid.num_blocks() + grid.is_valid() + block.thread_index().x",
         "   + block.group_index().y + block.size() + block.num_threads() + block.dim_threads().x + block.thread_rank();",
-        "auto tile = cg::tiled_partition<8>(block); tile.sync(); auto warp = cg::tiled_partition<32>(block); auto some = cg::coalesced_threads();",
-        "v += tile.shfl(v, 1) + tile.shfl_up(v, 1) + tile.shfl_down(v, 1) + tile.shfl_xor(v, 1) + tile.any(v) + tile.all(v) + tile.ballot(v)",
+        "auto tile = cg::tiled_partition<8>(block); tile.sync(); auto warp = cg::tiled_partition<32>(block);",
+        "auto some = cg::coalesced_threads();",
+        "v += tile.shfl(v, 1) + tile.shfl_up(v, 1) + tile.shfl_down(v, 1) + tile.shfl_xor(v, 1) + tile.any(v)",
+        "   + tile.all(v) + tile.ballot(v)",
         "   + tile.match_any(v) + tile.meta_group_rank() + tile.meta_group_size();",
-        "int same = 0; v += warp.match_all(v, same) + some.shfl(v, 0) + some.shfl_up(v, 1) + some.shfl_down(v, 1) + some.any(v) + some.ballot(v);",
+        "int same = 0; v += warp.match_all(v, same) + some.shfl(v, 0) + some.shfl_up(v, 1);",
+        "v += some.shfl_down(v, 1) + some.any(v) + some.ballot(v);",
         "v += cg::reduce(tile, v, cg::plus<int>()) + cg::reduce(warp, v, cg::less<int>()) + cg::reduce(some, v, cg::bit_xor<int>());",
         "x += cg::reduce(warp, x, cg::plus<float>()); v += cg::inclusive_scan(warp, v) + cg::exclusive_scan(tile, v, cg::plus<int>());",
-        "auto parts = cg::labeled_partition(warp, v & 1); auto halves = cg::binary_partition(warp, v > 0); v += parts.size() + halves.thread_rank();",
+        "auto parts = cg::labeled_partition(warp, v & 1); auto halves = cg::binary_partition(warp, v > 0);",
+        "v += parts.size() + halves.thread_rank();",
         "v += cg::invoke_one_broadcast(warp, [&] { return v; }); cg::invoke_one(warp, [&] { p[1] = v; });",
         "cg::memcpy_async(block, copied, p, sizeof(int) * 64); cg::wait(block); cg::wait_prior<0>(block);",
         "cg::reduce_store_async(warp, p + 2, v, cg::plus<int>());",
@@ -144,9 +149,9 @@ def groups() -> str:
 
 def others() -> str:
     """Returns a source with calls of functions, printf and assert, programmatic launches, and mathematics."""
-    math = ("sinf", "cosf", "tanf", "expf", "exp2f", "exp10f", "logf", "log2f", "log10f", "log1pf", "expm1f", "sinhf", "coshf", "tanhf", "asinf",
-            "acosf", "atanf", "erff", "erfcf", "rsqrtf", "cbrtf", "roundf", "ceilf", "lgammaf", "tgammaf", "__sinf", "__expf", "__logf",
-            "__frcp_rn", "normcdff", "j0f", "__tanhf", "exp", "log", "sin", "erf", "rsqrt", "cbrt", "tgamma")  # fmt: skip
+    math = ("sinf", "cosf", "tanf", "expf", "exp2f", "exp10f", "logf", "log2f", "log10f", "log1pf", "expm1f", "sinhf", "coshf", "tanhf",
+            "asinf",            "acosf", "atanf", "erff", "erfcf", "rsqrtf", "cbrtf", "roundf", "ceilf", "lgammaf", "tgammaf", "__sinf", "__expf", "__logf",
+            "__frcp_rn", "normcdff", "j0f", "exp", "log", "sin", "erf", "rsqrt", "cbrt", "tgamma")  # fmt: skip
     two = (
         "powf",
         "fmodf",
@@ -163,11 +168,11 @@ def others() -> str:
         "atan2",
     )
     integers = ("__popc(v)", "__clz(v)", "__ffs(v)", "__brev(v)", "__byte_perm(v, w, 0x3210)", "__dp4a(v, w, v)", "__dp2a_lo(v, w, v)",
-                "__dp2a_hi(v, w, v)", "__sad(v, w, 1)", "__mul24(v, w)", "__mulhi(v, w)", "__hadd(v, w)", "__rhadd(v, w)", "__funnelshift_l(v, w, 3)",
+                "__dp2a_hi(v, w, v)", "__sad(v, w, 1)", "__mul24(v, w)", "__mulhi(v, w)", "__hadd(v, w)", "__rhadd(v, w)",
+                "__funnelshift_l(v, w, 3)",
                 "__vadd4(v, w)", "__vabsdiffu4(v, w)", "__vmaxs2(v, w)", "__viaddmax_s32(v, w, v)", "__vcmpgtu4(v, w)", "__usad(v, w, 1)",
-                "__uAtomicIncs(v)", "__match_any_sync(~0u, v)", "__reduce_add_sync(~0u, v)", "__activemask()", "__nv_isGlobal(v)")  # fmt: skip
-    integers = tuple(call for call in integers if not call.startswith(("__uAtomic", "__nv_is", "__tanhf")))
-    lines = [f"x += {name}(x);" for name in math if name != "__tanhf"] + [f"x += {name}(x, y);" for name in two]
+                "__match_any_sync(~0u, v)", "__reduce_add_sync(~0u, v)", "__activemask()")  # fmt: skip
+    lines = [f"x += {name}(x);" for name in math] + [f"x += {name}(x, y);" for name in two]
     lines += [f"v += {call};" for call in integers]
     lines += ['printf("%d %f\\n", v, x); assert(v != 7);', "v += apart(p, w); if (w) v += recursive(w);"]
     lines += ["v += __isGlobal(p) + __isShared(p);"]
