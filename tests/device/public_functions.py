@@ -150,7 +150,8 @@ def groups() -> str:
 def others() -> str:
     """Returns a source with calls of functions, printf and assert, programmatic launches, and mathematics."""
     math = ("sinf", "cosf", "tanf", "expf", "exp2f", "exp10f", "logf", "log2f", "log10f", "log1pf", "expm1f", "sinhf", "coshf", "tanhf",
-            "asinf",            "acosf", "atanf", "erff", "erfcf", "rsqrtf", "cbrtf", "roundf", "ceilf", "lgammaf", "tgammaf", "__sinf", "__expf", "__logf",
+            "asinf", "acosf", "atanf", "erff", "erfcf", "rsqrtf", "cbrtf", "roundf", "ceilf", "lgammaf", "tgammaf",
+            "__sinf", "__expf", "__logf",
             "__frcp_rn", "normcdff", "j0f", "exp", "log", "sin", "erf", "rsqrt", "cbrt", "tgamma")  # fmt: skip
     two = (
         "powf",

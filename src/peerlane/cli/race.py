@@ -43,6 +43,7 @@ class _Asked:
     from_ptx: bool
     as_json: bool
     strict: bool = False
+    include_dirs: tuple[Path, ...] = ()
 
     def wants(self, name: str) -> bool:
         return not self.names or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
@@ -58,6 +59,7 @@ def race(
     gpu: Annotated[str | None, typer.Option(help="h100, h200 or b200: compile for it, and give each rank as many SMs.")] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Run the PTX that NVRTC makes, not the source.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="What is ordered only by the end of a launch is a race, too.")] = False,
+    include: Annotated[list[Path] | None, typer.Option("--include", "-I", metavar="FOLDER", help="A folder of headers.")] = None,
     problems_folders: ProblemFolders = None,
     watch: Annotated[bool, typer.Option("--watch", help="Run again whenever the file changes, until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -86,6 +88,7 @@ def race(
         from_ptx=ptx,
         as_json=as_json,
         strict=strict,
+        include_dirs=tuple(include or ()),
     )
     clean = _race(asked)
     if watch:
@@ -140,6 +143,7 @@ def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any
     found = [scenario for size in asked.world_sizes for scenario in scenarios(asked.file, module, size)]
     for scenario in _wanted(asked, found, lambda scenario: scenario.name):
         where = f"{scenario.name}, {scenario.world_size} ranks"
+        scenario.include_dirs = (*scenario.include_dirs, *asked.include_dirs)
         try:
             report = check(scenario, schedules=asked.schedules or 300, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx)
         except (CompileError, LaunchError) as error:
