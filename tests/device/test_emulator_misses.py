@@ -61,7 +61,9 @@ KERNEL(half_written) { through_shared<false>(y); }
 KERNEL(all_written) { through_shared<true>(y); }
 
 // ---- barriers in two branches of one line
-KERNEL(two_branches) { if (threadIdx.x < 16) { y[threadIdx.x] = 1; __syncthreads(); y[threadIdx.x + 64] = 2; } else { __syncthreads(); y[threadIdx.x] = 3; } }
+KERNEL(two_branches) {
+    if (threadIdx.x < 16) { y[threadIdx.x] = 1; __syncthreads(); y[threadIdx.x + 64] = 2; } else { __syncthreads(); y[threadIdx.x] = 3; }
+}
 KERNEL(one_branch) { for (u32 i = 0; i < epoch + 2; ++i) { __syncthreads(); if (threadIdx.x == i) y[i] = 1; } }
 
 // ---- the end of a launch
@@ -77,8 +79,18 @@ KERNEL(relaxed_end) { sum_both<true, true, false, false>(a, data, flags, y, epoc
 KERNEL(release_at_end) { sum_both<true, true, true, false>(a, data, flags, y, epoch); }
 KERNEL(ordered) { sum_both<true, true, true, true>(a, data, flags, y, epoch); }
 // Data of this launch behind a relaxed flag, and data that is overwritten in this launch behind one.
-KERNEL(put_relaxed) { there(a, data)[threadIdx.x] = epoch; meet(a, flags, 2 * epoch, false, true); y[threadIdx.x] = here(a, data)[threadIdx.x]; meet(a, flags, 2 * epoch + 1, true, true); }
-KERNEL(overwrite_relaxed) { y[threadIdx.x] = there(a, data)[threadIdx.x]; meet(a, flags, 2 * epoch, false, true); here(a, data)[threadIdx.x] = epoch; meet(a, flags, 2 * epoch + 1, true, true); }
+KERNEL(put_relaxed) {
+    there(a, data)[threadIdx.x] = epoch;
+    meet(a, flags, 2 * epoch, false, true);
+    y[threadIdx.x] = here(a, data)[threadIdx.x];
+    meet(a, flags, 2 * epoch + 1, true, true);
+}
+KERNEL(overwrite_relaxed) {
+    y[threadIdx.x] = there(a, data)[threadIdx.x];
+    meet(a, flags, 2 * epoch, false, true);
+    here(a, data)[threadIdx.x] = epoch;
+    meet(a, flags, 2 * epoch + 1, true, true);
+}
 // Slots that are their own flags, cleared one launch later: three of them are enough, two are not.
 template <u32 slots> __device__ void lamport(const Arena& a, u64 data, u32* y, u32 epoch) {
     const u32 now = epoch % slots * 32 + threadIdx.x, old = (epoch + slots - 1) % slots * 32 + threadIdx.x;
@@ -107,8 +119,15 @@ KERNEL(one_fences) { fence_then_signal<true>(a, data, flags, y, epoch); }
 PTX_SOURCE = (
     SOURCE.partition("// ---- addresses")[0]
     + r"""
-__device__ void store4(u32* p, u32 x, u32 y, u32 z, u32 w) { asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory"); }
-__device__ uint4 load4(u32* p) { uint4 v; asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory"); return v; }
+__device__ void store4(u32* p, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ uint4 load4(u32* p) {
+    uint4 v;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
 // A flag for sixteen bytes, or one for each eight.
 template <bool each> __device__ void packet(const Arena& a, u64 data, u32* y, u32 epoch) {
     const u32 i = 4 * threadIdx.x;

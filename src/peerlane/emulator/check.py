@@ -12,7 +12,7 @@ from typing import Any
 
 from peerlane.device.host.waits import describe_fault
 from peerlane.emulator import build
-from peerlane.emulator.findings import LAUNCH_BOUNDARY, NOTES, Finding, Frame, Place, Side, as_races, merged
+from peerlane.emulator.findings import LAUNCH_BOUNDARY, MEANINGS, NOTES, Finding, Frame, Place, Side, as_races, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
 from peerlane.emulator.job import Answer, Job, Launch, run_job
 from peerlane.emulator.scenario import Scenario
@@ -143,7 +143,9 @@ def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Findin
     places = tuple(_place(job, *place) for place in raw["places"])
     memory = _memory(job, raw["buffer"], raw["offset"])
     kind = raw["kind"].partition(":")[0]
-    why = "" if kind == raw["kind"] else raw["kind"]
+    if kind == "uninitialised_read" and 1 <= raw["buffer"] <= len(job.regions) and job.regions[raw["buffer"] - 1].symmetric:
+        kind = "uninitialised_symmetric"
+    why = raw["kind"] if raw["kind"] in MEANINGS and ":" in raw["kind"] else ""
     return Finding(kind, detail, memory, sides, raw["schedule"], raw["schedules"], places, why)
 
 

@@ -14,7 +14,8 @@ MEANINGS = {
     "launch_boundary": "ordered only if the end of a launch is a release for the whole system and an acquire of what was seen; vLLM and "
     "others rely on it, PTX does not promise it: st.release and ld.acquire here",
     "same_value": "both write the same value, so no thread sees another; PTX leaves it open",
-    "uninitialised_read": "nobody has written this memory: what torch.empty, symm_mem.empty and shared memory hold at first is not known",
+    "uninitialised_read": "nobody has written this memory: what torch.empty and shared memory hold at first is not known",
+    "uninitialised_symmetric": "nobody has written this memory: symm_mem.empty gives zeros today, and does not promise them: zero it",
     "lost_update": "both write the same flag, nothing orders them and one is lost: let flags only grow, each with one writer or by adding",
     "proxy_fence": "the asynchronous copy may miss the write: fence_proxy_async after what orders the two, before the copy is started",
     "deadlock": "nobody can go on",
@@ -31,7 +32,7 @@ MEANINGS = {
 
 
 LAUNCH_BOUNDARY = "launch_boundary"
-NOTES = frozenset({LAUNCH_BOUNDARY, "same_value"})
+NOTES = frozenset({LAUNCH_BOUNDARY, "same_value", "uninitialised_symmetric"})
 """Kinds that are told, but are no errors."""
 
 

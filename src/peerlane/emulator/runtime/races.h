@@ -61,8 +61,10 @@ inline Machine::Odds Machine::odds(const Record& record, std::uint16_t part, con
     const std::uint8_t flags = record.flags();
     if (!((flags | access.flags) & writes)) return Odds::none;
     if (!(flags & access.flags & atomic)) {
+        // Lanes that hold the same element store it several times, by one instruction.
+        const bool alike = record.site == access.site && relation(record.actor, access.actor) == block_scope;
         const bool same = access.flags & same_value && flags & writes && !((flags | access.flags) & (atomic | asynchronous));
-        return same ? Odds::same_value : Odds::race;
+        return same && alike ? Odds::same_value : Odds::race;
     }
     const unsigned needed = relation(record.actor, access.actor);
     if ((flags >> scope_shift & 3u) < needed || (access.flags >> scope_shift & 3u) < needed) return Odds::narrow_scope;
