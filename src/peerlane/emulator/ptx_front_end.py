@@ -216,7 +216,7 @@ def _registers(text: str, rules: Rules) -> str:
     if found is None or (found[2] not in TYPES and found[2] != "pred"):
         raise UnknownPtx(f"one of the registers {text!r} {NOT_KNOWN}")
     stored = "bool" if found[2] == "pred" else f"u{8 * TYPES[found[2]][1]}"
-    names = []
+    names: list[str] = []
     for item in found[3].split(","):
         item = item.strip()
         if found[1]:

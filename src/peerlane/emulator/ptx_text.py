@@ -77,7 +77,10 @@ def parse(ptx: str) -> Module:
     files = {int(number): name for number, name in _FILE.findall(ptx)}
     text = _COMMENT.sub("", _with_own_lines(ptx, files))
     parents = _parents(text)
-    variables, entries, functions, at = [], [], [], 0
+    variables: list[Variable] = []
+    entries: list[Function] = []
+    functions: list[Function] = []
+    at = 0
     while at < len(text):
         if found := _ENTRY.match(text, at):
             end = found.end()

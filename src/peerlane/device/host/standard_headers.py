@@ -11,7 +11,8 @@ _NOTHING = "#pragma once\n"
 
 
 def _twin(name: str) -> str:
-    return f"#pragma once\n#include <cuda/std/{name}>\nnamespace cuda {{ namespace std {{}} }}\nnamespace std {{ using namespace cuda::std; }}\n"
+    spaces = "namespace cuda { namespace std {} }\nnamespace std { using namespace cuda::std; }\n"
+    return f"#pragma once\n#include <cuda/std/{name}>\n{spaces}"
 
 
 _WITH_TWINS = (
@@ -23,7 +24,7 @@ _HOST_ONLY = (
     "sstream", "stdexcept", "thread", "unordered_map", "unistd.h", "stdio.h", "time.h",
 )  # fmt: skip
 HEADERS = {
-    **{name: _NOTHING for name in _HOST_ONLY},
+    **dict.fromkeys(_HOST_ONLY, _NOTHING),
     **{name: _twin(name) for name in _WITH_TWINS},
     "algorithm": _twin("algorithm").replace("cuda/std/algorithm", "cuda/std/__algorithm_"),  # in CCCL without a name of its own
     "stdint.h": _twin("cstdint"),
@@ -44,9 +45,12 @@ _HOST = re.compile(
     r'cannot open source file|identifier "(?:cuda[A-Z]\w*|cu[A-Z]\w*|dim3|malloc|free|exit|fprintf|stderr|MPI_\w+)" is undefined'
     r'|namespace "std" has no member|incomplete type "std::|"std::\w+" is undefined|a __host__ function|may not be called|<<<'
 )
-HINT = "host code in a .cu file is not compiled: take the kernel out, or write it as a load_inline candidate; -I FOLDER adds folders of headers"
+_HINT = (
+    "\nhost code in a .cu file is not compiled: take the kernel out, or write it as a load_inline candidate; "
+    "-I FOLDER adds folders of headers"
+)
 
 
 def hint(log: str) -> str:
     """Returns what to do about an error of the compiler, if it comes from host code or a missing header; else nothing."""
-    return f"\n{HINT}" if _HOST.search(log) else ""
+    return _HINT if _HOST.search(log) else ""
