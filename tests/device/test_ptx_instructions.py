@@ -12,6 +12,7 @@ from device import public_functions
 from peerlane.device import compile_cubin
 from peerlane.emulator import Ptx, Scenario, build, check
 from peerlane.emulator.job import run_job
+from peerlane.emulator.ptx_front_end import UnknownPtx, fidelity, translate
 
 
 @pytest.mark.parametrize("kernel", kernels.KERNELS)
@@ -131,6 +132,17 @@ def test_barriers_of_cuda_s_headers_order_and_their_lack_is_a_race(meeting: str)
     shape = (2, 32) if grid else (1, 64)
     assert _findings(source.replace("MEET", right), *shape, expected) == set()
     assert "race" in _findings(source.replace("MEET", wrong), *shape, expected)
+
+
+def test_a_run_tells_which_instructions_were_approximate_or_unknown() -> None:
+    source = 'extern "C" __global__ void told(float* y) { y[0] = __expf(y[1]) + __fdividef(y[2], y[3]) * y[4]; }'
+    text = compile_cubin(source).ptx()
+    translate(Ptx(text))
+    told = fidelity()["told"]
+    assert told["approximate"] == {"div.approx.f32": 1, "ex2.approx.f32": 1} and told["exact"] >= 10
+    strange = text.replace("ret;", "vset4.s32.s32.eq %r1, %r2, %r3, %r4; istypep.texref %p1, %rd1; ret;")
+    with pytest.raises(UnknownPtx, match=r"'vset4.*is not known to the emulator, and neither is istypep\.texref"):
+        translate(Ptx(strange))
 
 
 def test_printf_from_ptx_prints_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from peerlane.emulator.ptx_operands import TYPES, name_of
 from peerlane.emulator.ptx_rules import Rules
@@ -64,6 +66,20 @@ class UnknownPtx(UsageError):
     """PTX that the emulator cannot run."""
 
 
+_counted: dict[str, Counter[str]] = {}
+"""of the kernels that have been translated: how many instructions are approximate, by instruction, and exact ("")"""
+_APPROXIMATE = re.compile(r"\.approx\b|\.full\b|^(?:mma|wgmma)\b|^multimem\.(?:ld_reduce|red)\b.*f\d|^fma\.r[zmp]\b")
+"""Instructions whose rounding is the CPU's, or whose sums have an order of their own."""
+
+
+def fidelity() -> dict[str, dict[str, Any]]:
+    """Returns how many instructions of the kernels that ran from PTX in this process are exact, and which are approximate, by kernel."""
+    return {
+        kernel: {"exact": counts[""], "approximate": {name: count for name, count in sorted(counts.items()) if name}}
+        for kernel, counts in _counted.items()
+    }
+
+
 def translate(ptx: Ptx, *, apart: bool = False) -> str:
     """Returns the module's kernels as C++ for the emulator; ``apart``: under the names that ``Ptx.symbol`` gives. Raises UnknownPtx,
     which quotes the instruction."""
@@ -85,14 +101,17 @@ def translate(ptx: Ptx, *, apart: bool = False) -> str:
         lines.append("alignas(16) static unsigned char grid_workspace[64] = {64};")
     lines += [f"{_head(function)};" for function in functions]
     others = {variable.name for variable in kept if variable.space != "shared"}
+    counts: dict[str, Counter[str]] = {}
     for entry in bodies:
         lines += [_declared(variable) for variable in _variables(entry) if variable.space == "shared"]
         rules = Rules(shared, dynamic, {parameter[2] for parameter in entry.parameters} | others)
-        rules.functions = {function.name: function for function in functions}
+        rules.functions, rules.counts = {function.name: function for function in functions}, counts.setdefault(entry.name, Counter())
         if entry in functions:
             lines += _function(entry, rules)
         else:
             lines += _kernel(entry, rules, ptx.symbol(entry.name) if apart else entry.name)
+    called_counts = sum((counts[function.name] for function in functions), Counter())
+    _counted.update({entry.name: counts[entry.name] + called_counts for entry in module.entries})
     if apart:
         space = f"module_{ptx.digest[:16]}"
         lines.insert(1, f"namespace {space} {{")
@@ -166,6 +185,7 @@ def _bytes(parameter: Parameter) -> str:
 def _body(entry: Function, rules: Rules) -> list[str]:
     lines = ["bool carry = false;"] if any(".cc." in statement.text for statement in entry.statements) else []
     place: Place = ("", 0)
+    unknown: dict[str, str] = {}
     for number, statement in enumerate(entry.statements):
         if statement.kind == "line":
             if statement.place != place:
@@ -174,10 +194,12 @@ def _body(entry: Function, rules: Rules) -> list[str]:
             continue
         if statement.kind == "instruction":
             made = rules.translated(statement.text)
+            name = re.sub(r"^@\S+\s+", "", statement.text).split()[0]
+            rules.counts[name if _APPROXIMATE.search(name) else ""] += 1
             if made is None:
                 where = f" ({place[0]}:{place[1]})" if place[1] else ""
-                kind = "kernel" if rules.is_kernel else "function"
-                raise UnknownPtx(f"{kind} {entry.name}: {statement.text!r}{where} {NOT_KNOWN}; nothing was run")
+                unknown.setdefault(name, f"{'kernel' if rules.is_kernel else 'function'} {entry.name}: {statement.text!r}{where}")
+                continue
         elif statement.kind == "registers":
             made = _registers(statement.text, rules)
         elif statement.kind == "label":
@@ -197,6 +219,10 @@ def _body(entry: Function, rules: Rules) -> list[str]:
         lines.append(made)
         if place[1]:
             lines.append(f'#line {place[1]} "{place[0]}"')  # one statement of C++ is one line, but the next is of the same place
+    if unknown:
+        first, *more = unknown.values()
+        others = f", and neither is {', '.join(list(unknown)[1:])}" if more else ""
+        raise UnknownPtx(f"{first} {NOT_KNOWN}{others}; nothing was run")
     return lines
 
 

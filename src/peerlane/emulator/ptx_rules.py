@@ -6,6 +6,7 @@ A rule returns None for what it does not know. Rounding of approximate functions
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from peerlane.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
@@ -44,6 +45,8 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
     result = ""
     """the parameter that the function returns"""
     is_kernel = True
+    counts: Counter[str]
+    """of the function's instructions: the approximate ones by name, all others under no name"""
 
     def translated(self, text: str) -> str | None:
         """Returns the instruction in C++; None if it is not known."""
