@@ -111,3 +111,8 @@ REFUSED = {
 def test_other_names_say_what_to_use(message: str) -> None:
     with pytest.raises(UsageError, match=message):
         peerlane.race(world_size=1, schedules=1)(REFUSED[message])()
+
+
+@peerlane.race(world_size=1, schedules=1)
+def test_torch_s_own_modules_are_imported_by_a_rank_as_ever() -> None:
+    torch.testing.assert_close(torch.ones(2, device="cuda"), torch.ones(2))  # imports DTensor

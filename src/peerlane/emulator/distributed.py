@@ -351,6 +351,7 @@ _SYMMETRIC: dict[str, Any] = {
     "enable_symm_mem_for_group": lambda name: None,
     "is_symm_mem_enabled_for_group": lambda name: True,
     "is_nvshmem_available": lambda: False,
+    "get_backend": lambda device=None: "CUDA",
     "get_signal_pad_size": lambda: SIGNAL_PAD_BYTES,
     "get_symm_mem_workspace": _workspace,
     "_SymmetricMemory": _SymmetricMemory,

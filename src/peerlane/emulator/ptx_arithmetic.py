@@ -42,7 +42,10 @@ class ArithmeticRules(HalfRules):
 
     def _mov(self, modifiers: Modifiers, operands: Operands) -> str | None:
         if len(modifiers) == 2 and modifiers[0] in ("v2", "v4") and modifiers[1] in TYPES:
-            pairs = list(zip(self.elements(operands[0]), self.elements(operands[1]), strict=True))
+            targets, sources = self.elements(operands[0]), self.elements(operands[1])
+            if len(sources) == 1 and sources[0].isdecimal():  # a number is that of every element
+                sources *= len(targets)
+            pairs = list(zip(targets, sources, strict=True))
             taken = " ".join(f"const auto part{i} = {self.value(source, modifiers[1])};" for i, (_, source) in enumerate(pairs))
             return f"{{ {taken} {' '.join(f'set({name_of(target)}, part{i});' for i, (target, _) in enumerate(pairs))} }}"
         if len(modifiers) != 1 or (modifiers[0] not in TYPES and modifiers[0] != "pred"):
