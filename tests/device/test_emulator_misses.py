@@ -205,6 +205,7 @@ def test_a_fault_is_told_and_its_twin_is_not(kernels: str, found: set[str], from
     if kernels == "read_only":
         assert "drop const __restrict__ or __ldg" in str(report)
     if kernels == "all_fence":
+        assert str(report).count(" <- ") >= 2, str(report)  # of the helper and of the kernel
         assert "does not count for the flag of thread 0: fence in the thread that signals" in str(report)
     if "launch_boundary?" in found:
         assert kinds(report.strictly()) == {"race"} and "PTX does not promise it" in str(report.strictly())

@@ -18,7 +18,7 @@ import typer
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import ProblemFolders, positive_integers, words
 from peerlane.cli.output import print_error, print_json
-from peerlane.errors import CompileError, LaunchError, PeerlaneError, UsageError
+from peerlane.errors import CompileError, DeviceError, LaunchError, PeerlaneError, UsageError
 
 if TYPE_CHECKING:
     from peerlane.emulator import Scenario
@@ -75,8 +75,9 @@ def race(
     Sees what the protocol orders and what it does not. Does not see how fast anything is, what a GPU's memory does beyond what its
     memory model forbids, or what tensor cores compute.
 
-    Exit codes: 0 nothing found, 2 usage, 3 something found.
+    Exit codes: 0 nothing found, 2 usage, 3 something found, or a scenario or case that could not be run.
     """
+    from peerlane.emulator import job
     from peerlane.emulator.gpu_code import gpu_named
 
     asked = _Asked(
@@ -93,6 +94,7 @@ def race(
         include_dirs=tuple(include or ()),
         fidelity=fidelity,
     )
+    job.on_progress = lambda said: print(said, file=sys.stderr, flush=True)
     clean = _race(asked)
     if watch:
         for _ in _changes(file):
@@ -154,6 +156,8 @@ def _fidelity() -> dict[str, dict[str, Any]]:
 def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any]]:
     """Runs the scenarios that are asked for, and yields what each showed."""
     from peerlane.emulator import check
+    from peerlane.emulator.job import TooManyThreads
+    from peerlane.emulator.ptx_front_end import UnknownPtx
 
     found = [scenario for size in asked.world_sizes for scenario in scenarios(asked.file, module, size)]
     for scenario in _wanted(asked, found, lambda scenario: scenario.name):
@@ -164,6 +168,9 @@ def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any
         except (CompileError, LaunchError) as error:
             said = f"{where}: build error: {error}"
             row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
+        except (UnknownPtx, TooManyThreads, DeviceError) as error:
+            said = f"{where}: not run: {error}"
+            row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "not_run": str(error)}
         else:
             report = report.strictly() if asked.strict else report
             said = _timed(str(report), report.seconds)

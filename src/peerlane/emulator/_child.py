@@ -65,6 +65,7 @@ class _Run(ctypes.Structure):
         ("global_count", ctypes.c_uint32),
         ("first_schedule", ctypes.c_uint32),
         ("schedules", ctypes.c_uint32),
+        ("progress", ctypes.POINTER(ctypes.c_uint32)),
     )
 
 
@@ -106,6 +107,9 @@ def main() -> str:
         )
         for item, arguments in zip(job["launches"], pointers, strict=True)
     ]
+    with open(job["progress"], "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 4)
+    over = ctypes.c_uint32.from_buffer(shared)
     run = _Run(
         job["base"],
         job["seed"],
@@ -121,6 +125,7 @@ def main() -> str:
         len(job["globals"]),
         job["first_schedule"],
         job["schedules"],
+        ctypes.pointer(over),
     )
     program.peerlane_emulator_run.restype = ctypes.c_char_p
     said: str = program.peerlane_emulator_run(ctypes.byref(run)).decode()

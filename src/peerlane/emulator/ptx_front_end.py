@@ -3,7 +3,7 @@
     scenario = Scenario("mine", Ptx(cubin.ptx()), world_size=2)
 
 Every instruction is translated by a rule of its own in ``ptx_rules.py``. One without a rule, or with a modifier that its rule does not
-know, is an error that quotes it: nothing is guessed. Source lines come from ``.loc``: those of the kernel, into which others were inlined.
+know, is an error that quotes it: nothing is guessed. Source lines come from ``.loc``, with the calls that were inlined.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from peerlane.emulator.ptx_operands import TYPES, name_of
 from peerlane.emulator.ptx_rules import Rules
-from peerlane.emulator.ptx_text import Function, Parameter, Place, Statement, Variable, parse
+from peerlane.emulator.ptx_text import CALLED_FROM, Function, Parameter, Place, Statement, Variable, parse
 from peerlane.errors import UsageError
 
 _HEAD = """#include <peerlane_emulator/ptx_code.h>
@@ -197,7 +197,8 @@ def _body(entry: Function, rules: Rules) -> list[str]:
             name = re.sub(r"^@\S+\s+", "", statement.text).split()[0]
             rules.counts[name if _APPROXIMATE.search(name) else ""] += 1
             if made is None:
-                where = f" ({place[0]}:{place[1]})" if place[1] else ""
+                file, _, called_from = place[0].partition(CALLED_FROM)
+                where = f" ({file}:{place[1]}{called_from and CALLED_FROM + called_from})" if place[1] else ""
                 unknown.setdefault(name, f"{'kernel' if rules.is_kernel else 'function'} {entry.name}: {statement.text!r}{where}")
                 continue
         elif statement.kind == "registers":

@@ -10,8 +10,11 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"[^\n]*')
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:[^\n]*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?[^\n]*")
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.(entry|func)\b([^{;]*)")
-_INLINED = re.compile(r"(\.loc\s+\d+\s+\d+\s+\d+)[ \t]*//[^\n]*@\[ ([^\s:]+):(\d+):(\d+)[ \]]*$", re.MULTILINE)
+_INLINED = re.compile(r"(\.loc\s+\d+\s+\d+\s+\d+)[ \t]*//[^\n@]*((?:@\[ [^\s:]+:\d+:\d+ *)+)[ \]]*$", re.MULTILINE)
 """How LLVM says in a comment where a line was inlined: the last place is the kernel's own."""
+_CALLER = re.compile(r"@\[ ([^\s:]+):(\d+)")
+CALLED_FROM = " <- "
+"""Between a file and the places from which its line was inlined, each a file and a line."""
 _LABEL = re.compile(r"([$\w]+):(?!:)")
 _VARIABLE = re.compile(
     r"(?:\.visible\s+|\.extern\s+|\.weak\s+|\.common\s+)*\.(global|shared|const|local)\s+(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?"
@@ -22,7 +25,7 @@ _VARIABLE = re.compile(
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,)]*?)?([$\w]+)\s*(?:\[(\d+)\])?\s*(?=[,);])")
 
 Place = tuple[str, int]
-"""file and line"""
+"""file, with the places from which it was inlined, and line"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Module:
 def parse(ptx: str) -> Module:
     """Returns the module's variables, kernels and functions with a body."""
     files = {int(number): name for number, name in _FILE.findall(ptx)}
-    text = _COMMENT.sub("", _with_own_lines(ptx, files))
+    text = _COMMENT.sub("", _INLINED.sub(r"\1 \2", ptx))
     parents = _parents(text)
     variables: list[Variable] = []
     entries: list[Function] = []
@@ -98,17 +101,6 @@ def parse(ptx: str) -> Module:
         else:
             at += 1
     return Module(variables, entries, functions)
-
-
-def _with_own_lines(ptx: str, files: dict[int, str]) -> str:
-    """Returns the text in which a line that LLVM says was inlined is that of the kernel."""
-    numbers = {name.rpartition("/")[2]: number for number, name in reversed(files.items())}
-
-    def own(found: re.Match[str]) -> str:
-        number = numbers.get(found[2])
-        return found[1] if number is None else f".loc {number} {found[3]} {found[4]}"
-
-    return _INLINED.sub(own, ptx)
 
 
 def _closing(text: str, at: int) -> int:
@@ -161,8 +153,8 @@ def _statements(body: str, files: dict[int, str], parents: dict[Location, Locati
             yield Statement("open" if body[at] == "{" else "close")
             at += 1
         elif found := _LOC.match(body, at):
-            place = _outermost((int(found[1]), int(found[2]), int(found[3])), found, parents)
-            yield Statement("line", place=(files.get(place[0], "?"), place[1]))
+            place = (int(found[1]), int(found[2]), int(found[3]))
+            yield Statement("line", place=(_callers(place, found, files, parents), place[1]))
             at = found.end()
         elif variable := _VARIABLE.match(body, at):
             yield Statement("variable", variable=_variable(variable))
@@ -184,12 +176,14 @@ def _statements(body: str, files: dict[int, str], parents: dict[Location, Locati
             at = end + 1
 
 
-def _outermost(place: Location, found: re.Match[str], parents: dict[Location, Location]) -> Location:
-    """Returns the place in the kernel itself, from which what lies here was inlined."""
+def _callers(place: Location, found: re.Match[str], files: dict[int, str], parents: dict[Location, Location]) -> str:
+    """Returns the file of a place, and from where its line was inlined, up to the kernel itself."""
+    chain = [files.get(place[0], "?"), *(f"{file}:{line}" for file, line in _CALLER.findall(found[0]))]
     if found[4]:
         place = (int(found[4]), int(found[5]), int(found[6]))
         for _ in range(64):
+            chain.append(f"{files.get(place[0], '?')}:{place[1]}")
             if place not in parents:
                 break
             place = parents[place]
-    return place
+    return CALLED_FROM.join(chain)

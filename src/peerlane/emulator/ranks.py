@@ -7,6 +7,8 @@ that host code has asked for, as a caller does. ``solution_run.py`` runs the sol
 
 from __future__ import annotations
 
+import math
+import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +60,8 @@ class World:
     gpu: EmulatedGpu
     from_ptx: bool
     nodes: int = 1
+    limit_s: float = math.inf
+    """processor seconds of all launches, and of compiling them"""
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
@@ -75,11 +79,18 @@ class World:
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
         self.cluster = Cluster(self.nodes, self.size)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._used_s = used.ru_utime + used.ru_stime
 
     def end_of_call(self, _: object) -> None:
         """Ends a call, once all ranks have returned from it."""
         for team in self.teams:
             team.end_of_call()
+
+    def time_left(self) -> float:
+        """Returns the processor seconds that launches may still take."""
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return min(300.0, max(0.1, self.limit_s - (used.ru_utime + used.ru_stime - self._used_s)))
 
     def team(self, members: Sequence[int]) -> Team:
         """Returns the group of these ranks."""
@@ -95,7 +106,7 @@ class Team:
     def __init__(self, world: World, members: Sequence[int]) -> None:
         self.world, self.members = world, tuple(members)
         self.meeting = Meeting(world.turns, members)
-        self.sequence = LaunchSequence(self.members, world.schedules, world.seed)
+        self.sequence = LaunchSequence(self.members, world.schedules, world.seed, world.time_left)
         self.parts: list[Part] = []
         """of all arenas of the group, on all its ranks"""
         self.faults: list[Part] = []
@@ -355,12 +366,13 @@ class EmulatedRanks:
         gpu: EmulatedGpu | None = None,
         from_ptx: bool = False,
         nodes: int = 1,
+        limit_s: float = math.inf,
     ) -> None:
         """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100. ``from_ptx``: kernels run as
         the PTX that the GPU's compiler makes of them. ``nodes``: how many the ranks are in; an arena of ranks of different nodes raises
         UsageError."""
         sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
-        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes)
+        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes, limit_s)
         self._everyone = self._world.team(range(size))
         self._solutions: list[Callable[..., Any]] = []
         self._calls = 0

@@ -204,7 +204,7 @@ inline void Machine::signal(Copy& copy) {
     value += copy.add;
     std::memcpy(memory.address(copy.counter), &value, sizeof value);
     Handover& handed = make_handover(copy.counter, copy.actor);
-    const Ref<Snapshot> before = handed.released[relation(handed.writer, copy.actor)];
+    const Ref<Snapshot> before = handed.released[relation(handed.writer, handed.written, copy.actor)];
     const Ref<Snapshot> now(new Snapshot(copy.view));
     set(now->view.seen[View::ordinary], copy.actor, copy.clock + 1);
     if (before) now->view.absorb(before->view);

@@ -127,7 +127,7 @@ class Machine {
     bool allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const;
     bool happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);
     Odds odds(const Record& record, std::uint16_t part, const Access& access) const;
-    Scope relation(Actor a, Actor b) const;
+    Scope relation(Actor a, Clock when, Actor b) const;
     void report_pair(Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes);
     void report(Finding finding);
     [[noreturn]] void fatal(Finding finding);
@@ -188,6 +188,7 @@ class Machine {
     void draw_order(Stream& stream);
     void bring_globals(int rank);
     Block& start_block(Stream& stream);
+    static std::uint32_t places(const Launch& launch);
     void stream_goes_on(Stream& stream);
     static void thread_main();
     void no_progress();

@@ -268,6 +268,7 @@ struct HostRun {
     const std::int32_t* fault_buffers;
     const std::int32_t* global_buffers;
     std::uint32_t buffer_count, content_count, launch_count, fault_count, global_count, first_schedule, schedules;
+    std::uint32_t* progress;  // how many schedules are over
 };
 
 // Runs all schedules and returns what was found as JSON, which the caller does not free.
@@ -314,6 +315,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     setitimer(ITIMER_VIRTUAL, &every, nullptr);
 
     for (std::uint32_t i = 0; i < run->schedules && run_or_crash(static_cast<int>(run->first_schedule + i), run->seed); ++i) {
+        *run->progress = i + 1;
     }
     setitimer(ITIMER_VIRTUAL, nullptr, nullptr);
     static std::string text;
