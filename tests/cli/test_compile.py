@@ -95,7 +95,7 @@ def test_headers_of_the_host_and_of_other_folders_are_found(peerlane: Run, tmp_p
     assert peerlane("compile", file, "-I", tmp_path / "own") == ExitCode.OK
 
 
-def test_host_code_in_a_source_file_is_an_error_that_says_what_to_do(
+def test_host_code_in_a_source_says_what_to_do(
     peerlane: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "program.cu"
