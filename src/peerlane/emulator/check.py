@@ -77,12 +77,11 @@ def check(
     """
     gpu = gpu or default_gpu()
     gpu_build = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs, wanted=for_gpu)
-    if from_ptx or gpu_build.has_device_code:
-        program = build.compile_program(gpu_build.ptx())
-    else:
-        program = gpu_build.beside(
-            lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
-        )
+    program = gpu_build.program(
+        lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs),
+        build.compile_program,
+        want_ptx=from_ptx,
+    )
     if not scenario.launches or schedules < 1:
         raise UsageError(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"

@@ -22,6 +22,8 @@ _VARIABLE = re.compile(
     re.DOTALL,
 )
 
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,)]*?)?([$\w]+)\s*(?:\[(\d+)\])?\s*(?=[,);])")
+
 Place = tuple[str, int]
 """file, with the places from which it was inlined, and line"""
 
@@ -40,7 +42,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Statement:
-    """``kind`` is one of instruction, label, open, close, registers, variable and line."""
+    """``kind`` is one of instruction, label, open, close, registers, parameter, variable and line."""
 
     kind: str
     text: str = ""
@@ -49,13 +51,18 @@ class Statement:
     variable: Variable | None = None
 
 
+Parameter = tuple[str, int, str, int]
+"""type, alignment, name, and elements of an array (0: a scalar)"""
+
+
 @dataclass
 class Function:
-    """An entry: ``parameters`` are type, alignment, name and bytes in an array (0: a scalar)."""
+    """An entry, or a function that others call, with the parameter that it returns."""
 
     name: str
-    parameters: list[tuple[str, int, str, int]]
+    parameters: list[Parameter]
     statements: list[Statement] = field(default_factory=list)
+    result: Parameter | None = None
 
 
 @dataclass
@@ -64,21 +71,25 @@ class Module:
 
     variables: list[Variable]
     entries: list[Function]
+    functions: list[Function] = field(default_factory=list)
+    """which others call"""
 
 
 def parse(ptx: str) -> Module:
-    """Returns the module's variables and kernels. Functions that kernels could call are left out."""
+    """Returns the module's variables, kernels and functions with a body."""
     files = {int(number): name for number, name in _FILE.findall(ptx)}
     text = _COMMENT.sub("", _INLINED.sub(r"\1 \2", ptx))
     parents = _parents(text)
-    variables, entries, at = [], [], 0
+    variables: list[Variable] = []
+    entries: list[Function] = []
+    functions: list[Function] = []
+    at = 0
     while at < len(text):
         if found := _ENTRY.match(text, at):
             end = found.end()
             if end < len(text) and text[end] == "{":
                 stop = _closing(text, end)
-                if found[1] == "entry":
-                    entries.append(_function(found[2], text[end + 1 : stop], files, parents))
+                (entries if found[1] == "entry" else functions).append(_function(found[2], text[end + 1 : stop], files, parents))
                 at = stop + 1
             else:
                 at = end + 1
@@ -89,7 +100,7 @@ def parse(ptx: str) -> Module:
             at = _closing(text, text.index("{", at)) + 1
         else:
             at += 1
-    return Module(variables, entries)
+    return Module(variables, entries, functions)
 
 
 def _closing(text: str, at: int) -> int:
@@ -120,11 +131,15 @@ def _variable(found: re.Match[str]) -> Variable:
 
 
 def _function(head: str, body: str, files: dict[int, str], parents: dict[Location, Location]) -> Function:
+    result, head = (head[: head.index(")") + 1], head[head.index(")") + 1 :]) if head.lstrip().startswith("(") else ("", head)
     name = re.search(r"[$\w]+", head)
     assert name, "an entry has a name"
-    parameters = re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,)]*?)?([$\w]+)\s*(?:\[(\d+)\])?\s*(?=[,)])", head)
-    listed = [(kind, int(align or 0), parameter, int(length or 0)) for align, kind, parameter, length in parameters]
-    return Function(name[0], listed, list(_statements(body, files, parents)))
+    returned = _parameters(result)
+    return Function(name[0], _parameters(head), list(_statements(body, files, parents)), returned[0] if returned else None)
+
+
+def _parameters(text: str) -> list[Parameter]:
+    return [(kind, int(align or 0), name, int(length or 0)) for align, kind, name, length in _PARAMETER.findall(text)]
 
 
 def _statements(body: str, files: dict[int, str], parents: dict[Location, Location]) -> Iterator[Statement]:
@@ -153,6 +168,9 @@ def _statements(body: str, files: dict[int, str], parents: dict[Location, Locati
             text = " ".join(body[at:end].split())
             if text.startswith(".reg"):
                 yield Statement("registers", text)
+            elif given := _parameters(f"{text};"):
+                kind, align, name, length = given[0]
+                yield Statement("parameter", variable=Variable("param", align, kind, name, length, ""))
             elif text and not text.startswith(".pragma"):
                 yield Statement("instruction", text)
             at = end + 1

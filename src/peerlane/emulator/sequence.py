@@ -101,10 +101,9 @@ class Builds:
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
-            if self.from_ptx or build.has_device_code:
-                program = compile_program(build.ptx())
-            else:
-                program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
+            program = build.program(
+                lambda: compile_program(code.source, defines=dict(code.defines)), compile_program, want_ptx=self.from_ptx
+            )
             self.done[code] = Compiled(program, build.kernels())
         return self.done[code]
 

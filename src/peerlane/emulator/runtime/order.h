@@ -211,10 +211,11 @@ inline std::uint32_t Machine::multicast(const void* address, std::uint32_t bytes
 
 // ---- fences and time --------------------------------------------------------------------------------------------------------------------
 
-inline void Machine::fence(unsigned scope) {
+inline void Machine::fence(unsigned scope, unsigned order) {
     maybe_pause();
     Fiber& fiber = *current;
-    take_over(fiber, scope);
+    if (order & acquire) take_over(fiber, scope);
+    if (!(order & release)) return;
     const Ref<Snapshot> now = snapshot(fiber);
     for (unsigned s = 0; s <= scope; ++s) fiber.released[s] = now;
 }

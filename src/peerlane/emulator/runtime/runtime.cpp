@@ -200,7 +200,7 @@ void peerlane_put(void* address, const void* value, unsigned bytes) {
 }
 void peerlane_wait_for_launch() { machine->wait_for_launch(); }
 void peerlane_is_host() { machine->current->host = true; }
-void peerlane_fence(unsigned scope) { machine->fence(scope); }
+void peerlane_fence(unsigned scope, unsigned order) { machine->fence(scope, order); }
 void peerlane_proxy_fence(unsigned proxy) { machine->proxy_fence(proxy); }
 
 void peerlane_barrier(unsigned number, unsigned threads, bool wait, unsigned place) { machine->barrier(number, threads, wait, place, SITE); }
@@ -224,8 +224,8 @@ void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals) {
     machine->mbarrier_init(reinterpret_cast<std::uint64_t*>(barrier), arrivals, SITE);
 }
 void peerlane_mbarrier_init_fence() { machine->mbarrier_init_fence(); }
-void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes) {
-    machine->mbarrier_arrive(reinterpret_cast<std::uint64_t*>(barrier), expected_bytes, SITE);
+unsigned peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes, unsigned arrivals, bool drop) {
+    return machine->mbarrier_arrive(reinterpret_cast<std::uint64_t*>(barrier), expected_bytes, arrivals, drop, SITE);
 }
 bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity) {
     return machine->mbarrier_try_wait(reinterpret_cast<std::uint64_t*>(barrier), parity, SITE);
