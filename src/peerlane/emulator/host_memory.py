@@ -129,9 +129,9 @@ class AddressSpace:
         return address
 
     def note_empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Records that nobody has written a tensor yet; returns it."""
+        """Records that nobody has written a tensor yet; returns it, full of NaN, so that a use of its contents shows."""
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-            place = tensor.untyped_storage().data_ptr()
+            place = tensor.untyped_storage().fill_(0xFF).data_ptr()
             self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
         return tensor
 
