@@ -9,22 +9,29 @@ import re
 from collections.abc import Iterator
 
 from peerlane.emulator.cuda_core import cuda_core_here
+from peerlane.emulator.cuda_extensions import extensions_here
 from peerlane.emulator.distributed import distributed_here
 from peerlane.emulator.gpu_code import EmulatedGpu
 from peerlane.emulator.triton_launches import launched_here, require_triton, wants_triton
 
 DIFFERENT_LAUNCHES = "emulated ranks launch the same kernels in the same order"
 _CUDA_CORE = re.compile(r"^\s*(import|from) cuda\.core\b", re.MULTILINE)
+_EXTENSION = re.compile(r"\b(load_inline|compile_cuda_extension|cpp_extension)\b")
 
 
 def runs_here(source: str) -> bool:
     """Tells whether a solution launches kernels by a library that emulated ranks have, beside the kit."""
-    return wants_triton(source) or wants_cuda_core(source)
+    return wants_triton(source) or wants_cuda_core(source) or wants_extension(source)
 
 
 def wants_cuda_core(source: str) -> bool:
     """Tells whether a solution's source imports cuda.core."""
     return _CUDA_CORE.search(source) is not None
+
+
+def wants_extension(source: str) -> bool:
+    """Tells whether a solution builds a CUDA extension with torch."""
+    return _EXTENSION.search(source) is not None
 
 
 def launches_differ(message: str, source: str) -> bool:
@@ -46,5 +53,5 @@ def prepare(source: str) -> None:
 @contextlib.contextmanager
 def emulated_libraries(gpu: EmulatedGpu) -> Iterator[None]:
     """While this lasts, threads of emulated ranks find what runs without a GPU in place of these libraries."""
-    with launched_here(gpu), distributed_here(), cuda_core_here():
+    with launched_here(gpu), distributed_here(), cuda_core_here(), extensions_here():
         yield

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from peerlane.emulator.cuda_runtime import runtime
 from peerlane.emulator.job import BASE, PAGE_BYTES, Region, whole_pages
 
+MOST_BYTES = 1 << 40
 MOST_TABLE_BYTES = 1 << 16
 """Memory that may be a table of addresses. What lies behind a larger one must be an argument, or symmetric."""
 
@@ -77,9 +80,16 @@ class AddressSpace:
 
     def reserve(self, nbytes: int) -> int:
         """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
+        if (found := runtime()) is not None:
+            return found.take(nbytes)
         address = BASE + self._end
         self._end += whole_pages(nbytes)
         return address
+
+    def address_of_new(self, memory: torch.Tensor) -> int:
+        """Returns the address for memory that has none yet: where it lies, if C++ code of the rank sees the same memory there."""
+        lies, found = memory.untyped_storage().data_ptr(), runtime()
+        return lies if found is not None and found.keep(lies) else self.reserve(memory.untyped_storage().nbytes())
 
     def place(self, part: Part) -> None:
         """Makes the part lie at its address from now on."""
@@ -97,9 +107,12 @@ class AddressSpace:
             return 0
         part = self._by_storage.get(storage.data_ptr())
         if part is None:
+            if (found := runtime()) is not None:
+                found.adopt(tensor)
+                storage = tensor.untyped_storage()
             memory = torch.empty(0, dtype=torch.uint8).set_(storage)
             name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-            part = Part(name, rank, self.reserve(storage.nbytes()), memory)
+            part = Part(name, rank, self.address_of_new(memory), memory)
             self.place(part)
         return part.address + int(tensor.storage_offset()) * tensor.itemsize
 
@@ -116,7 +129,20 @@ class AddressSpace:
                         words.append(part.memory.numpy()[: part.nbytes // 8 * 8].view(np.uint64))
 
     def _pointed(self, words: np.ndarray[Any, np.dtype[np.uint64]]) -> Iterator[Part]:
-        for word in words[(words >= BASE) & (words < BASE + self._end)]:
-            index = bisect.bisect_right(self._placed, int(word), key=lambda placed: placed.address)
-            if index and int(word) < self._placed[index - 1].address + self._placed[index - 1].nbytes:
-                yield self._placed[index - 1]
+        for word in words[(words >= BASE) & (words < BASE + MOST_BYTES)]:
+            if (part := self.at(int(word))) is not None:
+                yield part
+
+    def at(self, address: int) -> Part | None:
+        """Returns the part in which an address lies; None where there is none."""
+        index = bisect.bisect_right(self._placed, address, key=lambda placed: placed.address)
+        if index and address < self._placed[index - 1].address + self._placed[index - 1].nbytes:
+            return self._placed[index - 1]
+        found = runtime()
+        if found is None or (block := found.keep(address)) is None:
+            return None
+        memory = torch.frombuffer((ctypes.c_uint8 * block.nbytes).from_address(block.begin), dtype=torch.uint8)
+        part = Part(f"memory of {block.nbytes} bytes", block.rank, block.begin, memory, symmetric=block.exported)
+        part.show()
+        self.place(part)
+        return part

@@ -28,6 +28,7 @@ from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_i
 from peerlane.emulator.build import Program
 from peerlane.emulator.check import Report
 from peerlane.emulator.cuda_core import candidate_code
+from peerlane.emulator.cuda_runtime import thread_of
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.emulator.host_libraries import emulated_libraries
@@ -146,8 +147,8 @@ class Team:
         if program.globals and program.path not in self._variables:
             self._variables[program.path] = []
             for rank in self.members:
-                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8)
-                part = Part(VARIABLES, rank, self.world.space.reserve(memory.nbytes), memory)
+                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8).clone()
+                part = Part(VARIABLES, rank, self.world.space.address_of_new(memory), memory)
                 self.world.space.place(part)
                 self._variables[program.path].append(part)
         return self._variables.get(program.path, [])
@@ -422,7 +423,7 @@ class EmulatedRanks:
             error: BaseException | None = None
             try:
                 turns.begin(rank)
-                with entered(self._everyone.group(rank)):
+                with entered(self._everyone.group(rank)), thread_of(rank):
                     results[rank] = act(rank)
             except BaseException as caught:
                 error = caught

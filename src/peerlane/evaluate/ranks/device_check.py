@@ -20,7 +20,7 @@ import torch
 from torch.utils import cpp_extension
 
 from peerlane.errors import CompileError, MissingDependency
-from peerlane.hardware.toolkit import find_nvcc
+from peerlane.common.toolkit import find_nvcc
 from peerlane.settings import cache_dir
 
 ARCHITECTURE = "sm_90a"

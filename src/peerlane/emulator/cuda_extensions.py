@@ -1,0 +1,314 @@
+"""CUDA extensions on emulated ranks: ``load_inline`` and ``load`` of torch, compiled by nvcc and loaded once for every rank.
+
+Host code runs natively. Its CUDA runtime is ``cuda_runtime.py``: a launch runs the PTX of the same source in the emulator.
+"""
+
+# torch's functions have no types here.
+# mypy: disable-error-code="no-untyped-def,misc"
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import linecache
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils import cpp_extension
+
+from peerlane.common.files import write_atomically
+from peerlane.common.light_headers import LIGHT_HEADERS
+from peerlane.common.toolkit import find_nvcc
+from peerlane.device.host.declare import written_in
+from peerlane.device.host.group import current_group
+from peerlane.emulator.build import COMPILER, folder, made
+from peerlane.emulator.cuda_runtime import HEADERS, Module, Runtime, start
+from peerlane.emulator.emulated_rank import EmulatedRank
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx
+from peerlane.errors import CompileError, MissingDependency
+
+_TORCH = Path(torch.__file__).parent
+_LIGHT_THRUST, _LAST = HEADERS.with_name("light"), HEADERS.with_name("last")
+_ARCHITECTURE = "90a"
+_IMPLICIT = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
+_BINDINGS = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{}}}\n"
+_BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
+_OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
+_CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "c10d::")
+_OTHER_TARGETS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code")
+# Patches of torch's header of tensors: what it says of the device is what a GPU's tensor says.
+_TENSOR_HEADER = "ATen/core/TensorBase.h"
+_SAYS = {
+    "return impl_->device();": "return c10::Device(c10::DeviceType::CUDA, 0);",
+    "return impl_->get_device();": "return 0;",
+    "return impl_->is_cuda();": "return true;",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of an extension, and how it is compiled."""
+
+    name: str
+    cuda: str
+    cpp: str = ""
+    flags: tuple[str, ...] = ()
+    include_dirs: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Built:
+    """An extension in the cache."""
+
+    library: Path
+    ptx: Ptx
+
+
+def build(source: Source) -> Built:
+    """Returns an extension, compiled with a part of torch's headers or, where that fails, with all. Raises CompileError."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise MissingDependency("CUDA extensions on emulated ranks are compiled by nvcc, which is not here; install the CUDA toolkit")
+    parts = [nvcc, torch.__version__, sys.version, *map(repr, (source,)), _headers_digest()]
+    place = folder() / "extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+    library, ptx, cubin = place / f"{source.name}.so", place / "device.ptx", place / "device.cubin"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                _compile(nvcc, source, Path(scratch), [_LIGHT_THRUST, LIGHT_HEADERS])
+            except CompileError:
+                _compile(nvcc, source, Path(scratch), [])
+            place.mkdir(parents=True, exist_ok=True)
+            for file in (ptx, cubin, library):
+                write_atomically(file, (Path(scratch) / file.name).read_bytes())
+    return Built(library, Ptx(ptx.read_text(), cubin))
+
+
+def _compile(nvcc: str, source: Source, scratch: Path, headers: Sequence[Path]) -> None:
+    """Writes library, PTX and cubin into ``scratch``."""
+    unit, code = scratch / "unit.cu", scratch / "unit.o"
+    unit.write_text(source.cuda if not source.cpp else f"{source.cpp}\n{source.cuda}")
+    paths = [
+        _patched_headers(),
+        HEADERS,
+        *headers,
+        *source.include_dirs,
+        *cpp_extension.include_paths("cpu"),
+        sysconfig.get_path("include"),
+    ]
+    kept = [flag for flag in source.flags if not flag.startswith(_OTHER_TARGETS)]
+    target = f"arch=compute_{_ARCHITECTURE},code=compute_{_ARCHITECTURE}"
+    command = [nvcc, "--cudart", "none", "-gencode", target, "-lineinfo", "-std=c++20", "-w", "--expt-relaxed-constexpr", *kept]
+    command += [
+        "-Xcompiler",
+        f"-fPIC,-O0,-fno-gnu-unique,-idirafter,{_LAST}",
+        f"-DTORCH_EXTENSION_NAME={source.name}",
+        *(f"-I{path}" for path in paths),
+    ]
+    command += ["--keep", "--keep-dir", str(scratch), "-c", str(unit), "-o", str(code)]
+    _run(command, "nvcc refuses the source")
+    unit.with_suffix(".ptx").rename(scratch / "device.ptx")
+    ptxas = str(Path(shutil.which(nvcc) or nvcc).resolve().with_name("ptxas"))
+    assembler = ptxas if Path(ptxas).exists() else "ptxas"
+    _run(
+        [assembler, f"-arch=sm_{_ARCHITECTURE}", str(scratch / "device.ptx"), "-o", str(scratch / "device.cubin")], "ptxas refuses the PTX"
+    )
+    missing = scratch / "missing.cpp"
+    missing.write_text(_stand_ins(code))
+    libraries = [f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *source.libraries]
+    _run([COMPILER, "-shared", "-fPIC", str(missing), str(code), *libraries, "-o", str(scratch / f"{source.name}.so")], "the linker fails")
+
+
+def _run(command: Sequence[str], failure: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(f"{failure}:\n{(done.stderr or done.stdout).strip()}")
+    return done.stdout
+
+
+def _stand_ins(code: Path) -> str:
+    """Returns C++ that defines each function of CUDA that neither the runtime nor the code has: it says its name."""
+    names = re.findall(r"^ +U (\S+)$", _run(["nm", "-u", str(code)], "nm fails"), re.MULTILINE)
+    lines = ['extern "C" [[noreturn]] void peerlane_missing(const char* name);']
+    said = dict(zip(names, _run(["c++filt", *names], "c++filt fails").splitlines(), strict=True)) if names else {}
+    for number, (symbol, name) in enumerate(said.items()):
+        if _OF_CUDA.match(name) or name.startswith(_CPP_OF_CUDA):
+            lines.append(f'extern "C" __attribute__((weak)) void missing_{number}() asm("{symbol}");')
+            lines.append(f'extern "C" void missing_{number}() {{ peerlane_missing("{name}"); }}')
+    return "\n".join(lines) + "\n"
+
+
+@functools.cache
+def _headers_digest() -> str:
+    content = b"".join(path.read_bytes() for root in (HEADERS, LIGHT_HEADERS) for path in sorted(root.rglob("*.h")))
+    return hashlib.sha256(content + Path(__file__).read_bytes()).hexdigest()
+
+
+@functools.cache
+def _patched_headers() -> Path:
+    """Returns a folder with torch's header of tensors, in which they say that they are on a GPU."""
+    text = (_TORCH / "include" / _TENSOR_HEADER).read_text()
+    for found, said in _SAYS.items():
+        if text.count(found) != 1:
+            raise CompileError(f"torch {torch.__version__} has no {found!r} in {_TENSOR_HEADER}; emulated ranks know those of 2.13")
+        text = text.replace(found, said)
+    root = folder() / "extensions" / f"headers-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    (root / _TENSOR_HEADER).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(root / _TENSOR_HEADER, text.encode())
+    return root
+
+
+# ---- loading
+
+
+def _load(source: Source) -> ModuleType:
+    """Returns the extension for the rank that asks: a copy of the library, so that statics are a rank's."""
+    built = build(source)
+    found_runtime = start(_cuda_include())
+    with tempfile.TemporaryDirectory() as scratch, found_runtime.loading(Module(built.ptx)):
+        library = Path(scratch) / built.library.name
+        shutil.copyfile(built.library, library)
+        spec = importlib.util.spec_from_file_location(source.name, library)
+        assert spec is not None and spec.loader is not None, "a path of a library has a loader"
+        with found_runtime.entered(_member()):
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+    return _Guarded(module, found_runtime)
+
+
+def _member() -> int:
+    group = current_group()
+    return group.member if isinstance(group, EmulatedRank) else -1
+
+
+def _cuda_include() -> Path:
+    """Returns the folder of CUDA's headers, which nvcc tells."""
+    told = subprocess.run([find_nvcc() or "nvcc", "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
+    found = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
+    if found is None:
+        raise CompileError(f"nvcc does not tell where its headers are; got:\n{told}")
+    return (Path(found[1]) / "include").resolve()
+
+
+class _Guarded(ModuleType):
+    """An extension whose functions raise what a launch has raised."""
+
+    only_checked = True
+    """No other process loads a library of it."""
+
+    def __init__(self, module: ModuleType, found_runtime: Runtime) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update({name: _guarded(value, found_runtime) for name, value in vars(module).items() if not name.startswith("__")})
+
+
+def _guarded(value: Any, found_runtime: Runtime) -> Any:
+    if not callable(value) or isinstance(value, type):
+        return value
+
+    @functools.wraps(value)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, torch.Tensor):
+                found_runtime.adopt(argument)
+        with found_runtime.entered(_member()):
+            try:
+                returned = value(*args, **kwargs)
+            except Exception:
+                found_runtime.raise_pending()
+                raise
+        found_runtime.raise_pending()
+        return returned
+
+    return call
+
+
+# ---- in the place of torch's functions
+
+
+def _load_inline(
+    name: str,
+    cpp_sources: Any = "",
+    cuda_sources: Any = None,
+    *_: Any,
+    functions: Any = None,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    no_implicit_headers: bool = False,
+    **__: Any,
+) -> ModuleType:
+    cpp, cuda = (([given] if isinstance(given, str) else list(given or [])) for given in (cpp_sources, cuda_sources))
+    caller = _caller()
+    placed = [_placed(caller, text) for text in cuda]
+    head = "" if no_implicit_headers else _IMPLICIT
+    if functions is not None:
+        named = functions if isinstance(functions, dict) else dict.fromkeys([functions] if isinstance(functions, str) else functions, "")
+        placed.append(_BINDINGS.format("".join(_BINDING.format(function, said or function) for function, said in named.items())))
+    declared = "\n".join(_placed(caller, text) for text in cpp if text.strip())
+    return _load(
+        Source(
+            name,
+            "\n".join(placed),
+            head + declared if declared else head,
+            tuple(extra_cuda_cflags or ()),
+            tuple(extra_include_paths or ()),
+            tuple(extra_ldflags or ()),
+        )
+    )
+
+
+def _compile_cuda_extension(
+    name: str, cuda_src: str, extra_cuda_cflags: Any = None, extra_include_paths: Any = None, extra_ldflags: Any = None
+) -> ModuleType:
+    return _load_inline(
+        name,
+        "",
+        cuda_src,
+        extra_cuda_cflags=["-O3", *(extra_cuda_cflags or ())],
+        extra_include_paths=extra_include_paths,
+        extra_ldflags=extra_ldflags,
+    )
+
+
+def _caller() -> str:
+    """Returns the file of the code that asked for the extension."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("peerlane.", "torch.")):
+        frame = frame.f_back
+    return frame.f_code.co_filename
+
+
+def _placed(caller: str, text: str) -> str:
+    file, line = written_in(caller, text)
+    return f'#line {line} "{file}"\n{text}'
+
+
+@contextlib.contextmanager
+def extensions_here() -> Iterator[None]:
+    """While this lasts, emulated ranks find these functions in torch.utils.cpp_extension and utils.cuda_helpers."""
+    helpers = sys.modules.get("utils.cuda_helpers")
+    replaced: list[tuple[Any, str, Any]] = [(cpp_extension, "load_inline", _load_inline)]
+    if helpers is None:
+        package, helpers = ModuleType("utils"), ModuleType("utils.cuda_helpers")
+    replaced.append((helpers, "compile_cuda_extension", _compile_cuda_extension))
+    before = [(place, name, getattr(place, name, None)) for place, name, _ in replaced]
+    for place, name, function in replaced:
+        setattr(place, name, function)
+    try:
+        yield
+    finally:
+        for place, name, function in before:
+            setattr(place, name, function)
