@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
-import linecache
 import re
 import shutil
 import subprocess
@@ -33,10 +32,10 @@ from peerlane.common.light_headers import LIGHT_HEADERS
 from peerlane.common.toolkit import find_nvcc
 from peerlane.device.host.declare import written_in
 from peerlane.device.host.group import current_group
-from peerlane.emulator.build import COMPILER, folder, made
+from peerlane.emulator.build import COMPILER, folder
 from peerlane.emulator.cuda_runtime import HEADERS, Module, Runtime, start
 from peerlane.emulator.emulated_rank import EmulatedRank
-from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx
+from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import CompileError, MissingDependency
 
 _TORCH = Path(torch.__file__).parent

@@ -13,14 +13,13 @@ import hashlib
 import subprocess
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from peerlane.device.host.group import current_group
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.emulator.build import COMPILER, made, version
 from peerlane.emulator.emulated_rank import PtxLaunch, emulated_rank
