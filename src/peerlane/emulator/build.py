@@ -18,6 +18,7 @@ from peerlane.common.files import one_process, write_atomically
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.resources import elf_section
 from peerlane.emulator.ptx_front_end import Ptx, translate
+from peerlane.emulator.ptx_operands import name_of
 from peerlane.errors import CompileError, MissingDependency, UsageError
 
 COMPILER = "g++"
@@ -144,6 +145,16 @@ def compile_modules(modules: Sequence[Ptx]) -> Program:
     key = hashlib.sha256("\0".join([emulator.name, *(code.name for code in codes)]).encode()).hexdigest()
     path = made(f"{key}.so", functools.partial(_link, codes, emulator))
     return Program(path, tuple(kernels), elf_section(path, _GLOBALS))
+
+
+def variable_offset(program: Program, module: Ptx, name: str) -> int | None:
+    """Returns where a device variable of a PTX module lies among the program's variables; None where no kernel uses it."""
+    own = name_of(name)
+    ends = (f"module_{module.digest[:16]}L{len(own)}{own}E", f"module_{module.digest[:16]}{len(own)}{own}E")
+    told = subprocess.run(["nm", str(program.path)], capture_output=True, text=True, check=True).stdout
+    found = {symbol: int(address, 16) for address, _, symbol in re.findall(r"^(\w+) (\w) (\S+)$", told, re.MULTILINE)}
+    places = [address for symbol, address in found.items() if symbol.endswith(ends)]
+    return places[0] - found[f"__start_{_GLOBALS}"] if places else None
 
 
 def made(name: str, make: Callable[[Path], None]) -> Path:

@@ -8,17 +8,19 @@ Host code runs natively. Its CUDA runtime is ``cuda_runtime.py``: a launch runs 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -41,18 +43,21 @@ from peerlane.errors import CompileError, MissingDependency
 _TORCH = Path(torch.__file__).parent
 _LIGHT_THRUST, _LAST = HEADERS.with_name("light"), HEADERS.with_name("last")
 _ARCHITECTURE = "90a"
+_HELPERS = "utils.cuda_helpers"
 _IMPLICIT = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
 _BINDINGS = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{}}}\n"
 _BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
 _OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "c10d::")
 _OTHER_TARGETS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code")
-# Patches of torch's header of tensors: what it says of the device is what a GPU's tensor says.
-_TENSOR_HEADER = "ATen/core/TensorBase.h"
-_SAYS = {
-    "return impl_->device();": "return c10::Device(c10::DeviceType::CUDA, 0);",
-    "return impl_->get_device();": "return 0;",
-    "return impl_->is_cuda();": "return true;",
+# Patches of torch's headers: what tensors say of their device is what a GPU's tensors say, and they are made where kernels see them.
+_PATCHES = {
+    "ATen/core/TensorBase.h": {
+        "return impl_->device();": "return c10::Device(c10::DeviceType::CUDA, 0);",
+        "return impl_->get_device();": "return 0;",
+        "return impl_->is_cuda();": "return true;",
+    },
+    "ATen/ops/from_blob.h": {"device_ = value;": "device_ = std::nullopt;", "opts_ = value;": "opts_ = value.device(c10::kCPU);"},
 }
 
 
@@ -152,21 +157,25 @@ def _stand_ins(code: Path) -> str:
 
 @functools.cache
 def _headers_digest() -> str:
-    content = b"".join(path.read_bytes() for root in (HEADERS, LIGHT_HEADERS) for path in sorted(root.rglob("*.h")))
-    return hashlib.sha256(content + Path(__file__).read_bytes()).hexdigest()
+    content = b"".join(path.read_bytes() for root in (HEADERS.parent, LIGHT_HEADERS) for path in sorted(root.rglob("*.h")))
+    own = repr(_PATCHES) + inspect.getsource(_compile) + inspect.getsource(_stand_ins)
+    return hashlib.sha256(content + own.encode()).hexdigest()
 
 
 @functools.cache
 def _patched_headers() -> Path:
-    """Returns a folder with torch's header of tensors, in which they say that they are on a GPU."""
-    text = (_TORCH / "include" / _TENSOR_HEADER).read_text()
-    for found, said in _SAYS.items():
-        if text.count(found) != 1:
-            raise CompileError(f"torch {torch.__version__} has no {found!r} in {_TENSOR_HEADER}; emulated ranks know those of 2.13")
-        text = text.replace(found, said)
-    root = folder() / "extensions" / f"headers-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    (root / _TENSOR_HEADER).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(root / _TENSOR_HEADER, text.encode())
+    """Returns a folder with those of torch's headers that are patched."""
+    texts = {}
+    for name, patches in _PATCHES.items():
+        texts[name] = (_TORCH / "include" / name).read_text()
+        for found, said in patches.items():
+            if texts[name].count(found) != 1:
+                raise CompileError(f"torch {torch.__version__} has no {found!r} in {name}; emulated ranks know the headers of 2.13")
+            texts[name] = texts[name].replace(found, said)
+    root = folder() / "extensions" / f"headers-{hashlib.sha256(repr(texts).encode()).hexdigest()[:16]}"
+    for name, text in texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(root / name, text.encode())
     return root
 
 
@@ -177,15 +186,24 @@ def _load(source: Source) -> ModuleType:
     """Returns the extension for the rank that asks: a copy of the library, so that statics are a rank's."""
     built = build(source)
     found_runtime = start(_cuda_include())
-    with tempfile.TemporaryDirectory() as scratch, found_runtime.loading(Module(built.ptx)):
-        library = Path(scratch) / built.library.name
+    with found_runtime.loading(Module(built.ptx)):
+        library = Path(tempfile.mkdtemp(dir=_copies())) / built.library.name
         shutil.copyfile(built.library, library)
-        spec = importlib.util.spec_from_file_location(source.name, library)
+        # pybind11 would return a module that it has made under the same name.
+        spec = importlib.util.spec_from_file_location(f"peerlane_copy_{len(found_runtime.modules)}.{source.name}", library)
         assert spec is not None and spec.loader is not None, "a path of a library has a loader"
         with found_runtime.entered(_member()):
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
     return _Guarded(module, found_runtime)
+
+
+@functools.cache
+def _copies() -> str:
+    """Returns a folder for the ranks' copies. They stay there: the loader takes a file of the same number for the same library."""
+    kept = tempfile.TemporaryDirectory(prefix="peerlane-extensions-")
+    atexit.register(kept.cleanup)
+    return kept.name
 
 
 def _member() -> int:
@@ -219,9 +237,7 @@ def _guarded(value: Any, found_runtime: Runtime) -> Any:
 
     @functools.wraps(value)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, torch.Tensor):
-                found_runtime.adopt(argument)
+        _adopt((*args, *kwargs.values()), found_runtime)
         with found_runtime.entered(_member()):
             try:
                 returned = value(*args, **kwargs)
@@ -232,6 +248,14 @@ def _guarded(value: Any, found_runtime: Runtime) -> Any:
         return returned
 
     return call
+
+
+def _adopt(values: Iterable[Any], found_runtime: Runtime) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found_runtime.adopt(value)
+        elif isinstance(value, list | tuple):
+            _adopt(value, found_runtime)
 
 
 # ---- in the place of torch's functions
@@ -269,6 +293,21 @@ def _load_inline(
     )
 
 
+def _load_files(
+    name: str,
+    sources: str | Sequence[str],
+    *_: Any,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    **__: Any,
+) -> ModuleType:
+    files = [Path(file) for file in ([sources] if isinstance(sources, str) else sources)]
+    text = "\n".join(f'#line 1 "{file.name}"\n{file.read_text()}' for file in sorted(files, key=lambda file: file.suffix == ".cpp"))
+    own = [str(file.resolve().parent) for file in files]
+    return _load(Source(name, text, "", tuple(extra_cuda_cflags or ()), (*own, *(extra_include_paths or ())), tuple(extra_ldflags or ())))
+
+
 def _compile_cuda_extension(
     name: str, cuda_src: str, extra_cuda_cflags: Any = None, extra_include_paths: Any = None, extra_ldflags: Any = None
 ) -> ModuleType:
@@ -298,11 +337,12 @@ def _placed(caller: str, text: str) -> str:
 @contextlib.contextmanager
 def extensions_here() -> Iterator[None]:
     """While this lasts, emulated ranks find these functions in torch.utils.cpp_extension and utils.cuda_helpers."""
-    helpers = sys.modules.get("utils.cuda_helpers")
-    replaced: list[tuple[Any, str, Any]] = [(cpp_extension, "load_inline", _load_inline)]
-    if helpers is None:
-        package, helpers = ModuleType("utils"), ModuleType("utils.cuda_helpers")
-    replaced.append((helpers, "compile_cuda_extension", _compile_cuda_extension))
+    replaced: list[tuple[Any, str, Any]] = [(cpp_extension, "load_inline", _load_inline), (cpp_extension, "load", _load_files)]
+    if _HELPERS not in sys.modules:  # outside of the evaluator
+        package, helpers = ModuleType("utils"), ModuleType(_HELPERS)
+        package.__path__ = []
+        sys.modules |= {"utils": package, _HELPERS: helpers}
+    replaced.append((sys.modules[_HELPERS], "compile_cuda_extension", _compile_cuda_extension))
     before = [(place, name, getattr(place, name, None)) for place, name, _ in replaced]
     for place, name, function in replaced:
         setattr(place, name, function)

@@ -106,15 +106,16 @@ class AddressSpace:
         if storage.nbytes() == 0:
             return 0
         part = self._by_storage.get(storage.data_ptr())
+        offset = int(tensor.storage_offset()) * tensor.itemsize
         if part is None:
+            name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
             if (found := runtime()) is not None:
                 found.adopt(tensor)
-                storage = tensor.untyped_storage()
-            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-            name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-            part = Part(name, rank, self.address_of_new(memory), memory)
+                self.at(tensor.untyped_storage().data_ptr(), name)
+                return tensor.untyped_storage().data_ptr() + offset
+            part = Part(name, rank, self.reserve(storage.nbytes()), torch.empty(0, dtype=torch.uint8).set_(storage))
             self.place(part)
-        return part.address + int(tensor.storage_offset()) * tensor.itemsize
+        return part.address + offset
 
     def reached(self, arguments: Iterable[bytes]) -> Iterator[Part]:
         """Yields the parts into which a word of the arguments points, or a word of a small part that is reached so, as in a table."""
@@ -133,8 +134,8 @@ class AddressSpace:
             if (part := self.at(int(word))) is not None:
                 yield part
 
-    def at(self, address: int) -> Part | None:
-        """Returns the part in which an address lies; None where there is none."""
+    def at(self, address: int, name: str = "") -> Part | None:
+        """Returns the part in which an address lies, a new one of this name if C++ code has taken the memory; None where there is none."""
         index = bisect.bisect_right(self._placed, address, key=lambda placed: placed.address)
         if index and address < self._placed[index - 1].address + self._placed[index - 1].nbytes:
             return self._placed[index - 1]
@@ -142,7 +143,7 @@ class AddressSpace:
         if found is None or (block := found.keep(address)) is None:
             return None
         memory = torch.frombuffer((ctypes.c_uint8 * block.nbytes).from_address(block.begin), dtype=torch.uint8)
-        part = Part(f"memory of {block.nbytes} bytes", block.rank, block.begin, memory, symmetric=block.exported)
+        part = Part(name or f"memory of {block.nbytes} bytes", block.rank, block.begin, memory, symmetric=block.exported)
         part.show()
         self.place(part)
         return part

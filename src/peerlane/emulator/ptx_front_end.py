@@ -74,13 +74,14 @@ def translate(ptx: Ptx, *, apart: bool = False) -> str:
     shared = {variable.name for entry in module.entries for variable in _variables(entry) if variable.space == "shared"}
     shared |= {variable.name for variable in module.variables if variable.space == "shared"}
     dynamic = {variable.name for variable in module.variables if variable.space == "shared" and variable.length == 0}
+    named = {variable.name for variable in module.variables if variable.space in ("global", "const")}
     lines = [(_TENSOR_COPIES if ".tensor." in ptx.text else "") + _HEAD]
     # Constants of headers come with every module, though nothing reads them.
     kept = [variable for variable in module.variables if used.count(variable.name) > 1 or variable.space == "shared"]
     lines += [_declared(variable) for variable in kept if variable.name not in dynamic]
     for entry in module.entries:
         lines += [_declared(variable) for variable in _variables(entry) if variable.space == "shared"]
-        lines += _kernel(entry, shared, dynamic, ptx.symbol(entry.name) if apart else entry.name)
+        lines += _kernel(entry, shared, dynamic, named, ptx.symbol(entry.name) if apart else entry.name)
     if apart:
         space = f"module_{ptx.digest[:16]}"
         lines.insert(1, f"namespace {space} {{")
@@ -98,7 +99,8 @@ def _declared(variable: Variable) -> str:
     if not size:
         raise UnknownPtx(f"a variable of type .{variable.type} ({variable.name}) {NOT_KNOWN}")
     align, nbytes = variable.align or size, size * max(variable.length, 1)
-    storage = {"shared": "thread_local ", "local": ""}.get(variable.space, "static ")
+    # The host may write a variable that no kernel writes.
+    storage = {"shared": "thread_local ", "local": ""}.get(variable.space, "__attribute__((used)) static ")
     initial = ""
     if variable.initial:
         content = b"".join(_bytes_of(item, size, variable.name) for item in variable.initial.strip("{} ").split(","))
@@ -115,8 +117,8 @@ def _bytes_of(item: str, size: int, name: str) -> bytes:
     return (value % (1 << 8 * size)).to_bytes(size, "little")
 
 
-def _kernel(entry: Function, shared: set[str], dynamic: set[str], symbol: str) -> list[str]:
-    rules = Rules(shared, dynamic, {parameter[2] for parameter in entry.parameters})
+def _kernel(entry: Function, shared: set[str], dynamic: set[str], named: set[str], symbol: str) -> list[str]:
+    rules = Rules(shared, dynamic, named | {parameter[2] for parameter in entry.parameters})
     structs, arguments = [], []
     for kind, align, name, nbytes in entry.parameters:
         spelt = name_of(name)
