@@ -142,9 +142,9 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
             "import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.monitored_barrier()\n",
             "uses torch.distributed",
         ),
-        ("import peerlane.device\n\ndef solution(tensor):\n    return tensor.cuda()\n", "GPU"),
+        ("import peerlane.device, torch\n\ndef solution(tensor):\n    return torch.compile(abs)(tensor)\n", "use the function as it is"),
     ],
-    ids=["no_kit", "torch_distributed", "cuda"],
+    ids=["no_kit", "torch_distributed", "torch_compile"],
 )
 def test_what_cannot_be_emulated_is_not_run_and_says_why(evaluator: pl.Evaluator, source: str, says: str) -> None:
     verdict = evaluator.evaluate(1, source).verdict

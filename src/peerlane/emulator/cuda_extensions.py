@@ -9,7 +9,6 @@ Host code runs natively. Its CUDA runtime is ``cuda_runtime.py``: a launch runs 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -53,8 +52,8 @@ _OTHER_TARGETS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "
 # Patches of torch's headers: what tensors say of their device is what a GPU's tensors say, and they are made where kernels see them.
 _PATCHES = {
     "ATen/core/TensorBase.h": {
-        "return impl_->device();": "return c10::Device(c10::DeviceType::CUDA, 0);",
-        "return impl_->get_device();": "return 0;",
+        "return impl_->device();": "return c10::Device(c10::DeviceType::CUDA, peerlane_device());",
+        "return impl_->get_device();": "return peerlane_device();",
         "return impl_->is_cuda();": "return true;",
     },
     "ATen/ops/from_blob.h": {"device_ = value;": "device_ = std::nullopt;", "opts_ = value;": "opts_ = value.device(c10::kCPU);"},
@@ -172,6 +171,7 @@ def _patched_headers() -> Path:
             if texts[name].count(found) != 1:
                 raise CompileError(f"torch {torch.__version__} has no {found!r} in {name}; emulated ranks know the headers of 2.13")
             texts[name] = texts[name].replace(found, said)
+        texts[name] = f'extern "C" signed char peerlane_device();\n{texts[name]}'
     root = folder() / "extensions" / f"headers-{hashlib.sha256(repr(texts).encode()).hexdigest()[:16]}"
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -334,20 +334,13 @@ def _placed(caller: str, text: str) -> str:
     return f'#line {line} "{file}"\n{text}'
 
 
-@contextlib.contextmanager
-def extensions_here() -> Iterator[None]:
-    """While this lasts, emulated ranks find these functions in torch.utils.cpp_extension and utils.cuda_helpers."""
-    replaced: list[tuple[Any, str, Any]] = [(cpp_extension, "load_inline", _load_inline), (cpp_extension, "load", _load_files)]
+def extension_stand_ins() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns modules with what stands for their members on emulated ranks."""
     if _HELPERS not in sys.modules:  # outside of the evaluator
         package, helpers = ModuleType("utils"), ModuleType(_HELPERS)
         package.__path__ = []
         sys.modules |= {"utils": package, _HELPERS: helpers}
-    replaced.append((sys.modules[_HELPERS], "compile_cuda_extension", _compile_cuda_extension))
-    before = [(place, name, getattr(place, name, None)) for place, name, _ in replaced]
-    for place, name, function in replaced:
-        setattr(place, name, function)
-    try:
-        yield
-    finally:
-        for place, name, function in before:
-            setattr(place, name, function)
+    return [
+        (cpp_extension, {"load_inline": _load_inline, "load": _load_files}),
+        (sys.modules[_HELPERS], {"compile_cuda_extension": _compile_cuda_extension}),
+    ]

@@ -23,6 +23,7 @@ import torch
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 from peerlane.emulator.build import COMPILER, made, version
+from peerlane.emulator.cuda_graphs import capturing, record_operation
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
 from peerlane.emulator.gpu_code import needs_of
 from peerlane.emulator.job import BASE, VARIABLES
@@ -200,7 +201,7 @@ class Runtime:
         group = emulated_rank(what)
         parts = [self._part(group, what, place, nbytes) for place in places if self.holds(place)]
         if len(parts) < len(places) or not any(part.symmetric for part in parts):
-            act()
+            record_operation(act, (), {}) if capturing() else act()
             return
         width = next(width for width in (8, 4, 1) if not any(number % width for number in (*places, nbytes)))
         numbers = (places[0], places[-1], nbytes, value * 0x0101010101010101)

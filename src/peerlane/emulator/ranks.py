@@ -27,7 +27,7 @@ from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_in
 from peerlane.emulator.build import Program, variable_offset
 from peerlane.emulator.check import Report
-from peerlane.emulator.cuda_core import candidate_code
+from peerlane.emulator.cuda_graphs import recorded
 from peerlane.emulator.cuda_runtime import thread_of
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
@@ -37,6 +37,7 @@ from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.emulator.scenario import GUARDED_TAKES
 from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
+from peerlane.emulator.torch_cuda import candidate_code
 from peerlane.emulator.triton_launches import compiled_not_interpreted
 from peerlane.emulator.turns import Meeting, Turns
 from peerlane.errors import UsageError
@@ -61,6 +62,8 @@ class World:
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
+    process_groups: dict[str, Any] = field(default_factory=lambda: {"0": None})
+    """of torch.distributed, by name"""
     builds: Builds = field(init=False)
     cluster: Cluster = field(init=False)
     kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
@@ -80,9 +83,11 @@ class World:
             team.end_of_call()
 
     def team(self, members: Sequence[int]) -> Team:
-        """Returns a group of these ranks."""
-        self.teams.append(Team(self, members))
-        return self.teams[-1]
+        """Returns the group of these ranks."""
+        found = next((team for team in self.teams if team.members == tuple(members)), None)
+        if found is None:
+            self.teams.append(found := Team(self, members))
+        return found
 
 
 class Team:
@@ -95,6 +100,8 @@ class Team:
         self.parts: list[Part] = []
         """of all arenas of the group, on all its ranks"""
         self.faults: list[Part] = []
+        self.handles: dict[Any, Any] = {}
+        """of symmetric memory: by rank and tensor, and each rank's workspace by rank"""
         self.launches: Counter[str] = Counter()
         self.sources: set[str] = set()
         """hashes of the tokens of the launched kernels' sources"""
@@ -306,6 +313,10 @@ class EmulatedLaunch:
         for value in self.args:
             if (check := getattr(value, "before_launch", None)) is not None:
                 check()
+        if not recorded(replace(self, args=tuple(map(bytes, self.args)))._run):
+            self._run()
+
+    def _run(self) -> None:
         group = self.kernel.group
         purpose, group.announced = group.announced, ""
         what = f"a launch of {self.kernel.name}{' for ' if purpose else ''}{purpose}"
@@ -346,15 +357,9 @@ class EmulatedRanks:
         UsageError."""
         sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
         self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes)
-        self._teams: dict[tuple[int, ...], Team] = {}
-        self._everyone = self._team(range(size))
+        self._everyone = self._world.team(range(size))
         self._solutions: list[Callable[..., Any]] = []
         self._calls = 0
-
-    def _team(self, members: Sequence[int]) -> Team:
-        if tuple(members) not in self._teams:
-            self._teams[tuple(members)] = self._world.team(members)
-        return self._teams[tuple(members)]
 
     def groups(self, layouts: Mapping[str, Sequence[Sequence[int]]]) -> list[dict[str, Group]]:
         """Returns for every rank its group of each named set of groups, which are lists of ranks."""
@@ -362,7 +367,7 @@ class EmulatedRanks:
         for name, sets in layouts.items():
             for members in sets:
                 for rank in members:
-                    named[rank][name] = self._team(members).group(rank)
+                    named[rank][name] = self._world.team(members).group(rank)
         return named
 
     def load(self, load: Callable[[int], Callable[..., Any]]) -> None:

@@ -204,6 +204,8 @@ void peerlane_open(std::uint64_t base, std::uint64_t bytes, const Python* callba
     ordinary = c10::GetCPUAllocator();
     c10::SetCPUAllocator(&allocator, 100);
 }
+// The number of the rank's GPU.
+signed char peerlane_device() { return static_cast<signed char>(rank < 0 ? 0 : rank); }
 int peerlane_enter(int number) { return std::exchange(rank, number); }
 void peerlane_load(int module) { loading = module; }
 std::uint64_t peerlane_take(std::uint64_t bytes) { return number(memory.take(bytes)); }
@@ -411,9 +413,9 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 
-// Devices. Each rank has one, with number 0, as in a process that sees no other.
+// Devices. Each rank has one, which has the number of the rank.
 cudaError_t cudaGetDevice(int* device) {
-    *device = 0;
+    *device = peerlane_device();
     return cudaSuccess;
 }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
@@ -517,7 +519,7 @@ cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
 namespace c10::cuda {
 namespace {
 CUDAStream stream_of(DeviceIndex device) {
-    return CUDAStream(CUDAStream::UNCHECKED, Stream(Stream::DEFAULT, Device(DeviceType::CUDA, device < 0 ? 0 : device)));
+    return CUDAStream(CUDAStream::UNCHECKED, Stream(Stream::DEFAULT, Device(DeviceType::CUDA, device < 0 ? peerlane_device() : device)));
 }
 }  // namespace
 CUDAStream getCurrentCUDAStream(DeviceIndex device) { return stream_of(device); }
@@ -531,19 +533,19 @@ std::ostream& operator<<(std::ostream& out, const CUDAStream& stream) { return o
 
 DeviceIndex device_count() noexcept { return static_cast<DeviceIndex>(python.world_size()); }
 DeviceIndex device_count_ensure_non_zero() { return device_count(); }
-DeviceIndex current_device() { return 0; }
+DeviceIndex current_device() { return peerlane_device(); }
 void set_device(DeviceIndex, const bool) {}
 void device_synchronize() {}
 void warn_or_error_on_sync() {}
 cudaError_t GetDeviceCount(int* count) { return cudaGetDeviceCount(count); }
 cudaError_t GetDevice(DeviceIndex* device) {
-    *device = 0;
+    *device = peerlane_device();
     return cudaSuccess;
 }
 cudaError_t SetDevice(DeviceIndex, const bool) { return cudaSuccess; }
 cudaError_t MaybeSetDevice(DeviceIndex) { return cudaSuccess; }
-DeviceIndex ExchangeDevice(DeviceIndex) { return 0; }
-DeviceIndex MaybeExchangeDevice(DeviceIndex) { return 0; }
+DeviceIndex ExchangeDevice(DeviceIndex) { return peerlane_device(); }
+DeviceIndex MaybeExchangeDevice(DeviceIndex) { return peerlane_device(); }
 void SetTargetDevice() {}
 bool hasPrimaryContext(DeviceIndex) { return true; }
 void c10_cuda_check_implementation(const std::int32_t code, const char* file, const char* function, const std::uint32_t line, const bool) {
@@ -566,7 +568,7 @@ cudaDeviceProp* getDeviceProperties(c10::DeviceIndex device) {
     cudaGetDeviceProperties(&properties, device);
     return &properties;
 }
-cudaDeviceProp* getCurrentDeviceProperties() { return getDeviceProperties(0); }
+cudaDeviceProp* getCurrentDeviceProperties() { return getDeviceProperties(peerlane_device()); }
 int warp_size() { return 32; }
 bool canDeviceAccessPeer(c10::DeviceIndex, c10::DeviceIndex) { return true; }
 c10::Allocator* getCUDADeviceAllocator() { return &allocator; }
