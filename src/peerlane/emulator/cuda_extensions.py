@@ -19,11 +19,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import cpp_extension
@@ -65,8 +65,7 @@ class Source:
     """The source of an extension, and how it is compiled."""
 
     name: str
-    cuda: str
-    cpp: str = ""
+    text: str
     flags: tuple[str, ...] = ()
     include_dirs: tuple[str, ...] = ()
     libraries: tuple[str, ...] = ()
@@ -76,6 +75,8 @@ class Source:
 class Built:
     """An extension in the cache."""
 
+    only_checked: ClassVar[bool] = True
+    """There is no library where torch would have put it."""
     library: Path
     ptx: Ptx
 
@@ -103,7 +104,7 @@ def build(source: Source) -> Built:
 def _compile(nvcc: str, source: Source, scratch: Path, headers: Sequence[Path]) -> None:
     """Writes library, PTX and cubin into ``scratch``."""
     unit, code = scratch / "unit.cu", scratch / "unit.o"
-    unit.write_text(source.cuda if not source.cpp else f"{source.cpp}\n{source.cuda}")
+    unit.write_text(source.text)
     paths = [
         _patched_headers(),
         HEADERS,
@@ -224,7 +225,6 @@ class _Guarded(ModuleType):
     """An extension whose functions raise what a launch has raised."""
 
     only_checked = True
-    """No other process loads a library of it."""
 
     def __init__(self, module: ModuleType, found_runtime: Runtime) -> None:
         super().__init__(module.__name__)
@@ -261,64 +261,55 @@ def _adopt(values: Iterable[Any], found_runtime: Runtime) -> None:
 # ---- in the place of torch's functions
 
 
-def _load_inline(
+def _inline(
+    caller: str,
     name: str,
     cpp_sources: Any = "",
     cuda_sources: Any = None,
+    extra_cflags: Any = None,
+    extra_cuda_cflags: Any = None,
     *_: Any,
     functions: Any = None,
-    extra_cuda_cflags: Sequence[str] | None = None,
-    extra_ldflags: Sequence[str] | None = None,
-    extra_include_paths: Sequence[str] | None = None,
+    extra_ldflags: Any = None,
+    extra_include_paths: Any = None,
     no_implicit_headers: bool = False,
     **__: Any,
-) -> ModuleType:
+) -> Source:
     cpp, cuda = (([given] if isinstance(given, str) else list(given or [])) for given in (cpp_sources, cuda_sources))
-    caller = _caller()
-    placed = [_placed(caller, text) for text in cuda]
-    head = "" if no_implicit_headers else _IMPLICIT
+    parts = [] if no_implicit_headers else [_IMPLICIT]
+    parts += [_placed(caller, text) for text in (*cpp, *cuda) if text.strip()]
     if functions is not None:
         named = functions if isinstance(functions, dict) else dict.fromkeys([functions] if isinstance(functions, str) else functions, "")
-        placed.append(_BINDINGS.format("".join(_BINDING.format(function, said or function) for function, said in named.items())))
-    declared = "\n".join(_placed(caller, text) for text in cpp if text.strip())
-    return _load(
-        Source(
-            name,
-            "\n".join(placed),
-            head + declared if declared else head,
-            tuple(extra_cuda_cflags or ()),
-            tuple(extra_include_paths or ()),
-            tuple(extra_ldflags or ()),
-        )
-    )
+        parts.append(_BINDINGS.format("".join(_BINDING.format(function, said or function) for function, said in named.items())))
+    return Source(name, "\n".join(parts), *map(tuple, (extra_cuda_cflags or (), extra_include_paths or (), extra_ldflags or ())))
 
 
-def _load_files(
+def _of_files(
+    caller: str,
     name: str,
     sources: str | Sequence[str],
+    extra_cflags: Any = None,
+    extra_cuda_cflags: Any = None,
     *_: Any,
-    extra_cuda_cflags: Sequence[str] | None = None,
-    extra_ldflags: Sequence[str] | None = None,
-    extra_include_paths: Sequence[str] | None = None,
+    extra_ldflags: Any = None,
+    extra_include_paths: Any = None,
     **__: Any,
-) -> ModuleType:
+) -> Source:
     files = [Path(file) for file in ([sources] if isinstance(sources, str) else sources)]
-    text = "\n".join(f'#line 1 "{file.name}"\n{file.read_text()}' for file in sorted(files, key=lambda file: file.suffix == ".cpp"))
-    own = [str(file.resolve().parent) for file in files]
-    return _load(Source(name, text, "", tuple(extra_cuda_cflags or ()), (*own, *(extra_include_paths or ())), tuple(extra_ldflags or ())))
+    text = "\n".join(f'#line 1 "{file.name}"\n{file.read_text()}' for file in files)
+    folders = dict.fromkeys(str(file.resolve().parent) for file in files)
+    return Source(name, text, *map(tuple, (extra_cuda_cflags or (), (*folders, *(extra_include_paths or ())), extra_ldflags or ())))
 
 
-def _compile_cuda_extension(
-    name: str, cuda_src: str, extra_cuda_cflags: Any = None, extra_include_paths: Any = None, extra_ldflags: Any = None
-) -> ModuleType:
-    return _load_inline(
-        name,
-        "",
-        cuda_src,
-        extra_cuda_cflags=["-O3", *(extra_cuda_cflags or ())],
-        extra_include_paths=extra_include_paths,
-        extra_ldflags=extra_ldflags,
-    )
+def _of_helper(
+    caller: str, name: str, cuda_src: str, extra_cuda_cflags: Any = None, extra_include_paths: Any = None, extra_ldflags: Any = None
+) -> Source:
+    flags = ["-O3", *(extra_cuda_cflags or ())]
+    return _inline(caller, name, "", cuda_src, None, flags, extra_include_paths=extra_include_paths, extra_ldflags=extra_ldflags)
+
+
+SOURCES: dict[str, Callable[..., Source]] = {"load_inline": _inline, "load": _of_files, "compile_cuda_extension": _of_helper}
+"""What a call of each function compiles. The first argument is the file that calls, by which lines of its strings are found."""
 
 
 def _caller() -> str:
@@ -334,13 +325,17 @@ def _placed(caller: str, text: str) -> str:
     return f'#line {line} "{file}"\n{text}'
 
 
-def extension_stand_ins() -> list[tuple[Any, dict[str, Any]]]:
-    """Returns modules with what stands for their members on emulated ranks."""
+def extension_stand_ins(use: Callable[[Source], Any] = _load) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns modules with what stands for their members on emulated ranks; ``use`` says what is done with the source of an extension."""
     if _HELPERS not in sys.modules:  # outside of the evaluator
         package, helpers = ModuleType("utils"), ModuleType(_HELPERS)
         package.__path__ = []
         sys.modules |= {"utils": package, _HELPERS: helpers}
+
+    def stand_in(function: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: use(SOURCES[function](_caller(), *args, **kwargs))
+
     return [
-        (cpp_extension, {"load_inline": _load_inline, "load": _load_files}),
-        (sys.modules[_HELPERS], {"compile_cuda_extension": _compile_cuda_extension}),
+        (cpp_extension, {name: stand_in(name) for name in ("load_inline", "load")}),
+        (sys.modules[_HELPERS], {"compile_cuda_extension": stand_in("compile_cuda_extension")}),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here
+from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here, wants_extension
 from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.emulator.solution_run import wants_distributed
@@ -19,6 +19,7 @@ from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
+from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.problems.contract.spec import Case
 from peerlane.results.result import Audit
@@ -56,6 +57,9 @@ class EmulatedPipeline(EvaluationPipeline):
             return NotRun(missing=_REFERENCE if self.source is None else _NVSHMEM if uses_nvshmem(self.source) else _NO_KIT)
         if wants_triton(self.source) and not triton_is_here():
             return NotRun(missing=NO_TRITON)
+        if wants_extension(self.source):
+            with self._in("build"):
+                (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
         self._spawn()
         self._load()
         for number, case in enumerate(cases):

@@ -563,7 +563,8 @@ class ReportRaces(Request[RaceReport]):
 
 @dataclass(frozen=True)
 class BuildCandidate(Request[Built]):
-    """Imports the candidate, so that what it compiles is in its cache. ``gpu_only``: no rank of this run will import it."""
+    """Imports the candidate, so that what it compiles is in its cache. ``gpu_only``: no rank of this run will import it.
+    ``emulated``: its ranks are emulated."""
 
     failure_kind = "import_error"
 
@@ -573,6 +574,7 @@ class BuildCandidate(Request[Built]):
     granted: dict[str, str]
     on_cpu: bool
     gpu_only: bool
+    emulated: bool = False
 
 
 # --- checks of an answer against its request ---
