@@ -20,12 +20,12 @@ __device__ __forceinline__ void meet(const Peers& peers, int slot) {
     __syncthreads();
     const int other = threadIdx.x, first = (slot * gridDim.x + blockIdx.x) * peers.world;
     if (other < peers.world) {
-        unsigned seen;
+        unsigned *theirs = peers.pad[other] + first + peers.rank, *own = peers.pad[peers.rank] + first + other, seen;
         do {
-            asm volatile("atom.global.release.sys.cas.b32 %0, [%1], 0, 1;" : "=r"(seen) : "l"(peers.pad[other] + first + peers.rank) : "memory");
+            asm volatile("atom.global.release.sys.cas.b32 %0, [%1], 0, 1;" : "=r"(seen) : "l"(theirs) : "memory");
         } while (seen != 0);
         do {
-            asm volatile("atom.global.acquire.sys.cas.b32 %0, [%1], 1, 0;" : "=r"(seen) : "l"(peers.pad[peers.rank] + first + other) : "memory");
+            asm volatile("atom.global.acquire.sys.cas.b32 %0, [%1], 1, 0;" : "=r"(seen) : "l"(own) : "memory");
         } while (seen != 1);
     }
     __syncthreads();

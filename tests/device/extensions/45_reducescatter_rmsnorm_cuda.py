@@ -56,8 +56,8 @@ __global__ void rms_norm_rows(const uint64_t* buffers, const uint64_t* pads, con
     grid_meet(pads, rank, world, 2 * call);
 }
 
-torch::Tensor forward(torch::Tensor x, torch::Tensor gamma, double eps, torch::Tensor buffers, torch::Tensor pads, int64_t own, int64_t rank,
-                      int64_t call) {
+torch::Tensor forward(torch::Tensor x, torch::Tensor gamma, double eps, torch::Tensor buffers, torch::Tensor pads, int64_t own,
+                      int64_t rank, int64_t call) {
     TORCH_CHECK(x.device() == gamma.device(), "on one GPU");
     const int world = buffers.numel(), hidden = gamma.numel(), rows = x.numel() / world / hidden;
     auto out = torch::empty({rows, hidden}, x.options());
