@@ -186,7 +186,8 @@ def _patched_headers() -> Path:
 def _load(source: Source) -> ModuleType:
     """Returns the extension for the rank that asks: a copy of the library, so that statics are a rank's."""
     built = build(source)
-    found_runtime = start(_cuda_include())
+    found_runtime = start_runtime()
+    assert found_runtime is not None, "nvcc has compiled the extension"
     with found_runtime.loading(Module(built.ptx)):
         library = Path(tempfile.mkdtemp(dir=_copies())) / built.library.name
         shutil.copyfile(built.library, library)
@@ -212,13 +213,16 @@ def _member() -> int:
     return group.member if isinstance(group, EmulatedRank) else -1
 
 
-def _cuda_include() -> Path:
-    """Returns the folder of CUDA's headers, which nvcc tells."""
-    told = subprocess.run([find_nvcc() or "nvcc", "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
+@functools.cache
+def start_runtime() -> Runtime | None:
+    """Returns the CUDA runtime of this process; None where there is no nvcc, which tells where CUDA's headers are."""
+    if (nvcc := find_nvcc()) is None:
+        return None
+    told = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", "/dev/null"], capture_output=True, text=True).stderr
     found = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
     if found is None:
         raise CompileError(f"nvcc does not tell where its headers are; got:\n{told}")
-    return (Path(found[1]) / "include").resolve()
+    return start((Path(found[1]) / "include").resolve())
 
 
 class _Guarded(ModuleType):
@@ -237,8 +241,8 @@ def _guarded(value: Any, found_runtime: Runtime) -> Any:
 
     @functools.wraps(value)
     def call(*args: Any, **kwargs: Any) -> Any:
-        _adopt((*args, *kwargs.values()), found_runtime)
         with found_runtime.entered(_member()):
+            _adopt((*args, *kwargs.values()), found_runtime)
             try:
                 returned = value(*args, **kwargs)
             except Exception:

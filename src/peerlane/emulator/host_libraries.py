@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from peerlane.emulator.cuda_core import core_stand_ins
-from peerlane.emulator.cuda_extensions import extension_stand_ins
+from peerlane.emulator.cuda_extensions import extension_stand_ins, start_runtime
 from peerlane.emulator.distributed import distributed_stand_ins
 from peerlane.emulator.gpu_code import EmulatedGpu
 from peerlane.emulator.not_here import not_here
@@ -52,6 +52,8 @@ def prepare(source: str) -> None:
     if wants_triton(source):
         require_triton()
         importlib.import_module("triton")
+    if wants_extension(source):
+        start_runtime()
     if wants_cuda_core(source) and importlib.util.find_spec("cuda") is not None:
         with contextlib.suppress(ImportError):  # the solution's own import says what is missing
             importlib.import_module("cuda.core")
