@@ -27,9 +27,7 @@ from peerlane.results.sanitize import sanitize, several_lines
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 from peerlane.sandbox.hidden_files import is_answer_file
 
-_NO_KIT = (
-    f"emulated ranks run candidates of {KIT}, Triton, cuda.core or CUDA extensions of torch, and this is none: use --device cpu or cuda"
-)
+_NO_KIT = f"emulated ranks run candidates of {KIT}, Triton, cuda.core or CUDA extensions, and this is none: use --device cpu or cuda"
 _SET_UP = "calls {names}, which the custom track allows in set-up only: emulated ranks cannot tell; use --device cpu or cuda"
 _REFERENCE = "emulated ranks do not run the reference: use --device cpu or cuda"
 _NVSHMEM = "a GPU: emulated ranks have no NVSHMEM; protocols for it can be checked by `peerlane race`, with <peerlane/peers/remote.cuh>"

@@ -17,17 +17,20 @@ static unsigned calls = 0;
 __global__ void push(char* const* peers, const char* in, int64_t bytes, int64_t half, int rank, int world, unsigned call) {
     char* to = peers[blockIdx.x] + 256 + (call & 1) * half + rank * bytes;
     for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) to[i] = in[i];
-    __threadfence_system();
     __syncthreads();
-    if (threadIdx.x == 0) *reinterpret_cast<volatile unsigned*>(peers[blockIdx.x] + 4 * rank) = call;
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        *reinterpret_cast<volatile unsigned*>(peers[blockIdx.x] + 4 * rank) = call;
+    }
 }
 
 __global__ void take(char* const* peers, char* out, int64_t bytes, int64_t half, int rank, unsigned call) {
     const char* mine = peers[rank];
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
         while (*reinterpret_cast<const volatile unsigned*>(mine + 4 * blockIdx.x) < call) __nanosleep(20);
+        __threadfence_system();
+    }
     __syncthreads();
-    __threadfence_system();
     const char* from = mine + 256 + (call & 1) * half + blockIdx.x * bytes;
     for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) out[blockIdx.x * bytes + i] = from[i];
 }
