@@ -157,7 +157,7 @@ KERNEL neighbours_race(u32* out) {
 }
 KERNEL out_of_bounds(u32* out) { out[threadIdx.x] = 1; }
 KERNEL peer_s_own_memory(u32* own, u64 to_the_peer_s) { *reinterpret_cast<u32*>(reinterpret_cast<char*>(own) + to_the_peer_s) = 1; }
-KERNEL null_pointer() { *reinterpret_cast<u32*>(threadIdx.x + 8ull) = 1; }
+KERNEL null_pointer() { *reinterpret_cast<u32*>(4 * threadIdx.x + 8ull) = 1; }
 KERNEL prints(u32* out) { printf("thread %u has %u\n", threadIdx.x, out[threadIdx.x]); }
 KERNEL polls_without_volatile(const u32* out) {
     while (*out == 0) {}

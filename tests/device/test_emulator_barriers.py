@@ -7,6 +7,7 @@ import torch
 
 from peerlane.emulator import Report, Scenario, check
 from peerlane.emulator.gpu_code import gpu_named
+from peerlane.emulator.job import TooManyThreads
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>
@@ -65,6 +66,14 @@ KERNEL meet_in_grid(u32* out) {
     __syncthreads();
     if (blockIdx.x == 0) out[threadIdx.x] = 1;
 }
+KERNEL in_turn(u32* out) {
+    __shared__ u32 words[32];
+    if (threadIdx.x < 32) words[threadIdx.x] = blockIdx.x;
+    __syncthreads();
+    if (threadIdx.x < 32) out[blockIdx.x * 32 + threadIdx.x] = words[31 - threadIdx.x] + 1;
+}
+KERNEL one_place(u32* out) { out[threadIdx.x] = blockIdx.x; }
+KERNEL narrow_sum(u32* out) { if (threadIdx.x == 0) atomicAdd_block(out, 1u); }
 KERNEL chain(u32* out) {
     if (threadIdx.x == 0) {
         while (ptx::load_relaxed_gpu(&arrived) < blockIdx.x) {}
@@ -129,6 +138,31 @@ def test_a_kernel_that_relies_on_the_order_of_blocks_deadlocks() -> None:
     scenario.launch("chain", 40, 32, [out])
     report = check(scenario, schedules=8)
     assert {finding.kind for finding in report.findings} == {"deadlock"} and 0 < report.caught < 8
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kinds"), [("in_turn", set()), ("one_place", {"race"}), ("narrow_sum", {"race"})], ids=["in_turn", "one_place", "narrow_sum"]
+)
+def test_blocks_that_follow_each_other_at_one_place_are_different_blocks(kernel: str, kinds: set[str]) -> None:
+    scenario = Scenario(kernel, SOURCE, 1, resident_blocks=1)
+    expected = [torch.arange(1, 9, dtype=torch.int32).repeat_interleave(32)] if kernel == "in_turn" else None
+    out = scenario.buffer("out", [torch.zeros(256, dtype=torch.int32)], expected)
+    scenario.launch(kernel, 8, 32, [out])
+    report = check(scenario, schedules=6)
+    assert {finding.kind for finding in report.findings} == kinds, str(report)
+    blocks = {side.block for finding in report.findings for side in finding.sides}
+    assert not kinds or len(blocks) == 2
+
+
+def test_a_grid_that_the_emulator_does_not_hold_runs_in_turn_unless_its_blocks_wait() -> None:
+    def large(kernel: str) -> Scenario:
+        scenario = Scenario(kernel, SOURCE, 1)
+        scenario.launch(kernel, 61, 1024, [scenario.buffer("out", [torch.zeros(61 * 32, dtype=torch.int32)])])
+        return scenario
+
+    assert check(large("in_turn"), schedules=1).clean
+    with pytest.raises(TooManyThreads, match="launches 62464 threads at a time"):
+        check(large("meet_in_grid"), schedules=1)
 
 
 def test_device_variables_are_a_rank_s_own_and_stay() -> None:

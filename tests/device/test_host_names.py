@@ -85,7 +85,8 @@ def test_groups_objects_and_operators_run_as_written() -> None:
 def test_stream_write_value_hands_on_and_a_memset_does_not(writer: str) -> None:
     def exchange() -> None:
         rank, out = dist.get_rank(), torch.zeros(2, dtype=torch.int32, device="cuda")
-        handle = symm_mem.rendezvous(symm_mem.empty(3, dtype=torch.int32, device="cuda"), dist.group.WORLD)
+        handle = symm_mem.rendezvous(symm_mem.empty(3, dtype=torch.int32, device="cuda").zero_(), dist.group.WORLD)
+        handle.barrier()
         peer = handle.get_buffer(1 - rank, (3,), torch.int32)
         torch.ops.symm_mem.memset32_(peer, 1, 5, 2)
         getattr(_SymmetricMemory, writer)(peer, 0, 1)
@@ -110,3 +111,8 @@ REFUSED = {
 def test_other_names_say_what_to_use(message: str) -> None:
     with pytest.raises(UsageError, match=message):
         peerlane.race(world_size=1, schedules=1)(REFUSED[message])()
+
+
+@peerlane.race(world_size=1, schedules=1)
+def test_torch_s_own_modules_are_imported_by_a_rank_as_ever() -> None:
+    torch.testing.assert_close(torch.ones(2, device="cuda"), torch.ones(2))  # imports DTensor

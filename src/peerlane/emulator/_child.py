@@ -22,6 +22,8 @@ class _Region(ctypes.Structure):
         ("end", ctypes.c_uint64),
         ("rank", ctypes.c_int64),
         ("expected", ctypes.c_void_p),
+        ("unwritten", ctypes.c_uint32),
+        ("number", ctypes.c_uint32),
         ("multicast", ctypes.POINTER(ctypes.c_uint64)),
         ("multicast_count", ctypes.c_uint64),
     )
@@ -43,6 +45,7 @@ class _Launch(ctypes.Structure):
         ("resident_blocks", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
+        ("dependent", ctypes.c_uint32),
     )
 
 
@@ -62,6 +65,7 @@ class _Run(ctypes.Structure):
         ("global_count", ctypes.c_uint32),
         ("first_schedule", ctypes.c_uint32),
         ("schedules", ctypes.c_uint32),
+        ("progress", ctypes.POINTER(ctypes.c_uint32)),
     )
 
 
@@ -79,7 +83,10 @@ def main() -> str:
     program = ctypes.CDLL(job["program"])
     multicasts = [(ctypes.c_uint64 * len(r["multicast"]))(*r["multicast"]) for r in job["regions"]]
     regions = [
-        _Region(r["begin"], r["end"], r["rank"], address(r["expected"]), ctypes.cast(to, ctypes.POINTER(ctypes.c_uint64)), len(to))
+        _Region(
+            *(r["begin"], r["end"], r["rank"], address(r["expected"]), r["unwritten"], r["number"]),
+            *(ctypes.cast(to, ctypes.POINTER(ctypes.c_uint64)), len(to)),
+        )
         for r, to in zip(job["regions"], multicasts, strict=True)
     ]
     contents = [_Content(c["begin"], c["bytes"], address(c["data"])) for c in job["contents"]]
@@ -96,9 +103,13 @@ def main() -> str:
             item["resident_blocks"],
             (ctypes.c_uint32 * 3)(*item["grid"]),
             (ctypes.c_uint32 * 3)(*item["block"]),
+            item["dependent"],
         )
         for item, arguments in zip(job["launches"], pointers, strict=True)
     ]
+    with open(job["progress"], "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 4)
+    over = ctypes.c_uint32.from_buffer(shared)
     run = _Run(
         job["base"],
         job["seed"],
@@ -114,6 +125,7 @@ def main() -> str:
         len(job["globals"]),
         job["first_schedule"],
         job["schedules"],
+        ctypes.pointer(over),
     )
     program.peerlane_emulator_run.restype = ctypes.c_char_p
     said: str = program.peerlane_emulator_run(ctypes.byref(run)).decode()

@@ -29,11 +29,13 @@ _CUDA_NAMES = STAND_INS / "peerlane_emulator" / "cuda.h"
 
 _LANGUAGE = ("-std=c++20", "-fPIC", "-Wno-attributes", "-Wno-unknown-pragmas")
 # The sanitizer's pass puts a call before every access; its library is not linked, the runtime answers the calls. Nothing may be hidden from
-# the return addresses, and shared variables must be found by __tls_get_addr.
+# the return addresses, and shared variables must be found by __tls_get_addr. A misaligned address ends in a trap.
 _DEVICE = (
     "-O1",
     "-g1",
     "-fsanitize=thread",
+    "-fsanitize=alignment",
+    "-fsanitize-undefined-trap-on-error",
     "--param=tsan-instrument-func-entry-exit=0",
     "--param=tsan-distinguish-volatile=1",
     "-fno-optimize-sibling-calls",
@@ -61,6 +63,7 @@ HOST_READ, HOST_WRITE = "peerlane_host_read", "peerlane_host_write"
 _CALLER = """
 # 1 "host code between two launches"
 extern "C" __attribute__((noinline, weak)) void peerlane_host_read(const unsigned char* at, unsigned long long bytes) {
+    peerlane::emulator::peerlane_is_host();
     for (; bytes >= 8; at += 8, bytes -= 8) {
         const unsigned long long word = *reinterpret_cast<const unsigned long long*>(at);
         asm volatile("" ::"r"(word));

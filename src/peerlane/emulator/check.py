@@ -12,13 +12,16 @@ from typing import Any
 
 from peerlane.device.host.waits import describe_fault
 from peerlane.emulator import build
-from peerlane.emulator.findings import Finding, Frame, Place, Side, merged
+from peerlane.emulator.findings import LAUNCH_BOUNDARY, MEANINGS, NOTES, Finding, Frame, Place, Side, as_races, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
-from peerlane.emulator.job import Answer, Job, Launch, run_job
+from peerlane.emulator.job import Answer, Job, Launch, fitted, require_all, run_job
+from peerlane.emulator.ptx_text import CALLED_FROM
 from peerlane.emulator.scenario import Scenario
 from peerlane.errors import UsageError
 
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))
+_WRAPPERS = "/peerlane/ptx/"
+"""The folder of the kit's headers that hold one instruction a function."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Report:
     """in how many schedules there was a finding"""
     findings: tuple[Finding, ...]
     seconds: float
+    notes: tuple[Finding, ...] = ()
+    """what is right on GPUs of today, though PTX does not promise it"""
     kernels: tuple[KernelNeeds, ...] | None = None
     """what the launched kernels need of a GPU; None: there was no compiler for it"""
 
@@ -42,9 +47,14 @@ class Report:
 
     def __str__(self) -> str:
         head = f"{self.scenario}, {self.world_size} ranks: {self.schedules} schedules, seed {self.seed}"
-        if self.clean:
-            return f"{head}: nothing found"
-        return "\n".join([f"{head}: {len(self.findings)} findings", *(str(finding) for finding in self.findings)])
+        notes = f", {len(self.notes)} notes" if self.notes else ""
+        said = "nothing found" if self.clean else f"{len(self.findings)} findings"
+        return "\n".join([f"{head}: {said}{notes}", *map(str, self.findings), *(f"note: {note}" for note in self.notes)])
+
+    def strictly(self) -> Report:
+        """Returns the report with its notes about the ends of launches as races."""
+        races = as_races(self.notes)
+        return replace(self, findings=(*self.findings, *races), notes=tuple(note for note in self.notes if note.kind != LAUNCH_BOUNDARY))
 
 
 def check(
@@ -67,24 +77,25 @@ def check(
     """
     gpu = gpu or default_gpu()
     gpu_build = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs, wanted=for_gpu)
-    if from_ptx:
-        program = build.compile_program(gpu_build.ptx())
-    else:
-        program = gpu_build.beside(
-            lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
-        )
+    program = gpu_build.program(
+        lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs),
+        build.compile_program,
+        want_ptx=from_ptx,
+    )
     if not scenario.launches or schedules < 1:
         raise UsageError(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"
         )
     check_kernels(scenario.name, scenario.launches, program)
     job, kernels = scenario.job(program.globals), gpu_build.kernels()
-    job.launches = [
+    asked = [
         replace(launch, resident_blocks=scenario.resident_blocks or resident_blocks(launch, kernels, gpu.sm_count))
         for launch in job.launches
     ]
+    job.launches = fitted(scenario.name, asked)
     started = time.monotonic()
     answer = run_job(job, program, schedules=schedules, seed=seed, first_schedule=first_schedule, timeout_s=timeout_s)
+    require_all(scenario.name, asked, job.launches, answer)
     said = report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
     return replace(said, kernels=needs(job.launches, kernels, gpu.arch))
 
@@ -98,13 +109,17 @@ def check_kernels(name: str, launches: Sequence[Launch], program: build.Program)
 def report(job: Job, program: build.Program, answer: Answer, *, schedules: int, seed: int, seconds: float) -> Report:
     """Returns the answer in words, with the source lines of the program."""
     frames = _frames(program.path, sorted({side["site"] for finding in answer.findings for side in finding["sides"]}))
-    findings = tuple(merged(_finding(job, finding, frames) for finding in answer.findings if not _is_one_barrier(finding, frames)))
-    return Report(job.name, job.world_size, schedules, seed, answer.caught if findings else 0, findings, seconds)
+    told = merged(_finding(job, finding, frames) for finding in answer.findings if not _is_told(finding, answer.findings, frames))
+    findings, notes = (tuple(item for item in told if (item.kind in NOTES) == is_note) for is_note in (False, True))
+    return Report(job.name, job.world_size, schedules, seed, answer.caught if findings else 0, findings, seconds, notes)
 
 
-def _is_one_barrier(raw: Any, frames: dict[int, tuple[Frame, ...]]) -> bool:
-    """Tells whether two places of the program are one barrier in the source, which the compiler has put there twice."""
-    if raw["kind"] != "barrier" or len(raw["sides"]) < 2:
+def _is_told(raw: Any, findings: Sequence[Any], frames: dict[int, tuple[Frame, ...]]) -> bool:
+    """Tells whether two places of the program are one barrier in the source, which the compiler has put there twice; or whether a read of
+    what nobody has written is one side of a race."""
+    if raw["kind"] == "uninitialised_read":
+        return any(side["site"] == raw["sides"][0]["site"] for item in findings if item["kind"] == "race" for side in item["sides"])
+    if raw["kind"] != "barrier" or len(raw["sides"]) < 2 or raw["offset"]:
         return False
     first, second = (frames.get(side["site"], ()) for side in raw["sides"][:2])
     return raw["sides"][0]["site"] != raw["sides"][1]["site"] and first == second
@@ -132,7 +147,11 @@ def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Findin
     )
     places = tuple(_place(job, *place) for place in raw["places"])
     memory = _memory(job, raw["buffer"], raw["offset"])
-    return Finding(raw["kind"], detail, memory, sides, raw["schedule"], raw["schedules"], places)
+    kind = raw["kind"].partition(":")[0]
+    if kind == "uninitialised_read" and 1 <= raw["buffer"] <= len(job.regions) and job.regions[raw["buffer"] - 1].symmetric:
+        kind = "uninitialised_symmetric"
+    why = raw["kind"] if raw["kind"] in MEANINGS and ":" in raw["kind"] else ""
+    return Finding(kind, detail, memory, sides, raw["schedule"], raw["schedules"], places, why)
 
 
 def _place(job: Job, number: int, begin: int, end: int) -> Place:
@@ -173,6 +192,9 @@ def _chains(text: str) -> Iterator[tuple[Frame, ...]]:
         chain = []
         for function, place in zip(lines[::2], lines[1::2], strict=False):
             file, _, line = place.partition(" (")[0].rpartition(":")
-            if not file.startswith((*_OWN_CODE, "??")) and line.isdecimal():
-                chain.append(Frame(Path(file).name, int(line), function))
+            file, *callers = file.split(CALLED_FROM)
+            for at in (f"{file}:{line}", *callers):
+                file, _, line = at.rpartition(":")
+                if not file.startswith((*_OWN_CODE, "??")) and _WRAPPERS not in file and line.isdecimal():
+                    chain.append(Frame("source.cu" if file.endswith("<stdin>") else Path(file).name, int(line), function))
         yield tuple(chain)

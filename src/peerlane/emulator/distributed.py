@@ -241,17 +241,18 @@ def _rendezvous(tensor: torch.Tensor, group: Any = None) -> SymmetricMemory:
     """Returns the handle of a tensor: the same one for the same tensor, as in torch."""
     own = _group(group)
     key = (own.member, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.dtype)
-    if key not in own.team.handles:
-        own.team.handles[key] = SymmetricMemory(own, tensor)
-    return cast(SymmetricMemory, own.team.handles[key])
+    known = own.team.handles.get(key)
+    if known is None:
+        known = own.team.handles[key] = SymmetricMemory(own, tensor)
+    return cast(SymmetricMemory, known)
 
 
 def _workspace(group_name: str, min_size: int) -> SymmetricMemory:
     """Returns the group's workspace; larger than the one before, if that is too small."""
     group = _group(group_name)
-    known = group.team.handles.get(group.member)
+    known = group.team.workspaces.get(group.member)
     if known is None or known.buffer_size < min_size:
-        known = group.team.handles[group.member] = _rendezvous(empty(group, min_size, dtype=torch.uint8), group_name)
+        known = group.team.workspaces[group.member] = _rendezvous(empty(group, min_size, dtype=torch.uint8), group_name)
     return cast(SymmetricMemory, known)
 
 
@@ -350,6 +351,7 @@ _SYMMETRIC: dict[str, Any] = {
     "enable_symm_mem_for_group": lambda name: None,
     "is_symm_mem_enabled_for_group": lambda name: True,
     "is_nvshmem_available": lambda: False,
+    "get_backend": lambda device=None: "CUDA",
     "get_signal_pad_size": lambda: SIGNAL_PAD_BYTES,
     "get_symm_mem_workspace": _workspace,
     "_SymmetricMemory": _SymmetricMemory,

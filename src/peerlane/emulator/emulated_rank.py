@@ -24,6 +24,8 @@ class PtxLaunch:
     """ctypes values"""
     shared_bytes: int = 0
     cluster: int = 1
+    dependent: bool = False
+    """whether it may begin before the launch before it has ended"""
 
 
 class EmulatedRank(Group):

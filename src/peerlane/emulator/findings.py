@@ -10,11 +10,18 @@ _MOST_PLACES = 8
 
 MEANINGS = {
     "race": "nothing orders the two: release after the first and acquire before the second, in a scope that spans both threads",
+    "race:read_only": "a load by ld.global.nc may be stale, also behind an acquire: drop const __restrict__ or __ldg where a launch writes",
+    "launch_boundary": "ordered only if the end of a launch is a release for the whole system and an acquire of what was seen; vLLM and "
+    "others rely on it, PTX does not promise it: st.release and ld.acquire here",
+    "same_value": "both write the same value, so no thread sees another; PTX leaves it open",
+    "uninitialised_read": "nobody has written this memory: what torch.empty and shared memory hold at first is not known",
+    "uninitialised_symmetric": "nobody has written this memory: symm_mem.empty gives zeros today, and does not promise them: zero it",
     "lost_update": "both write the same flag, nothing orders them and one is lost: let flags only grow, each with one writer or by adding",
     "proxy_fence": "the asynchronous copy may miss the write: fence_proxy_async after what orders the two, before the copy is started",
     "deadlock": "nobody can go on",
     "trap": "a kernel stopped itself",
     "illegal_address": "memory that this thread may not use",
+    "misaligned_address": "a GPU stops here: the address of an access must be a multiple of its size (16 for float4)",
     "unfinished_copy": "the block ended while a copy may still use its shared memory: wait for it first",
     "wrong_result": "the memory does not hold what was expected",
     "barrier": "all threads of a block, or of a mask, must come to the same barrier, with the same arguments: move it out of the branch",
@@ -22,6 +29,11 @@ MEANINGS = {
     "crash": "the device code crashed: look for a null pointer or an index out of range",
     "endless": "the launches do not end: look for a loop without an end, or one that polls memory without ptx:: loads or volatile",
 }
+
+
+LAUNCH_BOUNDARY = "launch_boundary"
+NOTES = frozenset({LAUNCH_BOUNDARY, "same_value", "uninitialised_symmetric"})
+"""Kinds that are told, but are no errors."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +88,13 @@ class Finding:
     schedules: int
     places: tuple[Place, ...] = ()
     """all bytes that it was seen at, some of them if they are many"""
+    why: str = ""
+    """which of MEANINGS it has, if not that of its kind"""
+
+    @property
+    def meaning(self) -> str:
+        """What it means, and what to do."""
+        return MEANINGS[self.why or self.kind]
 
     @property
     def summary(self) -> str:
@@ -84,14 +103,14 @@ class Finding:
             f"rank {side.rank} {side.action}{f' in {side.frames[-1].file}:{side.frames[-1].line}' if side.frames else ''}"
             for side in self.sides
         ]
-        return f"{', '.join(acts) or self.detail}: {MEANINGS[self.kind]}"
+        return f"{', '.join(acts) or self.detail}: {self.meaning}"
 
     def __str__(self) -> str:
         head = f"{self.kind}{': ' + self.memory if self.memory else ''} (in {self.schedules} schedules, first in {self.schedule})"
         sides = [f"  {side}" for side in self.sides[:_MOST_SIDES]]
         if len(self.sides) > _MOST_SIDES:
             sides.append(f"  and {len(self.sides) - _MOST_SIDES} more")
-        return "\n".join([head, *sides, *([f"  {self.detail}"] if self.detail else []), f"  {MEANINGS[self.kind]}"])
+        return "\n".join([head, *sides, *([f"  {self.detail}"] if self.detail else []), f"  {self.meaning}"])
 
     @property
     def lines(self) -> tuple[tuple[str, int], ...]:
@@ -104,8 +123,13 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     groups: dict[object, list[Finding]] = {}
     for finding in findings:
         same: object = finding.lines or tuple(sorted({place.memory for place in finding.places})) or finding.detail
-        groups.setdefault((finding.kind, same), []).append(finding)
+        groups.setdefault((finding.kind, finding.why, same), []).append(finding)
     return [_as_one(group) for group in groups.values()]
+
+
+def as_races(notes: Iterable[Finding]) -> list[Finding]:
+    """Returns those of the notes as races that are about the ends of launches."""
+    return [replace(note, kind="race", why=LAUNCH_BOUNDARY) for note in notes if note.kind == LAUNCH_BOUNDARY]
 
 
 def _as_one(group: list[Finding]) -> Finding:

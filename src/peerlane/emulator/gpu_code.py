@@ -5,6 +5,7 @@ A source that g++ takes need not be one for a GPU: `M_PI`, `std::max` and 400 KB
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,6 +109,9 @@ def resident_blocks(launch: Launch, kernels: Mapping[str, Resources] | None, sm_
     return block.per_sm() * sm_count
 
 
+_DEVICE_CODE = re.compile(r'\b(__CUDA_ARCH__|__CUDACC__|__CUDACC_RTC__|__NVCC__)\b|\basm\b[^;"]*"[^"\s]')
+
+
 class GpuBuild:
     """A compile for a GPU on a thread of its own, begun when this is made."""
 
@@ -125,6 +129,8 @@ class GpuBuild:
 
         self._cubin: Cubin | None = None
         self._thread: threading.Thread | None = None
+        self.has_device_code = False
+        """whether code is for the GPU's compiler alone, so that what it makes must run"""
         if isinstance(source, Ptx):  # a compiler made it
             self._kernels = needs_of(source, arch)
             return
@@ -139,18 +145,23 @@ class GpuBuild:
                 self._error = error
 
         if wanted and compiler_is_here():
+            text = source if isinstance(source, str) else source.read_text(encoding="utf-8", errors="replace")
+            self.has_device_code = _DEVICE_CODE.search(text) is not None
             self._thread = threading.Thread(target=build, name="NVRTC", daemon=True)
             self._thread.start()
 
-    def beside(self, compile_for_emulator: Callable[[], Made]) -> Made:
-        """Returns the result of g++ once both compilers are done. What the GPU's compiler refuses is told in its words."""
-        try:
-            made = compile_for_emulator()
-        except CompileError:
-            self.kernels()
-            raise
-        self.kernels()
-        return made
+    def program(self, from_source: Callable[[], Made], from_ptx: Callable[[Ptx], Made], *, want_ptx: bool = False) -> Made:
+        """Returns the program for the emulator once both compilers are done: of the source, or of its PTX, if that is wanted or g++ cannot
+        take the source. What the GPU's compiler refuses is told in its words."""
+        if not (want_ptx or self.has_device_code):
+            try:
+                made = from_source()
+                self.kernels()
+                return made
+            except CompileError:
+                if self.kernels() is None:
+                    raise
+        return from_ptx(self.ptx())
 
     def ptx(self) -> Ptx:
         """Returns the PTX of the source, when the compile is over. Raises CompileError, and MissingDependency without NVRTC."""

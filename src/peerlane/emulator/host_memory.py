@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,15 @@ class Part:
         self.read_by_caller = True
         """whether a caller reads it behind each call, if the host can see it"""
         self._pages: set[int] | None = None if self.shown else set()
+        self.dtype = torch.uint8
+        self.fresh: torch.Tensor | None = None
+        """a tensor of this memory that nobody had written when it was made, as torch.empty returns it"""
+        self.written = False
+        """by a kernel"""
+        self.closed = False
+        self.mapped: dict[int, Part] = {}
+        """by rank, whose own part must be in use so that it can use this one, too"""
+        self._holders = self._count()
 
     @property
     def nbytes(self) -> int:
@@ -45,16 +56,32 @@ class Part:
         contents = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
         return [(offset, page.tobytes()) for offset, page in contents if page.any()]
 
+    def _count(self) -> int:
+        return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
+
+    def freed_on(self, rank: int) -> bool:
+        """Tells whether a rank has freed its tensor, and the handle of its rendezvous, by which it uses this part."""
+        own = self.mapped.get(rank)
+        return self.closed or (own is not None and own._count() <= own._holders)
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether host code has not written here yet."""
+        return self.fresh is not None and not self.fresh.is_inference() and self.fresh._version == 0
+
     def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Takes over what a kernel has written."""
+        self.written |= bool(pages)
         for offset, content in pages:
             self._bytes[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
         if self._pages is not None:
             self._pages |= {offset // PAGE_BYTES for offset, _ in pages}
 
-    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None) -> Region:
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False) -> Region:
         """Returns the part as a job has it, where its rank has number ``rank``."""
-        return Region(self.name, rank, self.address, self.nbytes, self.symmetric, torch.uint8, contents, expected)
+        region = Region(self.name, rank, self.address, self.nbytes, self.symmetric, self.dtype, contents, expected)
+        region.unwritten, region.within_rounding = unwritten, True
+        return region
 
 
 class MulticastPart(Part):
@@ -64,9 +91,27 @@ class MulticastPart(Part):
         super().__init__(f"multicast address of {parts[0].name}", rank, address, torch.empty(0, dtype=torch.uint8), symmetric=True)
         self._parts = list(parts)
 
-    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None) -> Region:
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None, unwritten: bool = False) -> Region:
         """Returns the address as a job has it."""
         return Region(self.name, rank, self.address, self._parts[0].nbytes, False, multicast=tuple(part.address for part in self._parts))
+
+
+@contextlib.contextmanager
+def empty_noted(space: AddressSpace) -> Iterator[None]:
+    """While this lasts, it is recorded which tensors hold what nobody has written."""
+    made_by = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
+    before = [getattr(place, name) for place, name in made_by]
+
+    def noting(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: space.note_empty(make(*args, **kwargs))
+
+    try:
+        for (place, name), make in zip(made_by, before, strict=True):
+            setattr(place, name, noting(make))
+        yield
+    finally:
+        for (place, name), make in zip(made_by, before, strict=True):
+            setattr(place, name, make)
 
 
 class AddressSpace:
@@ -77,6 +122,8 @@ class AddressSpace:
         self._by_storage: dict[int, Part] = {}
         self._placed: list[Part] = []
         """by address"""
+        self._empty: dict[int, weakref.ref[torch.Tensor]] = {}
+        """by storage, tensors that torch.empty has made"""
 
     def reserve(self, nbytes: int) -> int:
         """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
@@ -90,6 +137,12 @@ class AddressSpace:
         """Returns the address for memory that has none yet: where it lies, if C++ code of the rank sees the same memory there."""
         lies, found = memory.untyped_storage().data_ptr(), runtime()
         return lies if found is not None and found.keep(lies) else self.reserve(memory.untyped_storage().nbytes())
+
+    def note_empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Records that nobody has written a tensor yet; returns it."""
+        place = tensor.untyped_storage().data_ptr()
+        self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
+        return tensor
 
     def place(self, part: Part) -> None:
         """Makes the part lie at its address from now on."""
@@ -106,16 +159,21 @@ class AddressSpace:
         if storage.nbytes() == 0:
             return 0
         part = self._by_storage.get(storage.data_ptr())
-        offset = int(tensor.storage_offset()) * tensor.itemsize
         if part is None:
             name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+            made = self._empty.get(storage.data_ptr())
             if (found := runtime()) is not None:
                 found.adopt(tensor)
-                self.at(tensor.untyped_storage().data_ptr(), name)
-                return tensor.untyped_storage().data_ptr() + offset
-            part = Part(name, rank, self.reserve(storage.nbytes()), torch.empty(0, dtype=torch.uint8).set_(storage))
-            self.place(part)
-        return part.address + offset
+                part = self.at(tensor.untyped_storage().data_ptr(), name)
+                assert part is not None, "it was adopted"
+            else:
+                part = Part(name, rank, self.reserve(storage.nbytes()), torch.empty(0, dtype=torch.uint8).set_(storage))
+                self.place(part)
+            part.dtype = tensor.dtype
+            # What C++ code writes is not seen.
+            part.fresh = None if made is None or found is not None else made()
+        within = tensor.untyped_storage().data_ptr() - part.memory.untyped_storage().data_ptr()  # memory that C++ code has taken
+        return part.address + int(within) + int(tensor.storage_offset()) * tensor.itemsize
 
     def reached(self, arguments: Iterable[bytes]) -> Iterator[Part]:
         """Yields the parts into which a word of the arguments points, or a word of a small part that is reached so, as in a table."""

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peerlane.emulator.build import Program
-from peerlane.errors import DeviceError, EmulatedFault, UsageError
+from peerlane.errors import DeviceError, EmulatedFault, LaunchError, UsageError
 
 BASE = 0x2000_0000_0000
 """Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
@@ -27,6 +28,10 @@ VARIABLES = "device variables"
 MOST_THREADS = 60 << 10
 """Threads and copies under way have numbers of 16 bits."""
 _MAX_BLOCK = 1024
+_MOST_IN_TURN = 1 << 19
+"""Threads of a launch on a rank, if not all of them are there at a time: more take hours."""
+_NUMBERS = {torch.float16: 2, torch.bfloat16: 18, torch.float32: 4, torch.float64: 8}
+"""how the runtime names the numbers that it compares within rounding"""
 _CHILD = Path(__file__).with_name("_child.py")
 
 
@@ -53,6 +58,10 @@ class Region:
     expected: bytes | None = None
     multicast: Sequence[int] = ()
     """of a multicast address: where the memory lies, on each rank, that it stands for"""
+    unwritten: bool = False
+    """whether nobody has written it, so that reading it is an error"""
+    within_rounding: bool = False
+    """whether sums of atomic additions, which depend on the schedule, are as expected if they differ by rounding"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class Launch:
     arguments: tuple[bytes, ...]
     resident_blocks: int = 1
     """how many blocks of its rank can run at a time; more are started as others end"""
+    dependent: bool = False
+    """whether it may begin before the launch before it has ended (programmatic dependent launch)"""
 
     @property
     def threads(self) -> int:
@@ -110,16 +121,40 @@ def whole_pages(nbytes: int) -> int:
     return (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
 
 
-def check_threads(name: str, launches: Sequence[Launch]) -> None:
-    """Raises UsageError where launches that run at a time have more threads than the emulator can hold."""
+def fitted(name: str, launches: Sequence[Launch]) -> list[Launch]:
+    """Returns the launches with as many blocks at a time as the emulator can hold. Raises LaunchError for blocks that no GPU runs, and
+    TooManyThreads where not even some of the blocks fit."""
     if large := [launch for launch in launches if _product(launch.block) > _MAX_BLOCK]:
-        raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
-    threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
-    if threads > MOST_THREADS:
-        raise TooManyThreads(
-            f"{name!r} launches {threads} threads at a time; {AT_MOST} {MOST_THREADS}: "
-            "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
-        )
+        raise LaunchError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
+    blocks: dict[tuple[int, int], int] = {}
+    widest: dict[tuple[int, int], int] = {}
+    for launch in launches:
+        stream = launch.rank, launch.stream
+        blocks[stream] = max(blocks.get(stream, 0), min(_product(launch.grid), launch.resident_blocks))
+        widest[stream] = max(widest.get(stream, 0), launch.threads)
+    threads = sum(blocks[stream] * widest[stream] for stream in blocks)
+    if threads <= MOST_THREADS:
+        return list(launches)
+    if (whole := max(_product(launch.grid) * launch.threads for launch in launches)) > _MOST_IN_TURN:
+        raise _too_many(name, whole)
+    room = {stream: MOST_THREADS // len(blocks) // widest[stream] for stream in blocks}
+    if any(room[launch.rank, launch.stream] < launch.cluster for launch in launches):
+        raise _too_many(name, threads)
+    return [replace(launch, resident_blocks=min(launch.resident_blocks, room[launch.rank, launch.stream])) for launch in launches]
+
+
+def require_all(name: str, asked: Sequence[Launch], launches: Sequence[Launch], answer: Answer) -> None:
+    """Raises TooManyThreads where threads waited for blocks that a GPU would have started, and the emulator cannot hold."""
+    fewer = any(launch.resident_blocks < whole.resident_blocks for whole, launch in zip(asked, launches, strict=True))
+    if fewer and any("have not started" in finding["detail"] for finding in answer.findings):
+        raise _too_many(name, sum(min(_product(launch.grid), launch.resident_blocks) * launch.threads for launch in asked))
+
+
+def _too_many(name: str, threads: int) -> TooManyThreads:
+    return TooManyThreads(
+        f"{name!r} launches {threads} threads at a time; {AT_MOST} {MOST_THREADS}: "
+        "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
+    )
 
 
 def run_job(
@@ -140,14 +175,15 @@ def run_job(
             "seed": seed,
             "first_schedule": first_schedule,
             "schedules": schedules,
+            "progress": str(Path(folder) / "progress"),
         }
         description.write_text(json.dumps(described))
         command = [sys.executable, "-I", "-S", str(_CHILD), str(description), str(timeout_s)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = _run(command, job.name, schedules, Path(folder) / "progress")
         if done.returncode == -signal.SIGPROF:
             raise DeviceError(
-                f"scenario {job.name!r} did not end in {timeout_s:g} s of processor time; expected less: use fewer schedules or a smaller "
-                "case, and see whether a loop waits on memory that it reads without ptx:: loads or volatile"
+                f"scenario {job.name!r} did not end in {timeout_s:.3g} s of processor time; expected less: use fewer schedules or a "
+                "smaller case, and see whether a loop waits on memory that it reads without ptx:: loads or volatile"
             )
         if done.returncode and "Traceback" in done.stderr:
             raise DeviceError(f"the emulator ended with status {done.returncode} in scenario {job.name!r}: {done.stderr.strip()[-2000:]}")
@@ -163,22 +199,47 @@ def run_job(
         return Answer(said["findings"], said["caught"], _written(job, said["dirty"], memory.read_bytes()) if keep else {})
 
 
+on_progress: Callable[[str], None] | None = None
+"""Is told every ten seconds how far a run is, in words."""
+_PROGRESS_S = 10.0
+
+
+def _run(command: Sequence[str], name: str, schedules: int, progress: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a job's process to its end, which writes to the file ``progress`` how many schedules are over."""
+    progress.write_bytes(bytes(4))
+    began = time.monotonic()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while True:
+            try:
+                out, err = process.communicate(timeout=_PROGRESS_S)
+                return subprocess.CompletedProcess(command, process.returncode, out, err)
+            except subprocess.TimeoutExpired:
+                over = int.from_bytes(progress.read_bytes(), "little")
+                if on_progress is not None:
+                    on_progress(f"{name}: {over} of {schedules} schedules after {time.monotonic() - began:.0f} s")
+            except BaseException:
+                process.kill()
+                raise
+
+
 def _described(job: Job, file: Any) -> dict[str, Any]:
     """Returns the job as its process reads it; bytes go to ``file``."""
 
     def put(content: bytes) -> int:
-        file.write(bytes(-file.tell() % 16))
+        file.write(bytes(-file.tell() % 128))
         place: int = file.tell()
         file.write(content)
         return place
 
-    put(bytes(16))
+    put(bytes(128))
     regions = [
         {
             "begin": region.address - BASE,
             "end": region.address - BASE + region.nbytes,
             "rank": -1 if region.symmetric else region.rank,
             "expected": None if region.expected is None else put(region.expected),
+            "unwritten": region.unwritten,
+            "number": _NUMBERS.get(region.dtype, 0) if region.within_rounding else 0,
             "multicast": [address - BASE for address in region.multicast],
         }
         for region in job.regions
@@ -199,6 +260,7 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
             "cluster": launch.cluster,
             "arguments": [put(argument) for argument in launch.arguments],
             "resident_blocks": launch.resident_blocks,
+            "dependent": launch.dependent,
         }
         for launch in job.launches
     ]

@@ -13,14 +13,14 @@ from peerlane.errors import UsageError
 _MESSAGES = "symmetric memory: store to a peer's buffer, then handle.put_signal and handle.wait_signal"
 NOT_HERE: dict[str, dict[str, str]] = {
     "torch.distributed": {
-        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv", "P2POp"), _MESSAGES),
+        **dict.fromkeys(("send", "recv", "isend", "irecv", "batch_isend_irecv"), _MESSAGES),
         **dict.fromkeys(("gather", "reduce", "scatter"), "all_gather, all_reduce or broadcast"),
         **dict.fromkeys(("gather_object", "scatter_object_list", "send_object_list", "recv_object_list"), "all_gather_object"),
         **dict.fromkeys(("all_gather_coalesced", "all_reduce_coalesced", "reduce_scatter_base"), "one collective a tensor"),
         **dict.fromkeys(("new_subgroups", "new_subgroups_by_enumeration", "split_group"), "new_group"),
         "monitored_barrier": "barrier",
     },
-    "torch.distributed.device_mesh": {"init_device_mesh": "dist.new_group", "DeviceMesh": "dist.new_group"},
+    "torch.distributed.device_mesh": {"init_device_mesh": "dist.new_group"},
     "torch.distributed._symmetric_memory": {
         **dict.fromkeys(("get_mem_pool", "get_mempool_allocator", "set_signal_pad_size"), "symm_mem.empty, whose pad has 2048 bytes"),
         **dict.fromkeys(("_fused_all_gather_matmul", "_fused_matmul_reduce_scatter"), "a collective and torch.matmul"),

@@ -7,12 +7,15 @@ that host code has asked for, as a caller does. ``solution_run.py`` runs the sol
 
 from __future__ import annotations
 
+import math
+import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -32,7 +35,7 @@ from peerlane.emulator.cuda_runtime import thread_of
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.emulator.host_libraries import emulated_libraries
-from peerlane.emulator.host_memory import AddressSpace, Part
+from peerlane.emulator.host_memory import AddressSpace, Part, empty_noted
 from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.emulator.scenario import GUARDED_TAKES
@@ -40,7 +43,7 @@ from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
 from peerlane.emulator.torch_cuda import candidate_code
 from peerlane.emulator.triton_launches import compiled_not_interpreted
 from peerlane.emulator.turns import Meeting, Turns
-from peerlane.errors import UsageError
+from peerlane.errors import EmulatedFault, UsageError
 
 Arguments = tuple[Any, ...]
 SM_COUNT, MAX_THREADS = 2, 128
@@ -59,6 +62,8 @@ class World:
     gpu: EmulatedGpu
     from_ptx: bool
     nodes: int = 1
+    limit_s: float = math.inf
+    """processor seconds of all launches, and of compiling them"""
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
@@ -76,11 +81,18 @@ class World:
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
         self.cluster = Cluster(self.nodes, self.size)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._used_s = used.ru_utime + used.ru_stime
 
     def end_of_call(self, _: object) -> None:
         """Ends a call, once all ranks have returned from it."""
         for team in self.teams:
             team.end_of_call()
+
+    def time_left(self) -> float:
+        """Returns the processor seconds that launches may still take."""
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return min(300.0, max(0.1, self.limit_s - (used.ru_utime + used.ru_stime - self._used_s)))
 
     def team(self, members: Sequence[int]) -> Team:
         """Returns the group of these ranks."""
@@ -96,12 +108,14 @@ class Team:
     def __init__(self, world: World, members: Sequence[int]) -> None:
         self.world, self.members = world, tuple(members)
         self.meeting = Meeting(world.turns, members)
-        self.sequence = LaunchSequence(self.members, world.schedules, world.seed)
+        self.sequence = LaunchSequence(self.members, world.schedules, world.seed, world.time_left)
         self.parts: list[Part] = []
         """of all arenas of the group, on all its ranks"""
         self.faults: list[Part] = []
-        self.handles: dict[Any, Any] = {}
-        """of symmetric memory: by rank and tensor, and each rank's workspace by rank"""
+        self.handles: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        """of symmetric memory, by rank and tensor, as long as somebody has them"""
+        self.workspaces: dict[int, Any] = {}
+        """handles, by rank"""
         self.launches: Counter[str] = Counter()
         self.sources: set[str] = set()
         """hashes of the tokens of the launched kernels' sources"""
@@ -145,7 +159,14 @@ class Team:
             self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
         parts |= dict.fromkeys(self.world.space.reached(argument for item in made for argument in item.arguments))
-        step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name)
+        for member, item in zip(self.members, made, strict=True):
+            if freed := next((part for part in self.world.space.reached(item.arguments) if part.freed_on(member)), None):
+                raise EmulatedFault(
+                    f"illegal_address in {launches[0].kernel.name}: rank {member} uses {freed.name} of rank {freed.rank}, which is freed; "
+                    "keep the tensor, or its handle, as long as kernels use the memory"
+                )
+        unwritten = {part: not part.written for part in parts if part.unwritten}
+        step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name, unwritten)
         self.launches[launches[0].kernel.name] += len(launches)
         self.sources |= {launch.kernel.code.token_hash for launch in launches}
         self.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)])
@@ -218,7 +239,8 @@ class EmulatedGroup(EmulatedRank):
 
     def launch_ptx(self, launch: PtxLaunch) -> None:
         kernel = EmulatedKernel(self, Code(launch.module), launch.kernel)
-        kernel.bind(launch.grid, launch.block, launch.args, shared_bytes=launch.shared_bytes, cluster=launch.cluster)()
+        bound = kernel.bind(launch.grid, launch.block, launch.args, shared_bytes=launch.shared_bytes, cluster=launch.cluster)
+        replace(bound, dependent=launch.dependent)()
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)
@@ -261,6 +283,8 @@ class EmulatedMemory:
     def close(self) -> None:
         """Memory of emulated ranks is given back at the end of the run."""
         self.closed = True
+        for part in self._parts.values():
+            part.closed = True
 
 
 class _PartLayout(Layout):
@@ -308,6 +332,7 @@ class EmulatedLaunch:
     args: tuple[Any, ...]
     shared_bytes: int
     cluster: int
+    dependent: bool = False
 
     def __call__(self) -> None:
         for value in self.args:
@@ -325,9 +350,9 @@ class EmulatedLaunch:
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
         arguments = tuple(bytes(value) for value in self.args)
-        return Launch(
-            self.kernel.code.symbol(self.kernel.name), number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments
-        )
+        symbol = self.kernel.code.symbol(self.kernel.name)
+        made = Launch(symbol, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
+        return replace(made, dependent=self.dependent)
 
 
 class RankFailure(Exception):
@@ -351,12 +376,13 @@ class EmulatedRanks:
         gpu: EmulatedGpu | None = None,
         from_ptx: bool = False,
         nodes: int = 1,
+        limit_s: float = math.inf,
     ) -> None:
         """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100. ``from_ptx``: kernels run as
         the PTX that the GPU's compiler makes of them. ``nodes``: how many the ranks are in; an arena of ranks of different nodes raises
         UsageError."""
         sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
-        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes)
+        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes, limit_s)
         self._everyone = self._world.team(range(size))
         self._solutions: list[Callable[..., Any]] = []
         self._calls = 0
@@ -444,7 +470,7 @@ class EmulatedRanks:
             turns.end(rank, error)
 
         threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(self._world.size)]
-        with emulated_libraries(self._world.gpu):
+        with emulated_libraries(self._world.gpu), empty_noted(self._world.space):
             for thread in threads:
                 thread.start()
             for thread in threads:

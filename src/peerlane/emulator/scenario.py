@@ -14,7 +14,7 @@ from peerlane.device.host.arena import ArenaView, RemoteView
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.waits import WaitRecord
-from peerlane.emulator.job import BASE, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Job, Launch, Region, check_threads, whole_pages
+from peerlane.emulator.job import BASE, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Job, Launch, Region, whole_pages
 from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import UsageError
 
@@ -171,9 +171,11 @@ class Scenario:
         shared_bytes: int = 0,
         stream: int = 0,
         cluster: int = 1,
+        dependent: bool = False,
     ) -> None:
         """Adds one launch on every rank. ``grid`` may be a function of the rank, to see what happens when ranks disagree. ``cluster`` is
-        what the kernel's __cluster_dims__ says, which the emulator does not see: so many blocks in a row run at the same time."""
+        what the kernel's __cluster_dims__ says, which the emulator does not see: so many blocks in a row run at the same time.
+        ``dependent``: the launch may begin before the one before it has ended, and waits by griddepcontrol.wait."""
         for rank in range(self.world_size):
             sizes = (_three(grid(rank) if callable(grid) else grid), _three(block))
             if cluster < 1 or _product(sizes[0]) % cluster:
@@ -181,8 +183,7 @@ class Scenario:
                     f"scenario {self.name!r} launches {_product(sizes[0])} blocks in clusters of {cluster}; expected a multiple of that"
                 )
             arguments = tuple(self._argument(i, value, rank) for i, value in enumerate(args))
-            self.launches.append(Launch(kernel, rank, stream, *sizes, shared_bytes, cluster, arguments))
-        check_threads(self.name, self.launches[-self.world_size :])
+            self.launches.append(Launch(kernel, rank, stream, *sizes, shared_bytes, cluster, arguments, dependent=dependent))
 
     def job(self, variables: bytes = b"") -> Job:
         """Returns the scenario as the emulator runs it: every part of an arena is a region of its own. ``variables`` are a rank's device

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from peerlane.device.host.resources import Resources
@@ -16,11 +16,11 @@ from peerlane.emulator.check import Report, check_kernels, report
 from peerlane.emulator.findings import Finding, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
 from peerlane.emulator.host_memory import Part
-from peerlane.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
+from peerlane.emulator.job import VARIABLES, Job, Launch, fitted, require_all, run_job
 from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import EmulatedFault
 
-FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "endless"})
+FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misaligned_address", "misuse", "endless"})
 """Findings behind which there is no result."""
 MOST_LAUNCHES = 3
 """Launches of a sequence: faults of reuse show from the second or third launch on."""
@@ -101,10 +101,9 @@ class Builds:
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
-            if self.from_ptx:
-                program = compile_program(build.ptx())
-            else:
-                program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
+            program = build.program(
+                lambda: compile_program(code.source, defines=dict(code.defines)), compile_program, want_ptx=self.from_ptx
+            )
             self.done[code] = Compiled(program, build.kernels())
         return self.done[code]
 
@@ -126,13 +125,15 @@ class Step:
     before: dict[Part, Contents]
     name: str = ""
     """of the kernel"""
+    unwritten: Mapping[Part, bool] = field(default_factory=dict)
+    """the parts of ``before`` that host code had not written, and whether no kernel had, either"""
 
 
 class LaunchSequence:
     """The launches of one group's ranks since the host last changed memory that they use."""
 
-    def __init__(self, members: Sequence[int], schedules: int, seed: int) -> None:
-        self.members, self.schedules, self.seed = members, schedules, seed
+    def __init__(self, members: Sequence[int], schedules: int, seed: int, time_left: Callable[[], float] = lambda: 300.0) -> None:
+        self.members, self.schedules, self.seed, self._time_left = members, schedules, seed, time_left
         self.reports: list[Report] = []
         self._code: Compiled | None = None
         self._steps: list[Step] = []
@@ -145,7 +146,7 @@ class LaunchSequence:
         """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end."""
         program = code.program
         check_kernels(name, step.launches, program)
-        check_threads(name, step.launches)
+        asked, step.launches = step.launches, fitted(name, step.launches)
         joined = code if self._code is None else self._code.joined(code)
         changed = self._changed(step)
         if joined is None or (not code.modules and any(part in self._known for part in changed)):
@@ -158,7 +159,8 @@ class LaunchSequence:
         started = time.monotonic()
         fault_regions = [region for region in job.regions if region.address in {part.address for part in faults}]
         job.faults = sorted(fault_regions, key=lambda region: region.rank)
-        answer = run_job(job, program, schedules=1, seed=self.seed, keep=True)
+        answer = run_job(job, program, schedules=1, seed=self.seed, keep=True, timeout_s=self._time_left())
+        require_all(name, asked, step.launches, answer)
         said = report(job, program, answer, schedules=1, seed=self.seed, seconds=time.monotonic() - started)
         by_address = {part.address: part for part in step.before}
         for region, pages in answer.written.items():
@@ -170,7 +172,7 @@ class LaunchSequence:
             first = fatal[0]
             at = f" at {first.memory}" if first.memory else ""
             raise EmulatedFault(f"the emulator stopped {name}: {first}\n{first.kind}{at} in {name}: {first.summary}")
-        if said.findings:
+        if said.findings or said.notes:
             self.reports.append(said)
         self._steps.append(step)
         now = {part: part.contents() for part in step.before if part.shown}
@@ -221,7 +223,7 @@ class LaunchSequence:
         names = ", ".join(dict.fromkeys(step.name for step in steps if step.name))
         name = f"{names}{f', {launches} launches in a row' if launches > 1 else ''}"
         job, program, started = self._job(name, steps, expected), code.program, time.monotonic()
-        answer = run_job(job, program, schedules=self.schedules, seed=self.seed)
+        answer = run_job(job, program, schedules=self.schedules, seed=self.seed, timeout_s=self._time_left())
         self.reports.append(report(job, program, answer, schedules=self.schedules, seed=self.seed, seconds=time.monotonic() - started))
 
     def _forget(self) -> None:
@@ -232,7 +234,13 @@ class LaunchSequence:
         for step in steps:
             for part, contents in step.before.items():
                 first.setdefault(part, contents)
-        regions = [part.region(self._number(part.rank), contents, expected.get(part)) for part, contents in first.items()]
+        # What host code wrote between two launches, however it wrote, is written.
+        latest = {part: step for step in steps if step.name for part in step.before}
+        began = {part: step for step in reversed(steps) if step.name for part in step.before}
+        unwritten = {part for part in latest if began[part].unwritten.get(part) and part in latest[part].unwritten}
+        regions = [
+            part.region(self._number(part.rank), contents, expected.get(part), part in unwritten) for part, contents in first.items()
+        ]
         launches = [launch for step in steps for launch in step.launches]
         kept = sorted((region for region in regions if region.name == VARIABLES), key=lambda region: region.rank)
         return Job(name, len(self.members), regions, launches, globals=kept)

@@ -21,7 +21,7 @@ import torch
 
 from peerlane.device.host.group import Group
 from peerlane.emulator.check import Report
-from peerlane.emulator.findings import Finding
+from peerlane.emulator.findings import Finding, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds
 from peerlane.emulator.host_libraries import prepare
 from peerlane.emulator.ranks import Arguments, EmulatedRanks, RankFailure, tensors_of
@@ -51,6 +51,11 @@ class Outcome:
     @property
     def findings(self) -> list[Finding]:
         return findings(self.reports)
+
+    @property
+    def notes(self) -> list[Finding]:
+        """What is right on GPUs of today, though PTX does not promise it."""
+        return merged(note for report in self.reports for note in report.notes)
 
 
 def run(

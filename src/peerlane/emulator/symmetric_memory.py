@@ -107,6 +107,7 @@ def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> 
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else size
     dtype = dtype or torch.get_default_dtype()
     part = _part(group, f"symmetric memory {shape} of {str(dtype).removeprefix('torch.')}", math.prod(shape) * dtype.itemsize)
+    part.fresh, part.mapped[group.member] = part.memory, part
     return part.memory.view(dtype).view(shape)
 
 
@@ -139,6 +140,9 @@ class SymmetricMemory:
         for part in (*self._parts, *self._pads):
             if part not in group.team.parts:
                 group.team.parts.append(part)
+        for part in self._parts:
+            part.mapped[group.member] = own
+        self._tensor = tensor
         self.rank, self.world_size, self.device = group.rank, group.world_size, torch.device("cuda", group.member)
         self.buffer_size, self.signal_pad_size, self.offset = own.nbytes, SIGNAL_PAD_BYTES, 0
         self._shape, self._dtype = tuple(tensor.shape), tensor.dtype

@@ -110,7 +110,9 @@ class TritonLaunch:
             _packed(group, kind, name, value) for (kind, _, name, _), value in zip(self._entry.parameters, values, strict=True)
         ]
         threads = 32 * metadata.num_warps
-        group.launch_ptx(PtxLaunch(self._ptx, self._entry.name, (x, y, z), (threads,), packed_values, metadata.shared))
+        dependent = bool(getattr(metadata, "launch_pdl", False))
+        grid = (x, y, z)
+        group.launch_ptx(PtxLaunch(self._ptx, self._entry.name, grid, (threads,), packed_values, metadata.shared, dependent=dependent))
 
 
 def _flat(values: Any) -> Iterator[Any]:

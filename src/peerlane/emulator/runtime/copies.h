@@ -60,19 +60,24 @@ inline void Machine::end_phase(Mbarrier& barrier) {
     ++version_;
 }
 
-inline void Machine::mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site) {
+inline std::uint32_t Machine::mbarrier_arrive(
+    std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t arrivals, bool drop, std::uint32_t site) {
     maybe_pause();
     Mbarrier& known = find_mbarrier(barrier, site);
     touch(known.offset, 8, writes | updates | atomic | mbarrier_scope(*current->block), site);
-    if (known.pending == 0) {
+    if (known.pending < arrivals) {
         current->site = site;
         fatal({"misuse", "more arrivals in a phase of an mbarrier than it was initialised for", {side(*current, "arrives")}});
     }
-    if (Block& block = owner(known.offset, site); &block != current->block) block.arrivals[current->id] = {current->clock, site};
-    contribute(known.meeting, *current);
+    if (Block& block = owner(known.offset, site); arrivals && &block != current->block) block.arrivals[current->id] = {current->clock, site};
+    const std::uint32_t phase = known.phase;
     known.bytes += bytes;
-    --known.pending;
+    if (!arrivals) return phase;
+    contribute(known.meeting, *current);
+    known.pending -= arrivals;
+    if (drop) known.expected -= arrivals;
     end_phase(known);
+    return phase;
 }
 
 inline bool Machine::mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site) {
@@ -199,7 +204,7 @@ inline void Machine::signal(Copy& copy) {
     value += copy.add;
     std::memcpy(memory.address(copy.counter), &value, sizeof value);
     Handover& handed = make_handover(copy.counter, copy.actor);
-    const Ref<Snapshot> before = handed.released[relation(handed.writer, copy.actor)];
+    const Ref<Snapshot> before = handed.released[relation(handed.writer, handed.written, copy.actor)];
     const Ref<Snapshot> now(new Snapshot(copy.view));
     set(now->view.seen[View::ordinary], copy.actor, copy.clock + 1);
     if (before) now->view.absorb(before->view);
@@ -240,8 +245,9 @@ inline bool Machine::copy_judges(
         if (written && !ordinary && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
         return true;
     }
-    const Odds kind = odds(record, part, access);
+    Odds kind = odds(record, part, access);
     if (kind == Odds::none) return false;
+    if (record.clock <= at(copy.view.seen[View::boundary], record.actor)) kind = Odds::boundary;
     report_pair(kind, record, access, offset, bytes);
     return true;
 }
@@ -277,6 +283,7 @@ inline void Machine::copy_goes_on(std::size_t index) {
         // An adding copy adds in one step, at the memory that it adds to.
         constexpr std::uint8_t adds = writes | updates | atomic | system_scope << scope_shift;
         const std::uint8_t how = copy->combine == Combine::replace ? std::uint8_t(writes) : adds;
+        rounded_ |= copy->combine != Combine::replace && copy->combine != Combine::add_u32;
         for (const Segment& segment : copy->segments) {
             if (segment.target) {
                 copy_access(*copy, memory.offset(segment.target), segment.bytes, how, copy->clock + 1);

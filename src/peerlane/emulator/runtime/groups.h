@@ -37,7 +37,7 @@ inline Finding Machine::mismatch(std::string detail, const Fiber& other, std::ui
 }
 
 // What compute-sanitizer's synccheck says of barriers of a block.
-inline void Machine::check_barrier(const Meeting& meeting, std::uint32_t number, std::uint32_t threads, std::uint32_t site) {
+inline void Machine::check_barrier(const Meeting& meeting, std::uint32_t number, std::uint32_t threads, std::uint32_t place, std::uint32_t site) {
     if (number >= 16 || threads % 32) {
         const std::string what = number >= 16 ? "number " + std::to_string(number) + ": a block has barriers 0 to 15"
                                               : std::to_string(threads) + " threads: expected a multiple of 32";
@@ -53,7 +53,9 @@ inline void Machine::check_barrier(const Meeting& meeting, std::uint32_t number,
                        *meeting.first, meeting.site, site));
     }
     if (!threads && !meeting.expected && meeting.site != site) {
-        report(mismatch("some threads of the block meet in one __syncthreads(), others in another", *meeting.first, meeting.site, site));
+        Finding finding = mismatch("some threads of the block meet in one __syncthreads(), others in another", *meeting.first, meeting.site, site);
+        finding.offset = meeting.place != place;  // else the compiler may have put one of the source there twice
+        report(std::move(finding));
     }
 }
 
@@ -80,11 +82,11 @@ inline void Machine::check_warp(const Warp& warp, const Warp::Exchange& own, con
     }
 }
 
-inline void Machine::barrier(std::uint32_t number, std::uint32_t threads, bool wait_for_it, std::uint32_t site) {
+inline void Machine::barrier(std::uint32_t number, std::uint32_t threads, bool wait_for_it, std::uint32_t place, std::uint32_t site) {
     Fiber& fiber = *current;
     Meeting& meeting = fiber.block->barriers[number % 16];
-    check_barrier(meeting, number, threads, site);
-    if (!meeting.arrived) meeting.first = &fiber, meeting.site = site;
+    check_barrier(meeting, number, threads, place, site);
+    if (!meeting.arrived) meeting.first = &fiber, meeting.site = site, meeting.place = place;
     meeting.expected = threads;
     contribute(meeting, fiber);
     if (wait_for_it) meeting.waiting.push_back(&fiber);
@@ -196,6 +198,10 @@ inline void Machine::thread_ends(Fiber& fiber) {
     warp.live &= ~(1u << fiber.index % 32);
     --block.live;
     contribute(block.end, fiber);
+    View& end = block.end.sum;  // what it has seen, but not acquired, counts from here on if the end of a launch counts
+    for (const auto& pending : fiber.pending) {
+        for (const Ref<Snapshot>& known : pending) end.seen[View::boundary] = join(end.seen[View::boundary], known->view.seen[View::ordinary]);
+    }
     for (Meeting& barrier : block.barriers) {
         if (barrier.arrived && !barrier.expected && barrier.arrived == block.live) conclude(barrier);
     }
@@ -235,6 +241,7 @@ inline void Machine::block_ends(Block& block) {
     stream.end.absorb(block.end.sum);
     --stream.live_blocks;
     --resident_[stream.rank];
+    if (stream.scarce && live_in_cluster(block) == 0) stream.free.push_back(static_cast<std::uint32_t>(block.cluster->key - stream.first_block));
     start_blocks();
     stream_goes_on(stream);
 }

@@ -67,21 +67,26 @@ class Machine {
 
     // races.h
     void plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
+    void put(void* address, const void* value, std::uint32_t bytes, std::uint32_t site);
+    void read_only(const void* address, std::uint32_t bytes, std::uint32_t site);
     [[noreturn]] void crash(const char* what, std::uint32_t site);
 
     // order.h
     void load(const void* address, void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
     void store(void* address, const void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
     void update(void* address, std::uint32_t bytes, unsigned scope, unsigned order, Change change, void* context, std::uint32_t site);
+    void load_halves(const void* address, void* value, unsigned scope, unsigned order, std::uint32_t site);
+    void store_halves(void* address, const void* value, unsigned scope, unsigned order, std::uint32_t site);
+    void wait_for_launch();
     std::uint32_t multicast(const void* address, std::uint32_t bytes, void** parts, std::uint32_t site);
-    void fence(unsigned scope);
+    void fence(unsigned scope, unsigned order);
     void proxy_fence(unsigned proxy);
     std::uint64_t time(std::uint32_t site);
     void pause();
     [[noreturn]] void trap(std::uint32_t site);
 
     // groups.h
-    void barrier(std::uint32_t number, std::uint32_t threads, bool wait, std::uint32_t site);
+    void barrier(std::uint32_t number, std::uint32_t threads, bool wait, std::uint32_t place, std::uint32_t site);
     void warp_barrier(std::uint32_t mask, std::uint32_t site);
     const unsigned long long* warp_exchange(std::uint32_t mask, unsigned long long value, std::uint32_t site);
     std::uint32_t cluster_rank() const;
@@ -91,7 +96,7 @@ class Machine {
     // copies.h
     void mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals, std::uint32_t site);
     void mbarrier_init_fence();
-    void mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site);
+    std::uint32_t mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t arrivals, bool drop, std::uint32_t site);
     bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site);
     void async(const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site);
     void remote(void* target, const void* source, std::uint32_t bytes, std::uint64_t* counter, std::uint64_t add, std::uint32_t site);
@@ -116,12 +121,13 @@ class Machine {
     };
 
     // races.h
-    enum class Odds { none, race, narrow_scope, torn, lost_update, proxy_fence };
+    enum class Odds { none, race, narrow_scope, torn, lost_update, proxy_fence, boundary, same_value, read_only };
+    void preempt();
     void touch(std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
     bool allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const;
     bool happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);
     Odds odds(const Record& record, std::uint16_t part, const Access& access) const;
-    Scope relation(Actor a, Actor b) const;
+    Scope relation(Actor a, Clock when, Actor b) const;
     void report_pair(Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes);
     void report(Finding finding);
     [[noreturn]] void fatal(Finding finding);
@@ -134,13 +140,16 @@ class Machine {
     Handover* handover(std::uint64_t offset);
     Handover& make_handover(std::uint64_t offset, Actor writer);
     Ref<Snapshot> snapshot(Fiber& fiber);
+    static void hear(Fiber& fiber, const Handover& found);
+    bool seen(const Handover& handed, const Fiber& fiber) const;
+    std::string unheard_fence(const Record& record) const;
     static void learn(Fiber& fiber, Scope needed, const Ref<Snapshot>& known, unsigned order);
     void take_over(Fiber& fiber, unsigned scope);
 
     // groups.h
     static void contribute(Meeting& meeting, Fiber& fiber);
     void conclude(Meeting& meeting);
-    void check_barrier(const Meeting& meeting, std::uint32_t number, std::uint32_t threads, std::uint32_t site);
+    void check_barrier(const Meeting& meeting, std::uint32_t number, std::uint32_t threads, std::uint32_t place, std::uint32_t site);
     void check_warp(const Warp& warp, const Warp::Exchange& own, const char* name, std::uint32_t site);
     Finding mismatch(std::string detail, const Fiber& other, std::uint32_t other_site, std::uint32_t site) const;
     void meet(Warp::Exchange& exchange, bool orders, const char* name, std::uint32_t site);
@@ -179,6 +188,7 @@ class Machine {
     void draw_order(Stream& stream);
     void bring_globals(int rank);
     Block& start_block(Stream& stream);
+    static std::uint32_t places(const Launch& launch);
     void stream_goes_on(Stream& stream);
     static void thread_main();
     void no_progress();
@@ -206,6 +216,8 @@ class Machine {
     Style style_{};
     int schedule_ = 0;
     void* scheduler_ = nullptr;  // its stack pointer
+    std::vector<Fiber*> halfway_;  // threads in the midst of a store of 16 bytes
+    bool rounded_ = false;         // a sum was made whose result depends on the order
     std::vector<Fiber*> lists_[2];  // runnable, polling
     std::vector<std::uint32_t> resident_;  // blocks by rank
     std::uint64_t version_ = 1;  // of all that a thread could wait for

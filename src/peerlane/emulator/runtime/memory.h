@@ -4,11 +4,14 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
+
+#include "../include/peerlane_emulator/half.h"
 
 namespace peerlane::emulator {
 
@@ -28,6 +31,8 @@ struct Buffer {
     int block = -1;  // only this block's threads (shared memory), or -1
     const char* expected = nullptr;  // what must lie here after a schedule
     std::vector<std::uint64_t> multicast{};  // offsets of the memory on each rank that this stands for, if it is a multicast address
+    bool unwritten = false;  // nobody has written it before
+    std::uint32_t number = 0;  // bytes of the floating-point numbers here, 18 for bf16; 0: others
 };
 
 class Memory {
@@ -92,15 +97,39 @@ class Memory {
     // Pages that the last schedule has written.
     const std::vector<std::uint64_t>& dirty_pages() const { return dirty_pages_; }
 
-    // Offset of the first byte of a buffer that differs from what was expected; its end if none does.
-    std::uint64_t first_difference(const Buffer& buffer) const {
+    // Offset of the first byte of a buffer that differs from what was expected; its end if none does. `rounded`: floating-point numbers may
+    // be the same sums in another order.
+    std::uint64_t first_difference(const Buffer& buffer, bool rounded) const {
         const char* found = base_ + buffer.begin;
         const std::uint64_t size = buffer.end - buffer.begin;
         if (!buffer.expected || std::memcmp(found, buffer.expected, size) == 0) return buffer.end;
+        if (rounded && buffer.number) return first_other_number(buffer, buffer.number % 16, size);
         return buffer.begin + (std::mismatch(found, found + size, buffer.expected).first - found);
     }
 
   private:
+    // How many terms a sum had, and how large they were, is not known: a small part of the largest number counts as rounding.
+    std::uint64_t first_other_number(const Buffer& buffer, std::uint64_t width, std::uint64_t size) const {
+        const char* found = base_ + buffer.begin;
+        double largest = 0;
+        for (std::uint64_t i = 0; i + width <= size; i += width) {
+            const double value = std::fabs(number(buffer.expected + i, buffer.number));
+            if (std::isfinite(value)) largest = std::max(largest, value);
+        }
+        const double rounding = std::ldexp(largest, buffer.number == 18 ? -5 : buffer.number == 2 ? -8 : buffer.number == 4 ? -12 : -40);
+        for (std::uint64_t i = 0; i + width <= size; i += width) {
+            if (std::memcmp(found + i, buffer.expected + i, width) == 0) continue;
+            if (!(std::fabs(number(found + i, buffer.number) - number(buffer.expected + i, buffer.number)) <= rounding)) return buffer.begin + i;
+        }
+        return buffer.end;
+    }
+    static double number(const char* at, std::uint32_t kind) {
+        double wide;
+        float narrow;
+        unsigned short half;
+        std::memcpy(&wide, at, kind == 8 ? 8 : 0), std::memcpy(&narrow, at, kind == 4 ? 4 : 0), std::memcpy(&half, at, kind == 2 || kind == 18 ? 2 : 0);
+        return kind == 8 ? wide : kind == 4 ? narrow : kind == 2 ? widen_f16(half) : widen_bf16(half);
+    }
     void restore(std::uint64_t page) {
         const Content& content = initial_[page];
         if (content.bytes < page_bytes) std::memset(base_ + page * page_bytes, 0, page_bytes);

@@ -18,6 +18,22 @@ inline Handover& Machine::make_handover(std::uint64_t offset, Actor writer) {
     return handovers_.emplace_back(Handover{offset, writer, {}});
 }
 
+// What comes with every flag, if launches that have ended count.
+inline void Machine::hear(Fiber& fiber, const Handover& found) {
+    if (found.writer != fiber.id) fiber.block->heard_from = found.writer;
+    if (fiber.heard_boundary == found.boundary && fiber.heard_reads == found.reads) return;
+    fiber.heard_boundary = found.boundary, fiber.heard_reads = found.reads;
+    Ref<Vector>* const seen = fiber.view.seen;
+    seen[View::boundary] = join(seen[View::boundary], found.boundary);
+    seen[View::reads] = join(seen[View::reads], found.reads);
+}
+
+// Whether a thread knows that somebody has seen the value that is there.
+inline bool Machine::seen(const Handover& handed, const Fiber& fiber) const {
+    if (handed.reader == fiber.id && handed.read >= fiber.start) return true;
+    return handed.reader != 0xffff && handed.read <= at(fiber.view.seen[View::ordinary], handed.reader);
+}
+
 // The thread's knowledge so far, itself included. What it does afterwards is not part of it.
 inline Ref<Snapshot> Machine::snapshot(Fiber& fiber) {
     set(fiber.view.seen[View::ordinary], fiber.id, fiber.clock++);
@@ -49,12 +65,14 @@ inline void Machine::learn(Fiber& fiber, Scope needed, const Ref<Snapshot>& know
 // Whether the access is to no rank's memory: then it is done, but nothing is known about it.
 inline bool Machine::outside(const void* address, std::uint32_t bytes, std::uint32_t site) {
     const std::uint64_t offset = this->offset(address);
-    if (memory.holds(offset) && offset % bytes) {
-        Finding finding{"illegal_address", "an atomic access that is not aligned to its size", {side(*current, "")}};
+    if (!memory.holds(offset)) return true;
+    if (offset % bytes) {
+        Finding finding{"misaligned_address", "", {side(*current, "accesses " + std::to_string(bytes) + " bytes")}};
         finding.sides[0].site = site;
+        locate(finding, offset);
         fatal(std::move(finding));
     }
-    return !memory.holds(offset);
+    return false;
 }
 
 inline void Machine::load(const void* address, void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site) {
@@ -63,9 +81,11 @@ inline void Machine::load(const void* address, void* value, std::uint32_t bytes,
         const std::uint64_t offset = this->offset(address);
         poll(offset, bytes, site);
         touch(offset, bytes, atomic | scope << scope_shift, site);
-        if (const Handover* found = handover(offset)) {
+        if (Handover* found = handover(offset)) {
             Fiber& fiber = *current;
-            const Scope needed = relation(found->writer, fiber.id);
+            hear(fiber, *found);
+            found->reader = fiber.id, found->read = fiber.clock;
+            const Scope needed = relation(found->writer, found->written, fiber.id);
             const Ref<Snapshot>& known = found->released[needed];
             if (known && needed <= scope) {
                 learn(fiber, needed, known, order);
@@ -85,6 +105,8 @@ inline void Machine::store(void* address, const void* value, std::uint32_t bytes
         const Ref<Snapshot> now = order & release ? snapshot(fiber) : Ref<Snapshot>();
         Handover& handed = make_handover(offset, fiber.id);
         handed.writer = fiber.id;
+        handed.boundary = fiber.view.seen[View::boundary], handed.reads = fiber.view.seen[View::ordinary];
+        handed.reader = 0xffff, handed.written = fiber.clock;
         for (unsigned s = 0; s < scopes; ++s) handed.released[s] = s > scope ? Ref<Snapshot>() : now ? now : fiber.released[s];
         if (!same) ++version_;
         budget_ = std::min(budget_, 1 + random_.below(4));
@@ -109,7 +131,9 @@ inline void Machine::update(
         current = fiber;
         touch(offset, bytes, (stored ? writes | updates : 0) | atomic | scope << scope_shift, site);
         Handover& handed = make_handover(offset, fiber->id);
-        const Scope from = relation(handed.writer, fiber->id);
+        hear(*fiber, handed);
+        rounded_ |= (order & rounds) != 0;
+        const Scope from = relation(handed.writer, handed.written, fiber->id);
         if (handed.released[from] && from <= scope) {
             learn(*fiber, from, handed.released[from], order);
         }
@@ -128,7 +152,11 @@ inline void Machine::update(
             }
             handed.writer = fiber->id;
             for (unsigned s = 0; s < scopes; ++s) handed.released[s] = handed_on[s];
+            handed.boundary = fiber->view.seen[View::boundary];  // with what it has heard right now
+            handed.reads = join(fiber->view.seen[View::ordinary], handed.reads);
+            handed.written = fiber->clock;
         }
+        handed.reader = fiber->id, handed.read = fiber->clock;
         if (changed) ++version_;
         budget_ = std::min(budget_, 1 + random_.below(4));
     } else {
@@ -136,6 +164,31 @@ inline void Machine::update(
         current = fiber;
     }
 }
+
+// Between the halves others may run, and see one.
+inline void Machine::store_halves(void* address, const void* value, unsigned scope, unsigned order, std::uint32_t site) {
+    Fiber& fiber = *current;
+    outside(address, 16, site);
+    fiber.halfway = this->offset(address);
+    const unsigned first = random_.below(2) * 8;
+    store(static_cast<char*>(address) + first, static_cast<const char*>(value) + first, 8, scope, order, site);
+    halfway_.push_back(&fiber);
+    store(static_cast<char*>(address) + (8 - first), static_cast<const char*>(value) + (8 - first), 8, scope, order, site);
+    std::erase(halfway_, &fiber);
+}
+
+inline void Machine::load_halves(const void* address, void* value, unsigned scope, unsigned order, std::uint32_t site) {
+    outside(address, 16, site);
+    load(address, value, 8, scope, order, site);
+    load(static_cast<const char*>(address) + 8, static_cast<char*>(value) + 8, 8, scope, order, site);
+    Fiber& fiber = *current;
+    fiber.torn = {};
+    for (const Fiber* other : halfway_) {
+        if (other->halfway == this->offset(address)) fiber.torn = {site, other->site};
+    }
+}
+
+inline void Machine::wait_for_launch() { current->view.absorb(current->block->stream->before); }
 
 // The memory on each rank for which a multicast address of the caller's stands. It has no other use.
 inline std::uint32_t Machine::multicast(const void* address, std::uint32_t bytes, void** parts, std::uint32_t site) {
@@ -158,10 +211,11 @@ inline std::uint32_t Machine::multicast(const void* address, std::uint32_t bytes
 
 // ---- fences and time --------------------------------------------------------------------------------------------------------------------
 
-inline void Machine::fence(unsigned scope) {
+inline void Machine::fence(unsigned scope, unsigned order) {
     maybe_pause();
     Fiber& fiber = *current;
-    take_over(fiber, scope);
+    if (order & acquire) take_over(fiber, scope);
+    if (!(order & release)) return;
     const Ref<Snapshot> now = snapshot(fiber);
     for (unsigned s = 0; s <= scope; ++s) fiber.released[s] = now;
 }

@@ -48,7 +48,12 @@ struct Fiber {
     Actor id = 0;
     Clock clock = 0;
     std::vector<Slot> slots;
-    std::vector<Clock> launches;  // the clock at the start of each launch of this schedule
+    struct Begin {
+        Clock clock;
+        const Block* block;
+    };
+    std::vector<Begin> begins;  // of the blocks of this schedule that it was part of
+    Clock start = 0;            // the last of them
 
     // New in every launch.
     Block* block = nullptr;
@@ -60,6 +65,10 @@ struct Fiber {
     Ref<Snapshot> initialised;                   // what came before the last mbarrier_init_fence
     std::vector<Ref<Snapshot>> pending[scopes];  // seen by relaxed loads, taken over by the next fence of at least this scope
     Groups groups[queues];
+    bool host = false;                 // it is host code, between two launches
+    std::uint64_t halfway = ~0ull;     // the offset of 16 bytes of which it has stored half
+    std::pair<std::uint32_t, std::uint32_t> torn{};  // sites of a load that saw half of such a store, and of the store; 0: the last load did not
+    Ref<Vector> heard_boundary, heard_reads;  // what came with that
 
     // For the scheduler.
     State state = State::ended;
@@ -83,7 +92,7 @@ struct Meeting {
     View last;  // what was added last, to add it once
     std::vector<Fiber*> waiting;
     const Fiber* first = nullptr;  // who came first, and where: at a barrier
-    std::uint32_t site = 0;
+    std::uint32_t site = 0, place = 0;
 };
 
 struct Warp {
@@ -114,6 +123,7 @@ struct Launch {
     std::uint32_t shared_bytes;
     std::uint32_t cluster;  // blocks of a cluster: neighbours in the grid
     std::uint32_t resident_blocks;  // of its rank, at a time
+    bool dependent;  // may begin before the launch before has ended (programmatic dependent launch)
     std::vector<void*> arguments;
     std::uint32_t number = 0;  // in its stream
 };
@@ -123,6 +133,7 @@ struct Stream;
 struct Block {
     const Launch* launch;
     Stream* stream;
+    View start;  // what is known at its start
     Uint3 index;
     int key;  // its number in the whole run: the same for the blocks of this place in all launches
     std::uint64_t dynamic_shared, static_shared;  // offsets
@@ -134,6 +145,7 @@ struct Block {
     std::vector<Warp> warps;
     std::deque<Mbarrier> mbarriers;
     Meeting end;
+    Actor heard_from = 0xffff;  // who sent the last flag that one of its threads saw
     Meeting cluster_barrier;  // of the cluster, in its first block
     std::unordered_map<Actor, std::pair<Clock, std::uint32_t>> arrivals;  // of other blocks' threads at its mbarriers: the last of each, and its site
 
@@ -157,8 +169,11 @@ struct Stream {
     // New in every schedule.
     std::size_t next_launch = 0;
     std::uint32_t next_block = 0, live_blocks = 0;
+    std::vector<std::uint32_t> free;   // places for clusters of the current launch, if it has more blocks than places
+    bool scarce = false;               // that it has
     std::vector<std::uint32_t> order;  // in which clusters of the current launch start, where not all are resident; empty: by their numbers
     View view;       // what is known at the start of the current launch
+    View before;     // what is known when the launch before has ended: the same, unless they may overlap
     View end;        // what its blocks knew that have ended
     int copies = 0;  // that it has started, still under way
 };
@@ -185,6 +200,10 @@ struct Handover {
     std::uint64_t offset;
     Actor writer;
     Ref<Snapshot> released[scopes];
+    Ref<Vector> boundary{}, reads{};  // see View; they come with every store
+    Clock written = 0;      // when the writer did it
+    Actor reader = 0xffff;  // the last thread that has seen the value, and when
+    Clock read = 0;
 };
 
 }  // namespace peerlane::emulator

@@ -12,7 +12,9 @@ namespace peerlane::emulator {
 
 inline std::uint64_t whole_pages(std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes * page_bytes; }
 
-// Threads have a number for the whole run, by stream, block and place in the block; blocks of one place use the same shared memory.
+// Threads have a number for the whole run, by stream, place of the block and place in the block. Blocks of one place use the same shared memory:
+// those of all launches with this number, and where a launch has more blocks than fit, several of one launch in turn. Who knows what the later
+// ones did then counts as knowing what the earlier ones did.
 inline void Machine::prepare(
     std::uint64_t base, std::vector<Buffer> buffers, const std::vector<Content>& contents, std::uint64_t static_shared_bytes) {
     static_shared_bytes_ = static_shared_bytes;
@@ -24,7 +26,7 @@ inline void Machine::prepare(
         Stream& stream = streams_[entry->second];
         ranks = std::max(ranks, launch.rank + 1);
         launch.number = static_cast<std::uint32_t>(stream.launches.size());
-        stream.max_blocks = std::max(stream.max_blocks, launch.grid.x * launch.grid.y * launch.grid.z);
+        stream.max_blocks = std::max(stream.max_blocks, places(launch));
         stream.max_threads = std::max(stream.max_threads, launch.block.x * launch.block.y * launch.block.z);
         stream.max_shared_bytes = std::max(stream.max_shared_bytes, launch.shared_bytes);
         stream.launches.push_back(launch);
@@ -75,6 +77,9 @@ inline void Machine::run(int schedule, std::uint64_t seed) {
     random_ = Random(seed * 1'000'003 + static_cast<std::uint64_t>(schedule));
     for (int i = 0; i < 4; ++i) random_();
     memory.restore();
+    for (const Buffer& buffer : memory.buffers()) {
+        if (buffer.unwritten) shadow_.forget(buffer.begin, buffer.end - buffer.begin);
+    }
     globals.rank = -1;  // what the section holds is of the last schedule
     time_ = 1'000'000 + random_.below(1'000'000);
     aborted_ = false;
@@ -92,7 +97,7 @@ inline void Machine::run(int schedule, std::uint64_t seed) {
 }
 
 inline void Machine::abandon(const char* kind, const char* what) {
-    report({kind, what, {side(*current, "goes wrong after this place")}});
+    report({kind, what, {side(*current, std::strcmp(kind, "misaligned_address") ? "goes wrong after this place" : "uses such an address")}});
     switches += schedule_switches_;
     clear();
 }
@@ -100,7 +105,7 @@ inline void Machine::abandon(const char* kind, const char* what) {
 inline void Machine::compare() {
     for (std::size_t i = 1; i < memory.buffers().size(); ++i) {
         const Buffer& buffer = memory.buffers()[i];
-        const std::uint64_t found = memory.first_difference(buffer);
+        const std::uint64_t found = memory.first_difference(buffer, rounded_);
         if (found == buffer.end) continue;
         Finding finding{"wrong_result", "", {}};
         finding.buffer = static_cast<int>(i);
@@ -111,6 +116,11 @@ inline void Machine::compare() {
             std::snprintf(text, sizeof text, "%02x", bytes[k]);
             finding.detail += text;
         }
+        for (const Fiber& fiber : fibers_) {
+            if (!fiber.torn.first || !finding.sides.empty()) continue;
+            finding.sides = {side(fiber, "goes on with half of a store of 16 bytes"), side(fiber, "loads what was stored")};
+            finding.sides[0].site = fiber.torn.first, finding.sides[1].site = fiber.torn.second;
+        }
         report(std::move(finding));
     }
 }
@@ -118,8 +128,9 @@ inline void Machine::compare() {
 inline void Machine::clear() {
     current = nullptr;
     patience_ = 0;
-    desperate_ = idle_ = false;
+    desperate_ = idle_ = rounded_ = false;
     last_write_ = 0;
+    halfway_.clear();
     copies_.clear();
     handovers_.clear();
     for (auto& list : lists_) list.clear();
@@ -128,10 +139,11 @@ inline void Machine::clear() {
     for (Fiber& fiber : fibers_) {
         floor = std::max(floor, fiber.clock);
         for (const Slot& slot : fiber.slots) floor = std::max(floor, slot.clock);
-        fiber.launches.clear();
+        fiber.begins.clear();
         fiber.block = nullptr;
         fiber.state = State::ended;
         fiber.view = View{};
+        fiber.heard_boundary = fiber.heard_reads = Ref<Vector>();
         for (int s = 0; s < scopes; ++s) fiber.released[s] = Ref<Snapshot>(), fiber.pending[s].clear();
         fiber.initialised = Ref<Snapshot>();
         for (Groups& groups : fiber.groups) groups.closed.clear(), groups.open.clear();
@@ -140,7 +152,7 @@ inline void Machine::clear() {
     for (Stream& stream : streams_) {
         stream.next_launch = 0;
         stream.next_block = stream.live_blocks = 0;
-        stream.view = stream.end = View{};
+        stream.view = stream.before = stream.end = View{};
         stream.copies = 0;
     }
     blocks_.clear();

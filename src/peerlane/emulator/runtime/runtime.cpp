@@ -7,6 +7,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/time.h>
+#include <ucontext.h>
 
 #include "run.h"
 
@@ -59,10 +60,14 @@ inline void ordinary(const void* address, std::uint32_t bytes, std::uint8_t flag
     machine->crash("a write to a variable of a template, of which there is one for all ranks here: use a plain __device__ variable", site);
 }
 
-inline void ordinary_write(const void* address, std::uint32_t bytes, std::uint32_t site) {
+inline void refuse_shared_variable(const void* address, std::uint32_t site) {
     const auto number = reinterpret_cast<std::uint64_t>(address);
     const bool in_program = number >= program.data_begin && number < program.data_end;
     if (machine->current && in_program && !machine->globals.holds(address)) shared_variable(site);
+}
+
+inline void ordinary_write(const void* address, std::uint32_t bytes, std::uint32_t site) {
+    refuse_shared_variable(address, site);
     ordinary(address, bytes, writes, site);
 }
 
@@ -81,12 +86,23 @@ inline void volatile_write(void* address, std::uint32_t bytes, std::uint32_t sit
 }
 
 sigjmp_buf crashed;
+std::uint32_t trap_site = 0;  // of the instruction that the compiler put behind a failed test of an address
 
-void on_crash(int number, siginfo_t* info, void*) {
+std::uint64_t program_counter(void* context) {
+    const mcontext_t& machine_context = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+    return static_cast<std::uint64_t>(machine_context.gregs[REG_RIP]);
+#else
+    return machine_context.pc;
+#endif
+}
+
+void on_crash(int number, siginfo_t* info, void* context) {
     if (!machine || !machine->current) {
         signal(number, SIG_DFL);
         return;
     }
+    trap_site = static_cast<std::uint32_t>(program_counter(context) - program.base);
     siglongjmp(crashed, machine->is_stack_guard(info->si_addr) ? -1 : number);
 }
 
@@ -109,7 +125,7 @@ bool run_or_crash(int schedule, std::uint64_t seed) {
         case SIGVTALRM: machine->abandon("endless", "a thread ran for 10 s and never let others run"); return false;
         case -1: machine->abandon("crash", "the stack of a thread is full"); break;
         case SIGFPE: machine->abandon("crash", "division by zero"); break;
-        case SIGILL: machine->abandon("crash", "code that can not be reached was reached"); break;
+        case SIGILL: case SIGTRAP: machine->current->site = trap_site; machine->abandon("misaligned_address", ""); break;
         default: machine->abandon("crash", "an access to memory that is nobody's");
     }
     return true;
@@ -171,10 +187,23 @@ void peerlane_update(void* address, unsigned bytes, unsigned scope, unsigned ord
 unsigned peerlane_multicast(const void* address, unsigned bytes, void** parts) {
     return machine->multicast(address, bytes, parts, SITE);
 }
-void peerlane_fence(unsigned scope) { machine->fence(scope); }
+void peerlane_load_halves(const void* address, void* value, unsigned scope, unsigned order) {
+    machine->load_halves(address, value, scope, order, SITE);
+}
+void peerlane_store_halves(void* address, const void* value, unsigned scope, unsigned order) {
+    machine->store_halves(address, value, scope, order, SITE);
+}
+void peerlane_read_only(const void* address, unsigned bytes) { machine->read_only(address, bytes, SITE); }
+void peerlane_put(void* address, const void* value, unsigned bytes) {
+    refuse_shared_variable(address, SITE);
+    machine->put(address, value, bytes, SITE);
+}
+void peerlane_wait_for_launch() { machine->wait_for_launch(); }
+void peerlane_is_host() { machine->current->host = true; }
+void peerlane_fence(unsigned scope, unsigned order) { machine->fence(scope, order); }
 void peerlane_proxy_fence(unsigned proxy) { machine->proxy_fence(proxy); }
 
-void peerlane_barrier(unsigned number, unsigned threads, bool wait) { machine->barrier(number, threads, wait, SITE); }
+void peerlane_barrier(unsigned number, unsigned threads, bool wait, unsigned place) { machine->barrier(number, threads, wait, place, SITE); }
 void peerlane_warp_barrier(unsigned mask) { machine->warp_barrier(mask, SITE); }
 const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value) {
     return machine->warp_exchange(mask, value, SITE);
@@ -195,8 +224,8 @@ void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals) {
     machine->mbarrier_init(reinterpret_cast<std::uint64_t*>(barrier), arrivals, SITE);
 }
 void peerlane_mbarrier_init_fence() { machine->mbarrier_init_fence(); }
-void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes) {
-    machine->mbarrier_arrive(reinterpret_cast<std::uint64_t*>(barrier), expected_bytes, SITE);
+unsigned peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes, unsigned arrivals, bool drop) {
+    return machine->mbarrier_arrive(reinterpret_cast<std::uint64_t*>(barrier), expected_bytes, arrivals, drop, SITE);
 }
 bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity) {
     return machine->mbarrier_try_wait(reinterpret_cast<std::uint64_t*>(barrier), parity, SITE);
@@ -216,6 +245,7 @@ struct HostBuffer {
     std::uint64_t begin, end;
     std::int64_t rank;
     const char* expected;
+    std::uint32_t unwritten, number;  // whether nobody has written it; what numbers it holds (memory.h)
     const std::uint64_t* multicast;
     std::uint64_t multicast_count;
 };
@@ -228,6 +258,7 @@ struct HostLaunch {
     void** arguments;
     std::uint32_t argument_count, rank, stream, shared_bytes, cluster, resident_blocks;
     Uint3 grid, block;
+    std::uint32_t dependent;
 };
 struct HostRun {
     std::uint64_t base, seed;
@@ -237,6 +268,7 @@ struct HostRun {
     const std::int32_t* fault_buffers;
     const std::int32_t* global_buffers;
     std::uint32_t buffer_count, content_count, launch_count, fault_count, global_count, first_schedule, schedules;
+    std::uint32_t* progress;  // how many schedules are over
 };
 
 // Runs all schedules and returns what was found as JSON, which the caller does not free.
@@ -248,7 +280,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     for (std::uint32_t i = 0; i < run->buffer_count; ++i) {
         const HostBuffer& from = run->buffers[i];
         std::vector<std::uint64_t> multicast(from.multicast, from.multicast + from.multicast_count);
-        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected, std::move(multicast)});
+        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected, std::move(multicast), from.unwritten != 0, from.number});
     }
     std::vector<Content> contents;
     for (std::uint32_t i = 0; i < run->content_count; ++i) {
@@ -258,7 +290,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
         const HostLaunch& from = run->launches[i];
         std::vector<void*> arguments(from.arguments, from.arguments + from.argument_count);
         machine->launches.push_back(
-            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, std::move(arguments)});
+            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, from.dependent != 0, std::move(arguments)});
     }
     machine->fault_buffers.assign(run->fault_buffers, run->fault_buffers + run->fault_count);
     if (__start_peerlane_globals) {
@@ -274,7 +306,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     struct sigaction action {};
     action.sa_sigaction = on_crash;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(number, &action, nullptr);
+    for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) sigaction(number, &action, nullptr);
     struct sigaction tick {};
     tick.sa_handler = on_tick;
     tick.sa_flags = SA_ONSTACK | SA_NODEFER;
@@ -283,6 +315,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     setitimer(ITIMER_VIRTUAL, &every, nullptr);
 
     for (std::uint32_t i = 0; i < run->schedules && run_or_crash(static_cast<int>(run->first_schedule + i), run->seed); ++i) {
+        *run->progress = i + 1;
     }
     setitimer(ITIMER_VIRTUAL, nullptr, nullptr);
     static std::string text;

@@ -48,7 +48,8 @@ class EmulatedJudgement:
         if isinstance(self.wrong, WrongType):
             return f"wrong type: {self.wrong.detail}"
         wrong = [f"wrong result: {self.wrong.reason}"] if self.wrong is not None else []
-        return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
+        found = [*wrong, *map(str, self.outcome.findings)] or ["correct, nothing found"]
+        return "\n".join([*found, *(f"note: {note}" for note in self.outcome.notes)])
 
     def _failure(self, rank: int, error: BaseException) -> str:
         if isinstance(error, UnknownPtx | MissingDependency | TooManyThreads) or NOT_EMULATED in str(error):
@@ -78,9 +79,10 @@ def judge_emulated(
     seed: int = 0,
     gpu: EmulatedGpu | None = None,
     from_ptx: bool = False,
+    strict: bool = False,
 ) -> EmulatedJudgement:
     """Three calls in a row, with inputs of their own, whose launches are run under ``schedules`` schedules on two SMs a rank, or on those
-    of ``gpu``; ``from_ptx``: as the PTX that the GPU's compiler makes."""
+    of ``gpu``; ``from_ptx``: as the PTX that the GPU's compiler makes; ``strict``: notes about the ends of launches are races."""
     ranks = range(case.world_size)
     drawn = [
         [problem.inputs(case, rank, Draw(secret=f"emulated {seed}", case_key=case.key, slot=0, block=call, rank=rank)) for rank in ranks]
@@ -102,6 +104,8 @@ def judge_emulated(
         from_ptx=from_ptx,
         nodes=case.nodes,
     )
+    if strict:
+        outcome.reports = [report.strictly() for report in outcome.reports]
     if outcome.failure is not None:
         return EmulatedJudgement(file, outcome)
     for call, (inputs, own, outputs) in enumerate(zip(drawn, calls, outcome.outputs, strict=True)):

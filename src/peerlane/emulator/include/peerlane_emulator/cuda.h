@@ -126,7 +126,8 @@ PEERLANE_INLINE T fold(unsigned mask, T value, const F& join) {
 
 }  // namespace peerlane::emulator
 
-PEERLANE_INLINE void __syncthreads() { peerlane::emulator::peerlane_barrier(0, 0, true); }
+PEERLANE_INLINE void peerlane_syncthreads(unsigned place) { peerlane::emulator::peerlane_barrier(0, 0, true, place); }
+#define __syncthreads() peerlane_syncthreads(__COUNTER__ + 1)
 PEERLANE_INLINE void __syncwarp(unsigned mask = 0xffffffffu) { peerlane::emulator::peerlane_warp_barrier(mask); }
 PEERLANE_INLINE unsigned __activemask() { return peerlane::emulator::peerlane_active_mask(); }
 
@@ -219,7 +220,10 @@ PEERLANE_INLINE T __ldcg(const T* p) { return *p; }
 template <class T>
 PEERLANE_INLINE T __ldcs(const T* p) { return *p; }
 template <class T>
-PEERLANE_INLINE T __ldg(const T* p) { return *p; }
+PEERLANE_INLINE T __ldg(const T* p) {
+    peerlane::emulator::peerlane_read_only(p, sizeof(T));
+    return *p;
+}
 template <class T>
 PEERLANE_INLINE void __stcg(T* p, std::type_identity_t<T> v) { *p = v; }
 template <class T>

@@ -4,6 +4,8 @@
 // takes the place of its caller in the source from its return address, so wrappers around them are PEERLANE_INLINE.
 #pragma once
 
+#include <type_traits>
+
 #define PEERLANE_INLINE __attribute__((always_inline)) inline
 
 namespace peerlane::emulator {
@@ -11,8 +13,8 @@ namespace peerlane::emulator {
 // Which threads an access or a fence is meant for.
 enum Scope : unsigned { block_scope, gpu_scope, system_scope };
 
-// What a fence adds to an access, for instructions that have both in one.
-enum Order : unsigned { relaxed, acquire, release, acquire_release };
+// What a fence adds to an access, for instructions that have both in one. `rounds`: a change whose result depends on the order of changes.
+enum Order : unsigned { relaxed, acquire, release, acquire_release, rounds };
 
 // Memory whose ordinary accesses a proxy fence makes known to asynchronous operations.
 enum Proxy : unsigned { shared_proxy, all_proxies };
@@ -59,11 +61,24 @@ void peerlane_store(void* address, const void* value, unsigned bytes, unsigned s
 void peerlane_update(void* address, unsigned bytes, unsigned scope, unsigned order, Change change, void* context);
 // Where the ranks have what a multicast address stands for; returns how many there are, at most `multicast_ranks`.
 unsigned peerlane_multicast(const void* address, unsigned bytes, void** parts);
-void peerlane_fence(unsigned scope);
+void peerlane_fence(unsigned scope, unsigned order = acquire_release);
+// Comes before a load that promises that nobody writes the bytes during the launch (ld.global.nc).
+void peerlane_read_only(const void* address, unsigned bytes);
+// An ordinary store whose value the emulator sees.
+void peerlane_put(void* address, const void* value, unsigned bytes);
+// A store of 16 bytes as two of 8, in any order.
+void peerlane_store_halves(void* address, const void* value, unsigned scope, unsigned order);
+// A load of 16 bytes as two of 8.
+void peerlane_load_halves(const void* address, void* value, unsigned scope, unsigned order);
+// Waits for the launch before, with which this one may overlap (griddepcontrol.wait).
+void peerlane_wait_for_launch();
+// The caller is host code: it may read what nobody has written.
+void peerlane_is_host();
 void peerlane_proxy_fence(unsigned proxy);
 
 // ---- threads of a block
-void peerlane_barrier(unsigned number, unsigned threads, bool wait);  // threads 0: all of the block
+// threads 0: all of the block. `place` tells barriers of the source apart that a compiler may have put into the program several times.
+void peerlane_barrier(unsigned number, unsigned threads, bool wait, unsigned place = 0);
 void peerlane_warp_barrier(unsigned mask);
 // Every thread of the mask puts one value in and sees all; valid until the warp's next exchange. Orders nothing.
 const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value);
@@ -84,7 +99,8 @@ void* peerlane_cluster_pointer(const void* pointer, unsigned rank);
 // ---- asynchronous operations: they read and write at a time of their own between issue and wait
 void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals);
 void peerlane_mbarrier_init_fence();
-void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes);
+// Returns the number of the phase. Without arrivals only bytes are expected; `drop`: so many fewer are expected in later phases.
+unsigned peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes, unsigned arrivals = 1, bool drop = false);
 bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity);
 // With an mbarrier the operation counts its bytes there, without one it belongs to the open group of the thread's queue.
 void peerlane_async(const Segment* segments, unsigned count, Combine combine, unsigned long long* barrier, unsigned queue);
@@ -119,7 +135,7 @@ PEERLANE_INLINE T update(T* address, Scope scope, const F& change, Order order =
         address,
         sizeof(T),
         scope,
-        order,
+        order | (std::is_integral_v<T> ? relaxed : rounds),
         [](void* place, void* data) {
             Context& inner = *static_cast<Context*>(data);
             inner.before = *static_cast<T*>(place);
