@@ -76,5 +76,5 @@ def test_a_twin_races_with_both_lines(file: Path, tmp_path: Path) -> None:
     case = first_case(file)
     judged = judge_emulated(twin, problems.get(case.problem), case)
     races = [finding for finding in judged.outcome.findings if finding.kind == "race"]
-    assert judged.wrong is None and races
-    assert all(side.place.file == file.name for side in races[0].sides)
+    assert judged.outcome.failure is None and judged.wrong is None and races, str(judged)
+    assert all(side.frames[0].file == file.name for side in races[0].sides)
