@@ -22,7 +22,7 @@ def light(*calls: object, ranks: int = 2) -> Outcome:
     return run(LIGHT, [[(torch.tensor([float(10 * call + rank)]), what) for rank in range(ranks)] for call, what in enumerate(calls)])
 
 
-def test_statics_tables_of_peers_and_device_variables_are_a_ranks_own() -> None:
+def test_statics_and_device_variables_are_a_ranks_own() -> None:
     outcome = light("sum", "sum")
     assert outcome.failure is None and not outcome.findings
     assert [[counts for _, counts in call] for call in outcome.outputs] == [[(1, 41), (1, 41)], [(2, 42), (2, 42)]]

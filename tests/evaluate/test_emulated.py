@@ -237,7 +237,7 @@ CORPUS = Path(__file__).parents[1] / "adversarial" / "corpus"
 
 
 @pytest.mark.slow
-def test_native_code_that_hides_its_races_is_marked_and_without_the_trick_it_is_unstable(evaluator: pl.Evaluator) -> None:
+def test_native_code_that_hides_its_races_is_marked(evaluator: pl.Evaluator) -> None:
     for file in sorted(CORPUS.glob("1_c67_*.py")):
         source = file.read_text(encoding="utf-8")
         begin, end = source.index("    PyRun_SimpleString("), source.index("    add_up<<<")

@@ -289,7 +289,7 @@ def start(cuda_include: Path) -> Runtime:
     return _runtime
 
 
-_factories = torch.library.Library("aten", "IMPL")
+_factories = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _make_tensors_for_cuda() -> None:
@@ -301,8 +301,8 @@ def _make_tensors_for_cuda() -> None:
     def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):  # type: ignore[no-untyped-def]
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
-    _factories.impl("empty.memory_format", empty, "CUDA")
-    _factories.impl("empty_strided", empty_strided, "CUDA")
+    _factories.impl("empty.memory_format", empty, "CUDA")  # type: ignore[no-untyped-call]
+    _factories.impl("empty_strided", empty_strided, "CUDA")  # type: ignore[no-untyped-call]
 
 
 def _compiled(cuda_include: Path) -> Path:
