@@ -41,8 +41,8 @@ COMMAND_LINE = {
     "--baseline --isolation --model --cases --timeout --rerun --out --on --json",
     "calibrate": "--problem --problems --preset --world-size --device --ranks-per-gpu --out --json",
     "new": "problem_name --backend --problems --variant --out --force --json",
-    "race": "file --schedules --seed --world-size --case --fail-fast --gpu --ptx --problems --watch --json",
-    "compile": "file --kernel --gpu --world-size --define --ptx --sass --problems --json",
+    "race": "file --schedules --seed --world-size --case --fail-fast --gpu --ptx --strict --fidelity --include --problems --watch --json",
+    "compile": "file --kernel --gpu --world-size --define --include --ptx --sass --problems --json",
     "trace": "candidate --problem --problems --preset --world-size --mode --device --ranks-per-gpu --baseline --isolation --roles "
     "--timeout --out --json",
     "bench": "what --out --plot --json",

@@ -95,10 +95,15 @@ def test_headers_of_the_host_and_of_other_folders_are_found(peerlane: Run, tmp_p
     assert peerlane("compile", file, "-I", tmp_path / "own") == ExitCode.OK
 
 
-def test_host_code_in_a_source_file_is_an_error_that_says_what_to_do(
-    peerlane: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_host_code_in_a_source_says_what_to_do(peerlane: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "program.cu"
     file.write_text("__global__ void k() {}\nint main() { void* p; cudaMalloc(&p, 4); k<<<1, 1>>>(); }\n")
     assert peerlane("compile", file) == ExitCode.NOT_CORRECT
     assert "take the kernel out, or write it as a load_inline candidate" in capsys.readouterr().err
+
+
+def test_a_name_of_nvcc_says_which_instruction_it_is(peerlane: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "dependent.cu"
+    file.write_text('extern "C" __global__ void k() { cudaGridDependencySynchronize(); }\n')
+    assert peerlane("compile", file) == ExitCode.NOT_CORRECT
+    assert "griddepcontrol.wait" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def test_a_kernel_that_relies_on_the_order_of_blocks_deadlocks() -> None:
 @pytest.mark.parametrize(
     ("kernel", "kinds"), [("in_turn", set()), ("one_place", {"race"}), ("narrow_sum", {"race"})], ids=["in_turn", "one_place", "narrow_sum"]
 )
-def test_blocks_that_follow_each_other_at_one_place_are_different_blocks(kernel: str, kinds: set[str]) -> None:
+def test_blocks_that_run_in_turn_are_different_blocks(kernel: str, kinds: set[str]) -> None:
     scenario = Scenario(kernel, SOURCE, 1, resident_blocks=1)
     expected = [torch.arange(1, 9, dtype=torch.int32).repeat_interleave(32)] if kernel == "in_turn" else None
     out = scenario.buffer("out", [torch.zeros(256, dtype=torch.int32)], expected)
@@ -154,7 +154,7 @@ def test_blocks_that_follow_each_other_at_one_place_are_different_blocks(kernel:
     assert not kinds or len(blocks) == 2
 
 
-def test_a_grid_that_the_emulator_does_not_hold_runs_in_turn_unless_its_blocks_wait() -> None:
+def test_a_large_grid_runs_in_turn_unless_its_blocks_wait() -> None:
     def large(kernel: str) -> Scenario:
         scenario = Scenario(kernel, SOURCE, 1)
         scenario.launch(kernel, 61, 1024, [scenario.buffer("out", [torch.zeros(61 * 32, dtype=torch.int32)])])

@@ -9,6 +9,7 @@ import torch
 
 from device import instruction_kernels as kernels
 from device import public_functions
+from device.test_triton_emulated import slow_but
 from peerlane.device import compile_cubin
 from peerlane.emulator import Ptx, Scenario, build, check
 from peerlane.emulator.job import run_job
@@ -117,8 +118,8 @@ MEETINGS = {
 }
 
 
-@pytest.mark.parametrize("meeting", MEETINGS)
-def test_barriers_of_cuda_s_headers_order_and_their_lack_is_a_race(meeting: str) -> None:
+@pytest.mark.parametrize("meeting", slow_but(list(MEETINGS), "cooperative_groups::grid"))
+def test_barriers_of_headers_order_and_their_lack_is_a_race(meeting: str) -> None:
     head, prepare, right, wrong = MEETINGS[meeting]
     grid = "grid" in meeting
     source = EXCHANGE.replace("HEAD", f"{head}\n#include <peerlane/comm.cuh>\nusing namespace peerlane;").replace("PREPARE", prepare)
@@ -134,7 +135,7 @@ def test_barriers_of_cuda_s_headers_order_and_their_lack_is_a_race(meeting: str)
     assert "race" in _findings(source.replace("MEET", wrong), *shape, expected)
 
 
-def test_a_run_tells_which_instructions_were_approximate_or_unknown() -> None:
+def test_approximate_and_unknown_instructions_are_told() -> None:
     source = 'extern "C" __global__ void told(float* y) { y[0] = __expf(y[1]) + __fdividef(y[2], y[3]) * y[4]; }'
     text = compile_cubin(source).ptx()
     translate(Ptx(text))

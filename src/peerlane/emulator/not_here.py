@@ -1,4 +1,4 @@
-"""What host code of emulated ranks cannot use, and what to use instead: each name raises an error that says so."""
+"""Names that host code of emulated ranks cannot use. Each raises an error that says what to use."""
 
 from __future__ import annotations
 

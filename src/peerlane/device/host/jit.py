@@ -161,7 +161,7 @@ def toolkit_dirs() -> tuple[Path, ...]:
 def cache_key(text: str, options: Sequence[str], search: Sequence[Path]) -> str:
     """Returns the hash of everything that a cubin is made from: text, options, NVRTC's version, and the headers found in ``search``."""
     digest = hashlib.sha256()
-    for part in (_CACHE_FORMAT, str(nvrtc_version()), *options, "", text, *(HEADERS[name] for name in HEADERS if name in text)):
+    for part in (_CACHE_FORMAT, str(nvrtc_version()), *options, "", text, *(HEADERS[name] for name in HEADERS if f"<{name}>" in text)):
         digest.update(part.encode() + b"\0")
     for include, content in _headers(text, search):
         digest.update(include.encode() + b"\0" + hashlib.sha256(content).digest())

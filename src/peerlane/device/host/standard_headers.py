@@ -51,6 +51,12 @@ _HINT = (
 )
 
 
+_DEPENDENT = re.compile(r'identifier "cuda(GridDependencySynchronize|TriggerProgrammaticLaunchCompletion)" is undefined')
+
+
 def hint(log: str) -> str:
-    """Returns what to do about an error of the compiler, if it comes from host code or a missing header; else nothing."""
+    """Returns what to do about an error of the compiler, if it comes from host code, a missing header or a name of nvcc; else nothing."""
+    if found := _DEPENDENT.search(log):
+        instruction = "wait" if found[1].startswith("Grid") else "launch_dependents"
+        return f'\ncuda{found[1]} is a function of nvcc; NVRTC takes asm volatile("griddepcontrol.{instruction};" ::: "memory")'
     return _HINT if _HOST.search(log) else ""

@@ -139,8 +139,8 @@ class Shadow {
         return flags & atomic && (later.flags >> scope_shift & 3) <= (flags >> scope_shift & 3);
     }
 
-    // Records of a chain lie together by fours, a cache line each: chains of readers are long. The first holds the number of the next four.
-    static constexpr std::uint32_t chunk_records = 4;
+    // Records of a chain lie together by eights, two cache lines each: chains of readers are long. The first holds the number of the next eight.
+    static constexpr std::uint32_t chunk_records = 8;
     Record* chunk_at(std::uint32_t number) { return pool_ + std::uint64_t(number) * chunk_records; }
 
     std::uint32_t take() {
@@ -150,7 +150,7 @@ class Shadow {
             return number;
         }
         if (++taken_ >> 24) {
-            std::fprintf(stderr, "peerlane emulator: more than 2^26 unordered accesses to keep; check a smaller case\n");
+            std::fprintf(stderr, "peerlane emulator: more than 2^27 unordered accesses to keep; check a smaller case\n");
             std::exit(1);
         }
         return taken_;
