@@ -52,6 +52,11 @@ TWINS = {
     EXAMPLE: ("    meet(pads, rank, world);  // nobody writes", "    // nobody writes"),
     FILES / "1_allreduce_two_shot_cuda.py": ("atom.global.release.sys.cas", "atom.global.relaxed.sys.cas"),
     FILES / "2_allgather_cuda.py": ("        __threadfence_system();\n        *reinterpret", "        *reinterpret"),
+    FILES / "8_alltoall_cuda.py": (
+        "  // nobody writes the next input before all have read this one\n        const int peer = grid.thread_rank();\n        __threadfence_system();",
+        "\n        const int peer = grid.thread_rank();",
+    ),
+    FILES / "13_gemm_allreduce_cuda.py": ("        wait_for_all<<<1, 32, 0, stream>>>(tables, rank, world);\n    }));", "    }));"),
     FILES / "45_reducescatter_rmsnorm_cuda.py": ("{}\n            __threadfence_system();\n", "{}\n"),
 }
 
@@ -77,4 +82,4 @@ def test_a_twin_races_with_both_lines(file: Path, tmp_path: Path) -> None:
     judged = judge_emulated(twin, problems.get(case.problem), case)
     races = [finding for finding in judged.outcome.findings if finding.kind == "race"]
     assert judged.outcome.failure is None and judged.wrong is None and races, str(judged)
-    assert all(side.frames[0].file == file.name for side in races[0].sides)
+    assert all(file.name in str(side) for side in races[0].sides), races[0]
