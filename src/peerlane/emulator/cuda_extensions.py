@@ -48,6 +48,8 @@ _BINDINGS = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME,
 _BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
 _OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "c10d::")
+_LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|No such file|no instance of|is ambiguous")
+"""in what nvcc says of a source that may need more of torch's headers"""
 _OTHER_TARGETS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code")
 # Patches of torch's headers: what tensors say of their device is what a GPU's tensors say, and they are made where kernels see them.
 _PATCHES = {
@@ -93,7 +95,9 @@ def build(source: Source) -> Built:
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 _compile(nvcc, source, Path(scratch), [_LIGHT_THRUST, LIGHT_HEADERS])
-            except CompileError:
+            except CompileError as error:
+                if not _LACKS.search(str(error)):
+                    raise
                 _compile(nvcc, source, Path(scratch), [])
             place.mkdir(parents=True, exist_ok=True)
             for file in (ptx, cubin, library):

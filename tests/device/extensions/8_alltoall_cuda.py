@@ -33,7 +33,7 @@ __global__ void all_to_all(
     grid.sync();
     if (grid.thread_rank() < world) {  // nobody writes the next input before all have read this one
         const int peer = grid.thread_rank();
-        __threadfence_system();
+        __threadfence_system();  // the reads are over
         atomicExch_system(reinterpret_cast<unsigned*>(pads[peer]) + rank, 2 * call);
         while (atomicAdd_system(reinterpret_cast<unsigned*>(pads[rank]) + peer, 0u) < 2 * call) {}
         __threadfence_system();
