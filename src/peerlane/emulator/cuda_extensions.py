@@ -48,8 +48,11 @@ _BINDINGS = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME,
 _BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
 _OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "c10d::")
-_LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|No such file|no instance of|is ambiguous")
+_LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|no instance of|is ambiguous")
 """in what nvcc says of a source that may need more of torch's headers"""
+NO_TOOLKIT = "install the whole CUDA toolkit"
+"""Part of the message of every MissingDependency of this module."""
+_MISSING_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
 _OTHER_TARGETS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code")
 # Patches of torch's headers: what tensors say of their device is what a GPU's tensors say, and they are made where kernels see them.
 _PATCHES = {
@@ -87,7 +90,7 @@ def build(source: Source) -> Built:
     """Returns an extension, compiled with a part of torch's headers or, where that fails, with all. Raises CompileError."""
     nvcc = find_nvcc()
     if nvcc is None:
-        raise MissingDependency("CUDA extensions on emulated ranks are compiled by nvcc, which is not here; install the CUDA toolkit")
+        raise MissingDependency(f"CUDA extensions on emulated ranks are compiled by nvcc, which is not here; {NO_TOOLKIT}")
     parts = [nvcc, torch.__version__, sys.version, *map(repr, (source,)), _headers_digest()]
     place = folder() / "extensions" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
     library, ptx, cubin = place / f"{source.name}.so", place / "device.ptx", place / "device.cubin"
@@ -142,6 +145,8 @@ def _compile(nvcc: str, source: Source, scratch: Path, headers: Sequence[Path]) 
 
 def _run(command: Sequence[str], failure: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and (header := _MISSING_HEADER.search(done.stderr)):
+        raise MissingDependency(f"nvcc cannot compile the extension: {header[1]} is not here; {NO_TOOLKIT}")
     if done.returncode:
         raise CompileError(f"{failure}:\n{(done.stderr or done.stdout).strip()}")
     return done.stdout

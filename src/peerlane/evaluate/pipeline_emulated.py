@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from peerlane.emulator.cuda_extensions import NO_TOOLKIT
 from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here, wants_extension
 from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
@@ -112,7 +113,7 @@ class EmulatedPipeline(EvaluationPipeline):
         if failure.kind in ("runtime_error", "import_error"):
             if wants_distributed(line):
                 return NotRun(missing=f"uses torch.distributed in a way that emulated ranks do not have ({line}): use --device cpu or cuda")
-            if NOT_KNOWN in line or AT_MOST in line or NOT_EMULATED in line:
+            if any(said in line for said in (NOT_KNOWN, AT_MOST, NOT_EMULATED, NO_TOOLKIT)):
                 return NotRun(missing=line)
             if launches_differ(line, self.source or ""):
                 return NotRun(missing=f"{line}; {DIFFERENT_LAUNCHES}")
