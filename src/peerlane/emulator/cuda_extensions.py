@@ -19,7 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +53,7 @@ _LACKS = re.compile(r"has no member|undefined|not declared|not been declared|inc
 NO_TOOLKIT = "install the whole CUDA toolkit"
 """Part of the message of every MissingDependency of this module."""
 _MISSING_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
-_OTHER_TARGETS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code")
+_OWN_FLAGS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code", "-std", "--std")
 # Patches of torch's headers: what tensors say of their device is what a GPU's tensors say, and they are made where kernels see them.
 _PATCHES = {
     "ATen/core/TensorBase.h": {
@@ -120,9 +120,9 @@ def _compile(nvcc: str, source: Source, scratch: Path, headers: Sequence[Path]) 
         *cpp_extension.include_paths("cpu"),
         sysconfig.get_path("include"),
     ]
-    kept = [flag for flag in source.flags if not flag.startswith(_OTHER_TARGETS)]
+    kept = [flag for flag in source.flags if not flag.startswith(_OWN_FLAGS)]
     target = f"arch=compute_{_ARCHITECTURE},code=compute_{_ARCHITECTURE}"
-    command = [nvcc, "--cudart", "none", "-gencode", target, "-lineinfo", "-std=c++20", "-w", "--expt-relaxed-constexpr", *kept]
+    command = [nvcc, "--cudart", "none", "-gencode", target, "-lineinfo", "-std=c++20", "-w", *cpp_extension.COMMON_NVCC_FLAGS, *kept]
     command += [
         "-Xcompiler",
         f"-fPIC,-O0,-fno-gnu-unique,-idirafter,{_LAST}",
@@ -279,12 +279,14 @@ def _inline(
     name: str,
     cpp_sources: Any = "",
     cuda_sources: Any = None,
+    sycl_sources: Any = None,
+    functions: Any = None,
     extra_cflags: Any = None,
     extra_cuda_cflags: Any = None,
-    *_: Any,
-    functions: Any = None,
+    extra_sycl_cflags: Any = None,
     extra_ldflags: Any = None,
     extra_include_paths: Any = None,
+    *_: Any,
     no_implicit_headers: bool = False,
     **__: Any,
 ) -> Source:
@@ -294,7 +296,14 @@ def _inline(
     if functions is not None:
         named = functions if isinstance(functions, dict) else dict.fromkeys([functions] if isinstance(functions, str) else functions, "")
         parts.append(_BINDINGS.format("".join(_BINDING.format(function, said or function) for function, said in named.items())))
-    return Source(name, "\n".join(parts), *map(tuple, (extra_cuda_cflags or (), extra_include_paths or (), extra_ldflags or ())))
+    return Source(name, "\n".join(parts), *_options(extra_cflags, extra_cuda_cflags, extra_include_paths, extra_ldflags))
+
+
+def _options(host: Any, device: Any, include_dirs: Any, libraries: Any) -> Iterator[tuple[str, ...]]:
+    """Yields the flags, folders and libraries of a source. Of flags for the host's compiler, macros and folders count."""
+    yield (*(flag for flag in host or () if flag.startswith(("-D", "-I"))), *(device or ()))
+    yield tuple(include_dirs or ())
+    yield tuple(libraries or ())
 
 
 def _of_files(
@@ -303,22 +312,24 @@ def _of_files(
     sources: str | Sequence[str],
     extra_cflags: Any = None,
     extra_cuda_cflags: Any = None,
-    *_: Any,
+    extra_sycl_cflags: Any = None,
     extra_ldflags: Any = None,
     extra_include_paths: Any = None,
+    *_: Any,
     **__: Any,
 ) -> Source:
     files = [Path(file) for file in ([sources] if isinstance(sources, str) else sources)]
     text = "\n".join(f'#line 1 "{file.name}"\n{file.read_text()}' for file in files)
-    folders = dict.fromkeys(str(file.resolve().parent) for file in files)
-    return Source(name, text, *map(tuple, (extra_cuda_cflags or (), (*folders, *(extra_include_paths or ())), extra_ldflags or ())))
+    folders = dict.fromkeys((*(str(file.resolve().parent) for file in files), *(extra_include_paths or ())))
+    return Source(name, text, *_options(extra_cflags, extra_cuda_cflags, folders, extra_ldflags))
 
 
 def _of_helper(
     caller: str, name: str, cuda_src: str, extra_cuda_cflags: Any = None, extra_include_paths: Any = None, extra_ldflags: Any = None
 ) -> Source:
     flags = ["-O3", *(extra_cuda_cflags or ())]
-    return _inline(caller, name, "", cuda_src, None, flags, extra_include_paths=extra_include_paths, extra_ldflags=extra_ldflags)
+    more = {"extra_include_paths": extra_include_paths, "extra_ldflags": extra_ldflags}
+    return _inline(caller, name, "", cuda_src, extra_cuda_cflags=flags, **more)
 
 
 SOURCES: dict[str, Callable[..., Source]] = {"load_inline": _inline, "load": _of_files, "compile_cuda_extension": _of_helper}

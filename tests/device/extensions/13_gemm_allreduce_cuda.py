@@ -74,7 +74,9 @@ torch::Tensor gemm_all_reduce(torch::Tensor a, torch::Tensor b, std::vector<int6
 }
 """
 
-extension = load_inline("gemm_all_reduce", CPP, SOURCE, ["gemm_all_reduce"], extra_cuda_cflags=["-O3", "--use_fast_math"], with_cuda=True)
+extension = load_inline(
+    "gemm_all_reduce", CPP, SOURCE, functions=["gemm_all_reduce"], extra_cuda_cflags=["-O3", "--use_fast_math"], with_cuda=True
+)
 handles = {}
 
 
