@@ -47,6 +47,15 @@ def test_lines_are_those_of_the_python_file() -> None:
     assert source.text.startswith(f'#line {number} "light_cuda.py"\n') and text.splitlines()[number].startswith("#include <Python.h>")
 
 
+def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
+    inline = SOURCES["load_inline"]("x.py", "x", "int f();", "", None, ["f"], ["-DA", "-O1"], ["-lineinfo"], [], ["-lz"], ["/include"])
+    assert (inline.flags, inline.include_dirs, inline.libraries) == (("-DA", "-lineinfo"), ("/include",), ("-lz",))
+    assert 'm.def("f", torch::wrap_pybind_function(f), "f");' in inline.text
+    (tmp_path / "a.cu").write_text("int a;")
+    files = SOURCES["load"]("x.py", "x", [str(tmp_path / "a.cu")], None, ["-O2"])
+    assert (files.text, files.flags, files.include_dirs) == ('#line 1 "a.cu"\nint a;', ("-O2",), (str(tmp_path),))
+
+
 # A candidate, and the change that makes its twin, which is right at rest and races.
 TWINS = {
     EXAMPLE: ("    meet(pads, rank, world);  // nobody writes", "    // nobody writes"),
