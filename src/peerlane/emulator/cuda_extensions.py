@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import inspect
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -301,9 +302,14 @@ def _inline(
 
 def _options(host: Any, device: Any, include_dirs: Any, libraries: Any) -> Iterator[tuple[str, ...]]:
     """Yields the flags, folders and libraries of a source. Of flags for the host's compiler, macros and folders count."""
-    yield (*(flag for flag in host or () if flag.startswith(("-D", "-I"))), *(device or ()))
-    yield tuple(include_dirs or ())
-    yield tuple(libraries or ())
+    yield (*(flag for flag in _words(host) if flag.startswith(("-D", "-I"))), *_words(device))
+    yield tuple(str(folder) for folder in include_dirs or () if folder)
+    yield _words(libraries)
+
+
+def _words(flags: Any) -> tuple[str, ...]:
+    """Returns flags as a shell reads them: torch writes them into a build file, where one may be several, or empty."""
+    return tuple(word for flag in flags or () for word in shlex.split(str(flag)))
 
 
 def _of_files(
