@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
@@ -329,6 +330,7 @@ cudaError_t cudaFree(void* address) {
 }
 cudaError_t cudaMallocAsync(void** address, std::size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
 cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
+cudaError_t cudaMallocManaged(void** address, std::size_t bytes, unsigned) { return cudaMalloc(address, bytes); }
 cudaError_t cudaMallocHost(void** address, std::size_t bytes) { return cudaMalloc(address, bytes); }
 cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned) { return cudaMalloc(address, bytes); }
 cudaError_t cudaFreeHost(void* address) { return cudaFree(address); }
@@ -352,6 +354,10 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from, 
     for (std::size_t row = 0; row < height; ++row)
         cudaMemcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width, kind);
     return cudaSuccess;
+}
+cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width, std::size_t height,
+                         cudaMemcpyKind kind) {
+    return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, nullptr);
 }
 cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
     if (bytes) done(python.set(number(to), value & 255, bytes));
@@ -384,6 +390,19 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
     attributes->type = memory.holds(address) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
     attributes->devicePointer = memory.holds(address) ? const_cast<void*>(address) : nullptr;
     return cudaSuccess;
+}
+CUresult cuMemGetAddressRange(CUdeviceptr* base, std::size_t* bytes, CUdeviceptr address) {
+    std::uint64_t begin = 0;
+    const Block* block = memory.find(address, begin);
+    if (!block) return CUDA_ERROR_NOT_FOUND;
+    if (base) *base = begin;
+    if (bytes) *bytes = block->bytes;
+    return CUDA_SUCCESS;
+}
+CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+    if (attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) return cuMemGetAddressRange(static_cast<CUdeviceptr*>(value), nullptr, address);
+    if (attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE) return cuMemGetAddressRange(nullptr, static_cast<std::size_t*>(value), address);
+    peerlane_missing(("cuPointerGetAttribute(" + std::to_string(attribute) + ")").c_str());
 }
 
 // Peers.
@@ -441,7 +460,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         {cudaDevAttrUnifiedAddressing, 1},
     };
     const auto found = known.find(attribute);
-    if (found == known.end()) stop("cudaDeviceGetAttribute(" + std::to_string(attribute) + ") is not known to the emulator; nothing was run");
+    if (found == known.end()) peerlane_missing(("cudaDeviceGetAttribute(" + std::to_string(attribute) + ")").c_str());
     *value = found->second;
     return cudaSuccess;
 }
@@ -484,6 +503,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* argument) {
+    function(argument);
+    return cudaSuccess;
+}
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
