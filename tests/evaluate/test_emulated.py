@@ -137,7 +137,7 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "imports none"),
+        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "this is none"),
         (
             "import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.monitored_barrier()\n",
             "uses torch.distributed",
