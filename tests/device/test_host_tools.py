@@ -1,4 +1,4 @@
-"""The timeline's trace and the copy engine's plan, without a GPU."""
+"""The timeline's trace, without a GPU."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import json
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
-from peerlane.device.collectives import copy_engine
-from peerlane.device.collectives.copy_engine import CopyEngine
-from peerlane.device.host import cuda_bindings
 from peerlane.device.host.timeline import Event, decode
 from peerlane.device.tools.trace import observed_spans, trace, write_trace
 from peerlane.errors import UsageError
@@ -66,78 +61,3 @@ def test_all_ranks_are_in_one_trace_on_one_clock(tmp_path: Path) -> None:
     assert {item["args"]["name"] for item in written if item["ph"] == "M"} == {"rank 0", "rank 1", "block 3 consumer", "block 0 block"}
     with pytest.raises(UsageError, match="1 clock offsets for 2 ranks"):
         trace([first, second], offsets_ns=[0])
-
-
-def test_chunks_cover_a_copy_once() -> None:
-    assert list(copy_engine.chunks(20, 8)) == [(0, 8), (8, 8), (16, 4)]
-    assert list(copy_engine.chunks(0, 8)) == []
-    with pytest.raises(UsageError, match="chunks of 0 bytes"):
-        copy_engine.chunks(20, 0)
-
-
-class RecordedDriver:
-    """Stands for the CUDA driver; notes what it is asked to do."""
-
-    CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0)
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def cuMemcpyDtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
-        self.calls.append(("copy", target, source, nbytes))
-        return (0,)
-
-    def cuStreamWriteValue32(self, stream: int, address: int, value: int, kind: int) -> tuple[int]:
-        self.calls.append(("flag", address, value, kind))
-        return (0,)
-
-    def cuStreamWaitValue32(self, stream: int, address: int, value: int, kind: int) -> tuple[int]:
-        self.calls.append(("wait", address, value, kind))
-        return (0,)
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> RecordedDriver:
-    recorded = RecordedDriver()
-    monkeypatch.setattr(cuda_bindings, "driver", lambda: recorded)
-    stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: recorded.calls.append(("order",)))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    return recorded
-
-
-def test_a_push_raises_the_flag_behind_every_chunk(driver: RecordedDriver) -> None:
-    arena: Any = SimpleNamespace(
-        stay=lambda: None, device="cuda:0", rank=1, world_size=4, view=SimpleNamespace(base=[1 << 20, 2 << 20, 3 << 20, 4 << 20])
-    )
-    engine = CopyEngine(arena, flags=4096)
-    tensor = torch.zeros(20, dtype=torch.uint8)
-    assert engine.push(2, 512, tensor, slot=3, number=0xFFFFFFFE, chunk_bytes=8) == 3
-    target, flag = (3 << 20) + 512, (3 << 20) + 4096 + (3 * 4 + 1) * 128
-    assert driver.calls == [
-        ("order",),
-        ("copy", target, tensor.data_ptr(), 8),
-        ("flag", flag, 0xFFFFFFFF, 0),
-        ("copy", target + 8, tensor.data_ptr() + 8, 8),
-        ("flag", flag, 0, 0),
-        ("copy", target + 16, tensor.data_ptr() + 16, 4),
-        ("flag", flag, 1, 0),
-    ]
-
-
-def test_a_pull_raises_the_own_flag_and_waits_come_first(driver: RecordedDriver) -> None:
-    arena: Any = SimpleNamespace(stay=lambda: None, device="cuda:0", rank=0, world_size=2, view=SimpleNamespace(base=[1 << 20, 2 << 20]))
-    engine = CopyEngine(arena, flags=0)
-    tensor = torch.zeros(4, dtype=torch.uint8)
-    engine.wait(1, slot=0, number=5)
-    assert engine.pull(1, 64, tensor, slot=1, number=8) == 1
-    engine.join()
-    assert driver.calls == [
-        ("wait", (1 << 20) + 128, 5, 0),
-        ("order",),
-        ("copy", tensor.data_ptr(), (2 << 20) + 64, 4),
-        ("flag", (1 << 20) + (2 + 1) * 128, 9, 0),
-        ("order",),
-    ]
-    with pytest.raises(UsageError, match="expected a contiguous tensor"):
-        engine.push(1, 0, torch.zeros(4, 4)[:, 1], slot=0, number=0)
