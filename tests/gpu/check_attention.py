@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
-from harness import BF16, STRETCHES, median_in_turn
+from harness import BF16, STRETCHES, device_us, median_in_turn
 from local_ranks import LocalRanks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -111,14 +111,8 @@ def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
         counts[name] = max(2, min(50, int(0.03 / (time.perf_counter() - start))))
 
     def stretch(call: Callable[[], Any], count: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         call()
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count
+        return device_us(call, count) / 1e3
 
     return median_in_turn({name: lambda name=name: stretch(calls[name], counts[name]) for name in calls})
 
