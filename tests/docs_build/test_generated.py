@@ -14,11 +14,6 @@ from peerlane import problems
 from peerlane.report.evidence import packaged_evidence
 
 
-@pytest.mark.slow  # `make check` does the same with `python -m docs.build --check`
-def test_what_is_generated_is_up_to_date() -> None:
-    assert generated.stale(ROOT, generated.generated(ROOT)) == [], "run `make docs`"
-
-
 def test_changed_measurements_are_found_and_written(tmp_path: Path) -> None:
     evidence = packaged_evidence()
     files = packaged(evidence)

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
@@ -69,46 +70,6 @@ def collective_workloads(ranks: LocalRanks, communicators: list[Communicator], n
 
     root = count - 1
 
-    def all_reduce(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        communicators[rank].all_reduce(x, out)
-        return out
-
-    def all_gather(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(total)
-        communicators[rank].all_gather_into_tensor(out, x)
-        return out
-
-    def reduce_scatter(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(part)
-        communicators[rank].reduce_scatter_tensor(out, x)
-        return out
-
-    def all_to_all(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        communicators[rank].all_to_all_single(out, x)
-        return out
-
-    def broadcast(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        communicators[rank].broadcast(x, root, out)
-        return out
-
-    def reduce(rank: int, x: torch.Tensor) -> torch.Tensor | None:
-        out = torch.empty_like(x)
-        communicators[rank].reduce(x, root, out)
-        return out if rank == root else None
-
-    def gather(rank: int, x: torch.Tensor) -> torch.Tensor | None:
-        out = x.new_empty(total) if rank == root else None
-        communicators[rank].gather(x, out, root)
-        return out
-
-    def scatter(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(part)
-        communicators[rank].scatter(out, x if rank == root else None, root)
-        return out
-
     def transposed(inputs: Tensors) -> list[torch.Tensor | None]:
         return [
             joined([tensor[rank * part : (rank + 1) * part] for tensor in inputs]).to(ranks.groups[rank].device) for rank in range(count)
@@ -117,17 +78,34 @@ def collective_workloads(ranks: LocalRanks, communicators: list[Communicator], n
     def parts(tensor: torch.Tensor) -> list[torch.Tensor | None]:
         return [tensor[rank * part : (rank + 1) * part].to(ranks.groups[rank].device) for rank in range(count)]
 
-    sums = dtype in collectives_sum_dtypes()
+    def at_root(rank: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor if rank == root else None
+
+    def everywhere(tensor: torch.Tensor) -> list[torch.Tensor | None]:
+        return list(spread(ranks, tensor))
+
+    # name, elements that a rank gives and gets, whether the root alone gets them, the call, the answer
+    sums: list[tuple[Any, ...]] = [
+        ("all_reduce", total, total, False, lambda kit, rank, x, out: kit.all_reduce(x, out), lambda x: everywhere(summed(x))),
+        ("reduce", total, total, True, lambda kit, rank, x, out: kit.reduce(x, root, out), lambda x: only(root, summed(x))),
+        ("reduce_scatter", total, part, False, lambda kit, rank, x, out: kit.reduce_scatter_tensor(out, x), lambda x: parts(summed(x))),
+    ]
+    moves: list[tuple[Any, ...]] = [
+        ("all_gather", part, total, False, lambda kit, rank, x, out: kit.all_gather_into_tensor(out, x), lambda x: everywhere(joined(x))),
+        ("gather", part, total, True, lambda kit, rank, x, out: kit.gather(x, at_root(rank, out), root), lambda x: only(root, joined(x))),
+        ("scatter", total, part, False, lambda kit, rank, x, out: kit.scatter(out, at_root(rank, x), root), lambda x: parts(x[root])),
+        ("broadcast", total, total, False, lambda kit, rank, x, out: kit.broadcast(x, root, out), lambda x: everywhere(x[root])),
+        ("all_to_all", total, total, False, lambda kit, rank, x, out: kit.all_to_all_single(out, x), transposed),
+    ]
     label = f"{total * dtype.itemsize} B {str(dtype).removeprefix('torch.')}"
-    if sums:
-        yield Workload(f"all_reduce {label}", draw(total), all_reduce, lambda x: list(spread(ranks, summed(x))))
-        yield Workload(f"reduce {label}", draw(total), reduce, lambda x: only(root, summed(x)))
-        yield Workload(f"reduce_scatter {label}", draw(total), reduce_scatter, lambda x: parts(summed(x)))
-    yield Workload(f"all_gather {label}", draw(part), all_gather, lambda x: list(spread(ranks, joined(x))))
-    yield Workload(f"gather {label}", draw(part), gather, lambda x: only(root, joined(x)))
-    yield Workload(f"scatter {label}", draw(total), scatter, lambda x: parts(x[root]))
-    yield Workload(f"broadcast {label}", draw(total), broadcast, lambda x: list(spread(ranks, x[root])))
-    yield Workload(f"all_to_all {label}", draw(total), all_to_all, transposed)
+    for name, given, gets, root_alone, run, answer in [*(sums if dtype in collectives_sum_dtypes() else ()), *moves]:
+
+        def call(rank: int, x: torch.Tensor, gets: int = gets, alone: bool = root_alone, run: Any = run) -> torch.Tensor | None:
+            out = x.new_empty(gets)
+            run(communicators[rank], rank, x, out)
+            return at_root(rank, out) if alone else out
+
+        yield Workload(f"{name} {label}", draw(given), call, answer)
 
 
 def collectives_sum_dtypes() -> tuple[torch.dtype, ...]:

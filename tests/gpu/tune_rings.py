@@ -55,79 +55,64 @@ CALLS = 4
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective on int32 tensors of ``nbytes`` in all: its plan, its call on this rank's tensors, and bytes into the busiest port."""
+    """A collective on int32 tensors of ``nbytes`` in all: its plan, elements that a rank gives and gets of ``count`` in all, its call, what
+    a rank gets of all ranks' elements, and bytes into the busiest port."""
 
     name: str
     plan: Callable[[int, Machine], Plan]
-    prepare: Callable[[Communicator, int], tuple[Callable[[], None], torch.Tensor, torch.Tensor]]
+    in_parts: tuple[bool, bool]
+    call: Callable[[Communicator, torch.Tensor, torch.Tensor], object]
+    answer: Callable[[list[torch.Tensor], int], torch.Tensor]
     port_share: Callable[[int], float]
 
-
-def own_values(rank: int, count: int) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int32, device="cuda") % 1021 + rank
-
-
-def all_gather(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    shard = own_values(rank, nbytes // 4 // world)
-    out = torch.zeros(shard.numel() * world, dtype=torch.int32, device="cuda")
-    expected = torch.cat([own_values(q, shard.numel()) for q in range(world)])
-    return lambda: group.all_gather_into_tensor(out, shard), out, expected
-
-
-def all_to_all(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    source = own_values(rank, nbytes // 4 // world * world)
-    out = torch.zeros_like(source)
-    expected = torch.cat([own_values(q, source.numel()).chunk(world)[rank] for q in range(world)])
-    return lambda: group.all_to_all_single(out, source), out, expected
-
-
-def reduce_scatter(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    source = own_values(rank, nbytes // 4 // world * world)
-    out = torch.zeros(source.numel() // world, dtype=torch.int32, device="cuda")
-    expected = own_values(0, source.numel()).chunk(world)[rank] * world + sum(range(world))
-    return lambda: group.reduce_scatter_tensor(out, source), out, expected
-
-
-def all_reduce(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    world = group.member.world_size
-    source = own_values(group.member.rank, nbytes // 4)
-    out = torch.zeros_like(source)
-    return lambda: group.all_reduce(source, out), out, own_values(0, source.numel()) * world + sum(range(world))
-
-
-def broadcast(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    source = own_values(group.member.rank, nbytes // 4)
-    out = torch.zeros_like(source)
-    return lambda: group.broadcast(source, 0, out), out, own_values(0, source.numel())
-
-
-def reduce(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    source = own_values(rank, nbytes // 4)
-    out = torch.zeros_like(source)
-    return lambda: group.reduce(source, 0, out), out, own_values(0, source.numel()) * world + sum(range(world)) if rank == 0 else source
+    def prepare(self, kit: Communicator, nbytes: int) -> tuple[Callable[[], object], torch.Tensor, torch.Tensor]:
+        """The call on this rank's tensors, its result and what that has to be. Rank r has r + 0, 1, ... 1020, 0, ..."""
+        rank, world = kit.member.rank, kit.member.world_size
+        whole = nbytes // 4 // world * world
+        given, gets = (whole // world if part else whole for part in self.in_parts)
+        each = [torch.arange(given, dtype=torch.int32, device="cuda") % 1021 + peer for peer in range(world)]
+        out = torch.zeros(gets, dtype=torch.int32, device="cuda")
+        return lambda: self.call(kit, out, each[rank]), out, self.answer(each, rank)
 
 
 def exchange_of_parts(nbytes: int, machine: Machine) -> Plan:
     return plans.exchange(nbytes // machine.world_size, machine)
 
 
+def scatter_of_parts(nbytes: int, machine: Machine) -> Plan:
+    return plans.reduce_scatter(nbytes // machine.world_size, machine)
+
+
+def summed(each: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(each).sum(0, dtype=torch.int32)
+
+
 OPERATIONS = (
-    Operation("all_gather", exchange_of_parts, all_gather, lambda world: (world - 1) / world),
-    Operation("all_to_all", exchange_of_parts, all_to_all, lambda world: (world - 1) / world),
     Operation(
-        "reduce_scatter",
-        lambda nbytes, machine: plans.reduce_scatter(nbytes // machine.world_size, machine),
-        reduce_scatter,
-        lambda world: (world - 1) / world,
+        "all_gather", exchange_of_parts, (True, False), lambda kit, out, x: kit.all_gather_into_tensor(out, x),
+        lambda each, rank: torch.cat(each), lambda world: (world - 1) / world,
     ),
-    Operation("all_reduce", plans.all_reduce, all_reduce, lambda world: 2 * (world - 1) / world),
-    Operation("broadcast", plans.broadcast, broadcast, lambda world: 1.0),
-    Operation("reduce", plans.reduce, reduce, lambda world: 1.0),
-)
+    Operation(
+        "all_to_all", exchange_of_parts, (False, False), lambda kit, out, x: kit.all_to_all_single(out, x),
+        lambda each, rank: torch.cat([x.chunk(len(each))[rank] for x in each]), lambda world: (world - 1) / world,
+    ),
+    Operation(
+        "reduce_scatter", scatter_of_parts, (False, True), lambda kit, out, x: kit.reduce_scatter_tensor(out, x),
+        lambda each, rank: summed(each).chunk(len(each))[rank], lambda world: (world - 1) / world,
+    ),
+    Operation(
+        "all_reduce", plans.all_reduce, (False, False), lambda kit, out, x: kit.all_reduce(x, out),
+        lambda each, rank: summed(each), lambda world: 2 * (world - 1) / world,
+    ),
+    Operation(
+        "broadcast", plans.broadcast, (False, False), lambda kit, out, x: kit.broadcast(x, 0, out),
+        lambda each, rank: each[0], lambda world: 1.0,
+    ),
+    Operation(
+        "reduce", plans.reduce, (False, False), lambda kit, out, x: kit.reduce(x, 0, out),
+        lambda each, rank: summed(each) if rank == 0 else each[rank], lambda world: 1.0,
+    ),
+)  # fmt: skip
 COLUMNS = [(operation, nbytes) for operation in OPERATIONS for nbytes in SIZES]
 
 
