@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peerlane import problems
 from peerlane.errors import UsageError
-from peerlane.hardware import architecture
+from peerlane.hardware import toolkit
 from peerlane.hardware.ceilings import Ceilings, Measurement
 from peerlane.hardware.profiles import B200_SXM, H100_SXM, H200_SXM, PROFILES, HardwareProfile, profile_for
 from peerlane.hardware.roofline import FLAG_EXCHANGE_US, datasheet_peaks, measured_peaks, physical_floor_us, roofline
@@ -239,8 +239,8 @@ def test_the_node_decides(
     if printed is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{printed}\\n'\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-    architecture.gpu_architectures.cache_clear()
+    toolkit.gpu_architectures.cache_clear()
     try:
-        assert architecture.extension_architectures() == expected
+        assert toolkit.extension_architectures() == expected
     finally:
-        architecture.gpu_architectures.cache_clear()
+        toolkit.gpu_architectures.cache_clear()
