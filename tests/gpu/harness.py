@@ -257,7 +257,7 @@ def _run_rank(
     os.environ |= environments[rank]
     torch.cuda.set_device(rank * torch.cuda.device_count() // ranks)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    kept, wrong = Rows(out, ranks=ranks), 0
+    kept, wrong = Rows(out if rank == 0 else None, ranks=ranks), 0
     for row in rows(*arguments, rank, ranks):
         if "wrong" in row:
             counted = torch.tensor([row["wrong"]])

@@ -8,7 +8,6 @@ without builds is beyond the limit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -20,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from check_verdicts import Watch
+from harness import script
 
 from peerlane.evaluate import EvaluationPlan, evaluate
 from peerlane.evaluate.candidates import candidate_file
@@ -39,12 +39,11 @@ def failing(corpus: Corpus, device: str, world_size: int, count: int) -> list[En
 
 def main() -> int:
     """Runs what the command line asks for; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--candidates", type=int, default=40)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--out", type=Path, help="a JSON file for the times")
     options = parser.parse_args()
     corpus = load()
     entries = failing(corpus, options.device, options.world_size, options.candidates)
