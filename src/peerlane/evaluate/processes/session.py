@@ -22,7 +22,7 @@ from peerlane.evaluate.processes.machine_faults import cores, kept_from_cores_s
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
 from peerlane.evaluate.rank_interface import BlockInterface, CandidateInterface, RankInterface, TrustedInterface
-from peerlane.hardware.architecture import extension_architectures
+from peerlane.hardware.toolkit import extension_architectures
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 from peerlane.problems.contract.spec import Case
 from peerlane.sandbox import linux
