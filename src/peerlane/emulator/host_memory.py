@@ -63,7 +63,7 @@ class Part:
 
     @property
     def unwritten(self) -> bool:
-        """Whether host code has not written here yet."""
+        """True if host code has not written here yet."""
         return self.fresh is not None and not self.fresh.is_inference() and self.fresh._version == 0
 
     def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
@@ -130,8 +130,9 @@ class AddressSpace:
 
     def note_empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Records that nobody has written a tensor yet; returns it."""
-        place = tensor.untyped_storage().data_ptr()
-        self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            place = tensor.untyped_storage().data_ptr()
+            self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
         return tensor
 
     def place(self, part: Part) -> None:

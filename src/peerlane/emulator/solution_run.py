@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def notes(self) -> list[Finding]:
-        """What is right on GPUs of today, though PTX does not promise it."""
+        """Findings that are right on GPUs of today, though PTX does not promise it."""
         return merged(note for report in self.reports for note in report.notes)
 
 

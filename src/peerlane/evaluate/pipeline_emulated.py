@@ -9,6 +9,7 @@ from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
 from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.emulator.solution_run import wants_distributed
+from peerlane.emulator.torch_cuda import NOT_EMULATED
 from peerlane.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
@@ -107,7 +108,7 @@ class EmulatedPipeline(EvaluationPipeline):
         if failure.kind in ("runtime_error", "import_error"):
             if wants_distributed(line):
                 return NotRun(missing=f"uses torch.distributed in a way that emulated ranks do not have ({line}): use --device cpu or cuda")
-            if NOT_KNOWN in line or AT_MOST in line:
+            if NOT_KNOWN in line or AT_MOST in line or NOT_EMULATED in line:
                 return NotRun(missing=line)
             if launches_differ(line, self.source or ""):
                 return NotRun(missing=f"{line}; {DIFFERENT_LAUNCHES}")
