@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.hardware import toolkit
+from peerlane.common import toolkit
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """extern "C" __global__ void scale(float* x, float by) {

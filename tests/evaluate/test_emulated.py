@@ -137,7 +137,7 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "imports none"),
+        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "this is none"),
         (
             "import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.monitored_barrier()\n",
             "uses torch.distributed",
@@ -231,3 +231,18 @@ def test_a_triton_candidate_is_judged_as_written(evaluator: pl.Evaluator) -> Non
     result = evaluator.evaluate(1, source)
     assert result.correct and result.audit is not None, result.verdict
     assert result.audit.operators == {"dist.all_reduce": 1} and not result.audit.own_communication
+
+
+CORPUS = Path(__file__).parents[1] / "adversarial" / "corpus"
+
+
+@pytest.mark.slow
+def test_native_code_that_hides_its_races_is_marked(evaluator: pl.Evaluator) -> None:
+    for file in sorted(CORPUS.glob("1_c67_*.py")):
+        source = file.read_text(encoding="utf-8")
+        begin, end = source.index("    PyRun_SimpleString("), source.index("    add_up<<<")
+        hidden, honest = (evaluator.evaluate(1, text, name=file.stem) for text in (source, source[:begin] + source[end:]))
+        assert (hidden.verdict.kind, honest.verdict.kind) == ("correct", "unstable")
+        assert all("native_host_code" in result.flags for result in (hidden, honest))
+        line = source[: source.index("peers[r])[i]")].count("\n") + 1
+        assert f"{file.name}:{line}" in honest.verdict.findings[0]

@@ -52,11 +52,11 @@ def compile_kernels(
 
     Exit codes: 0 all compile, 2 usage, 3 one does not.
     """
+    from peerlane.common.toolkit import find_disassembler
     from peerlane.device.host.jit import compile_cubin
     from peerlane.device.host.resources import resources
     from peerlane.device.tools.listing import ptx_listing, sass_listing
     from peerlane.emulator.gpu_code import KernelNeeds, gpu_named
-    from peerlane.hardware.toolkit import find_disassembler
 
     chosen = gpu_named(gpu)
     disassembler = find_disassembler() if sass else None

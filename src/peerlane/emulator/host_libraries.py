@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from peerlane.emulator.cuda_core import core_stand_ins
+from peerlane.emulator.cuda_extensions import extension_stand_ins, start_runtime
 from peerlane.emulator.distributed import distributed_stand_ins
 from peerlane.emulator.gpu_code import EmulatedGpu
 from peerlane.emulator.not_here import not_here
@@ -22,16 +23,22 @@ from peerlane.emulator.triton_launches import launched_here, require_triton, wan
 
 DIFFERENT_LAUNCHES = "emulated ranks launch the same kernels in the same order"
 _CUDA_CORE = re.compile(r"^\s*(import|from) cuda\.core\b", re.MULTILINE)
+_EXTENSION = re.compile(r"\b(load_inline|compile_cuda_extension|cpp_extension)\b")
 
 
 def runs_here(source: str) -> bool:
     """Tells whether a solution launches kernels by a library that emulated ranks have, beside the kit."""
-    return wants_triton(source) or wants_cuda_core(source)
+    return wants_triton(source) or wants_cuda_core(source) or wants_extension(source)
 
 
 def wants_cuda_core(source: str) -> bool:
     """Tells whether a solution's source imports cuda.core."""
     return _CUDA_CORE.search(source) is not None
+
+
+def wants_extension(source: str) -> bool:
+    """Tells whether a solution builds a CUDA extension with torch."""
+    return _EXTENSION.search(source) is not None
 
 
 def launches_differ(message: str, source: str) -> bool:
@@ -45,6 +52,8 @@ def prepare(source: str) -> None:
     if wants_triton(source):
         require_triton()
         importlib.import_module("triton")
+    if wants_extension(source):
+        start_runtime()
     if wants_cuda_core(source) and importlib.util.find_spec("cuda") is not None:
         with contextlib.suppress(ImportError):  # the solution's own import says what is missing
             importlib.import_module("cuda.core")
@@ -56,6 +65,7 @@ def emulated_libraries(gpu: EmulatedGpu) -> Iterator[None]:
 
     Names that other modules have imported from them are replaced, too: at the top of a file of tests, say."""
     places: list[tuple[Any, dict[str, Any]]] = [*not_here(), *distributed_stand_ins(), *torch_stand_ins(), *core_stand_ins()]
+    places += extension_stand_ins()
     stand_ins: dict[int, Any] = {}
     """by the identity of what they stand for"""
     for place, members in places:

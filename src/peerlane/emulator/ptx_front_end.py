@@ -129,7 +129,8 @@ def _declared(variable: Variable) -> str:
     if not size:
         raise UnknownPtx(f"a variable of type .{variable.type} ({variable.name}) {NOT_KNOWN}")
     align, nbytes = variable.align or size, size * max(variable.length, 1)
-    storage = {"shared": "thread_local ", "local": ""}.get(variable.space, "static ")
+    # The host may write a variable that no kernel writes.
+    storage = {"shared": "thread_local ", "local": ""}.get(variable.space, "__attribute__((used)) static ")
     initial = ""
     if variable.initial:
         content = b"".join(_bytes_of(item, size, variable.name) for item in variable.initial.strip("{} ").split(","))

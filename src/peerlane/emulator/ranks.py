@@ -28,14 +28,16 @@ from peerlane.device.host.pool import check_sizes
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_in
-from peerlane.emulator.build import Program
+from peerlane.emulator.build import Program, variable_offset
 from peerlane.emulator.check import Report
 from peerlane.emulator.cuda_graphs import recorded
+from peerlane.emulator.cuda_runtime import thread_of
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.emulator.host_libraries import emulated_libraries
 from peerlane.emulator.host_memory import AddressSpace, Part, empty_noted
 from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.emulator.scenario import GUARDED_TAKES
 from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
 from peerlane.emulator.torch_cuda import candidate_code
@@ -174,11 +176,19 @@ class Team:
         if program.globals and program.path not in self._variables:
             self._variables[program.path] = []
             for rank in self.members:
-                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8)
-                part = Part(VARIABLES, rank, self.world.space.reserve(memory.nbytes), memory)
+                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8).clone()
+                part = Part(VARIABLES, rank, self.world.space.address_of_new(memory), memory)
                 self.world.space.place(part)
                 self._variables[program.path].append(part)
         return self._variables.get(program.path, [])
+
+    def variable(self, module: Ptx, name: str, rank: int) -> int:
+        """Returns the address of a device variable of a PTX module on the rank of this number in the group."""
+        program = self.world.builds.compiled(Code(module)).program
+        offset = variable_offset(program, module, name)
+        if offset is None:
+            raise UnknownPtx(f"the address of variable {name}, which no kernel uses, {NOT_KNOWN}")
+        return self.variables(program)[rank].address + offset
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
@@ -453,7 +463,7 @@ class EmulatedRanks:
             error: BaseException | None = None
             try:
                 turns.begin(rank)
-                with entered(self._everyone.group(rank)):
+                with entered(self._everyone.group(rank)), thread_of(rank):
                     results[rank] = act(rank)
             except BaseException as caught:
                 error = caught

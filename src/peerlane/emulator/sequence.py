@@ -254,6 +254,14 @@ def findings(reports: Iterable[Report]) -> list[Finding]:
     return merged(finding for item in reports for finding in item.findings)
 
 
+def candidate_findings(reports: Sequence[Report]) -> tuple[list[Finding], list[Finding]]:
+    """Returns the findings that show an error of a candidate, and notes. A kernel may copy what torch.empty holds, if nobody uses the copy;
+    a use shows in the result, for torch.empty holds NaN on emulated ranks."""
+    every = findings(reports)
+    copies = [item for item in every if item.kind == "uninitialised_read" and not item.memory.startswith("shared memory")]
+    return [item for item in every if item not in copies], merged([*(note for report in reports for note in report.notes), *copies])
+
+
 def _bytes_of(part: Part, contents: Contents) -> bytes:
     held = bytearray(part.nbytes)
     for offset, page in contents:

@@ -113,7 +113,8 @@ def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> 
 
 def _part(group: EmulatedRank, name: str, nbytes: int) -> Part:
     space = group.team.world.space
-    part = Part(name, group.member, space.reserve(max(nbytes, 1)), torch.zeros(nbytes, dtype=torch.uint8), symmetric=True)
+    memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+    part = Part(name, group.member, space.address_of_new(memory), memory[:nbytes], symmetric=True)
     part.show()
     part.read_by_caller = False
     if nbytes:
