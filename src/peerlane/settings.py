@@ -195,12 +195,12 @@ def multicast_allowed() -> bool:
     return allowed and not multicast_environment()
 
 
-def windows_refused(variables: Mapping[str, str]) -> str | None:
-    """Returns why no window of NCCL may be made in processes with these environment variables; None if it may.
+def windows_refused(*, nvls: bool) -> str | None:
+    """Returns why no window of NCCL may be made in processes whose NCCL may use NVLS (``nvls_allowed``); None if it may.
 
     The first symmetric window of a communicator makes a multicast object over the whole GPU, unless NCCL_NVLS_ENABLE=0 was set before.
     """
-    if multicast_allowed() or not nvls_allowed(variables):
+    if multicast_allowed() or not nvls:
         return None
     return f"symmetric windows of NCCL use {MULTICAST_REASON}. With PEERLANE_MULTICAST=forbid they run: all ranks get NCCL_NVLS_ENABLE=0"
 

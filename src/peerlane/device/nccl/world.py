@@ -135,7 +135,7 @@ def world(group: Any = None) -> World:
 
 
 def _start(group: Any) -> World:
-    if (refused := settings.windows_refused(os.environ)) is not None:
+    if (refused := settings.windows_refused(nvls=settings.nvls_allowed(os.environ))) is not None:
         raise UsageError(f"{refused}; set it before torch.distributed starts")
     found, device = installation(), torch.device("cuda", torch.cuda.current_device())
     library, places = host_library(found.host_library), layout()
