@@ -37,7 +37,14 @@ from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.requirements import missing_before, missing_behind, missing_for_windows, missing_on_virtual_node, needs_gpu, needs_multicast
+from peerlane.evaluate.requirements import (
+    missing_before,
+    missing_behind,
+    missing_for_windows,
+    missing_on_virtual_node,
+    needs_gpu,
+    needs_multicast,
+)
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.problems.contract.spec import Case
 from peerlane.problems.contract.tree import dtype_name

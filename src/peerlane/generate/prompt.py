@@ -34,7 +34,14 @@ EXAMPLE_ARCH = "sm_90a"
 """in the worked examples; prompts for another GPU name its own"""
 _CHARACTERS_PER_TOKEN = 3.0  # a low estimate for code and English, so that counts are upper bounds
 _FOLDER = Path(__file__).parent / "prompts"
-_TITLES = {"cuda": "CUDA C++", "kit": "the device kit", "nvshmem": "NVSHMEM", "nccl": "NCCL's device API", "triton": "Triton", "pytorch": "PyTorch"}
+_TITLES = {
+    "cuda": "CUDA C++",
+    "kit": "the device kit",
+    "nvshmem": "NVSHMEM",
+    "nccl": "NCCL's device API",
+    "triton": "Triton",
+    "pytorch": "PyTorch",
+}
 
 
 @dataclass(frozen=True)
