@@ -179,8 +179,8 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     for keeps in (False, True):
         torch.library.opcheck(gather, (a, [b, c], [bias, other], "none", 0.5, keeps, ""))
     norm, weight = torch.ops.peerlane.all_reduce_rms_norm.default, draw(6)
-    torch.library.opcheck(norm, (a, weight, None, None, 1e-6, "none", ""))
-    torch.library.opcheck(norm, (a.detach(), weight.detach(), a.detach(), None, 1e-6, "token", ""))
+    torch.library.opcheck(norm, (a, weight, None, None, 1e-6, 1.0, "none", ""))
+    torch.library.opcheck(norm, (a.detach(), weight.detach(), a.detach(), None, 1e-6, 0.0, "token", ""))
     for operator in (scatter, total):
         torch.library.opcheck(operator, (a, b, bias, residual, "none", 0.5, ""))
     assert torch.autograd.gradcheck(
@@ -193,7 +193,7 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
             (a, b, bias, residual),
         )
     added = draw(4, 6)
-    assert torch.autograd.gradcheck(ops.all_reduce_rms_norm, (a, weight, added))
+    assert torch.autograd.gradcheck(lambda *given: ops.all_reduce_rms_norm(*given, weight_offset=1.0), (a, weight, added))
     y, sums, scales = ops.all_reduce_rms_norm_fp8(a.detach(), weight.detach(), added.detach())
     assert torch.allclose(y.double() * scales.unsqueeze(1), ops.all_reduce_rms_norm(a, weight, added)[0], rtol=0.07, atol=1e-3)
     assert torch.equal(sums, (a + added).detach())
