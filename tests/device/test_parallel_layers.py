@@ -197,6 +197,13 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     y, sums, scales = ops.all_reduce_rms_norm_fp8(a.detach(), weight.detach(), added.detach())
     assert torch.allclose(y.double() * scales.unsqueeze(1), ops.all_reduce_rms_norm(a, weight, added)[0], rtol=0.07, atol=1e-3)
     assert torch.equal(sums, (a + added).detach())
+    wide, gain = draw(2, 256).detach().float(), draw(256).detach().float()
+    y, _, scales = ops.all_reduce_rms_norm_fp8(wide, gain, by="block", weight_offset=1.0)
+    blocks = ops.all_reduce_rms_norm(wide, gain + 1)[0].unflatten(1, (2, 128))
+    assert torch.allclose(scales, blocks.abs().amax(-1) / 448)
+    assert torch.allclose(y.float().unflatten(1, (2, 128)) * scales.unsqueeze(2), blocks, rtol=0.07, atol=1e-3)
+    with pytest.raises(UsageError, match="for a multiple of 128 columns"):
+        ops.all_reduce_rms_norm_fp8(wide[:, :100], gain[:100], by="block")
     with pytest.raises(UsageError, match="got 0 right operands"):
         ops.row_gather_gemm(a, [])
     with pytest.raises(RuntimeError, match=r"Missing key.*bias"):

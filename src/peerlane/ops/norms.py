@@ -157,8 +157,9 @@ def all_reduce_rms_norm_fp8(
 ) -> Three:
     """Returns the norm in float8_e4m3fn, ``total``, and the scale by which the norm is the first result times it.
 
-    ``scale``: one float32 on the device, for all tokens; what is too large becomes the largest number. None: a scale ``by``
-    "token", its largest absolute value over 448, of shape (...), or by "block", for every 128 columns, (..., H / 128). Otherwise as ``all_reduce_rms_norm``; there is no gradient."""
+    ``scale``: one float32 on the device, for all tokens; what is too large becomes the largest number. None: a scale ``by`` "token", its
+    largest absolute value over 448, of shape (...), or by "block", one for every 128 columns, (..., H / 128). Otherwise as
+    ``all_reduce_rms_norm``; there is no gradient."""
     if by not in ("token", "block") or (by == "block" and (scale is not None or x.shape[-1] % BLOCK_COLUMNS)):
         raise UsageError(
             f"by={by!r} for {x.shape[-1]} columns with {'no' if scale is None else 'a'} scale: expected 'token' or 'block', the latter "
