@@ -38,7 +38,8 @@ class Layer(torch.nn.Module):
     def forward(self, x: torch.Tensor, all_reduce: AllReduce) -> torch.Tensor:
         normed = rms_norm(x, self.norms[0])
         q, k, v = (F.linear(normed, weight).unflatten(-1, (self.heads, WIDTH)).transpose(-2, -3) for weight in self.qkv)
-        scores = (q @ k.mT / WIDTH**0.5).masked_fill(torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).triu(1), float("-inf"))
+        hidden = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).triu(1)
+        scores = (q @ k.mT / WIDTH**0.5).masked_fill(hidden, float("-inf"))
         attended = (scores.softmax(-1) @ v).transpose(-2, -3).flatten(-2)
         x = x + all_reduce(F.linear(attended, self.out))
         normed = rms_norm(x, self.norms[1])

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ops.llama import Llama, rms_norm
 from peerlane import ops
+from peerlane.emulator.ranks import EmulatedLaunch, EmulatedRanks
 from peerlane.ops.fusion import AllReduceFusion, fuse_all_reduces
 
 BF16 = torch.bfloat16
@@ -155,6 +156,37 @@ def test_a_llama_has_one_operator_for_each_sum() -> None:
     fuse, before, after = graphs(model, torch.arange(12).view(2, 6))
     assert before.count(SUM) == 4 and fuse.found == {"all_reduce_rms_norm": 4, "gemm_all_reduce": 0}
     assert after.count(NORM) == 4 and SUM not in after and after.count("aten.rsqrt.default") == 1  # of the embedding
+
+
+@pytest.mark.slow
+def test_a_fused_llama_has_the_losses_of_the_whole_and_the_promised_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs behind the pass, on emulated ranks, beside the eager model of one rank."""
+    tokens, ran = torch.arange(12).view(2, 6) % 7, list[tuple[torch.fx.GraphModule, list[Any]]]()
+
+    def compiler(module: torch.fx.GraphModule, _: Any) -> Any:
+        AllReduceFusion()(module.graph)
+        module.recompile()
+
+        def run(values: list[Any]) -> list[Any]:
+            ran.append((module, list(values)))
+            return [torch.zeros(())]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
+    with torch.no_grad():
+        for rank in range(2):
+            torch.compiler.reset()
+            torch.compile(Llama(rank, 2, summed), backend=backend, fullgraph=True)(tokens)
+        whole = Llama(0, 1, lambda x: x)(tokens)
+    launched, launch = list[str](), EmulatedLaunch.__call__
+    monkeypatch.setattr(EmulatedLaunch, "__call__", lambda own: (launched.append(own.kernel.name), launch(own))[1])
+    made = EmulatedRanks(2, schedules=1)
+    made.load(lambda rank: lambda: torch.no_grad()(ran[rank][0])(*ran[rank][1])[0])
+    losses = made.call([()] * 2, lambda rank, loss: loss)
+    assert torch.equal(*losses) and abs(float(losses[0] - whole)) < 0.02 * float(whole), (losses, whole)
+    assert launched == ["all_reduce_rms_norm"] * 4 * 2
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -174,9 +174,8 @@ def _norm_at(rsqrt: Node) -> _Norm | None:
     scaled = next(iter(rsqrt.users))
     if not _is(scaled, "aten.mul.Tensor") or all(_widened(factor) is not base for factor in scaled.args):
         return None
-    if _value(base).dtype != dtype:  # the sum in float32 has no use but its norm and its rounding
-        if any(user is not scaled and user not in totals and not _is_square(user) for user in base.users):
-            return None
+    if _value(base).dtype != dtype and any(user not in (scaled, *totals) and not _is_square(user) for user in base.users):
+        return None  # the sum in float32 has other uses than its norm and its rounding
     out = next((user for user in scaled.users if len(scaled.users) == 1 and _narrows(user, dtype)), scaled)
     y = _only_user(out, "aten.mul.Tensor")
     if y is None:
