@@ -68,25 +68,27 @@ def test_a_broken_twin_is_told_with_both_lines(twin: str) -> None:
     assert any(str(finding).count(f"{file}:") >= 2 for finding in told), "\n".join(map(str, told))
 
 
-def symmetric(broken: int) -> tuple[list[torch.Tensor], list[Finding]]:
+def symmetric(broken: int, barrier: str = "handle") -> tuple[list[torch.Tensor], list[Finding]]:
     """Returns what calls with other numbers each gave on two ranks, and what was found."""
     world = EmulatedRanks(2, schedules=6)
-    world.load(lambda rank: symmetric_kernels.solution(broken))
+    world.load(lambda rank: symmetric_kernels.solution(broken, barrier))
     outputs: list[torch.Tensor] = []
     for call in range(3):
         outputs = world.call([(torch.arange(100.0) + rank + call,) for rank in range(2)], lambda rank, output: output.clone())
     return outputs, findings(world.reports())
 
 
-def test_symmetric_memory_of_torch_is_right_and_clean() -> None:
-    outputs, found = symmetric(0)
+@pytest.mark.parametrize("barrier", ["handle", "dist.barrier", pytest.param("dist.all_reduce", marks=pytest.mark.slow)])
+def test_symmetric_memory_of_torch_is_right_and_clean(barrier: str) -> None:
+    outputs, found = symmetric(0, barrier)
     assert not found, "\n".join(map(str, found))
     assert all(torch.equal(output, 2 * torch.arange(100.0) + 5) for output in outputs)
 
 
+@pytest.mark.parametrize("barrier", ["handle", "dist.barrier"])
 @pytest.mark.parametrize("broken", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_missing_barrier_of_the_handle_is_told_with_the_copy(broken: int) -> None:
-    _, found = symmetric(broken)
+def test_a_missing_barrier_is_told_with_the_copy(broken: int, barrier: str) -> None:
+    _, found = symmetric(broken, barrier)
     told = [str(finding) for finding in found if finding.kind == "race"]
     assert any("symmetric_kernels.py:" in text and "host code" in text for text in told), [str(finding) for finding in found]
 

@@ -1,7 +1,7 @@
 """Functions of torch.distributed for emulated ranks: numbers of ranks, collectives of CPU tensors, and symmetric memory.
 
-Host code that calls them runs as written. A collective here is the host's: all ranks meet, and it is over. What kernels race about with it
-is not seen; with ``handle.barrier()`` of symmetric memory, which is a kernel, it is.
+Host code that calls them runs as written. A collective here is the host's: all ranks meet, and it is over. One in which every rank needs
+something of every other orders kernels as a barrier on the stream does; a broadcast does not. What it writes is the host's.
 """
 
 from __future__ import annotations
@@ -89,12 +89,29 @@ def _size(group: Any = None) -> int:
     return _group(group).world_size
 
 
-def _meet(group: Any, what: str, value: Any, act: Callable[[list[Any]], Any] = lambda values: None) -> Any:
+def _meet(
+    group: Any,
+    what: str,
+    value: Any,
+    act: Callable[[list[Any]], Any] = lambda values: None,
+    orders: Callable[[list[Any]], bool] = lambda values: True,
+) -> Any:
+    """Returns ``act`` of all ranks' values. ``orders`` tells whether no rank's kernels may go on before all other ranks have come."""
     own = _group(group)
-    if recorded(functools.partial(_meet, group, what, value, act)):
+    if recorded(functools.partial(_meet, group, what, value, act, orders)):
         return None
     own.team.world.collectives[what.partition(" ")[0]] += 1
-    return own.team.meeting.meet(own.member, what, value, act)
+
+    def ordered(values: list[Any]) -> Any:
+        if orders(values):
+            own.team.sequence.barrier(own.team.parts)
+        return act(values)
+
+    return own.team.meeting.meet(own.member, what, value, ordered)
+
+
+def _orders_nothing(_: list[Any]) -> bool:
+    return False
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
@@ -147,7 +164,7 @@ def _broadcast(
         for each in tensors:
             each.copy_(tensors[root or 0].clone())
 
-    _meet(group, f"dist.broadcast of {tuple(tensor.shape)}", tensor, act)
+    _meet(group, f"dist.broadcast of {tuple(tensor.shape)}", tensor, act, _orders_nothing)
     return _work(async_op)
 
 
@@ -197,7 +214,8 @@ def _all_to_all_single(
         for rank, (to, _, _) in enumerate(given):
             to.copy_(torch.cat([pieces[rank] for pieces in split]).view(to.shape))
 
-    _meet(group, "dist.all_to_all_single", (output, tensor, input_split_sizes), act)
+    given = (output, tensor, input_split_sizes)
+    _meet(group, "dist.all_to_all_single", given, act, lambda given: all(min(sizes or (1,)) > 0 for _, _, sizes in given))
     return _work(async_op)
 
 
@@ -208,7 +226,7 @@ def _all_to_all(outputs: list[torch.Tensor], tensors: list[torch.Tensor], group:
             for each, sent in zip(to, given, strict=True):
                 each.copy_(sent[rank])
 
-    _meet(group, "dist.all_to_all", (outputs, tensors), act)
+    _meet(group, "dist.all_to_all", (outputs, tensors), act, lambda pairs: all(sent.numel() for _, parts in pairs for sent in parts))
     return _work(async_op)
 
 
@@ -226,7 +244,7 @@ def _broadcast_object_list(
     objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
 ) -> None:
     root = group_src if src is None else _group(group).team.members.index(src)
-    objects[:] = copy.deepcopy(_meet(group, "dist.broadcast_object_list", objects, lambda values: list(values[root or 0])))
+    objects[:] = copy.deepcopy(_meet(group, "dist.broadcast_object_list", objects, lambda values: list(values[root or 0]), _orders_nothing))
 
 
 def _members(group: Any = None) -> list[int]:
@@ -315,7 +333,7 @@ def _between_barriers(
             to.copy_(value.view(to.shape))
 
     handle.barrier()
-    _meet(group_name, "torch.ops.symm_mem", (tensor, out), act)
+    _meet(group_name, "torch.ops.symm_mem", (tensor, out), act, _orders_nothing)
     handle.barrier()
     return out
 

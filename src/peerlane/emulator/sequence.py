@@ -211,6 +211,14 @@ class LaunchSequence:
             ]
             self._steps.append(Step(launches, {}))
 
+    def barrier(self, parts: Iterable[Part]) -> None:
+        """Orders what all ranks have done before what they do from now on. ``parts``: memory whose changes by the host are known."""
+        step = Step([], {part: part.contents() for part in parts if part.symmetric and part.shown})
+        if self._code is not None and self._code.modules and (changed := self._changed(step)):
+            self._steps.append(self._host_writes(step, changed))
+        self.check()
+        self._latest |= step.before
+
     def check(self) -> None:
         """Runs the launches so far in a row under many schedules, and begins anew."""
         steps, code, written, known = self._steps, self._code, self._written, self._known
