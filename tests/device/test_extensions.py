@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.emulator.cuda_extensions import SOURCES
+from peerlane.emulator.cuda_extensions import SOURCES, start_runtime
+from peerlane.emulator.host_memory import AddressSpace
 from peerlane.emulator.solution_run import Outcome, run
 from peerlane.evaluate.correctness.emulated import judge_emulated
 from peerlane.problems.contract.spec import Case
@@ -32,6 +33,12 @@ def test_statics_and_device_variables_are_a_ranks_own() -> None:
 def test_too_much_shared_memory_is_an_error_of_the_launch() -> None:
     outcome = light(("shared_bytes", 64 << 10))
     assert outcome.outputs == [[("cudaErrorInvalidValue", "cudaSuccess")] * 2]
+
+
+def test_a_multicast_address_is_no_memory_of_the_runtime() -> None:
+    assert start_runtime() is not None
+    space = AddressSpace()
+    assert space.at(space.reserve(1200)) is None
 
 
 def test_a_function_that_is_not_there_is_named() -> None:

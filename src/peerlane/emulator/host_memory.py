@@ -124,11 +124,15 @@ class AddressSpace:
         """by address"""
         self._empty: dict[int, weakref.ref[torch.Tensor]] = {}
         """by storage, tensors that torch.empty has made"""
+        self._reserved: list[range] = []
+        """addresses that the runtime of C++ code has given, and that are no memory but where a part is placed"""
 
     def reserve(self, nbytes: int) -> int:
         """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
         if (found := runtime()) is not None:
-            return found.take(nbytes)
+            taken = found.take(nbytes)
+            self._reserved.append(range(taken, taken + nbytes))
+            return taken
         address = BASE + self._end
         self._end += whole_pages(nbytes)
         return address
@@ -199,7 +203,7 @@ class AddressSpace:
         if index and address < self._placed[index - 1].address + self._placed[index - 1].nbytes:
             return self._placed[index - 1]
         found = runtime()
-        if found is None or (block := found.keep(address)) is None:
+        if found is None or any(address in area for area in self._reserved) or (block := found.keep(address)) is None:
             return None
         memory = torch.frombuffer((ctypes.c_uint8 * block.nbytes).from_address(block.begin), dtype=torch.uint8)
         part = Part(name or f"memory of {block.nbytes} bytes", block.rank, block.begin, memory, symmetric=block.exported)
