@@ -104,7 +104,7 @@ def _meet(
 
     def ordered(values: list[Any]) -> Any:
         if orders(values):
-            own.team.sequence.barrier(own.team.parts)
+            own.team.sequence.barrier(own.team.world.space.placed)
         return act(values)
 
     return own.team.meeting.meet(own.member, what, value, ordered)

@@ -120,7 +120,7 @@ class AddressSpace:
     def __init__(self) -> None:
         self._end = PAGE_BYTES
         self._by_storage: dict[int, Part] = {}
-        self._placed: list[Part] = []
+        self.placed: list[Part] = []
         """by address"""
         self._empty: dict[int, weakref.ref[torch.Tensor]] = {}
         """by storage, tensors that torch.empty has made"""
@@ -152,7 +152,7 @@ class AddressSpace:
     def place(self, part: Part) -> None:
         """Makes the part lie at its address from now on."""
         self._by_storage[part.memory.untyped_storage().data_ptr()] = part
-        bisect.insort(self._placed, part, key=lambda placed: placed.address)
+        bisect.insort(self.placed, part, key=lambda placed: placed.address)
 
     def part_of(self, tensor: torch.Tensor) -> Part | None:
         """Returns the part in which the tensor lies, if that has an address already."""
@@ -199,9 +199,9 @@ class AddressSpace:
 
     def at(self, address: int, name: str = "") -> Part | None:
         """Returns the part in which an address lies, a new one of this name if C++ code has taken the memory; None where there is none."""
-        index = bisect.bisect_right(self._placed, address, key=lambda placed: placed.address)
-        if index and address < self._placed[index - 1].address + self._placed[index - 1].nbytes:
-            return self._placed[index - 1]
+        index = bisect.bisect_right(self.placed, address, key=lambda placed: placed.address)
+        if index and address < self.placed[index - 1].address + self.placed[index - 1].nbytes:
+            return self.placed[index - 1]
         found = runtime()
         if found is None or any(address in area for area in self._reserved) or (block := found.keep(address)) is None:
             return None
