@@ -30,6 +30,10 @@ def test_statics_and_device_variables_are_a_ranks_own() -> None:
     assert [[float(total) for total, _ in call] for call in outcome.outputs] == [[1.0, 1.0], [1.0, 1.0]]
 
 
+def test_without_a_barrier_the_ranks_race() -> None:
+    assert ["host code" in str(finding) for finding in light("race").findings if finding.kind == "race"] == [True]
+
+
 def test_too_much_shared_memory_is_an_error_of_the_launch() -> None:
     outcome = light(("shared_bytes", 64 << 10))
     assert outcome.outputs == [[("cudaErrorInvalidValue", "cudaSuccess")] * 2]

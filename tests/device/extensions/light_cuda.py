@@ -70,12 +70,13 @@ handles = []
 
 
 def solution(x, what):
-    if what != "sum":
+    if what not in ("sum", "race"):
         return getattr(extension, what[0])(*what[1:])
     if not handles:
         memory = symm_mem.empty(1)
         memory.copy_(x)
         handles.append(symm_mem.rendezvous(memory, dist.group.WORLD))
-        handles[0].barrier()
+        if what == "sum":
+            dist.barrier()
     total = torch.zeros(1)
     return total, extension.sum_of_firsts(total.data_ptr(), dist.get_world_size(), list(handles[0].buffer_ptrs))
