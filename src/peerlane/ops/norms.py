@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from peerlane.device.collectives import rms_norm
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import group_name, kit_group, world_size
 from peerlane.ops.products import summed
 from peerlane.settings import batch_invariant
@@ -20,7 +21,7 @@ _LARGEST, _SMALLEST_SCALE = 448.0, 1e-12  # of e4m3; of a token of zeros
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op("peerlane::all_reduce_rms_norm", mutates_args=())
+@operator("all_reduce_rms_norm")
 def _all_reduce_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,

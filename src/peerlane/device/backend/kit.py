@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from peerlane.device.backend.neighbours import Seat, share_gpus
 from peerlane.device.backend.ordering import CudaLane, Lane
 from peerlane.device.collectives.alone import Alone
+from peerlane.device.collectives.checks import require_contiguous
 from peerlane.device.collectives.communicator import communicator
 from peerlane.device.collectives.point_to_point import Transfer, point_to_point
 from peerlane.device.collectives.reductions import SUM, Reduction, reduction_of, refusal
@@ -134,24 +135,24 @@ def refused_group(world_size: int, hosts: Collection[str]) -> str:
     return ""
 
 
-def refused_reduction(op: Any, dtype: torch.dtype) -> str:
-    """Returns the reason why the kit does not reduce with the ``ReduceOp`` in ``dtype``; empty if it does."""
+def reduction(op: Any, dtype: torch.dtype) -> tuple[Reduction, str]:
+    """Returns the reduction of a ``ReduceOp``, and the reason why the kit does not reduce so in ``dtype``; that is empty if it does."""
     try:
-        return refusal(reduction_of(op).name, dtype)
+        found = reduction_of(op)
+        return found, refusal(found.name, dtype)
     except UsageError as error:
-        return str(error)
+        return SUM, str(error)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` as contiguous memory, for operations that treat all elements alike. Raises UsageError if it has gaps."""
-    if tensor.is_contiguous():
-        return tensor
-    if any(
+    if not tensor.is_contiguous() and any(
         tensor.dim() == dims and tensor.is_contiguous(memory_format=layout)
         for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
     ):
         return tensor.as_strided((tensor.numel(),), (1,))
-    raise UsageError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass .contiguous()")
+    require_contiguous(tensor)
+    return tensor
 
 
 def same_sizes(tensors: Sequence[torch.Tensor]) -> bool:
