@@ -316,7 +316,7 @@ def unequal_parts(group: dist.ProcessGroup) -> None:
     rank, sizes = group.rank(), [2, 0, 3][: group.size()]
     wide, own = torch.arange(4.0 * sum(sizes), device=DEVICE).view(-1, 4), sizes[rank]
     for dtype in (torch.float32, torch.bfloat16):
-        whole = wide.to(dtype).requires_grad_()
+        whole = wide.to(dtype).clone().requires_grad_()
         x = whole.detach().split(sizes)[rank].clone().requires_grad_()
         gathered = ops.all_gatherv(x, sizes, group)
         gathered.backward(whole.detach() + rank)
@@ -329,7 +329,7 @@ def unequal_parts(group: dist.ProcessGroup) -> None:
             assert torch.equal(part, (whole.split(sizes)[rank] * group.size() / share).to(dtype)) and whole.grad is not None
             assert torch.equal(whole.grad, torch.full_like(whole, 3.0 / share))
         assert torch.equal(ops.reduce_scatterv(wide + rank, sizes, group, reduce_op="max"), wide.split(sizes)[rank] + group.size() - 1)
-    for call in (lambda: ops.all_gatherv(wide[: own + 1], sizes, group), lambda: ops.reduce_scatterv(wide, [*sizes, 1], group)):
+    for call in (lambda: ops.all_gatherv(wide.new_ones(own + 1, 4), sizes, group), lambda: ops.reduce_scatterv(wide, [*sizes, 1], group)):
         with pytest.raises(UsageError, match="from 0 on, the same on all ranks"):
             call()
 
