@@ -26,7 +26,7 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-room test-all test-torch mutants test-trainers check docs site lock clean
+.PHONY: help setup demo test test-room test-all test-torch test-foreign mutants test-trainers check docs site lock clean
 
 help:
 	@echo "make demo    judge six examples, right and wrong, on CPU ranks; sets up .venv without extras"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-room ROOM=evaluate  run the slow tests of a room too, when it has changed: $(sort $(ROOMS))"
 	@echo "make test-all run every test, nightly"
 	@echo "make test-torch  run PyTorch's own tests of process groups on gloo and on the backend, on CPU; nightly"
+	@echo "make test-foreign DIR=FOLDER  run the public kernels of tests/foreign_kernels.toml that lie in a folder"
 	@echo "make mutants  put faults into copies of the source, one at a time, and tell which the tests catch; nightly"
 	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
 	@echo "make check   the gate: lint, format, types, generated docs, and make test"
@@ -77,6 +78,9 @@ test: $(STAMP)
 test-room: $(STAMP)
 	@case " $(ROOMS) " in *" $(or $(ROOM),none) "*) ;; *) echo "ROOM is $(or $(ROOM),not given): expected one of $(sort $(ROOMS)): make test-room ROOM=evaluate" >&2; exit 2;; esac
 	$(PYTEST) -m "not long" $(addprefix tests/,$(or $(ROOM_$(ROOM)),$(ROOM)))
+
+test-foreign: $(STAMP)
+	$(dir $(STAMP))bin/python tests/foreign_kernels.py $(or $(DIR),$(error DIR is not given: make test-foreign DIR=FOLDER))
 
 test-all: $(STAMP)
 	$(PYTEST)

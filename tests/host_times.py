@@ -155,7 +155,7 @@ def with_no_gpu(patches: contextlib.ExitStack) -> None:
         (torch.cuda, "set_stream", lambda stream: None),
         (torch.cuda, "device", lambda device: contextlib.nullcontext()),
         (torch.cuda, "stream", Entered),
-        (torch.cuda, "Stream", Stream),
+        (torch.cuda, "Stream", lambda **_: Stream()),
         (torch.cuda, "Event", Event),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 1),
@@ -211,7 +211,7 @@ def measure(rank: int, world: int, profiled: str) -> dict[str, float]:
         for module in (products, norms, ops, ops.transport):
             for name in ("kit_group", "_kit"):
                 if hasattr(module, name):
-                    patches.enter_context(mock.patch.object(module, name, lambda x, name: groups.joined(groups._existing(name))))
+                    patches.enter_context(mock.patch.object(module, name, lambda x, name: groups.joined(groups.existing(name))))
         for name, call in calls(rank).items():
             call()
             if rank or (profiled and name != profiled):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from harness import BF16, Row, meet, run_on_shared_gpus
 
+import peerlane.device.backend  # noqa: F401
 from peerlane import ops
 
 BLOCK, BLOCKS, LIMIT_S = 40, 25, 80.0

@@ -124,7 +124,7 @@ def _assume_constant_result(function: Callable[[str], Constant]) -> Callable[[st
 @_assume_constant_result
 def world_size(name: str) -> int:
     emulated = current_group()
-    return emulated.world_size if emulated is not None else dist.get_world_size(process_group(name))
+    return emulated.world_size if emulated is not None else existing(name).size()  # torch's own function takes ten times as long
 
 
 @_assume_constant_result

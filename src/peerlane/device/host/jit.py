@@ -22,6 +22,7 @@ from peerlane import settings
 from peerlane.common.files import one_process, write_atomically
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.source_tokens import token_hash
+from peerlane.device.host.standard_headers import HEADERS, hint
 from peerlane.errors import CompileError, UsageError
 
 DEFAULT_ARCH = "sm_90a"
@@ -150,17 +151,23 @@ def toolkit_dirs() -> tuple[Path, ...]:
     """Returns CUDA's include folder and that of CCCL: of NVIDIA's wheels, else of the toolkit that has nvcc. Leaves out what is nowhere."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else [Path(root) / "cu13" for root in spec.submodule_search_locations or ()]
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is not None:
+    if (nvcc := find_nvcc()) is not None:
         roots.append(Path(nvcc).resolve().parents[1])
     found = {part: [root / part for root in roots if (root / part).is_dir()] for part in ("include", "include/cccl")}
     return tuple(folders[0] for folders in found.values() if folders)
 
 
-def cache_key(text: str, options: Sequence[str], search: Sequence[Path]) -> str:
-    """Returns the hash of everything that a cubin is made from: text, options, NVRTC's version, and the headers found in ``search``."""
+def find_nvcc() -> str | None:
+    """Returns the path of nvcc: on PATH, else of CUDA's usual folder."""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def cache_key(text: str, options: Sequence[str], search: Sequence[Path], compiler: str = "") -> str:
+    """Returns the hash of everything that a cubin is made from: text, options, the compiler (by default NVRTC), and the headers found in
+    ``search``."""
     digest = hashlib.sha256()
-    for part in (_CACHE_FORMAT, str(nvrtc_version()), *options, "", text):
+    standard = [HEADERS[name] for name in HEADERS if f"<{name}>" in text]
+    for part in (_CACHE_FORMAT, compiler or str(nvrtc_version()), *options, "", text, *standard):
         digest.update(part.encode() + b"\0")
     for include, content in _headers(text, search):
         digest.update(include.encode() + b"\0" + hashlib.sha256(content).digest())
@@ -199,7 +206,8 @@ class Compiled(NamedTuple):
 def compile_text(name: str, text: str, options: Sequence[str]) -> Compiled:
     """Returns what NVRTC makes of a text; raises CompileError with its log."""
     nvrtc = cuda_bindings.nvrtc()
-    status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
+    headers = [content.encode() for content in HEADERS.values()]
+    status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(headers), headers, [header.encode() for header in HEADERS])
     if status:
         raise CompileError(f"NVRTC could not take {name}: {status.name}; expected source text without NUL bytes")
     try:
@@ -210,7 +218,7 @@ def compile_text(name: str, text: str, options: Sequence[str]) -> Compiled:
         text_log = log.decode(errors="replace").rstrip("\0\n")
         if status:
             used = f"{status.name}; NVRTC {'.'.join(map(str, nvrtc_version()))}, {' '.join(options)}"
-            raise CompileError(f"{name} does not compile for a GPU:\n{text_log}\n({used})")
+            raise CompileError(f"{name} does not compile for a GPU:\n{text_log}\n({used}){hint(text_log)}")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = bytearray(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)
