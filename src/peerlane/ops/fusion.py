@@ -4,7 +4,8 @@
 
 After gradients it finds sums over ranks of ``torch.distributed``, of ``peerlane.ops``, of vLLM and of SGLang. A sum, perhaps a residual, an
 RMSNorm and perhaps a quantisation to e4m3 become ``all_reduce_rms_norm``; another sum of a product becomes ``gemm_all_reduce``. Both round
-once where the graph had rounded twice or more. Graphs that keep a norm's parts for a gradient stay as they are.
+once where the graph had rounded twice or more. Residuals are the same on all ranks, as in tensor parallelism. Graphs that keep a norm's
+parts for a gradient stay as they are.
 """
 
 from __future__ import annotations
