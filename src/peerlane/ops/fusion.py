@@ -23,6 +23,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from peerlane.device.collectives import rms_norm
 from peerlane.device.products import gemm
@@ -200,8 +201,13 @@ def _serves(total: _Sum, residual: FxNode | None) -> bool:
     x = _value(total.x)
     columns = x.shape[-1]
     fits = isinstance(columns, int) and not columns % 8 and columns >= 8 * world_size(total.group)
-    alike = residual is None or (_value(residual).dtype == x.dtype and tuple(_value(residual).shape) == tuple(_value(total.node).shape))
+    alike = residual is None or (_value(residual).dtype == x.dtype and _same_shape(_value(residual), _value(total.node)))
     return x.dtype in rms_norm.DTYPES and fits and alike and world_size(total.group) > 1
+
+
+def _same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether two shapes are known to be the same, symbols included."""
+    return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in zip(one.shape, other.shape, strict=True))
 
 
 def _is_square(node: FxNode) -> bool:
@@ -266,7 +272,7 @@ def _quantised_at(values: FxNode, y: FxNode, columns: int) -> _Quantised | None:
     if not _is(node, "aten.div.Tensor") or not _is_node(node.args[1]) or _sources(node.args[0])[-1] is not y:
         return None
     scale, shape = node.args[1], next((view.args[1] for view in _sources(node.args[0]) if _is(view, *_VIEWS)), None)
-    if _value(scale).numel() == 1 and _value(scale).dtype == torch.float32 and scale not in set(_reached(y)):
+    if statically_known_true(_value(scale).numel() == 1) and _value(scale).dtype == torch.float32 and scale not in set(_reached(y)):
         return _Quantised(values, "tensor", scale, shape)
     largest = scale.args[0] if _is(scale, "aten.clamp_min.default") else scale
     divides = _is(largest, "aten.div.Tensor") and largest.args[1] == _LARGEST
