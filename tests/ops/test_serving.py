@@ -41,7 +41,7 @@ class Engine:
             return [self.all_reduce(x) for _ in range(2)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_engine_gets_sums_of_any_dense_tensor(ranks: int) -> None:
     """Odd sizes, strides, integers; what the kit has no kernel for, or is larger than the engine wants, is declined on all ranks."""
     shapes = (5, 7), (3,), (16, 8)
