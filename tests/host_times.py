@@ -207,7 +207,7 @@ def measure(rank: int, world: int, profiled: str) -> dict[str, float]:
     with contextlib.ExitStack() as patches:
         with_no_gpu(patches)
         kit = Ranks()
-        groups._joined[groups.existing("")] = kit
+        groups._joined[groups.existing("")] = kit, ""
         for module in (products, norms, ops, ops.transport):
             for name in ("kit_group", "_kit"):
                 if hasattr(module, name):

@@ -55,6 +55,7 @@ PURPOSES = {
     "peerlane.device.attention": "ring, heads",
     "peerlane.device.moe": "experts",
     "peerlane.device.nvshmem": "kernels that call NVSHMEM",
+    "peerlane.device.nccl": "kernels that use NCCL's windows",
     "peerlane.device.tools": "lint, traces",
     "peerlane.device.products": "matrix products, alone and fused with collectives",
     "peerlane.device.collectives": "one kernel for each collective",

@@ -145,6 +145,12 @@ def nvshmem_home() -> Path | None:
     return Path(named) if named else None
 
 
+def nccl_home() -> Path | None:
+    """Returns the NCCL installation that NCCL_HOME names; None: the wheel's."""
+    named = os.environ.get("NCCL_HOME")
+    return Path(named) if named else None
+
+
 def nvshmem_environment(*, one_host: bool, shares_gpu: bool, sockets: bool) -> dict[str, str]:
     """Returns the variables that NVSHMEM needs before it starts. Those that are set already stay as they are, multicast apart.
 
@@ -187,6 +193,16 @@ def multicast_allowed() -> bool:
     """Tells whether files that demand NVLink multicast are run: only where somebody allows it."""
     allowed = os.environ.get("PEERLANE_MULTICAST") == "allow" or os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "0"
     return allowed and not multicast_environment()
+
+
+def windows_refused(*, nvls: bool) -> str | None:
+    """Returns why no window of NCCL may be made in processes whose NCCL may use NVLS (``nvls_allowed``); None if it may.
+
+    The first symmetric window of a communicator makes a multicast object over the whole GPU, unless NCCL_NVLS_ENABLE=0 was set before.
+    """
+    if multicast_allowed() or not nvls:
+        return None
+    return f"symmetric windows of NCCL use {MULTICAST_REASON}. With PEERLANE_MULTICAST=forbid they run: all ranks get NCCL_NVLS_ENABLE=0"
 
 
 def nvls_allowed(variables: Mapping[str, str]) -> bool:

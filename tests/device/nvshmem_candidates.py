@@ -17,10 +17,11 @@ class Twin(NamedTuple):
     line: str
     changed: str
     verdicts: tuple[str, ...]
+    folder: Path = EXAMPLES
 
     def source(self) -> str:
         """Returns its text; raises ValueError if the line to change is not there once."""
-        text = (EXAMPLES / self.original).read_text()
+        text = (self.folder / self.original).read_text()
         if text.count(self.line) != 1:
             raise ValueError(f"{self.original} has {text.count(self.line)} lines {self.line!r}: expected one")
         return text.replace(self.line, self.changed)

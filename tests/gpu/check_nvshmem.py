@@ -26,6 +26,7 @@ from device.nvshmem_candidates import EXAMPLES, PROMPT, TWINS
 from e2e.runs import marked, marked_processes
 from peerlane.device.nvshmem.installation import what_is_missing
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
+from peerlane.evaluate.plan import Device
 from peerlane.settings import SELFTEST_RULES, Deadlines
 
 DEADLINES = Deadlines(exit=5.0).with_calls(12.0)
@@ -33,10 +34,10 @@ CORRECT = ("correct",)
 HANGS = (6, 13)  # places among the twenty
 
 
-def compile_all(folder: Path) -> int:
+def compile_all(paths: Sequence[Path]) -> int:
     """Imports every candidate, which compiles it; the number of failures."""
     failures = 0
-    for path in [*sorted(EXAMPLES.glob("*.py")), PROMPT, *sorted(folder.glob("*.py"))]:
+    for path in paths:
         begin = time.monotonic()
         try:
             programs = runpy.run_path(str(path))
@@ -48,14 +49,14 @@ def compile_all(folder: Path) -> int:
     return failures
 
 
-def judge(paths: Sequence[Path], world_sizes: tuple[int, ...], expected: Mapping[str, Sequence[str]]) -> int:
+def judge(paths: Sequence[Path], world_sizes: tuple[int, ...], expected: Mapping[str, Sequence[str]], device: Device = "cuda") -> int:
     """Judges candidates in one run, and prints a line for each; the number of verdicts that are not the expected ones."""
     plan = EvaluationPlan(
         candidates=discover([str(path) for path in paths]),
         presets=("small",),
         world_sizes=world_sizes,
         modes=("eager", "graph"),
-        device="cuda",
+        device=device,
         deadlines=DEADLINES,
         rules=SELFTEST_RULES,
     )
@@ -64,7 +65,7 @@ def judge(paths: Sequence[Path], world_sizes: tuple[int, ...], expected: Mapping
     for result in results:
         name, verdict = result.candidate.name, result.verdict
         wanted = expected.get(name, CORRECT)
-        got = f"{name} on {result.world_size} PEs: {verdict.kind}, mechanisms {', '.join(item.name for item in result.mechanisms)}"
+        got = f"{name} on {result.world_size} ranks: {verdict.kind}, mechanisms {', '.join(item.name for item in result.mechanisms)}"
         failures += check(got, verdict.kind in wanted, f"expected {' or '.join(wanted)}: {verdict.reason}\n{result.log_tail}")
     return failures
 
@@ -85,7 +86,7 @@ def main() -> int:
         for twin in TWINS:
             (folder / f"{twin.name}.py").write_text(twin.source())
         if options.compile:
-            return int(compile_all(folder) > 0)
+            return int(compile_all([*good, PROMPT, *sorted(folder.glob("*.py"))]) > 0)
         before, mark = memory_mb(), f"nvshmem-{os.getpid()}"
         with marked(mark):
             failures = 0

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from peerlane.device.backend.neighbours import Seat
 from peerlane.device.backend.ordering import NO_TIMEOUT, FinishedWork
-from peerlane.device.collectives.checks import part_bytes, require_contiguous, require_fit, require_parts, require_root
+from peerlane.device.collectives.checks import part_bytes, require_contiguous, require_fit, require_part, require_parts, require_root
 from peerlane.device.collectives.point_to_point import Transfer
 from peerlane.device.collectives.reductions import SUM, Reduction
 from peerlane.errors import DeviceError, DeviceTimeout
@@ -148,6 +148,17 @@ class SharedMemoryKit:
             begin = 8 * self._world_size + int(sizes[: self._rank].sum())
             parts.append(copy[begin : begin + int(sizes[self._rank])])
         output.view(-1).copy_(torch.cat(parts).view(output.dtype))
+
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None:
+        parts = part_bytes(output, sizes, self._world_size)
+        require_part(input, output, sizes[self._rank])
+        seen = self._exchange(f"all_gather_parts {parts}", input)
+        output.view(-1).copy_(torch.cat([copy[:nbytes].view(input.dtype) for copy, nbytes in zip(seen, parts, strict=True)]))
+
+    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], *, reduction: Reduction = SUM) -> None:
+        require_part(output, input, sizes[self._rank])
+        total = self._reduced(f"reduce_scatter_parts {part_bytes(input, sizes, self._world_size)}", input, reduction)
+        output.view(-1).copy_(total.view(input.shape).split(list(sizes))[self._rank].reshape(-1))
 
     def close(self) -> None:
         """All ranks are done: a later group of this name begins anew."""

@@ -15,7 +15,7 @@ from peerlane.errors import UsageError
 
 def new(
     problem_name: Annotated[str, typer.Argument(metavar="PROBLEM", help="The problem's number or name, such as 36.")],
-    backend: Annotated[str, typer.Option(help="kit (the device kit, also without a GPU), cuda, nvshmem, triton or pytorch.")] = "kit",
+    backend: Annotated[str, typer.Option(help="kit (the device kit, also without a GPU), cuda, nvshmem, nccl, triton or pytorch.")] = "kit",
     problems_folders: ProblemFolders = None,
     variant: Annotated[str, typer.Option(help="default, or pkb: the public benchmark's semantics.")] = "default",
     out: Annotated[Path | None, typer.Option(help="The file; by default <id>_<name>_<backend>.py here.")] = None,
@@ -37,12 +37,12 @@ def new(
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}; choose another file with --out") from None
-    device = {"kit": "emulated", "cuda": "cuda", "nvshmem": "cuda"}.get(backend, "cpu")
+    device = {"kit": "emulated", "nccl": "emulated", "cuda": "cuda", "nvshmem": "cuda"}.get(backend, "cpu")
     place = f"--device {device}" if problem.nodes[0] == 1 else f"--nodes {problem.nodes[0]} --device {device}"
     numbered = candidate_file(file).problem == problem.id
     own = "".join(f" --problems {shlex.quote(str(folder))}" for folder in problems_folders or ())
     commands = [f"peerlane eval {file}{'' if numbered else f' --problem {problem.id}'}{own} {place} --preset small"]
-    if backend == "kit" and numbered:
+    if device == "emulated" and numbered:
         commands.append(f"peerlane race {file}{own}")
     if as_json:
         print_json({"problem": problem.id, "backend": backend, "file": str(file), "commands": commands})

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from peerlane.problems import Problem
 
 HARDWARE_HELP = "auto (the GPUs of this machine, or h200x4 without any), a node such as h200x8, or a JSON file."
-BACKEND_HELP = "cuda, kit (peerlane's device kit), nvshmem, triton, pytorch or parallelkittens."
+BACKEND_HELP = "cuda, kit (peerlane's device kit), nvshmem, nccl, triton, pytorch or parallelkittens."
 TRACK_HELP = "custom: communication must be the candidate's own; open: anything goes."
 
 

@@ -15,6 +15,7 @@ Its rooms, each of which imports only those before it:
     host          groups of ranks, arenas, compilation, launches, declared kernels
     collectives   torch.distributed's collectives, exchanges of strided tensors, counts, copy engines
     nvshmem       kernels that put and signal by NVSHMEM, NVIDIA's library
+    nccl          kernels that load and store in windows of NCCL's device API
     products      matrix products, alone and fused with collectives
     attention     attention on one rank, over a ring, and by heads
     moe           mixtures of experts

@@ -141,7 +141,7 @@ class AddressSpace:
     def note_empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Records that nobody has written a tensor yet; returns it, full of NaN, so that a use of its contents shows."""
         if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
-            place = tensor.untyped_storage().fill_(0xFF).data_ptr()
+            place = tensor.untyped_storage().fill_(0xFF).data_ptr()  # type: ignore[attr-defined]
             self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
         return tensor
 

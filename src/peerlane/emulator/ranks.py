@@ -37,6 +37,7 @@ from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_her
 from peerlane.emulator.host_libraries import emulated_libraries
 from peerlane.emulator.host_memory import AddressSpace, Part, empty_noted
 from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
+from peerlane.emulator.nccl_windows import EmulatedWorld
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.emulator.scenario import GUARDED_TAKES
 from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
@@ -208,6 +209,7 @@ class EmulatedGroup(EmulatedRank):
         self.sm_count, self.max_threads = world.sm_count, max(32, min(MAX_THREADS, 1 << max(fitting.bit_length() - 1, 0)))
         self.waits = Waits(TIMEOUT_NS / 1e9, traps=True)  # a trap is what the emulator reports
         self._arenas: list[tuple[str, EmulatedMemory]] = []
+        self._nccl: EmulatedWorld | None = None
         self.announced = ""
         """what the next launch is for"""
 
@@ -241,6 +243,11 @@ class EmulatedGroup(EmulatedRank):
         kernel = EmulatedKernel(self, Code(launch.module), launch.kernel)
         bound = kernel.bind(launch.grid, launch.block, launch.args, shared_bytes=launch.shared_bytes, cluster=launch.cluster)
         replace(bound, dependent=launch.dependent)()
+
+    def nccl_world(self) -> EmulatedWorld:
+        if self._nccl is None:
+            self._nccl = EmulatedWorld(self)
+        return self._nccl
 
     def address(self, tensor: torch.Tensor) -> int:
         return self.team.world.space.address(tensor, self.member)

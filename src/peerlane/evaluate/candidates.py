@@ -37,6 +37,7 @@ _CPP_NAMES = {"torch.utils.cpp_extension", "torch.utils.cpp_extension.load_inlin
 _CUDA_HEADER = re.compile(r"#include\s*[<\"][^>\"]*(cuda|nccl|nvshmem)", re.IGNORECASE)
 _TRITON_NAMES = ("triton", "peerlane.device.triton")
 KIT = "peerlane.device"
+_NCCL = re.compile(r"\bpeerlane\.device(\.nccl\b| import [^\n]*\bnccl\b)")
 _NVSHMEM = re.compile(r"\bpeerlane\.device(\.nvshmem\b| import [^\n]*\bnvshmem\b)|^\s*(import|from) nvshmem\b", re.MULTILINE)
 
 
@@ -97,6 +98,11 @@ class CandidateFile:
 def uses_nvshmem(source: str) -> bool:
     """Tells whether a candidate of this source imports the kit's module for NVSHMEM, or NVIDIA's."""
     return _NVSHMEM.search(source) is not None
+
+
+def uses_nccl(source: str) -> bool:
+    """Tells whether a candidate of this source imports the kit's module for NCCL's device API."""
+    return _NCCL.search(source) is not None
 
 
 def runs_emulated(source: str) -> bool:

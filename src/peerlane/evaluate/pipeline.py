@@ -37,7 +37,14 @@ from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
+from peerlane.evaluate.requirements import (
+    missing_before,
+    missing_behind,
+    missing_for_windows,
+    missing_on_virtual_node,
+    needs_gpu,
+    needs_multicast,
+)
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.problems.contract.spec import Case
 from peerlane.problems.contract.tree import dtype_name
@@ -235,6 +242,9 @@ class EvaluationPipeline:
             self.stage_seconds["build"] = round(built.seconds, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
                 return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=runs_emulated(self.source or "")))
+        nvls = self.node.place.runs_cuda and self.node.node_class.nvls is not False
+        if (missing := missing_for_windows(self.source or "", nvls=nvls)) is not None:
+            return NotRun(missing=missing)
         begin = time.monotonic()
         self._spawn()
         self._load()

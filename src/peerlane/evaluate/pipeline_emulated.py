@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from peerlane.device.nccl.installation import what_is_missing as nccl_is_missing
 from peerlane.emulator.cuda_extensions import NO_TOOLKIT
 from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here, wants_extension
 from peerlane.emulator.job import AT_MOST
@@ -14,7 +15,7 @@ from peerlane.emulator.torch_cuda import NOT_EMULATED
 from peerlane.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
-from peerlane.evaluate.candidates import KIT, uses_nvshmem
+from peerlane.evaluate.candidates import KIT, uses_nccl, uses_nvshmem
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.messages import Request
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
@@ -57,6 +58,8 @@ class EmulatedPipeline(EvaluationPipeline):
         self.source = job.candidate.source()
         if self.source is None or uses_nvshmem(self.source) or not (KIT in self.source or runs_here(self.source)):
             return NotRun(missing=_REFERENCE if self.source is None else _NVSHMEM if uses_nvshmem(self.source) else _NO_KIT)
+        if uses_nccl(self.source) and (missing := nccl_is_missing()) is not None:
+            return NotRun(missing=missing)
         if wants_triton(self.source) and not triton_is_here():
             return NotRun(missing=NO_TRITON)
         if wants_extension(self.source):

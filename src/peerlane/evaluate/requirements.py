@@ -7,25 +7,30 @@ import importlib.util
 import inspect
 import re
 
+from peerlane.device.nccl.installation import what_is_missing as nccl_is_missing
+from peerlane.device.nccl.world import NO_LSA
 from peerlane.device.nvshmem.installation import what_is_missing
 from peerlane.device.nvshmem.world import NEEDS_MPS, NO_TRANSPORT
 from peerlane.evaluate.audit.device_code import holds_multicast
-from peerlane.evaluate.candidates import CandidateFile, uses_nvshmem
+from peerlane.evaluate.candidates import CandidateFile, uses_nccl, uses_nvshmem
 from peerlane.problems.contract.spec import Problem
 from peerlane.results.verdict import CudaError, Hang, ImportFailure, NotRun, RuntimeFailure, Unstable, Verdict, WrongResult
-from peerlane.settings import MULTICAST_REASON, multicast_allowed, thunderkittens_root
+from peerlane.settings import MULTICAST_REASON, multicast_allowed, thunderkittens_root, windows_refused
 
 _TENSORS = ("get_or_create_parallel_tensor", "create_parallel_tensor")
 _CRASHES = (CudaError, Hang, ImportFailure, RuntimeFailure)
 _FP8 = re.compile(r"float8|fp8|e4m3|e5m2", re.IGNORECASE)
 _TRITON = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
 _NVSHMEM4PY = re.compile(r"^\s*(import|from) nvshmem\b", re.MULTILINE)
+_REGISTER = "ncclCommWindowRegister"
 _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distributed import [^\n]*\breduce\b", re.MULTILINE)
 
 
 def missing_before(source: str) -> str | None:
     """Returns what a candidate of this source needs before it is compiled, and is not here; None if nothing is missing."""
     if uses_nvshmem(source) and (missing := what_is_missing()) is not None:
+        return missing
+    if uses_nccl(source) and (missing := nccl_is_missing()) is not None:
         return missing
     if _NVSHMEM4PY.search(source) and importlib.util.find_spec("nvshmem") is None:
         return "nvshmem4py, NVIDIA's Python package, which the candidate imports: run pip install nvshmem4py-cu13"
@@ -36,6 +41,26 @@ def missing_before(source: str) -> str | None:
     if not multicast_allowed() and _asks_for_multicast(source):
         return MULTICAST_REASON
     return None
+
+
+def missing_for_windows(source: str, *, nvls: bool) -> str | None:
+    """Returns why a candidate of this source, which makes symmetric windows of NCCL, may not run; None if it may, or makes none.
+
+    ``nvls``: whether its ranks' NCCL may use NVLink multicast. Windows say no word of it: the first of them makes a multicast object.
+    """
+    return windows_refused(nvls=nvls) if uses_nccl(source) or any(map(_makes_window, _nodes(source))) else None
+
+
+def _makes_window(node: ast.AST) -> bool:
+    """Tells whether this is device or host code that registers a window, or makes torch's symmetric memory or memory pools do so."""
+    match node:
+        case ast.Constant(value=str(text)) | ast.Attribute(attr=text):
+            return _REGISTER in text
+        case ast.Call(func=ast.Attribute(attr="set_backend"), args=[ast.Constant(value=str(name)), *_]):
+            return name.upper() == "NCCL"
+        case ast.Call(func=ast.Attribute(attr="register_mem_pool"), keywords=keywords):
+            return any(item.arg == "symm" for item in keywords)
+    return False
 
 
 def _asks_for_multicast(source: str) -> bool:
@@ -102,6 +127,8 @@ def missing_on_virtual_node(message: str) -> str | None:
         return "a GPU for every rank: the candidate addresses GPUs by the numbers of ranks, which share one here"
     if NEEDS_MPS in message:
         return "MPS whose control program the ranks can call"
+    if NO_LSA in message:
+        return "a GPU for every rank, which NCCL's device API needs"
     if NO_TRANSPORT in message:
         return "nodes with a network that NVSHMEM can use"
     if "NCCL" in message and re.search(r"invalid ?argument", message, re.IGNORECASE):

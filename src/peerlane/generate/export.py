@@ -34,7 +34,7 @@ def export_task(problem: Problem, settings: PromptSettings, ranks: int, folder: 
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"--export got {folder}, which is not empty: choose another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    ending = {"kit": "cuda", "nvshmem": "cuda", "parallelkittens": "cuda"}.get(settings.backend, settings.backend)
+    ending = {"kit": "cuda", "nvshmem": "cuda", "nccl": "cuda", "parallelkittens": "cuda"}.get(settings.backend, settings.backend)
     file = f"{problem.id}_candidate_{ending}.py"
     how = _HOW.replace("candidate_{backend}.py", file).format(
         file=file, track=settings.track, ranks=ranks, preset=settings.preset, number=problem.id

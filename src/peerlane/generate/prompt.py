@@ -22,7 +22,7 @@ from peerlane.problems.reference_source import reference_source
 from peerlane.report.catalogue import problem_detail
 from peerlane.settings import Deadlines
 
-BACKENDS = ("cuda", "kit", "nvshmem", "triton", "pytorch", "parallelkittens")
+BACKENDS = ("cuda", "kit", "nvshmem", "nccl", "triton", "pytorch", "parallelkittens")
 TRACKS = ("custom", "open")
 VARIANTS = ("default", "pkb")
 
@@ -34,7 +34,14 @@ EXAMPLE_ARCH = "sm_90a"
 """in the worked examples; prompts for another GPU name its own"""
 _CHARACTERS_PER_TOKEN = 3.0  # a low estimate for code and English, so that counts are upper bounds
 _FOLDER = Path(__file__).parent / "prompts"
-_TITLES = {"cuda": "CUDA C++", "kit": "the device kit", "nvshmem": "NVSHMEM", "triton": "Triton", "pytorch": "PyTorch"}
+_TITLES = {
+    "cuda": "CUDA C++",
+    "kit": "the device kit",
+    "nvshmem": "NVSHMEM",
+    "nccl": "NCCL's device API",
+    "triton": "Triton",
+    "pytorch": "PyTorch",
+}
 
 
 @dataclass(frozen=True)

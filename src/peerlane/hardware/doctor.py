@@ -215,20 +215,24 @@ def check_nvshmem() -> Check:
 
 
 NCCL_DEVICE_API: Sequence[tuple[tuple[int, ...], str]] = (
-    ((2, 28), "kernels may load and store peers' memory (LSA)"),
+    ((2, 28), "kernels may load and store peers' memory (LSA), and put over the network (GIN) given an RDMA NIC"),
     ((2, 29), "such kernels also run with later versions"),
     ((2, 30), "ranks may share a GPU (NCCL_MULTI_RANK_GPU_ENABLE=1)"),
-    ((2, 32, 3), "kernels may put over the network (GIN), also by sockets where ranks share a GPU"),
+    ((2, 32, 3), "GIN also goes by sockets, where ranks share a GPU"),
 )
 """What NCCL's device API allows, by the version since which it does so."""
 
 
 def check_nccl_device_api(topology: Topology) -> Check:
-    """Checks which version of NCCL's device API is here, and what that version would allow. peerlane has no helper for it."""
+    """Checks which version of NCCL's device API is here, and what that version would allow."""
+    from peerlane.device.nccl.installation import INSTALL, what_is_missing
+
     name, version = "NCCL device API", software_versions()["nccl"]
     numbers = tuple(int(part) for part in (version or "").split(".") if part.isdecimal())
     allowed = [what for since, what in NCCL_DEVICE_API if numbers >= since]
     remedy = "a torch with a newer NCCL: pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu130"
+    if allowed and (missing := what_is_missing()) is not None:
+        return Check(name, "absent", f"NCCL {version}; candidates for it are not run: they need {missing.partition(': run')[0]}", INSTALL)
     if not allowed:
         return Check(name, "absent", f"{f'NCCL {version}' if version else 'no NCCL'}; its device API begins with 2.28", remedy)
     detail = f"NCCL {version}: {'; '.join(allowed)}"

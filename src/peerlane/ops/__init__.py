@@ -48,6 +48,7 @@ from peerlane.ops.quantise import quantize_fp8, quantize_transposed_fp8
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
+from peerlane.ops.uneven import all_gatherv, reduce_scatterv
 from peerlane.settings import set_batch_invariant
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "ExpertLayers",
     "all_gather",
     "all_gather_gemm",
+    "all_gatherv",
     "all_reduce",
     "all_reduce_rms_norm",
     "all_reduce_rms_norm_fp8",
@@ -78,6 +80,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_rms_norm",
     "reduce_scatter_rms_norm_fp8",
+    "reduce_scatterv",
     "replicate",
     "ring_attention",
     "row_gather_gemm",

@@ -45,6 +45,12 @@ class Collectives(Protocol):
         input_split_sizes: Sequence[int] | None = None,
     ) -> None: ...
 
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None: ...
+
+    def reduce_scatter_parts(
+        self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], *, reduction: Reduction = SUM
+    ) -> None: ...
+
     @property
     def closed(self) -> bool: ...
 
@@ -158,6 +164,24 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def same_sizes(tensors: Sequence[torch.Tensor]) -> bool:
     """Tells whether all have the same number of elements."""
     return len({tensor.numel() for tensor in tensors}) == 1
+
+
+def all_gather(served: Collectives, parts: Sequence[torch.Tensor], input: torch.Tensor) -> None:
+    """Gathers every rank's ``input`` to its part, be they equal or not."""
+    if same_sizes(parts):
+        fill_parts(parts, lambda whole: served.all_gather_into_tensor(whole, input.contiguous()))
+    else:
+        sizes = [part.numel() for part in parts]
+        fill_parts(parts, lambda whole: served.all_gather_parts(whole, input.reshape(-1), sizes))
+
+
+def reduce_scatter(served: Collectives, output: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction) -> None:
+    """Reduces every rank's own part of all ranks' ``parts`` to ``output``, be they equal or not."""
+    if same_sizes([*parts, output]):
+        served.reduce_scatter_tensor(output, joined(parts), reduction=reduction)
+    else:
+        sizes = [part.numel() for part in parts]
+        served.reduce_scatter_parts(flat(output).view(-1), joined(parts), sizes, reduction=reduction)
 
 
 def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -83,10 +83,8 @@ class PeerlaneGroup(RoutedGroup):
         opts = options(opts, c10d.ReduceScatterOptions)
         (output,), (parts,) = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
         reduction, refusal = kit.reduction(opts.reduceOp, output.dtype)
-        if not kit.same_sizes([*parts, output]):
-            refusal = "parts of different sizes; the kit reduces and scatters equal ones"
         if (served := self._served("reduce_scatter", output, refusal)) is not None:
-            call = lambda: served.reduce_scatter_tensor(output, kit.joined(parts), reduction=reduction)  # noqa: E731
+            call = lambda: kit.reduce_scatter(served, output, parts, reduction)  # noqa: E731
             return self._on_kit("reduce_scatter", call, [output, *parts], opts, parts)
         return self._on_child(output, lambda child: child.reduce_scatter(outputs, inputs, opts))
 
@@ -113,10 +111,8 @@ class PeerlaneGroup(RoutedGroup):
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         opts = options(opts, c10d.AllgatherOptions)
         (input,), (parts,) = _one(inputs, "all_gather"), _one(outputs, "all_gather")
-        refusal = "" if kit.same_sizes(parts) else "parts of different sizes; the kit gathers equal ones"
-        if (served := self._served("all_gather", input, refusal)) is not None:
-            fill = lambda whole: served.all_gather_into_tensor(whole, input.contiguous())  # noqa: E731
-            return self._on_kit("all_gather", lambda: kit.fill_parts(parts, fill), [*parts, input], opts, [input])
+        if (served := self._served("all_gather", input)) is not None:
+            return self._on_kit("all_gather", lambda: kit.all_gather(served, parts, input), [*parts, input], opts, [input])
         return self._on_child(input, lambda child: child.allgather(outputs, inputs, opts))
 
     def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:

@@ -38,6 +38,16 @@ def require_parts(tensor: torch.Tensor | None, verb: str, rank: int, world_size:
     return tensor
 
 
+def require_part(part: torch.Tensor, whole: torch.Tensor, rows: int) -> None:
+    """``part`` is so many rows of ``whole``: this rank's."""
+    wanted = (rows, *whole.shape[1:])
+    if tuple(part.shape) != wanted or part.dtype != whole.dtype or part.device != whole.device:
+        raise UsageError(
+            f"this rank's part is {tuple(part.shape)} {part.dtype} on {part.device}; expected {wanted} {whole.dtype} on {whole.device}, "
+            "as the sizes say"
+        )
+
+
 def part_bytes(tensor: torch.Tensor, rows: Sequence[int] | None, world_size: int) -> list[int]:
     """Returns the bytes of each rank's part of ``tensor``: so many rows of axis 0 each, or equal ones."""
     length = tensor.shape[0] if tensor.dim() else 0

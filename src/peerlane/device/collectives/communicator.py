@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from peerlane.device.collectives import messages as message_tables
 from peerlane.device.collectives import plans
-from peerlane.device.collectives.checks import part_bytes, require_contiguous, require_fit, require_parts, require_root
+from peerlane.device.collectives.checks import part_bytes, require_contiguous, require_fit, require_part, require_parts, require_root
 from peerlane.device.collectives.kernels import kernel_source
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine, Plan
@@ -251,8 +251,46 @@ class Communicator:
     def _uneven(self, output: torch.Tensor, input: torch.Tensor, table: Messages) -> None:
         with self.group.lock:
             launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
-            ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
-            self._start(launch, input, output)
+            self._start_table(launch, table, input, output)
+
+    # ---- unequal parts whose sizes all ranks know --------------------------------------------------------------------------------------
+
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Writes every rank's ``input``, in rank order, to ``output``: rank q's has ``sizes[q]`` rows, of axis 0 of ``output``."""
+        parts = self._parts(output, input, sizes)
+        if (most := max(parts)) != 0:
+            table = message_tables.all_gather_parts(self.member, parts)
+            self._by_table(("all_gather", sum(parts), *sizes), plans.exchange(most, self.machine), table, input, output)
+
+    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], reduction: Reduction = SUM) -> None:
+        """Writes the reduction of all ranks' part number r to rank r's ``output``: ``sizes[r]`` rows of ``input``, parts in rank order."""
+        parts, packets_fit = self._parts(input, output, sizes), fills_packets(input.dtype)
+        if (most := max(parts)) != 0:
+            plan = plans.reduce_scatter(most, self.machine, packets_fit=packets_fit)
+            table = message_tables.reduce_scatter_parts(self.member, parts)
+            self._by_table(("reduce_scatter", sum(parts), *sizes), plan, table, input, output, reduction)
+
+    def _parts(self, whole: torch.Tensor, own: torch.Tensor, sizes: Sequence[int]) -> list[int]:
+        """Returns the bytes of each rank's part of ``whole``. Raises UsageError unless ``own`` has the size of this rank's."""
+        parts = part_bytes(whole, sizes, self.machine.world_size)
+        require_part(own, whole, sizes[self.member.rank])
+        self._same_size(whole, whole, 1, 1)
+        return parts
+
+    def _by_table(
+        self,
+        call: tuple[Any, ...],
+        plan: Plan,
+        table: Messages,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        reduction: Reduction = SUM,
+    ) -> None:
+        """Launches the kernel of a plan, kept once for all sizes with this plan, with messages of its own. All ranks make this ``call``."""
+        with self.group.lock:
+            self.group.announce(call)
+            launch = self._launch(("parts", plan, source.dtype, reduction), source, lambda: (plan, Messages(), 0), reduction)
+            self._start_table(launch, table, source, target)
 
     # ---- launches --------------------------------------------------------------------------------------------------------------------
 
@@ -320,6 +358,10 @@ class Communicator:
         for place, tensor in ((_IN, source), (_OUT, target)):
             launch.args[place].value = None if tensor is None else self.group.address(tensor)
         launch()
+
+    def _start_table(self, launch: DeviceLaunch, table: Messages, source: torch.Tensor, target: torch.Tensor) -> None:
+        ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
+        self._start(launch, source, target)
 
     def _same_size(self, output: torch.Tensor, input: torch.Tensor, outputs: int, inputs: int) -> None:
         require_fit(output, input, outputs, inputs)

@@ -167,6 +167,10 @@ class Group(ABC):
     ) -> DeviceKernel:
         """The kernel ``name`` of a source, compiled for this rank's device. ``on_failure`` may raise what explains a failed launch."""
 
+    def nccl_world(self) -> Any:
+        """What ``peerlane.device.nccl.world`` returns on these ranks; raises UsageError where nothing stands for NCCL."""
+        raise UsageError("these ranks have no NCCL; expected processes of torch.distributed with a GPU each, or emulated ranks")
+
     def announce(self, call: tuple[Any, ...]) -> None:
         """Tell what the next launch is for: the operation, its bytes, and what else is the same on all ranks. Emulated ranks compare it."""
         return

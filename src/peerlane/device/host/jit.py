@@ -151,17 +151,23 @@ def toolkit_dirs() -> tuple[Path, ...]:
     """Returns CUDA's include folder and that of CCCL: of NVIDIA's wheels, else of the toolkit that has nvcc. Leaves out what is nowhere."""
     spec = importlib.util.find_spec("nvidia")
     roots = [] if spec is None else [Path(root) / "cu13" for root in spec.submodule_search_locations or ()]
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is not None:
+    if (nvcc := find_nvcc()) is not None:
         roots.append(Path(nvcc).resolve().parents[1])
     found = {part: [root / part for root in roots if (root / part).is_dir()] for part in ("include", "include/cccl")}
     return tuple(folders[0] for folders in found.values() if folders)
 
 
-def cache_key(text: str, options: Sequence[str], search: Sequence[Path]) -> str:
-    """Returns the hash of everything that a cubin is made from: text, options, NVRTC's version, and the headers found in ``search``."""
+def find_nvcc() -> str | None:
+    """Returns the path of nvcc: on PATH, else of CUDA's usual folder."""
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def cache_key(text: str, options: Sequence[str], search: Sequence[Path], compiler: str = "") -> str:
+    """Returns the hash of everything that a cubin is made from: text, options, the compiler (by default NVRTC), and the headers found in
+    ``search``."""
     digest = hashlib.sha256()
-    for part in (_CACHE_FORMAT, str(nvrtc_version()), *options, "", text, *(HEADERS[name] for name in HEADERS if f"<{name}>" in text)):
+    standard = [HEADERS[name] for name in HEADERS if f"<{name}>" in text]
+    for part in (_CACHE_FORMAT, compiler or str(nvrtc_version()), *options, "", text, *standard):
         digest.update(part.encode() + b"\0")
     for include, content in _headers(text, search):
         digest.update(include.encode() + b"\0" + hashlib.sha256(content).digest())

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from peerlane import settings
+from peerlane.device.host.nvidia_wheels import header_version, wheel_folders
 from peerlane.errors import MissingDependency
 
 INSTALL = "pip install 'peerlane[nvshmem]'"
 OLDEST = (3, 4)
-_VERSION = re.compile(r"#define NVSHMEM_VENDOR_(MAJOR|MINOR|PATCH)_VERSION (\d+)")
+_HEADER = Path("include", "non_abi", "nvshmem_version.h")
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Installation:
 def find_installation() -> Installation | None:
     """Returns NVSHMEM of the folder that NVSHMEM_HOME names, else of NVIDIA's wheel; None if there is none, or only a part of one."""
     named = settings.nvshmem_home()
-    for root in [named] if named is not None else _wheels():
-        found = Installation(root, _version(root))
+    for root in [named] if named is not None else wheel_folders("nvshmem"):
+        found = Installation(root, header_version(root / _HEADER, "NVSHMEM_VENDOR_", "_VERSION"))
         if found.version >= OLDEST and found.device_library.is_file() and found.host_library.is_file():
             return found
     return None
@@ -63,17 +62,3 @@ def what_is_missing() -> str | None:
     named, oldest = settings.nvshmem_home(), ".".join(map(str, OLDEST))
     where = f"in {named}, which NVSHMEM_HOME names" if named is not None else "among the installed packages"
     return f"NVSHMEM {oldest} or newer, whose headers and libraries are not {where}: run {INSTALL}"
-
-
-def _wheels() -> list[Path]:
-    spec = importlib.util.find_spec("nvidia")
-    return [] if spec is None else [Path(folder) / "nvshmem" for folder in spec.submodule_search_locations or ()]
-
-
-def _version(root: Path) -> tuple[int, int, int]:
-    try:
-        text = (root / "include" / "non_abi" / "nvshmem_version.h").read_text()
-    except OSError:
-        return 0, 0, 0
-    numbers = {part: int(number) for part, number in _VERSION.findall(text)}
-    return numbers.get("MAJOR", 0), numbers.get("MINOR", 0), numbers.get("PATCH", 0)

@@ -6,21 +6,19 @@ Where NVRTC or nvJitLink is missing, nvcc does both. Needs no GPU.
 from __future__ import annotations
 
 import importlib
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 from peerlane.device.host import cuda_bindings, jit
 from peerlane.device.host.jit import Compiled, Cubin
+from peerlane.device.host.nvidia_wheels import compile_by_nvcc, nvcc_identity
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.device.nvshmem.installation import INSTALL, Installation, installation
 from peerlane.errors import CompileError, MissingDependency
 
 INCLUDE_DIR = Path(__file__).parent / "include"
-_NVCC_S = 240.0
 
 
 def compile(
@@ -39,10 +37,13 @@ def compile(
     options = [*jit.gpu_options(arch, defines or {}), "--relocatable-device-code=true"]
     linker = nvjitlink()
     # NVIDIA's headers are known by the version: reading them all would take longer than the rest of the look-up.
-    key = jit.cache_key(text, [*options, f"NVSHMEM {found} in {found.root}", f"nvcc {linker is None}"], own)
+    said = [*options, f"NVSHMEM {found} in {found.root}"]
+    key = jit.cache_key(text, said, own, nvcc_identity() if linker is None else "")
     folders = [f"--include-path={folder}" for folder in (*own, found.include, *jit.toolkit_dirs())]
     if linker is None:
-        return jit.cached_cubin(key, arch, tokens, lambda: _by_nvcc(name, text, [*options, *folders], found))
+        instead = f"or run {INSTALL}, which brings NVRTC and nvJitLink"
+        build = partial(compile_by_nvcc, name, text, [*options, *folders], instead=instead, library=found.device_library)
+        return jit.cached_cubin(key, arch, tokens, build)
     return jit.cached_cubin(key, arch, tokens, lambda: _by_nvrtc(linker, name, text, [*options, *folders], found))
 
 
@@ -75,28 +76,3 @@ def _by_nvrtc(linker: ModuleType, name: str, text: str, options: Sequence[str], 
     finally:
         linker.destroy(handle)
     return Compiled(bytes(cubin), compiled.ptx, compiled.log)
-
-
-def _by_nvcc(name: str, text: str, options: Sequence[str], found: Installation) -> Compiled:
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if nvcc is None:
-        raise MissingDependency(f"neither NVRTC with nvJitLink nor nvcc is here: expected one of them to compile {name}; run {INSTALL}")
-    arch = next(option for option in options if option.startswith("--gpu-architecture="))
-    # NVRTC's alone: in a file of nvcc, functions are for the host unless they say otherwise.
-    kept = [option for option in options if option != "--device-as-default-execution-space"]
-    with tempfile.TemporaryDirectory() as folder:
-        source, ptx, code, linked = (Path(folder) / f"program.{ending}" for ending in ("cu", "ptx", "cubin", "linked"))
-        source.write_text(text, encoding="utf-8")
-        _run(name, [nvcc, *kept, "-ptx", str(source), "-o", str(ptx)])
-        _run(name, [nvcc, arch, "-rdc=true", "-cubin", str(ptx), "-o", str(code)])
-        _run(name, [nvcc, arch, "-dlink", "-cubin", str(code), str(found.device_library), "-o", str(linked)])
-        return Compiled(linked.read_bytes(), ptx.read_bytes(), "")
-
-
-def _run(name: str, command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError(f"{name} was not compiled: {error}") from None
-    if done.returncode:
-        raise CompileError(f"{name} does not compile for a GPU:\n{(done.stderr or done.stdout).strip()}\n({' '.join(command)})")

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <unordered_map>
 #include <vector>
 
 #include "../include/peerlane_emulator/half.h"
@@ -47,9 +48,8 @@ class Memory {
 #define MAP_FIXED_NOREPLACE 0x100000
 #endif
         if (reserve(base_, bytes_, MAP_FIXED_NOREPLACE) != base_) fail("the address range of the ranks' memory is taken");
-        owner_.assign(bytes_ / page_bytes, 0);
-        dirty_.assign(bytes_ / page_bytes, 0);
-        initial_.assign(bytes_ / page_bytes, {});
+        owner_ = reinterpret_cast<std::uint16_t*>(reserve(nullptr, bytes_ / page_bytes * sizeof(std::uint16_t), 0));
+        dirty_ = reinterpret_cast<std::uint8_t*>(reserve(nullptr, bytes_ / page_bytes, 0));
         for (const Content& content : contents) {
             for (std::uint64_t done = 0; done < content.bytes; done += page_bytes) {
                 const std::uint64_t begin = content.begin + done;
@@ -131,7 +131,8 @@ class Memory {
         return kind == 8 ? wide : kind == 4 ? narrow : kind == 2 ? widen_f16(half) : widen_bf16(half);
     }
     void restore(std::uint64_t page) {
-        const Content& content = initial_[page];
+        const auto found = initial_.find(page);
+        const Content content = found == initial_.end() ? Content{} : found->second;
         if (content.bytes < page_bytes) std::memset(base_ + page * page_bytes, 0, page_bytes);
         if (content.bytes) std::memcpy(base_ + content.begin, content.data, content.bytes);
     }
@@ -144,9 +145,9 @@ class Memory {
     char* base_ = nullptr;
     std::uint64_t bytes_ = 0;
     std::vector<Buffer> buffers_;
-    std::vector<std::uint16_t> owner_;  // by page
-    std::vector<std::uint8_t> dirty_;   // by page
-    std::vector<Content> initial_;      // by page
+    std::uint16_t* owner_ = nullptr;  // by page; most of the memory may be gaps
+    std::uint8_t* dirty_ = nullptr;   // by page
+    std::unordered_map<std::uint64_t, Content> initial_;  // by page
     std::vector<std::uint64_t> dirty_pages_;
 };
 

@@ -5,7 +5,7 @@ Pure: text in, sets of words out. The words are:
 * ``nvls``: multicast loads and stores;
 * ``tma``: bulk and tensor copies from or to global memory;
 * ``nvshmem``: calls of NVSHMEM's device library, or uses of its state;
-* ``nccl_device``: types of NCCL's device API among a kernel's parameters, or calls of its functions;
+* ``nccl_device``: types of NCCL's device API among a kernel's parameters, calls of its functions, or lines of its headers;
 * ``sm_load_store``: loads, stores, atomics or fences of system scope, a hint: talking to another GPU takes them, and talking to the host.
 
 An instruction in the text need not be executed.
@@ -21,6 +21,7 @@ Kernels = Mapping[str, frozenset[str]]
 
 _NVSHMEM = re.compile(r"nvshmemi_\w")
 _NCCL_DEVICE = re.compile(r"\dnccl(?:DevComm|Lsa|Gin)\w*")  # within a mangled name, after the length of the type's own
+_NCCL_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"[^"\n]*/nccl_device/', re.MULTILINE)
 _PTX = {
     "nvls": re.compile(r"\bmultimem\.(ld_reduce|st|red|cp)"),
     # Both directions name .global; what stays between the shared memories of a cluster, and what only fills the L2 cache, does not count.
@@ -57,10 +58,13 @@ def in_ptx(text: str) -> Kernels:
     text = _COMMENT.sub("", text)
     starts = [(match.start(), match[1]) for match in _ENTRY.finditer(text)]
     ends = [*(start for start, _ in starts[1:]), len(text)][: len(starts)]
+    numbers = "|".join(_NCCL_FILE.findall(text))
+    of_nccl = re.compile(rf"\.loc\s+(?:{numbers})\s|inlined_at\s+(?:{numbers})\s") if numbers else None
     kernels: dict[str, frozenset[str]] = {}
     shared: frozenset[str] = frozenset()
     for (start, kind), end in zip(starts, ends, strict=True):
         found = _mechanisms(text[start:end], _PTX) | _libraries(text, start, end)
+        found |= {"nccl_device"} if of_nccl and of_nccl.search(text, start, end) else set()
         if kind == "func":
             # Every module that includes NVSHMEM's headers has functions of theirs, called or not.
             head = min(place for place in (text.find("{", start, end), text.find(";", start, end), end) if place >= 0)

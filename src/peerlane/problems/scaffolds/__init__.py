@@ -8,7 +8,7 @@ from pathlib import Path
 from peerlane.errors import UsageError
 from peerlane.problems.contract.spec import Problem
 
-BACKENDS = ("kit", "cuda", "nvshmem", "triton", "pytorch")
+BACKENDS = ("kit", "cuda", "nvshmem", "nccl", "triton", "pytorch")
 _HERE = Path(__file__).parent
 _ONE_SIDED = re.compile(r"\bdist\.(send|recv)\b")
 _ENDING = {"kit": "cuda"}
@@ -16,6 +16,7 @@ _ABOUT = {
     "kit": "One kernel of the device kit moves all data. It runs on emulated ranks, a virtual node and a node: see docs/laptop.md.",
     "cuda": "One kernel reads the peers' memory, by torch's symmetric memory. It needs GPUs.",
     "nvshmem": "One kernel puts into the peers' memory and signals, by NVSHMEM. It needs GPUs and pip install 'peerlane[nvshmem]'.",
+    "nccl": "One kernel reads the peers' memory, in windows of NCCL's device API. It also runs on emulated ranks. It needs nvcc.",
     "triton": "torch.distributed moves the data, and a Triton kernel sums it.",
     "pytorch": "This is the reference, under the name that candidates have.",
 }

@@ -1,0 +1,62 @@
+"""NCCL as it is installed here: headers of its device API, and the library for hosts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerlane import settings
+from peerlane.device.host.jit import find_nvcc
+from peerlane.device.host.nvidia_wheels import header_version, wheel_folders
+from peerlane.errors import MissingDependency
+
+INSTALL = "pip install 'peerlane[nccl]'"
+OLDEST = (2, 28)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A folder with ``include/nccl_device.h`` and ``lib/libnccl.so.2``."""
+
+    root: Path
+    version: tuple[int, int, int]
+
+    @property
+    def include(self) -> Path:
+        return self.root / "include"
+
+    @property
+    def host_library(self) -> Path:
+        return self.root / "lib" / "libnccl.so.2"
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.version))
+
+
+def find_installation() -> Installation | None:
+    """Returns NCCL of the folder that NCCL_HOME names, else of NVIDIA's wheel; None if there is none with a device API."""
+    named = settings.nccl_home()
+    for root in [named] if named is not None else wheel_folders("nccl"):
+        found = Installation(root, header_version(root / "include" / "nccl.h", "NCCL_"))
+        if found.version >= OLDEST and (found.include / "nccl_device.h").is_file():
+            return found
+    return None
+
+
+def installation() -> Installation:
+    """Returns NCCL; raises MissingDependency if it is not here."""
+    found = find_installation()
+    if found is None:
+        raise MissingDependency(what_is_missing() or "")
+    return found
+
+
+def what_is_missing() -> str | None:
+    """Returns what candidates for NCCL's device API lack here, with the command that brings it; None if nothing is missing."""
+    if find_installation() is None:
+        named = settings.nccl_home()
+        where = f"in {named}, which NCCL_HOME names" if named is not None else "among the installed packages"
+        return f"NCCL {'.'.join(map(str, OLDEST))} or newer, the headers of whose device API are not {where}: run {INSTALL}"
+    if find_nvcc() is None:
+        return "nvcc, which compiles kernels with NCCL's headers, because NVRTC cannot read them: install the CUDA toolkit"
+    return None
