@@ -30,7 +30,7 @@ _FIELDS = (
 _STRUCTURES = ("ncclDevComm", "ncclWindow_vidmem", "ncclDevCommRequirements")
 _PLACES = ", ".join(f"offsetof({field.replace('.', ', ')})" for field in _FIELDS)
 _LAYOUT = f"""
-#include <cstddef>
+#include <cuda/std/cstddef>
 #ifndef NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER  // it begins with 2.29
 #define NCCL_DEV_COMM_REQUIREMENTS_INITIALIZER {{}}
 #endif

@@ -130,11 +130,12 @@ def world(group: Any = None) -> World:
         raise UsageError("NCCL's device API needs the ranks of torch.distributed; call init_process_group first")
     group = group or dist.group.WORLD
     if group not in _worlds:
-        _worlds[group] = _start(group)
+        _worlds[group] = start(group)
     return _worlds[group]
 
 
-def _start(group: Any) -> World:
+def start(group: Any) -> World:
+    """Returns a new communicator of a process group, as ``world`` does."""
     if (refused := settings.windows_refused(nvls=settings.nvls_allowed(os.environ))) is not None:
         raise UsageError(f"{refused}; set it before torch.distributed starts")
     found, device = installation(), torch.device("cuda", torch.cuda.current_device())
