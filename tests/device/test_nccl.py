@@ -34,10 +34,8 @@ VERSION = "#define NCCL_MAJOR 2\n#define NCCL_MINOR {}\n#define NCCL_PATCH 1\n"
 # Other places of the fields than NCCL's, so that nothing but the header can have told them.
 HEADER = """
 #pragma once
-#include <cuda/std/cstdint>
-#include <cuda/atomic>
-using cuda::std::uint32_t;
-using cuda::std::size_t;
+typedef unsigned uint32_t;
+namespace cuda { enum memory_order { memory_order_relaxed, memory_order_acquire, memory_order_release, memory_order_acq_rel }; }
 struct ncclLsaBarrierHandle { int nBarriers; uint32_t bufHandle; };
 struct ncclWindow_vidmem { uint32_t stride4G; int worldRank, lsaRank; char* lsaFlatBase; };
 typedef ncclWindow_vidmem* ncclWindow_t;
@@ -73,12 +71,19 @@ template <class Coop> struct ncclLsaBarrierSession {
         const bool orders = order != cuda::memory_order_relaxed;
         ++epoch;
         __syncthreads();
-        for (int rank = threadIdx.x; rank < comm.lsaSize; rank += blockDim.x)
-            cuda::atomic_ref<uint32_t>(*inbox(rank, comm.lsaRank)).store(
-                epoch, orders ? cuda::memory_order_release : cuda::memory_order_relaxed);
-        for (int rank = threadIdx.x; rank < comm.lsaSize; rank += blockDim.x)
-            while (cuda::atomic_ref<uint32_t>(*inbox(comm.lsaRank, rank)).load(
-                       orders ? cuda::memory_order_acquire : cuda::memory_order_relaxed) < epoch) {}
+        for (int rank = threadIdx.x; rank < comm.lsaSize; rank += blockDim.x) {
+            uint32_t* to = inbox(rank, comm.lsaRank);
+            if (orders) asm volatile("st.release.sys.b32 [%0], %1;" ::"l"(to), "r"(epoch) : "memory");
+            else asm volatile("st.relaxed.sys.b32 [%0], %1;" ::"l"(to), "r"(epoch) : "memory");
+        }
+        for (int rank = threadIdx.x; rank < comm.lsaSize; rank += blockDim.x) {
+            const uint32_t* from = inbox(comm.lsaRank, rank);
+            uint32_t seen;
+            do {
+                if (orders) asm volatile("ld.acquire.sys.b32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
+                else asm volatile("ld.relaxed.sys.b32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
+            } while (seen < epoch);
+        }
         __syncthreads();
     }
 };
