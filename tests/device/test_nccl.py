@@ -29,6 +29,7 @@ from peerlane.hardware import doctor
 from peerlane.hardware.topology import Topology
 from peerlane.problems.scaffolds import scaffold
 
+PAGE = Path(__file__).parents[2] / "docs" / "device" / "nccl.md"
 BARE = Topology((), {}, None, "a CPU", 2, 2**34, "none", "no NVIDIA driver")
 VERSION = "#define NCCL_MAJOR 2\n#define NCCL_MINOR {}\n#define NCCL_PATCH 1\n"
 # Other places of the fields than NCCL's, so that nothing but the header can have told them.
@@ -145,10 +146,16 @@ def test_a_broken_twin_is_told_with_both_lines(twin: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_new_candidate_and_the_prompt_s_example_are_right(tmp_path: Path) -> None:
+def test_a_new_candidate_the_page_s_and_the_prompt_s_examples_are_right(tmp_path: Path) -> None:
     path = tmp_path / "36_new.py"
     path.write_text(scaffold(problems.get(36), "nccl"))
     assert judged(path).correct
+    page = tmp_path / "page.py"
+    page.write_text((PAGE.read_text().partition("```python\n")[2]).partition("```")[0])
+    pushed = EmulatedRanks(2, schedules=4)
+    pushed.load(lambda rank: runpy.run_path(str(page))["solution"])
+    assert [float(out[3]) for out in pushed.call([(torch.full((40,), float(rank)),) for rank in range(2)], lambda _, out: out)] == [1, 0]
+    assert not [finding for report in pushed.reports() for finding in report.findings]
     solution = runpy.run_path(str(PROMPT))["solution"]
     ranks = EmulatedRanks(3, schedules=4)
     ranks.load(lambda rank: solution)

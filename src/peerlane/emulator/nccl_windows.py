@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peerlane.device.host.jit import Cubin
-from peerlane.device.host.launch import argument
+from peerlane.device.host.launch import argument, three
 from peerlane.device.nccl.program import layout
 from peerlane.device.nccl.world import BARRIERS, PAGE_BYTES, Window, World, window_bytes
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
@@ -120,5 +120,4 @@ class EmulatedKernel:
             ctypes.c_uint64(self.group.address(value)) if isinstance(value, torch.Tensor) else argument(i, value)
             for i, value in enumerate(args)
         ]
-        three = [(size,) if isinstance(size, int) else size for size in (grid, block)]
-        self.group.launch_ptx(PtxLaunch(self._ptx, self.name, *three, values, shared_bytes))
+        self.group.launch_ptx(PtxLaunch(self._ptx, self.name, three(grid), three(block), values, shared_bytes))
