@@ -26,13 +26,15 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-room test-all mutants test-trainers check docs site lock clean
+.PHONY: help setup demo test test-room test-all test-torch test-foreign mutants test-trainers check docs site lock clean
 
 help:
 	@echo "make demo    judge six examples, right and wrong, on CPU ranks; sets up .venv without extras"
 	@echo "make test    run the tests that every change has to pass, in about five minutes on two cores"
 	@echo "make test-room ROOM=evaluate  run the slow tests of a room too, when it has changed: $(sort $(ROOMS))"
 	@echo "make test-all run every test, nightly"
+	@echo "make test-torch  run PyTorch's own tests of process groups on gloo and on the backend, on CPU; nightly"
+	@echo "make test-foreign DIR=FOLDER  run the public kernels of tests/foreign_kernels.toml that lie in a folder"
 	@echo "make mutants  put faults into copies of the source, one at a time, and tell which the tests catch; nightly"
 	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
 	@echo "make check   the gate: lint, format, types, generated docs, and make test"
@@ -77,8 +79,15 @@ test-room: $(STAMP)
 	@case " $(ROOMS) " in *" $(or $(ROOM),none) "*) ;; *) echo "ROOM is $(or $(ROOM),not given): expected one of $(sort $(ROOMS)): make test-room ROOM=evaluate" >&2; exit 2;; esac
 	$(PYTEST) -m "not long" $(addprefix tests/,$(or $(ROOM_$(ROOM)),$(ROOM)))
 
+test-foreign: $(STAMP)
+	$(dir $(STAMP))bin/python tests/foreign_kernels.py $(or $(DIR),$(error DIR is not given: make test-foreign DIR=FOLDER))
+
 test-all: $(STAMP)
 	$(PYTEST)
+
+# Ten minutes on two cores. Every difference to gloo needs a reason in tests/ranks/torch_suite.toml.
+test-torch: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -W ignore tests/ranks/torch_suite.py
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py

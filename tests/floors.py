@@ -10,7 +10,7 @@ _EMULATED_KERNELS = """
 attention attention_backward capacity collective_protocols convolutions corpus_races delta_chunks dispatch ended_waits fp8_products
 grouped_products kernels matrix_products_emulated moe multicast_emulated newton_schulz nucleus ops parallel_layers parted_exchange
 patterns perceptron point_to_point random_kernels raw_cuda_emulated reductions ring_attention ring_backward rms_norm row_gather
-sharded_rms_norm shared_pieces solutions_emulated triton_emulated tutorial two_tiers ulysses_attention
+sharded_rms_norm shared_pieces solutions_emulated triton_emulated two_tiers ulysses_attention
 """
 _EVALUATIONS = """
 e2e/test_calibrate.py e2e/test_descendants.py e2e/test_faults.py e2e/test_side_by_side.py e2e/test_limits.py e2e/test_own_problems.py
@@ -41,7 +41,9 @@ project/test_tutorials.py::test_the_all_reduce_is_right_and_unstable_without_ste
 _TRAINING = "ops/test_operators.py ops/test_training_examples.py ops/test_worlds.py"
 _OTHERS = """
 device/test_emulated_ranks.py::test_a_grid_that_two_sms_do_not_hold_is_a_deadlock device/test_jit.py::test_two_processes_compile_once
-device/test_loaded_code.py::test_example device/test_pytest_plugin.py::test_the_page_s_test_passes_and_its_twins_fail_with_lines
+device/test_loaded_code.py::test_example device/test_rows_page.py::test_the_tutorials_kernel_compiles_for_the_gpu
+device/test_rows_page.py::test_the_tutorials_ranks_find_nothing
+device/test_pytest_plugin.py::test_the_page_s_test_passes_and_its_twins_fail_with_lines
 evaluate/audit/test_library.py::test_a_library_kernel_violates_the_custom_track
 evaluate/ranks/test_timed_block.py::test_swaps_and_copies_alone_call_one_of_alike_slots_and_swap_as_often_as_said
 evaluate/ranks/test_timed_block.py::test_on_a_gpu_swaps_take_what_the_device_takes_for_them_and_not_the_host

@@ -35,8 +35,8 @@ from e2e.runs import EXAMPLES, MARK, marked_processes, wait_for
 from peerlane.cli.expectations import read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.evaluator import Silent
-from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.topology import discover as discover_machine
+from peerlane.hardware.topology import gpu_memory
 from peerlane.sandbox.holdings import available_memory
 from peerlane.sandbox.limits import Limits
 from peerlane.sandbox.process_tree import children

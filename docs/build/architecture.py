@@ -46,7 +46,7 @@ PURPOSES = {
     "peerlane.evaluate.processes": "ranks and their groups",
     "peerlane.evaluate.candidates": "files to judge",
     "peerlane.evaluate.memory": "arenas, slots, guard bands",
-    "peerlane.evaluate.messages": "their plain form, checked",
+    "peerlane.evaluate.messages": "plain form, checked",
     "peerlane.evaluate.rank_interface": "requests to ranks",
     "peerlane.evaluate.wire": "what they hold",
     "peerlane.evaluate.wire_format": "records as JSON",

@@ -8,7 +8,7 @@ from pathlib import Path
 from docs.build import architecture, command_reference, navigation, pages, sections, tutorial_figures
 from docs.build.evidence import packaged, read_evidence
 from peerlane import problems
-from peerlane.common.problem_index import INDEX
+from peerlane.common.problem_files import INDEX
 from peerlane.common.version import PACKAGE
 from peerlane.report.catalogue import index
 

@@ -53,6 +53,8 @@ SUPPORT: Mapping[str, Support] = {
     "all_gather": Support(ANY, "", False, _COLLECTIVES),
     "reduce_scatter": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
     "all_to_all": Support(ANY, "", False, _COLLECTIVES),
+    "all_gatherv": Support(ANY, "", False, _COLLECTIVES),
+    "reduce_scatterv": Support(_REDUCED, "torch.distributed", False, _COLLECTIVES, "of sum and avg"),
     "all_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
     "row_gather_gemm": _product("with rows and depth; `prepare` sizes it"),
     "gemm_reduce_scatter": _product("with rows and columns; `prepare` sizes it"),

@@ -47,10 +47,10 @@ from peerlane.evaluate.selftest import outcome
 from peerlane.evaluate.selftest.calibrate import read_calibrations
 from peerlane.evaluate.selftest.run import attributed
 from peerlane.evaluate.selftest.table import FILE, load
-from peerlane.report.calibration import calibration_table
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import ACCEPTANCE, Acceptance, Reached, accuracy, reached
 from peerlane.report.plots import sweep_bytes
+from peerlane.report.selftest import calibration_table
 from peerlane.report.tables import environment_lines, microseconds
 from peerlane.results.reader import read_results
 from peerlane.results.record import Mode

@@ -48,16 +48,28 @@ def stage(root: Path, folder: Path) -> int:
 
 
 def index_for_models(folder: Path) -> str:
-    """Returns the index of the site at ``folder`` for language models (llmstxt.org): the tables of docs/README.md as lists of links."""
+    """Returns the index of the site at ``folder`` for language models (llmstxt.org): the tables of docs/README.md as lists of links, then
+    every other page but those of problems, with its first sentence."""
     lines = ["# peerlane", "", "> Test, time and write multi-GPU kernels; compare them with NCCL and with the hardware limit."]
+    listed = {"docs/README.md"}
     for line in (folder / "docs" / "README.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             lines += ["", line, ""]
         elif row := ROW.match(line):
             title, target, purpose = row.groups()
-            page = posixpath.normpath(f"docs/{target}")
-            lines.append(f"- [{title}]({_address(page)}): {purpose}")
+            listed.add(page := posixpath.normpath(f"docs/{target}"))
+            lines.append(f"- [{title}]({_address(page)}): {_plain(purpose)}")
+    lines += ["", "## More", ""]
+    for file in sorted((folder / "docs").rglob("*.md")):
+        if (page := file.relative_to(folder).as_posix()) not in listed and file.parent.name != "problems":
+            title, paragraph = file.read_text(encoding="utf-8").split("\n\n")[:2]
+            lines.append(f"- [{title.removeprefix('# ')}]({_address(page)}): {_plain(paragraph).partition('. ')[0].rstrip('.')}")
     return "\n".join([*lines, ""])
+
+
+def _plain(text: str) -> str:
+    """Returns a text on one line, without the targets of its links."""
+    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", " ".join(text.split()))
 
 
 def _address(page: str) -> str:

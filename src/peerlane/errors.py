@@ -30,8 +30,8 @@ class PeerlaneError(Exception):
     """Base of all errors that peerlane raises on purpose."""
 
 
-class UsageError(PeerlaneError):
-    """The request itself is wrong; nothing was run."""
+class UsageError(PeerlaneError, ValueError):
+    """The request itself is wrong; nothing was run. A ValueError too, as programs expect of torch.distributed."""
 
 
 class UnknownProblem(UsageError):

@@ -48,14 +48,13 @@ settings = Settings()
 
 
 def race(
-    world_size: int | Sequence[int] = 2, schedules: int = 50, *, seed: int | None = None, gpu: str | None = None
+    world_size: int | Sequence[int] = 2, schedules: int = 50, *, seed: int | None = None, gpu: str | None = None, limit_s: float = 300.0
 ) -> Callable[[Callable[Parameters, Any]], Callable[Parameters, None]]:
     """Returns a decorator that runs a function on emulated ranks, and its launches under ``schedules`` schedules.
 
     ``world_size`` is a number of ranks, or several, one after the other. ``gpu`` ("h100", "h200", "b200"): each rank has as many SMs as
-    this GPU; else it has two. The function's arguments, fixtures of pytest among them, are the same objects on all
-    ranks. It raises what a rank
-    raised, and :class:`RaceFound`.
+    this GPU; else it has two. ``limit_s``: processor seconds that launches and their compilation may take. The function's arguments,
+    fixtures of pytest among them, are the same objects on all ranks. It raises what a rank raised, and :class:`RaceFound`.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
 
@@ -63,14 +62,15 @@ def race(
         @functools.wraps(function)
         def raced(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
             for size in sizes:
-                _run(functools.partial(function, *args, **kwargs), size, settings.schedules or schedules, seed, gpu or settings.gpu)
+                act = functools.partial(function, *args, **kwargs)
+                _run(act, size, settings.schedules or schedules, seed, gpu or settings.gpu, limit_s)
 
         return raced
 
     return decorate
 
 
-def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | None, gpu: str | None) -> None:
+def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | None, gpu: str | None, limit_s: float) -> None:
     from peerlane.emulator.gpu_code import gpu_named
     from peerlane.emulator.ranks import EmulatedRanks, RankFailure
     from peerlane.emulator.sequence import findings
@@ -81,6 +81,7 @@ def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | No
         schedules=schedules,
         seed=settings.seed if seed is None else seed,
         gpu=None if gpu is None else gpu_named(gpu),
+        limit_s=limit_s,
     )
     try:
         ranks.load(lambda rank: act)

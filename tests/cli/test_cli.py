@@ -22,7 +22,7 @@ from peerlane import cli, problems
 from peerlane.cli import doctor, exit_codes, progress
 from peerlane.cli.evaluation import print_results
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.common import problem_index
+from peerlane.common import problem_files
 from peerlane.device import emulator
 from peerlane.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
@@ -69,11 +69,11 @@ def test_an_index_that_lacks_a_problem_is_not_used(
     peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Such as one of a user's own: all problems are imported then, and have the same entries."""
-    entries = problem_index.index_entries()
+    entries = problem_files.index_entries()
     assert entries
     (tmp_path / "index.json").write_text(json.dumps(entries[1:]))
-    monkeypatch.setattr(problem_index, "INDEX", tmp_path / "index.json")
-    assert problem_index.index_entries() is None and peerlane("list", "--json") == ExitCode.OK
+    monkeypatch.setattr(problem_files, "INDEX", tmp_path / "index.json")
+    assert problem_files.index_entries() is None and peerlane("list", "--json") == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["problems"] == entries
 
 
@@ -355,7 +355,7 @@ def test_exit_codes_of_errors(
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(problem_index, "index_entries", fail)
+    monkeypatch.setattr(problem_files, "index_entries", fail)
     assert peerlane("list") == code
     assert "Traceback" not in capsys.readouterr().err
 
@@ -363,7 +363,7 @@ def test_exit_codes_of_errors(
 def test_a_defect_is_a_harness_failure_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(problem_index, "index_entries", lambda: 1 / 0)
+    monkeypatch.setattr(problem_files, "index_entries", lambda: 1 / 0)
     assert peerlane("list") == ExitCode.HARNESS
     assert "ZeroDivisionError" in capsys.readouterr().err
 

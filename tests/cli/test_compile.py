@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.hardware import toolkit
+from peerlane.common import toolkit
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """extern "C" __global__ void scale(float* x, float by) {
@@ -69,3 +69,41 @@ def test_kernels_of_a_solution_come_with_their_occupancy(peerlane: Run, capsys: 
     assert peerlane("compile", ROOT / "src" / "peerlane" / "solutions" / "p008_alltoall.py") == ExitCode.OK
     said = capsys.readouterr().out
     assert "exchange_packets: " in said and "blocks of" in said and "% of an SM's threads" in said
+
+
+def test_headers_of_the_host_and_of_other_folders_are_found(peerlane: Run, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "by.h").write_text("#define BY 3\n")
+    names = (
+        "algorithm",
+        "cassert",
+        "cstdint",
+        "cstdio",
+        "limits",
+        "stdint.h",
+        "stdio.h",
+        "type_traits",
+        "vector",
+        "cuda_runtime.h",
+        "by.h",
+    )
+    body = "assert(n > 0); x[std::min<int>(threadIdx.x, n)] = UINT32_MAX + std::is_same<int, int>::value + BY;"
+    file = tmp_path / "foreign.cu"
+    includes = "".join(f"#include <{name}>\n" for name in names)
+    file.write_text(f'{includes}extern "C" __global__ void own(uint32_t* x, int n) {{ {body} }}\n')
+    assert peerlane("compile", file) == ExitCode.NOT_CORRECT
+    assert peerlane("compile", file, "-I", tmp_path / "own") == ExitCode.OK
+
+
+def test_host_code_in_a_source_says_what_to_do(peerlane: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "program.cu"
+    file.write_text("__global__ void k() {}\nint main() { void* p; cudaMalloc(&p, 4); k<<<1, 1>>>(); }\n")
+    assert peerlane("compile", file) == ExitCode.NOT_CORRECT
+    assert "take the kernel out, or write it as a load_inline candidate" in capsys.readouterr().err
+
+
+def test_a_name_of_nvcc_says_which_instruction_it_is(peerlane: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "dependent.cu"
+    file.write_text('extern "C" __global__ void k() { cudaGridDependencySynchronize(); }\n')
+    assert peerlane("compile", file) == ExitCode.NOT_CORRECT
+    assert "griddepcontrol.wait" in capsys.readouterr().err

@@ -157,3 +157,25 @@ def test_a_problem_of_one_s_own_is_raced(tmp_path: Path, peerlane: Run, capsys: 
     assert peerlane("race", file, "--problems", "probs", *asked) == ExitCode.OK
     said = capsys.readouterr().out
     assert "correct, nothing found" in said and " s)\n" in said and "registers" in said
+
+
+def test_a_refused_scenario_does_not_end_the_file(tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.py"
+    odd = ".version 8.0\\n.target sm_90\\n.address_size 64\\n.visible .entry odd() { pmevent 1; ret; }"
+    path.write_text(
+        "import torch\nfrom peerlane.emulator import Ptx, Scenario\n"
+        "RIGHT = 'extern \"C\" __global__ void right(unsigned* y) { y[threadIdx.x] = 1; }'\n"
+        "def race(world_size):\n"
+        f'    for name, source, grid in (("odd", Ptx("{odd}"), 1), ("right", RIGHT, 1 << 20), ("right", RIGHT, 1)):\n'
+        "        scenario = Scenario(name, source, world_size)\n"
+        '        args = [] if name == "odd" else [scenario.buffer("y", [torch.zeros(32, dtype=torch.int32)] * world_size)]\n'
+        "        scenario.launch(name, grid, 32, args)\n"
+        "        yield scenario\n"
+    )
+    assert peerlane("race", path, "--world-size", 1, "--schedules", 2) == ExitCode.NOT_CORRECT
+    said = capsys.readouterr().out
+    assert "odd, 1 ranks: not run: kernel odd: 'pmevent 1' is not known" in said
+    assert (
+        "right, 1 ranks: not run: 'right' launches 33554432 threads" in said
+        and "right, 1 ranks: 2 schedules, seed 0: nothing found" in said
+    )

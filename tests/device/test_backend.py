@@ -18,6 +18,7 @@ from peerlane.device.backend import kit, ordering
 from peerlane.device.backend.captured_messages import captured_messages
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus, share_gpus
 from peerlane.device.collectives.point_to_point import Transfer
+from peerlane.device.collectives.reductions import Reduction
 from peerlane.device.host import cuda_bindings, lane, tally
 from peerlane.errors import UsageError
 
@@ -27,16 +28,13 @@ class Stream:
 
     def __init__(self, machine: Machine) -> None:
         self.machine, self.before, self.device, self.cuda_stream = machine, set[str](), torch.device("cpu"), self
+        self.stream_id, self.device_index, self.device_type = self, 0, 1
         self.capture = 0
 
     def wait_stream(self, other: Stream) -> None:
-        if self.capture != other.capture and self.capture == 0:
-            raise RuntimeError("an eager stream waits for a captured one")
-        if other.capture == 0 and self.capture:
-            raise RuntimeError("a captured stream waits for an eager one")
-        self.before |= other.before
+        self.wait_event(other.record_event())
 
-    def record_event(self) -> Any:
+    def record_event(self, event: Any = None) -> Any:
         return SimpleNamespace(before=set(self.before), capture=self.capture, query=lambda: True)
 
     def wait_event(self, event: Any) -> None:
@@ -111,6 +109,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         is_current_stream_capturing=lambda: machine.current.capture != 0,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **stream: setattr(machine, "current", stream["stream_id"]), raising=False)
     driver = Driver()
     monkeypatch.setattr(cuda_bindings, "driver", lambda: driver)
     monkeypatch.setattr(lane, "_lanes", {})
@@ -318,9 +317,9 @@ def test_groups_that_the_kit_does_not_serve(ranks: int, hosts: list[str], reason
 
 
 def test_reductions_that_the_kit_does_not_serve() -> None:
-    assert kit.refused_reduction(dist.ReduceOp.AVG, torch.bfloat16) == ""
-    assert kit.refused_reduction(dist.ReduceOp.PRODUCT, torch.bfloat16).startswith("the reduction product; ")
-    assert "float8_e4m3fn" in kit.refused_reduction(dist.ReduceOp.SUM, torch.float64)
+    assert kit.reduction(dist.ReduceOp.AVG, torch.bfloat16) == (Reduction("avg"), "")
+    assert kit.reduction(dist.ReduceOp.PRODUCT, torch.bfloat16)[1].startswith("the reduction product; ")
+    assert "float8_e4m3fn" in kit.reduction(dist.ReduceOp.SUM, torch.float64)[1]
 
 
 def test_calls_are_counted_and_reasons_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,6 +110,19 @@ class Collectives:
         else:
             self._exchange(kernel, nbytes)
 
+    def add_parts(self, kernel: str, rows: tuple[int, ...]) -> None:
+        """One launch with unequal parts of so many elements, whose sizes all ranks know: an all-gather or a reduce-scatter."""
+        self.number += 1
+        parts = [size * self.dtype.itemsize for size in rows]
+        if kernel.startswith("reduce"):
+            terms = self._tensors(sum(rows))
+            tables = [messages.reduce_scatter_parts(member, parts) for member in self._members()]
+            self._launch(kernel, terms, _padded(self._sum(terms).split(rows)), tables, 0, 0)
+        else:
+            own = [self._tensors(size)[0] for size in rows]
+            tables = [messages.all_gather_parts(member, parts) for member in self._members()]
+            self._launch(kernel, _padded(own), [torch.cat(own)] * self.world_size, tables, 0, 0)
+
     def late(self, late_rank: int, pauses: int) -> None:
         """One rank passes time before its next launch."""
         self.scenario.launch("late", 1, 1, (lambda rank: ctypes.c_uint32(pauses if rank == late_rank else 0),))
@@ -188,6 +202,12 @@ class Collectives:
 
     def _members(self) -> list[Member]:
         return [Member(rank, self.world_size) for rank in range(self.world_size)]
+
+
+def _padded(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the parts as long as the longest of them, with zeros behind."""
+    longest = max(map(len, parts))
+    return [torch.cat([part, part.new_zeros(longest - len(part))]) for part in parts]
 
 
 ONE_ROUND_EACH = tuple(kernel for kernel in KERNELS if not kernel.endswith(ROUNDS))
@@ -275,6 +295,37 @@ def test_messages_that_no_packet_buffer_holds_go_in_rounds(world_size: int, dtyp
             work.add(BY_PACKETS[number % len(BY_PACKETS)], 40)
     report = check(work.scenario, schedules=SCHEDULES)
     assert report.clean, report
+
+
+UNEQUAL = ("exchange_packets", "exchange_packets_rounds", "exchange_ring", "reduce_packets", "reduce_packets_rounds", "reduce_ring")
+
+
+def unequal(world_size: int, kernels: tuple[str, ...], schedules: int, headers: tuple[Path, ...] = ()) -> set[str]:
+    """Returns the kinds of findings for unequal parts, in turn: many, none, one element, on one block and on two."""
+    work = rounds_workload(world_size, kernels, torch.bfloat16, headers)
+    for number, kernel in enumerate(kernels * 2):
+        brief = kernel in BY_PACKETS
+        sizes = [(5 if brief else 700, 0, 1, 33 if brief else 97)[(number + q) % 4] for q in range(world_size)]
+        work.late(number % world_size, 300 * (number % 2))
+        work.add_parts(kernel, tuple(sizes))
+    return {finding.kind for finding in check(work.scenario, schedules=schedules).findings}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedules"), [(2, 3), pytest.param(3, 20, marks=pytest.mark.slow), pytest.param(4, 20, marks=pytest.mark.long)]
+)
+def test_parts_may_be_unequal(world_size: int, schedules: int) -> None:
+    assert not unequal(world_size, UNEQUAL, schedules)
+
+
+def test_ranks_that_count_rounds_by_their_own_parts_are_caught(tmp_path: Path) -> None:
+    """A rank whose part is short needs the rounds of the longest part of all."""
+    header = tmp_path / "peerlane" / "collectives" / "exchange_packets.cuh"
+    text, right = (INCLUDE_DIR / "peerlane" / "collectives" / header.name).read_text(), "longest = send > longest ? send : longest;"
+    assert text.count(right) == 1
+    header.parent.mkdir(parents=True)
+    header.write_text(text.replace(right, ""))
+    assert "deadlock" in unequal(2, ("reduce_packets_rounds",), 5, (tmp_path,))
 
 
 def test_what_goes_in_may_be_what_comes_out() -> None:

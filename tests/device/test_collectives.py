@@ -75,6 +75,8 @@ def test_both_ends_of_a_message_agree_on_its_length(world_size: int) -> None:
         "gather": [messages.gather(member, size, root) for member in members],
         "scatter": [messages.scatter(member, size, root) for member in members],
         "reduce_scatter": [messages.reduce_scatter(member, size) for member in members],
+        "all_gather_parts": [messages.all_gather_parts(member, splits[1]) for member in members],
+        "reduce_scatter_parts": [messages.reduce_scatter_parts(member, splits[1]) for member in members],
         "all_to_all": [messages.all_to_all(splits[r], [splits[q][r] for q in range(world_size)]) for r in range(world_size)],
     }
     for name, by_rank in tables.items():

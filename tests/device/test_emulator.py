@@ -16,7 +16,7 @@ from peerlane.device.collectives.kernels import KERNELS
 from peerlane.device.collectives.workspace import Messages, Rings, Workspace, workspace_bytes
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.emulator import Finding, Report, Scenario, build, check
-from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
+from peerlane.errors import CompileError, DeviceError, LaunchError, MissingDependency, UsageError
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu")
 ROOT = Path(__file__).parents[2]
@@ -239,10 +239,11 @@ def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Mo
         scenario.buffer("out", [words(0)])
     with pytest.raises(UsageError, match=r"argument 0 .* is a int; expected"):
         scenario.launch("traps", 1, 32, [3])
-    with pytest.raises(UsageError, match="fewer or smaller blocks"):
-        scenario.launch("traps", 132, 512, [])
-    with pytest.raises(UsageError, match="at most 1024 in all"):
-        scenario.launch("traps", 1, 1025, [])
+    for grid, block, kind, says in ((4096, 512, UsageError, "fewer or smaller blocks"), (1, 1025, LaunchError, "at most 1024 in all")):
+        scenario = Scenario("mine", SOURCE, 2)
+        scenario.launch("traps", grid, block, [])
+        with pytest.raises(kind, match=says):
+            check(scenario)
     with pytest.raises(UsageError, match="0 launches"):
         check(Scenario("empty", SOURCE, 2))
     scenario = Scenario("unknown", SOURCE, 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from peerlane.emulator import Report, Scenario, check
 from peerlane.emulator.gpu_code import gpu_named
+from peerlane.emulator.job import TooManyThreads
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>
@@ -64,6 +67,20 @@ KERNEL meet_in_grid(u32* out) {
     }
     __syncthreads();
     if (blockIdx.x == 0) out[threadIdx.x] = 1;
+}
+KERNEL in_turn(u32* out) {
+    __shared__ u32 words[32];
+    if (threadIdx.x < 32) words[threadIdx.x] = blockIdx.x;
+    __syncthreads();
+    if (threadIdx.x < 32) out[blockIdx.x * 32 + threadIdx.x] = words[31 - threadIdx.x] + 1;
+}
+KERNEL one_place(u32* out) { out[threadIdx.x] = blockIdx.x; }
+KERNEL narrow_sum(u32* out) { if (threadIdx.x == 0) atomicAdd_block(out, 1u); }
+extern "C" __global__ void in_pairs(u32* mine, u32* there) {
+    if (threadIdx.x == 0) {
+        ptx::store_relaxed_system(there + blockIdx.x, 1);
+        while (ptx::load_relaxed_system(mine + blockIdx.x) == 0) {}
+    }
 }
 KERNEL chain(u32* out) {
     if (threadIdx.x == 0) {
@@ -129,6 +146,41 @@ def test_a_kernel_that_relies_on_the_order_of_blocks_deadlocks() -> None:
     scenario.launch("chain", 40, 32, [out])
     report = check(scenario, schedules=8)
     assert {finding.kind for finding in report.findings} == {"deadlock"} and 0 < report.caught < 8
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kinds"), [("in_turn", set()), ("one_place", {"race"}), ("narrow_sum", {"race"})], ids=["in_turn", "one_place", "narrow_sum"]
+)
+def test_blocks_that_run_in_turn_are_different_blocks(kernel: str, kinds: set[str]) -> None:
+    scenario = Scenario(kernel, SOURCE, 1, resident_blocks=1)
+    expected = [torch.arange(1, 9, dtype=torch.int32).repeat_interleave(32)] if kernel == "in_turn" else None
+    out = scenario.buffer("out", [torch.zeros(256, dtype=torch.int32)], expected)
+    scenario.launch(kernel, 8, 32, [out])
+    report = check(scenario, schedules=6)
+    assert {finding.kind for finding in report.findings} == kinds, str(report)
+    blocks = {side.block for finding in report.findings for side in finding.sides}
+    assert not kinds or len(blocks) == 2
+
+
+def test_a_large_grid_runs_in_turn_unless_its_blocks_wait() -> None:
+    def large(kernel: str) -> Scenario:
+        scenario = Scenario(kernel, SOURCE, 1)
+        scenario.launch(kernel, 61, 1024, [scenario.buffer("out", [torch.zeros(61 * 32, dtype=torch.int32)])])
+        return scenario
+
+    assert check(large("in_turn"), schedules=1).clean
+    with pytest.raises(TooManyThreads, match="launches 62464 threads at a time"):
+        check(large("meet_in_grid"), schedules=1)
+
+
+def test_blocks_of_a_large_grid_start_in_order() -> None:
+    scenario = Scenario("in pairs", SOURCE, 2)
+    arena = scenario.arena(1024)
+    at = arena.take(256)
+    places = [lambda rank, other=other: ctypes.c_uint64(arena.memory.addresses[rank ^ other] + at) for other in (0, 1)]
+    scenario.launch("in_pairs", 61, 1024, places)
+    report = check(scenario, schedules=1, first_schedule=1)  # in which one rank would start at the other end
+    assert report.clean, str(report)
 
 
 def test_device_variables_are_a_rank_s_own_and_stay() -> None:

@@ -91,6 +91,18 @@ KERNEL(overwrite_relaxed) {
     here(a, data)[threadIdx.x] = epoch;
     meet(a, flags, 2 * epoch + 1, true, true);
 }
+KERNEL(narrow_wait) {
+    there(a, data)[threadIdx.x] = epoch;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        signal(a, flags, 2 * epoch, true);
+        while (ptx::load_relaxed_gpu(here(a, flags)) < 2 * epoch) {}
+        ptx::fence_system();
+    }
+    __syncthreads();
+    y[threadIdx.x] = here(a, data)[threadIdx.x];
+    meet(a, flags, 2 * epoch + 1, true, true);
+}
 // Slots that are their own flags, cleared one launch later: three of them are enough, two are not.
 template <u32 slots> __device__ void lamport(const Arena& a, u64 data, u32* y, u32 epoch) {
     const u32 now = epoch % slots * 32 + threadIdx.x, old = (epoch + slots - 1) % slots * 32 + threadIdx.x;
@@ -142,6 +154,24 @@ KERNEL(two_flags) { packet<true>(a, data, y, epoch); }
 KERNEL(first) { if (epoch == 1) y[threadIdx.x + 32] = threadIdx.x; asm volatile("griddepcontrol.launch_dependents;"); }
 KERNEL(never_waits) { y[threadIdx.x] = y[threadIdx.x + 32]; }
 KERNEL(waits) { asm volatile("griddepcontrol.wait;" ::: "memory"); y[threadIdx.x] = y[threadIdx.x + 32]; }
+__device__ u32 add(u32* p, u32 value) {
+    u32 before;
+    asm volatile("atom.acq_rel.sys.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(value) : "memory");
+    return before;
+}
+KERNEL(meet_by_atomics) {
+    for (u32 round = 0; round < 2; ++round) {
+        if (round == 0) there(a, data)[threadIdx.x] = epoch;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            add(there(a, flags), 1);
+            while (add(here(a, flags), 0) < 2 * epoch - 1 + round) {}
+        }
+        __syncthreads();
+        if (round == 0) y[threadIdx.x] = here(a, data)[threadIdx.x];
+    }
+}
+KERNEL(largest) { atomicMax(y, threadIdx.x + 5); }
 KERNEL(same_values) { y[threadIdx.x % 16] = threadIdx.x % 16; }
 KERNEL(other_values) { y[threadIdx.x % 16] = threadIdx.x; }
 """
@@ -205,6 +235,7 @@ def test_a_fault_is_told_and_its_twin_is_not(kernels: str, found: set[str], from
     if kernels == "read_only":
         assert "drop const __restrict__ or __ldg" in str(report)
     if kernels == "all_fence":
+        assert str(report).count(" <- ") >= 2, str(report)  # of the helper and of the kernel
         assert "does not count for the flag of thread 0: fence in the thread that signals" in str(report)
     if "launch_boundary?" in found:
         assert kinds(report.strictly()) == {"race"} and "PTX does not promise it" in str(report.strictly())
@@ -220,6 +251,7 @@ def test_a_slot_that_is_used_again_too_early_is_lost() -> None:
     [
         ("first never_waits", {"race"}),
         ("first waits", set()),
+        ("meet_by_atomics", set()),
         ("same_values", {"same_value?"}),
         ("other_values", {"race"}),
     ],
@@ -227,6 +259,16 @@ def test_a_slot_that_is_used_again_too_early_is_lost() -> None:
 def test_what_ptx_alone_shows(kernels: str, found: set[str]) -> None:
     report = run(*kernels.split(), from_ptx=True, source=PTX_SOURCE, dependent="first" in kernels)
     assert kinds(report) == found, str(report)
+
+
+@pytest.mark.two_compilers
+def test_an_atomic_maximum_is_one() -> None:
+    assert run("largest", from_ptx=True, source=PTX_SOURCE, expected=[36]).clean
+
+
+def test_a_flag_that_is_seen_in_a_narrow_scope_hands_nothing_on() -> None:
+    memory = " ".join(finding.memory for finding in run("narrow_wait", from_ptx=False).findings)
+    assert "arena allocation 0" in memory and "arena allocation 1" in memory  # the data and the flag
 
 
 @pytest.mark.two_compilers

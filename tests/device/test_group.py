@@ -19,8 +19,8 @@ from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.declare import U32, DeclaredKernel, compile_ahead
 from peerlane.device.host.group import Group, Small, per_group
 from peerlane.device.host.group_cache import GroupCache
-from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.ipc import StoreExchange, shares
+from peerlane.device.host.shared_page import HostBoard
 from peerlane.device.host.waits import Waits
 from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.errors import DeviceTimeout, UsageError

@@ -12,14 +12,18 @@ from types import ModuleType
 import pytest
 import torch
 
+from peerlane import problems
 from peerlane.device import ArenaView, compile_cubin
 from peerlane.device.collectives import workspace
 from peerlane.device.collectives.point_to_point import Slots
 from peerlane.device.host.arena import RemoteView
+from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.waits import RECORD_WORDS, ROLES, WaitRecord
 from peerlane.device.products import gemm
+from peerlane.problems.scaffolds import scaffold
+from peerlane.solutions import p018_tp_rms_norm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples" / "cuda").glob("*_cuda.py")) if "\nSOURCE = " in path.read_text()]
@@ -130,3 +134,23 @@ def test_host_parameters_have_the_devices_layout(header: str, structures: dict[s
         places.append(f"sizeof({name}) == {ctypes.sizeof(twin)}")
     checks = "".join(f"static_assert({place});\n" for place in places)
     compile_cubin(f"#include <peerlane/{header}.cuh>\nusing namespace peerlane;\n{checks}")
+
+
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120")
+
+
+def new_kernel() -> DeclaredKernel:
+    """The kernel of a file that `peerlane new` writes."""
+    names: dict[str, object] = {}
+    exec(compile(scaffold(problems.get(1), "kit"), "new.py", "exec"), names)
+    kernel = names["GATHER"]
+    assert isinstance(kernel, DeclaredKernel)
+    return kernel
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_of_new_files_and_rows_compile(arch: str) -> None:
+    types = dict.fromkeys(("X_TYPE", "WEIGHT_TYPE", "Y_TYPE"), "BFloat16")
+    for kernel, defines in ((new_kernel(), {}), (p018_tp_rms_norm.RMS_NORM, types)):
+        image = compile_cubin(kernel.source, defines={"WORLD_SIZE": 4, **defines}, arch=arch).path.read_bytes()
+        assert kernel.name.encode() in image

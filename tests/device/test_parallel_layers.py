@@ -179,8 +179,8 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
     for keeps in (False, True):
         torch.library.opcheck(gather, (a, [b, c], [bias, other], "none", 0.5, keeps, ""))
     norm, weight = torch.ops.peerlane.all_reduce_rms_norm.default, draw(6)
-    torch.library.opcheck(norm, (a, weight, None, None, 1e-6, "none", ""))
-    torch.library.opcheck(norm, (a.detach(), weight.detach(), a.detach(), None, 1e-6, "token", ""))
+    torch.library.opcheck(norm, (a, weight, None, None, 1e-6, 1.0, "none", ""))
+    torch.library.opcheck(norm, (a.detach(), weight.detach(), a.detach(), None, 1e-6, 0.0, "token", ""))
     for operator in (scatter, total):
         torch.library.opcheck(operator, (a, b, bias, residual, "none", 0.5, ""))
     assert torch.autograd.gradcheck(
@@ -193,10 +193,17 @@ def test_operators_of_layers_pass_opcheck_and_gradcheck() -> None:
             (a, b, bias, residual),
         )
     added = draw(4, 6)
-    assert torch.autograd.gradcheck(ops.all_reduce_rms_norm, (a, weight, added))
+    assert torch.autograd.gradcheck(lambda *given: ops.all_reduce_rms_norm(*given, weight_offset=1.0), (a, weight, added))
     y, sums, scales = ops.all_reduce_rms_norm_fp8(a.detach(), weight.detach(), added.detach())
     assert torch.allclose(y.double() * scales.unsqueeze(1), ops.all_reduce_rms_norm(a, weight, added)[0], rtol=0.07, atol=1e-3)
     assert torch.equal(sums, (a + added).detach())
+    wide, gain = draw(2, 256).detach().float(), draw(256).detach().float()
+    y, _, scales = ops.all_reduce_rms_norm_fp8(wide, gain, by="block", weight_offset=1.0)
+    blocks = ops.all_reduce_rms_norm(wide, gain + 1)[0].unflatten(1, (2, 128))
+    assert torch.allclose(scales, blocks.abs().amax(-1) / 448)
+    assert torch.allclose(y.float().unflatten(1, (2, 128)) * scales.unsqueeze(2), blocks, rtol=0.07, atol=1e-3)
+    with pytest.raises(UsageError, match="for a multiple of 128 columns"):
+        ops.all_reduce_rms_norm_fp8(wide[:, :100], gain[:100], by="block")
     with pytest.raises(UsageError, match="got 0 right operands"):
         ops.row_gather_gemm(a, [])
     with pytest.raises(RuntimeError, match=r"Missing key.*bias"):

@@ -141,7 +141,7 @@ MISSING = """
     "instruction",
     [
         "wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r1}, [%r2]",
-        "add.cc.u32 %r1, %r1, %r2",
+        "vadd2.u32.u32.u32 %r1, %r1, %r2, %r1",
         "ld.global.mmio.u32 %r1, [%r2]",
         "call (%r1), f, (%r2)",
     ],

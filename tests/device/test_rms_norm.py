@@ -17,15 +17,15 @@ from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.emulator.sequence import findings
 from peerlane.errors import UsageError
 
-COLUMNS, EPSILON = 104, 1e-5
+COLUMNS, BLOCKS_COLUMNS, EPSILON = 104, 384, 1e-5
 SCALE = 0.015625
 
 
-def drawn(world_size: int, rows: int, call: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
+def drawn(world_size: int, rows: int, call: int, dtype: torch.dtype, columns: int = COLUMNS) -> list[tuple[torch.Tensor, ...]]:
     """Of every rank: quarters, whose sums are exact, residual and weight the same on all, and a scale."""
     generator = torch.Generator().manual_seed(call)
-    shared = [torch.randint(-8, 9, shape, generator=generator).to(dtype) / 4 for shape in ((rows, COLUMNS), (COLUMNS,))]
-    own = [torch.randint(-8, 9, (rows, COLUMNS), generator=generator).to(dtype) / 4 for _ in range(world_size)]
+    shared = [torch.randint(-8, 9, shape, generator=generator).to(dtype) / 4 for shape in ((rows, columns), (columns,))]
+    own = [torch.randint(-8, 9, (rows, columns), generator=generator).to(dtype) / 4 for _ in range(world_size)]
     return [(x, *(value.clone() for value in shared), torch.tensor([SCALE])) for x in own]
 
 
@@ -34,11 +34,13 @@ def wrong(given: list[tuple[torch.Tensor, ...]], got: tuple[Any, ...], quantisat
     wanted = torch.stack([x for x, *_ in given]).double().sum(0) + given[0][1].double()
     if not torch.equal(total.double(), wanted):
         return True
-    norm = wanted * (wanted.square().mean(1, keepdim=True) + EPSILON).rsqrt() * given[0][2].double()
+    norm = wanted * (wanted.square().mean(1, keepdim=True) + EPSILON).rsqrt() * (given[0][2].double() + (quantisation == "block"))
     if quantisation == "none":
         return not torch.allclose(y.double(), norm, rtol=2**-8, atol=1e-7)
+    if quantisation == "block":  # the rest is judged as tokens of 128 columns
+        norm, y, scales = norm.view(-1, 128), y.view(-1, 128), scales.view(-1)
     by = torch.full((len(norm), 1), SCALE, dtype=torch.float64)
-    if quantisation == "token":
+    if quantisation in ("token", "block"):
         by = norm.abs().amax(1, keepdim=True) / 448
         if not torch.allclose(scales.double().unsqueeze(1), by, rtol=1e-5):
             return True
@@ -48,13 +50,16 @@ def wrong(given: list[tuple[torch.Tensor, ...]], got: tuple[Any, ...], quantisat
 def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype: torch.dtype = torch.bfloat16) -> set[str]:
     """Returns the kinds of the emulator's findings for calls of these tokens and quantisations, and ``wrong_result``."""
     made, kinds = EmulatedRanks(world_size, schedules=3), set[str]()
+    columns = BLOCKS_COLUMNS if any(quantisation == "block" for _, quantisation in calls) else COLUMNS
 
     def load(rank: int) -> Any:
-        norm = AllReduceRmsNorm(group_of(), COLUMNS, dtype)
+        norm = AllReduceRmsNorm(group_of(), columns, dtype)
 
         def call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantisation: Any) -> Any:
             by = scale if quantisation == "tensor" else None
-            return norm(x, weight, residual, epsilon=EPSILON, quantisation=quantisation, scale=by)
+            return norm(
+                x, weight, residual, epsilon=EPSILON, quantisation=quantisation, scale=by, weight_offset=float(quantisation == "block")
+            )
 
         return call
 
@@ -63,7 +68,7 @@ def found(world_size: int, calls: list[tuple[int, str]], *, one_shot: int, dtype
             patch.setattr(rms_norm, "one_shot_rows", lambda columns, world_size: one_shot)
             made.load(load)
             for number, (rows, quantisation) in enumerate(calls):
-                given = drawn(world_size, rows, number, dtype)
+                given = drawn(world_size, rows, number, dtype, columns)
                 outputs = made.call([(*own, quantisation) for own in given], lambda rank, output: output)
                 if any(wrong(given, got, quantisation) for got in outputs):
                     kinds.add("wrong_result")
@@ -86,6 +91,11 @@ def test_sums_norms_and_scales_are_right_in_one_and_two_shots(world_size: int, o
     assert not found(world_size, calls, one_shot=one_shot, dtype=dtype)
 
 
+def test_blocks_of_128_columns_have_scales_and_weights_an_offset() -> None:
+    """In one shot and in two, with one token a block and several: weights of Gemma's kind."""
+    assert not found(2, [(1, "block"), (3, "block"), (2, "none"), (2, "block")], one_shot=2)
+
+
 TWINS = {
     "one buffer for tokens": (2, "args.tokens + ((u64((epoch & 1) * WORLD_SIZE + source)", "args.tokens + ((u64(source)"),
     "sums of the last call": (0, "i, epoch, sum.word);", "i, epoch & ~1u, sum.word);"),
@@ -96,6 +106,7 @@ TWINS = {
         "if (args.residual != nullptr) total.add(",
         "if (args.residual != nullptr) for (int q = 0; q < WORLD_SIZE; ++q) total.add(",
     ),
+    "blocks without what packets share": (2, "peaks[number][elements * i / block_columns != b][i]", "peaks[number][0][i]"),
     "scale of what is positive": (2, "most = fmaxf(most, fabsf(v));", "most = fmaxf(most, v);"),
 }
 
@@ -105,18 +116,20 @@ TWINS = {
 def test_a_broken_twin_of_the_norm_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one_shot, old, new = TWINS[name]
     monkeypatch.setattr(rms_norm, "ALL_REDUCE_RMS_NORM", twin(rms_norm.ALL_REDUCE_RMS_NORM, old, new))
-    calls = [(2, "token")] * 4 if one_shot else [(3, "none")] * 4
+    quantisation = "block" if "blocks" in name else "token"
+    calls = [(2, quantisation)] * 4 if one_shot else [(3, "none")] * 4
     assert found(2 if "parts" not in name else 3, calls, one_shot=one_shot or 1)
 
 
 @pytest.mark.parametrize(
-    ("two_shot", "columns", "teams"), [(0, 8192, 1), (1, 8192, rms_norm.MOST_TEAMS), pytest.param(0, 16384, 1, marks=pytest.mark.slow)]
+    ("two_shot", "columns", "teams", "quantisation"),
+    [(0, 8192, 1, 2), (1, 8192, rms_norm.MOST_TEAMS, 3), pytest.param(0, 16384, 1, 3, marks=pytest.mark.slow)],
 )
-def test_the_norm_fits_its_registers(two_shot: int, columns: int, teams: int) -> None:
+def test_the_norm_fits_its_registers(two_shot: int, columns: int, teams: int, quantisation: int) -> None:
     packets = -(-columns // rms_norm.PACKET_ELEMENTS)
     threads = rms_norm.threads_of(packets, teams)
     shape = {"THREADS": threads, "TEAMS": teams, "PACKETS": -(-packets * teams // threads), "TWO_SHOT": two_shot}
-    defines = {"X_TYPE": "BFloat16", "QUANTISATION": 2, "WORLD_SIZE": 8, **shape}
+    defines = {"X_TYPE": "BFloat16", "QUANTISATION": quantisation, "WORLD_SIZE": 8, **shape}
     report = compiler_report(rms_norm.ALL_REDUCE_RMS_NORM.source, defines=defines)
     assert "0 bytes spill stores, 0 bytes spill loads" in report
 

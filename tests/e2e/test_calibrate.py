@@ -6,7 +6,7 @@ from pathlib import Path
 
 from peerlane import problems
 from peerlane.evaluate.selftest.calibrate import Calibration, CalibrationPlan, Reach, calibrate, read_calibrations, sound
-from peerlane.report.calibration import calibration_table
+from peerlane.report.selftest import calibration_table
 
 
 def plan(out: Path | None = None) -> CalibrationPlan:

@@ -13,8 +13,8 @@ from e2e.runs import DEADLINES, EXAMPLES, PATIENT, judge, marked, marked_process
 from e2e.runs import GOOD as GOOD_ONE
 from peerlane.cli.demo import can_run
 from peerlane.cli.expectations import read_expectation
+from peerlane.common.toolkit import find_nvcc
 from peerlane.evaluate import Result
-from peerlane.hardware.toolkit import find_nvcc
 from representatives import first
 
 RUN = f"verdicts-{os.getpid()}"  # marks this run's processes

@@ -89,7 +89,7 @@ def test_a_right_candidate_is_correct_in_every_case_and_its_launches_are_counted
         (SIGNAL, "", CudaError, "deadlock in gather"),
         (
             SIGNAL,
-            '#ifdef _GLIBCXX_CSTDIO\n    asm volatile("syscall" :: "a"(231), "D"(0));\n#endif\n',
+            '#ifdef _GLIBCXX_CSTDIO\n    __asm__ volatile("syscall" :: "a"(231), "D"(0));\n#endif\n',
             CudaError,
             "ended the process that ran it, with status 0",
         ),
@@ -137,14 +137,14 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "imports none"),
+        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "this is none"),
         (
             "import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.monitored_barrier()\n",
             "uses torch.distributed",
         ),
-        ("import peerlane.device\n\ndef solution(tensor):\n    return tensor.cuda()\n", "GPU"),
+        ("import peerlane.device, torch\n\ndef solution(tensor):\n    return torch.compile(abs)(tensor)\n", "use the function as it is"),
     ],
-    ids=["no_kit", "torch_distributed", "cuda"],
+    ids=["no_kit", "torch_distributed", "torch_compile"],
 )
 def test_what_cannot_be_emulated_is_not_run_and_says_why(evaluator: pl.Evaluator, source: str, says: str) -> None:
     verdict = evaluator.evaluate(1, source).verdict
@@ -209,7 +209,7 @@ import triton.language as tl
 def copied(x, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n)
-    tl.inline_asm_elementwise("sad.u32 $0, $1, $1, $1;", "=r,r", [n], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise("vadd2.u32.u32.u32 $0, $1, $1, $1;", "=r,r", [n], dtype=tl.int32, is_pure=False, pack=1)
     tl.store(x + i, value, mask=i < n)
 
 def solution(tensor):
@@ -222,7 +222,7 @@ def solution(tensor):
 @pytest.mark.slow
 def test_an_instruction_of_triton_without_a_rule_is_not_run(evaluator: pl.Evaluator) -> None:
     verdict = evaluator.evaluate(1, TRITON).verdict
-    assert isinstance(verdict, NotRun) and "'sad.u32" in verdict.missing and "nothing was run" in verdict.missing, verdict
+    assert isinstance(verdict, NotRun) and "'vadd2.u32" in verdict.missing and "nothing was run" in verdict.missing, verdict
 
 
 @pytest.mark.slow
@@ -231,3 +231,18 @@ def test_a_triton_candidate_is_judged_as_written(evaluator: pl.Evaluator) -> Non
     result = evaluator.evaluate(1, source)
     assert result.correct and result.audit is not None, result.verdict
     assert result.audit.operators == {"dist.all_reduce": 1} and not result.audit.own_communication
+
+
+CORPUS = Path(__file__).parents[1] / "adversarial" / "corpus"
+
+
+@pytest.mark.slow
+def test_native_code_that_hides_its_races_is_marked(evaluator: pl.Evaluator) -> None:
+    for file in sorted(CORPUS.glob("1_c67_*.py")):
+        source = file.read_text(encoding="utf-8")
+        begin, end = source.index("    PyRun_SimpleString("), source.index("    add_up<<<")
+        hidden, honest = (evaluator.evaluate(1, text, name=file.stem) for text in (source, source[:begin] + source[end:]))
+        assert (hidden.verdict.kind, honest.verdict.kind) == ("correct", "unstable")
+        assert all("native_host_code" in result.flags for result in (hidden, honest))
+        line = source[: source.index("peers[r])[i]")].count("\n") + 1
+        assert f"{file.name}:{line}" in honest.verdict.findings[0]

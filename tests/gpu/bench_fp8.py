@@ -11,20 +11,16 @@ result is wrong.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
 from bench_grouped import SHAPES
-from harness import BF16, append, faults_told, graph_of, median_in_turn, microseconds_of
+from harness import BF16, Row, graph_times, report, script
 from local_ranks import LocalRanks
 
 from peerlane.device.host.group import Group
@@ -33,14 +29,11 @@ from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.device.products.quantised import E4M3, Quantised, opened, packed, quantise, quantise_rows, quantise_squares
 from peerlane.device.products.row_gather_gemm import row_gather_gemm
-from peerlane.hardware.environment import record
 
 LIMIT_S = 420.0
 KINDS = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "blocks": ("block", "square")}
 CASES = [("tensor", False), ("row", False), ("tensor", True), ("row", True), ("blocks", True)]
 L2_BYTES = 120 << 20
-Row = dict[str, Any]
-begin = time.time()
 
 
 def drawn(by: str, m: int, n: int, k: int) -> tuple[Quantised, Quantised]:
@@ -191,19 +184,10 @@ def check_quantised(ranks: LocalRanks) -> Iterator[Row]:
 # --- times ---
 
 
-def microseconds(calls: dict[str, Callable[[int], object]], sets: int, target_us: float) -> tuple[dict[str, float], dict[str, str]]:
+def microseconds(calls: dict[str, Callable[[int], object]], sets: int, stretch_us: float) -> tuple[dict[str, float], dict[str, str]]:
     """The median time of one call of each kind, and why others cannot be called. Graphs have a call for each set of operands."""
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    refused: dict[str, str] = {}
-    for name, call in calls.items():
-        try:
-            call(0)
-            graphs[name] = graph_of(lambda call=call: [call(i) for i in range(sets)])  # type: ignore[misc]
-        except Exception as refusal:
-            refused[name] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:160]}"
-    count = {name: max(2, int(target_us / microseconds_of(graph, 2))) for name, graph in graphs.items()}
-    medians = median_in_turn({name: lambda name=name: microseconds_of(graphs[name], count[name]) / sets for name in graphs})  # type: ignore[misc]
-    return {name: round(median, 2) for name, median in medians.items()}, refused
+    whole = {name: lambda call=call: [call(i) for i in range(sets)] for name, call in calls.items()}  # type: ignore[misc]
+    return graph_times(whole, stretch_us, sets)
 
 
 def product(ranks: LocalRanks) -> Iterator[Row]:
@@ -313,42 +297,17 @@ def by_matrix(w: torch.Tensor, by: str) -> Quantised:
     return Quantised(torch.stack([one.values for one in made]), torch.stack([one.scales for one in made]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="check, tilings, product, grouped or quantise")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    what, wrong = options.what or ["check", "product", "grouped", "quantise"], 0
-    if unknown := set(what) - {"check", "tilings", "product", "grouped", "quantise"}:
-        parser.error(f"there is no {unknown}: expected check, tilings, product, grouped or quantise")
-    torch.manual_seed(0)
-    alone, several = LocalRanks(1), LocalRanks(options.ranks)
-    steps: list[tuple[str, Callable[[LocalRanks], Iterator[Row]], LocalRanks]] = [
-        ("check", check_products, alone), ("check", check_grouped, alone), ("check", check_quantised, alone),
-        ("check", check_fused, several), ("quantise", quantised, alone),
-        ("product", product, alone), ("tilings", tilings, alone), ("grouped", grouped, alone),
-    ]  # fmt: skip
-    revision = (record().get("git") or {}).get("revision")
-    for name, step, ranks in steps:
-        if name not in what:
-            continue
-        try:
-            with faults_told():
-                for row in step(ranks):
-                    wrong += row.get("wrong", 0) > 0
-                    shown = {key: f"{value:.2e}" if isinstance(value, float) and abs(value) < 0.01 else value for key, value in row.items()}
-                    print("FAIL" if row.get("wrong") else "ok  ", json.dumps(shown), flush=True)
-                    append(options.out, row | {"gpu": torch.cuda.get_device_name(), "revision": revision})
-                    if time.time() - begin > LIMIT_S:
-                        print(f"FAIL out of time, {LIMIT_S:.0f} s, in {step.__name__}", flush=True)
-                        os._exit(1)
-        except Exception as failure:
-            print(f"FAIL {step.__name__}: {type(failure).__name__}: {str(failure)[:1500]}", flush=True)
-            wrong += 1
-    print(f"{'FAIL' if wrong else 'ok'}: {wrong} wrong, {time.time() - begin:.0f} s", flush=True)
-    os._exit(1 if wrong else 0)
-
+STEPS = {
+    "check": (check_products, check_grouped, check_quantised, check_fused), "quantise": (quantised,), "product": (product,),
+    "tilings": (tilings,), "grouped": (grouped,),
+}  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    parser = script(__doc__, ranks=2)
+    parser.add_argument("what", nargs="*", choices=[*STEPS, []], help="all but tilings by default")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    alone, several = LocalRanks(1), LocalRanks(options.ranks)
+    chosen = options.what or [name for name in STEPS if name != "tilings"]
+    steps = [step(several if step is check_fused else alone) for name in STEPS if name in chosen for step in STEPS[name]]
+    report(steps, options.out, LIMIT_S)

@@ -8,20 +8,15 @@ equally likely experts draws them. Results are compared with cuBLAS's element by
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
-from harness import BF16, faults_told, graph_of, median_in_turn, microseconds_of
+from harness import BF16, Call, Row, graph_times, report, script
 from local_ranks import LocalRanks
 
 from peerlane.device.products.grouped_gemm import GroupedProduct
-from peerlane.hardware.environment import record
 
-STRETCH_S = 0.02
+STRETCH_US = 2e4
 SHAPES = (
     ("Mixtral 8x7B, gate and up", 8, 8192, 28672, 4096),
     ("Mixtral 8x7B, down", 8, 8192, 4096, 14336),
@@ -34,7 +29,7 @@ SHAPES = (
 )
 
 
-def measure(name: str, groups: int, rows: int, n: int, k: int) -> dict[str, object]:
+def measure(name: str, groups: int, rows: int, n: int, k: int) -> Iterator[Row]:
     counts = torch.bincount(torch.randint(groups, (rows,)), minlength=groups)
     ends = counts.cumsum(0).to(torch.int32).cuda()
     a, b = torch.randn(rows, k, device="cuda").to(BF16), (torch.randn(groups, n, k, device="cuda") / k**0.5).to(BF16)
@@ -48,31 +43,16 @@ def measure(name: str, groups: int, rows: int, n: int, k: int) -> dict[str, obje
 
     loop()
     error = float((ours(a, b, ends).float() - looped.float()).abs().max() / looped.float().abs().max())
-    calls: dict[str, Callable[[], object]] = {"ours": lambda: ours(a, b, ends), "cublas_loop": loop}
+    calls: dict[str, Call] = {"ours": lambda: ours(a, b, ends), "cublas_loop": loop}
     if hasattr(torch, "_grouped_mm"):
         calls["torch_grouped"] = lambda: torch._grouped_mm(a, b.transpose(1, 2), ends)
-    graphs = {who: graph_of(call) for who, call in calls.items()}
-    count = {who: max(1, int(STRETCH_S * 1e6 / microseconds_of(graph, 2))) for who, graph in graphs.items()}
-    medians = median_in_turn({who: lambda who=who: microseconds_of(graphs[who], count[who]) for who in graphs})  # type: ignore[misc]
-    us = {who: round(median, 1) for who, median in medians.items()}
-    return {
-        "name": name, "groups": groups, "rows": rows, "n": n, "k": k, "tiling": str(ours.tiling), "error": round(error, 5), "us": us,
-        "tflops": round(2 * rows * n * k / us["ours"] / 1e6, 1), "of_cublas_loop": round(us["cublas_loop"] / us["ours"], 3),
+    us, _ = graph_times(calls, STRETCH_US)
+    yield {
+        "name": name, "groups": groups, "rows": rows, "n": n, "k": k, "tiling": str(ours.tiling), "error": round(error, 5),
+        "wrong": int(not error < 0.01), "us": us, "tflops": round(2 * rows * n * k / us["ours"] / 1e6, 1),
+        "of_cublas_loop": round(us["cublas_loop"] / us["ours"], 3),
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    options, rows = parser.parse_args(), []
-    with faults_told():
-        for shape in SHAPES:
-            rows.append(row := measure(*shape))
-            print("ok  " if row["error"] < 0.01 else "FAIL", json.dumps(row), flush=True)  # type: ignore[operator]
-    if options.out is not None:
-        options.out.write_text(json.dumps({"environment": record(), "rows": rows}, indent=1))
-    sys.exit(any(row["error"] >= 0.01 for row in rows))  # type: ignore[operator]
-
-
 if __name__ == "__main__":
-    main()
+    report((measure(*shape) for shape in SHAPES), script(__doc__).parse_args().out)

@@ -10,22 +10,18 @@ slowest rank's, in microseconds, the median of five stretches of calls, which ta
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory  # torch.ops.symm_mem
-import torch.multiprocessing as mp
-from harness import BF16, Call, replay, slowest_in_turn
+from harness import BF16, Call, Row, run_on_shared_gpus, script
 from local_ranks import LocalRanks
 
 from peerlane.device import Communicator, communicator, group_of
@@ -34,7 +30,6 @@ from peerlane.device.products.all_gather_gemm import all_gather_gemm
 from peerlane.device.products.gemm_all_gather import gemm_all_gather
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
 from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
-from peerlane.hardware.environment import record
 from peerlane.solutions import p012_allgather_gemm, p013_gemm_allreduce, p014_gemm_allgather, p016_gemm_reducescatter
 
 SIZES = tuple(1 << power for power in (11, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26, 28))
@@ -49,8 +44,8 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch's fused 
 def microseconds(*calls: Call, count: int) -> list[float]:
     """Of each kind of call. They take turns, and each has as many calls again before those that count: a GPU's clocks follow its power, and
     with it what ran in the last milliseconds."""
-    graphs = {str(number): replay(call) for number, call in enumerate(calls)}
-    return list(slowest_in_turn(graphs, count, warm_up=count, start_delay=400_000, device="cuda").values())
+    kinds = {str(number): call for number, call in enumerate(calls)}
+    return list(harness.microseconds(kinds, count, warm_up=count, start_delay=400_000, device="cuda").values())
 
 
 def collective_calls(kit: Communicator, rank: int, world: int, nbytes: int) -> dict[str, tuple[Call, Call]]:
@@ -230,31 +225,12 @@ def launches(rank: int, world: int) -> Iterator[dict[str, Any]]:
 BENCHES = {"collectives": collectives, "fused": fused, "product": product, "launches": launches}
 
 
-def run(rank: int, world: int, what: str, store: str, out: Path | None) -> None:
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device)
-    rows = []
-    for row in BENCHES[what](rank, world):
-        rows.append(row)
-        if rank == 0:
-            print(json.dumps(row), flush=True)
-    if rank == 0 and out is not None:
-        out.write_text(json.dumps({"environment": record(), "world_size": world, "rows": rows}, indent=1))
-    dist.barrier()
-    os._exit(0)  # communicators of two libraries have no order in which to be taken down
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=BENCHES)
-    parser.add_argument("--world", type=int, default=0, help="ranks; by default all GPUs")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    world = options.world or torch.cuda.device_count()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, args=(world, options.what, os.path.join(folder, "store"), options.out), nprocs=world)
+def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:
+    yield from BENCHES[what](rank, ranks)
 
 
 if __name__ == "__main__":
-    main()
+    parser = script(__doc__, ranks=0)
+    parser.add_argument("what", choices=BENCHES)
+    options = parser.parse_args()
+    run_on_shared_gpus(options.ranks, options.out, rows_of, options.what)

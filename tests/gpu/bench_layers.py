@@ -10,20 +10,15 @@ where there are fewer GPUs than ranks: then times are a virtual node's, whose li
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
-from harness import BF16, Call, Row, meet, replay, run_on_shared_gpus, slowest_in_turn
+from harness import BF16, Call, Row, meet, microseconds, note_failure, run_on_shared_gpus, script
 
 from peerlane import ops
 from peerlane.device import Communicator, communicator, group_of
@@ -45,23 +40,6 @@ def quick() -> bool:
 def few(*cases: Any) -> tuple[Any, ...]:
     """Returns the cases, or the first two of a quick look."""
     return cases[:2] if quick() else cases
-
-
-# --- times ---
-
-
-def microseconds(calls: dict[str, Call], count: int) -> dict[str, float]:
-    """Of each kind of call, the slowest rank's median. Kinds take turns. One that cannot be captured has no time."""
-    for call in calls.values():  # torch's workspace grows and moves: a graph that was captured before would read what is gone
-        with contextlib.suppress(Exception):
-            call()
-    graphs: dict[str, Call] = {}
-    for name, call in calls.items():
-        try:
-            graphs[name] = replay(call)
-        except Exception as error:
-            print(json.dumps({"failed": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
-    return slowest_in_turn(graphs, count, warm_up=max(1, count // 4))
 
 
 # --- checks ---
@@ -321,7 +299,7 @@ def mlp(rank: int, world: int) -> Iterator[Row]:
                 found[kind] = (forward(kind).clone(), *(value.clone() for value in backward(kind)))
             except Exception as error:
                 del kinds[kind]
-                print(json.dumps({"failed": kind, "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+                note_failure(kind, error)
         errors = [
             round(float((a.float() - b.float()).norm() / b.float().norm()), 5) for a, b in zip(found["ours"], found["unfused"], strict=True)
         ]
@@ -484,7 +462,7 @@ def decode(rank: int, world: int) -> Iterator[Row]:
             calls["torch_one_shot_us"] = lambda: finish(torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name))  # noqa: B023
             calls["torch_two_shot_us"] = lambda: finish(torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name))  # noqa: B023
         except Exception as error:
-            print(json.dumps({"failed": "symm_mem", "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+            note_failure("symm_mem", error)
         yield {"bench": "decode", "tokens": tokens, "hidden": hidden, "ranks": world, **microseconds(calls, 200 if tokens < 512 else 50)}
 
 
@@ -591,7 +569,7 @@ def all_reduce(rank: int, world: int) -> Iterator[Row]:
             symmetric_memory.rendezvous(shared, dist.group.WORLD)
             calls["torch_two_shot_us"] = lambda: torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)  # noqa: B023
         except Exception as error:
-            print(json.dumps({"failed": "symm_mem", "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+            note_failure("symm_mem", error)
         times = microseconds(calls, max(4, 200 // size))
         yield {"bench": "all_reduce", "bytes": nbytes, "ranks": world, "chosen": chosen(nbytes, machine).kernel, **times}
 
@@ -619,16 +597,9 @@ def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:
     yield from BENCHES[what](rank, ranks)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=BENCHES)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    ranks = 1 if options.what == "product" else options.ranks
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    run_on_shared_gpus(parser, ranks, options.out, rows_of, options.what)
-
-
 if __name__ == "__main__":
-    main()
+    parser = script(__doc__, ranks=4)
+    parser.add_argument("what", choices=BENCHES)
+    options = parser.parse_args()
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    run_on_shared_gpus(1 if options.what == "product" else options.ranks, options.out, rows_of, options.what)

@@ -9,16 +9,13 @@ alone. Prints a line for each case; ``--out`` gets them as JSON lines. Takes und
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
-from harness import Row, append, faults_told, graph_of, median_in_turn, microseconds_of
+from harness import Call, Row, graph_times, report, script
 from local_ranks import LocalRanks
 
 from peerlane.device.host.group import Group
@@ -29,6 +26,7 @@ HALF = torch.float16
 SIZES = ((2048, 5632), (4096, 7168), (4096, 5504))
 ROUNDED = 2.0**-10
 """Of the largest entry: what rounding a part and a sum to float16 may cost, twice over."""
+STRETCH_US = 1e4
 A, B, C = 4.0848, -6.8946, 2.9270
 
 
@@ -82,17 +80,17 @@ def check_alone(group: Group) -> Iterator[Row]:
         yield {"check": "last", "m": m, "n": n, "error": error, "wrong": int(not error <= 2.0**-8)}
 
 
-def microseconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    graphs = {}
-    for name, call in calls.items():
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = "tf32" in name
+def in_tf32(call: Call) -> Call:
+    """Returns the call with torch's products in TensorFloat32."""
+
+    def run() -> None:
+        before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
         try:
-            graphs[name] = graph_of(call)
+            call()
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
-    medians = median_in_turn({name: lambda graph=graph: microseconds_of(graph, 10) for name, graph in graphs.items()})  # type: ignore[misc]
-    return {name: round(median, 1) for name, median in medians.items()}
+
+    return run
 
 
 def times(group: Group) -> Iterator[Row]:
@@ -100,15 +98,16 @@ def times(group: Group) -> Iterator[Row]:
         g, (high, low) = symmetric(m, group.device), in_parts(m, n, group.device)
         wide, x = g.float(), high.float()
         polynomial, parts = ns.symmetric_product(group, m, HALF), ns.parts_product(group, m, n, HALF)
-        us = microseconds(
+        us, _ = graph_times(
             {
                 "polynomial": lambda: polynomial(g, C, B),  # noqa: B023
                 "polynomial by torch in float16": lambda: torch.addmm(g, g, g, beta=B, alpha=C),  # noqa: B023
-                "polynomial by torch in tf32": lambda: torch.addmm(wide, wide, wide, beta=B, alpha=C),  # noqa: B023
+                "polynomial by torch in tf32": in_tf32(lambda: torch.addmm(wide, wide, wide, beta=B, alpha=C)),  # noqa: B023
                 "parts": lambda: parts(g, (high, low), 1.0, A),  # noqa: B023
                 "X by torch in float16": lambda: torch.addmm(high, g, high, beta=A),  # noqa: B023
-                "X by torch in tf32": lambda: torch.addmm(x, wide, x, beta=A),  # noqa: B023
-            }
+                "X by torch in tf32": in_tf32(lambda: torch.addmm(x, wide, x, beta=A)),  # noqa: B023
+            },
+            STRETCH_US,
         )
         yield {"bench": "products", "m": m, "n": n, "us": us, "tiles": (str(polynomial.tiling), str(parts.tiling))}
 
@@ -118,26 +117,12 @@ def tilings(group: Group) -> Iterator[Row]:
     m = 4096
     g = symmetric(m, group.device)
     kernels = {f"{t.rows}x{t.columns}/{t.blocks}": ns.SymmetricProduct(group, m, HALF, t) for t in gemm.TILINGS}
-    yield {"bench": "tilings", "m": m, "us": microseconds({name: lambda one=one: one(g, C, B) for name, one in kernels.items()})}  # type: ignore[misc]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    torch.manual_seed(0)
-    wrong = 0
-    with faults_told():
-        ranks = LocalRanks(options.ranks)
-        alone = LocalRanks(1).groups[0]
-        for made in (check_gram(ranks), check_alone(alone), times(alone), tilings(alone)):
-            for row in made:
-                print(json.dumps(row), flush=True)
-                append(options.out, row)
-                wrong += row.get("wrong", 0)
-    raise SystemExit(1 if wrong else 0)
+    us, _ = graph_times({name: lambda one=one: one(g, C, B) for name, one in kernels.items()}, STRETCH_US)  # type: ignore[misc]
+    yield {"bench": "tilings", "m": m, "us": us}
 
 
 if __name__ == "__main__":
-    main()
+    options = script(__doc__, ranks=2).parse_args()
+    torch.manual_seed(0)
+    alone = LocalRanks(1).groups[0]
+    report((check_gram(LocalRanks(options.ranks)), check_alone(alone), times(alone), tilings(alone)), options.out)

@@ -9,15 +9,12 @@ is a JSON object; ``--out`` appends them to a file. Exits with 1 where a gradien
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_layers import microseconds
-from harness import BF16, Row, run_on_shared_gpus
+from harness import BF16, Row, microseconds, run_on_shared_gpus, script
 
 from peerlane.device import communicator, group_of
 from peerlane.device.attention import head_exchange, ring_backward
@@ -125,14 +122,8 @@ def rows_of(shapes: list[str], rank: int, ranks: int) -> Iterator[Row]:
         yield measure(name, rank, ranks)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["small", "llama2_4k", "llama2_16k"])
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    run_on_shared_gpus(parser, options.ranks, options.out, rows_of, options.shape)
-
-
 if __name__ == "__main__":
-    main()
+    parser = script(__doc__, ranks=2)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["small", "llama2_4k", "llama2_16k"])
+    options = parser.parse_args()
+    run_on_shared_gpus(options.ranks, options.out, rows_of, options.shape)

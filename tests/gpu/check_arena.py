@@ -20,10 +20,10 @@ import argparse
 import faulthandler
 import json
 import os
-import pickle
 import random
 import statistics
 import sys
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +35,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import BF16, end_ranks, script
 
 from peerlane import ops
 from peerlane.device import Arena, Communicator, Group, group_of
@@ -45,12 +46,12 @@ from peerlane.device.products.all_gather_gemm import all_gather_gemm
 from peerlane.device.products.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
 from peerlane.errors import UsageError
 from peerlane.hardware.environment import record
-from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing
+from peerlane.hardware.virtual_node import VirtualNode, available_sharing
 from peerlane.settings import ARENA_MEMORY
 
 KINDS = ("vmm", "ipc")
 NAMES = {"vmm": "virtual memory", "ipc": "CUDA IPC"}
-BF16, N, K, LARGEST_M = torch.bfloat16, 512, 512, 8192
+N, K, LARGEST_M = 512, 512, 8192
 ALLOWED_BEHIND_LARGEST = 0
 GROWTHS, REUSES = 3, 40
 
@@ -287,34 +288,15 @@ def run_kind(options: argparse.Namespace, kind: str, deadline: float, folder: Pa
     sharing = available_sharing() if options.per_gpu > 1 and not options.no_mps else "time_slices"
     node = VirtualNode(options.ranks, options.ranks // options.per_gpu, sharing)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    out = folder / f"{kind}.json"
     with node.daemon() as daemon:
-        return run_ranks(options, (node, daemon), kind, store.port, deadline, folder / f"{kind}.json")
-
-
-def run_ranks(
-    options: argparse.Namespace, node: tuple[VirtualNode, MpsDaemon | None], kind: str, port: int, deadline: float, out: Path
-) -> list[dict[str, Any]] | str:
-    environments = [node[0].rank_environment(rank, node[1]) for rank in range(options.ranks)]
-    context = mp.spawn(rank_main, (options, environments, kind, port, deadline, str(out)), nprocs=options.ranks, join=False)
-    processes = context.processes
-    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-        if time.monotonic() > deadline + 8:
-            break
-        time.sleep(0.1)
-    end = time.monotonic() + 3  # others may be about to say the same
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        time.sleep(0.1)
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-        process.join(5)
-    codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
-    if not late and not codes:
-        found: list[dict[str, Any]] = json.loads(out.read_text())
-        return found
-    texts = [pickle.loads(Path(path).read_bytes()) for path in context.error_files if os.path.exists(path) and os.path.getsize(path)]
-    return "\n".join([f"ranks that were killed: {late}; exit codes: {codes}", *texts])
+        environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
+        context = mp.spawn(rank_main, (options, environments, kind, store.port, deadline, str(out)), nprocs=options.ranks, join=False)
+        stuck, codes, texts = end_ranks(context, deadline + 8, at_failure=True)
+    if stuck or codes:
+        return "\n".join([f"ranks that were killed: {stuck}; exit codes: {codes}", *texts])
+    found: list[dict[str, Any]] = json.loads(out.read_text())
+    return found
 
 
 def line(kind: str, ranks: list[dict[str, Any]]) -> str:
@@ -353,15 +335,13 @@ def good(kind: str, ranks: list[dict[str, Any]]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = script(__doc__, ranks=4)
     parser.add_argument("--ranks-per-gpu", type=int, default=0, help="by default as many as share a GPU where all GPUs are used")
     parser.add_argument("--limit", type=float, default=85.0, help="seconds, after which all ranks are killed")
     parser.add_argument("--sizes", type=int, default=1000, help="random m of each kind of memory")
     parser.add_argument("--calls", type=int, default=10_000, help="of operators with random numbers of tokens")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--no-mps", action="store_true")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     if not gpus:
@@ -369,8 +349,6 @@ def main() -> int:
     options.per_gpu = options.ranks_per_gpu or -(-options.ranks // gpus)
     begin, status = time.monotonic(), 0
     found: dict[str, Any] = {"environment": record(), "ranks": options.ranks, "ranks_per_gpu": options.per_gpu}
-    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"peerlane-check-arena-{os.getpid()}"
-    folder.mkdir()
     print(
         "kind  memory          growth ms lease ms  sizes  behind reserved MiB  ms/size  wrong  calls  ms/call  alloc  exch  cubins  left",
         flush=True,
@@ -380,7 +358,8 @@ def main() -> int:
         share = 1.0 if number + 1 == len(options.kinds) else 0.6  # the first compiles
         deadline = time.monotonic() + left * share - 10
         try:
-            result = run_kind(options, kind, deadline, folder)
+            with tempfile.TemporaryDirectory() as folder:
+                result = run_kind(options, kind, deadline, Path(folder))
         except UsageError as error:
             parser.error(str(error))
         found[kind] = result
@@ -392,9 +371,6 @@ def main() -> int:
             status = status or int(not good(kind, result))
         if options.out is not None:
             options.out.write_text(json.dumps(found, indent=1))
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
     print(f"{time.monotonic() - begin:.0f} s; {'all is right' if not status else 'see above'}", flush=True)
     return status
 

@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
-from harness import BF16, STRETCHES, median_in_turn
+from harness import BF16, STRETCHES, device_us, median_in_turn
 from local_ranks import LocalRanks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -111,14 +111,8 @@ def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
         counts[name] = max(2, min(50, int(0.03 / (time.perf_counter() - start))))
 
     def stretch(call: Callable[[], Any], count: int) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         call()
-        start.record()
-        for _ in range(count):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count
+        return device_us(call, count) / 1e3
 
     return median_in_turn({name: lambda name=name: stretch(calls[name], counts[name]) for name in calls})
 
@@ -165,34 +159,49 @@ def rings(ranks: LocalRanks, shape: Shape, balanced: bool | None) -> list[RingAt
     return [RingAttention(shape, balanced=balanced) for _ in ranks.each()]
 
 
-def check_ring(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> str:
-    """What is wrong in calls behind each other, or nothing."""
-    batch, length, heads, key_heads, depth, value_depth, causal, balanced, dtype = case
-    shape = Shape(batch, length, heads, key_heads, depth, value_depth, dtype, causal)
-    attends, world = rings(ranks, shape, balanced), len(ranks.groups)
+def check_shards(
+    ranks: LocalRanks,
+    name: str,
+    attends: list[Any],
+    widths: tuple[tuple[int, int], ...],
+    batch: int,
+    length: int,
+    causal: bool,
+    dtype: torch.dtype,
+) -> str:
+    """What is wrong in four calls behind each other, or nothing. ``widths``: heads and depth of q, k and v."""
+    world, rings = len(ranks.groups), isinstance(attends[0], RingAttention)  # others give no logarithms
     drawn, got = [], []
-    for _ in range(calls):
-        whole = [
-            torch.randn(batch, world * length, h, d, device="cuda").to(dtype)
-            for h, d in ((heads, depth), (key_heads, depth), (key_heads, value_depth))
-        ]
+    for _ in range(4):
+        whole = [torch.randn(batch, world * length, heads, depth, device="cuda").to(dtype) for heads, depth in widths]
         drawn.append((whole, [[tensor[:, r * length : (r + 1) * length].contiguous() for tensor in whole] for r in range(world)]))
     torch.cuda.synchronize()
     for _, shards in drawn:
         for group in ranks.each():
             attends[group.rank](*shards[group.rank])
-        got.append([(attend.out.clone(), attend.logarithms.clone()) for attend, _ in zip(attends, ranks.each(), strict=True)])
+        results = [
+            (attend.out.clone(), attend.logarithms.clone() if rings else None) for attend, _ in zip(attends, ranks.each(), strict=True)
+        ]
+        got.append(results)
     ranks.synchronize()
     worst = off = 0.0
     for (whole, _), results in zip(drawn, got, strict=True):
-        wanted, wanted_logarithms = expected(*whole, causal, depth**-0.5)
+        wanted, wanted_logarithms = expected(*whole, causal, widths[0][1] ** -0.5)
         out = torch.cat([result for result, _ in results], 1).float()
         worst = max(worst, float((out - wanted).norm() / wanted.norm()) if out.isfinite().all() else math.inf)
-        off = max(off, float((torch.cat([item for _, item in results], 2) - wanted_logarithms).abs().max()))
+        if rings:
+            off = max(off, float((torch.cat([item for _, item in results], 2) - wanted_logarithms).abs().max()))
     for attend in attends:
         attend.close()
     limit = 5e-3 if dtype == BF16 else 1e-3
-    return "" if worst < limit and off < 1e-3 else f"ring of {world}, {case}: error {worst:.2e} of {limit}, logarithms off by {off:.2e}"
+    return "" if worst < limit and off < 1e-3 else f"{name} on {world}: error {worst:.2e} of {limit}, logarithms off by {off:.2e}"
+
+
+def check_ring(ranks: LocalRanks, case: tuple[Any, ...]) -> str:
+    batch, length, heads, key_heads, depth, value_depth, causal, balanced, dtype = case
+    attends = rings(ranks, Shape(batch, length, heads, key_heads, depth, value_depth, dtype, causal), balanced)
+    widths = (heads, depth), (key_heads, depth), (key_heads, value_depth)
+    return check_shards(ranks, f"ring {case}", attends, widths, batch, length, causal, dtype)
 
 
 def ring_speed(ranks: LocalRanks, sizes: tuple[int, ...], causal: bool, balanced: bool) -> dict[str, Any]:
@@ -222,57 +231,28 @@ def ring_speed(ranks: LocalRanks, sizes: tuple[int, ...], causal: bool, balanced
     whole_ms = milliseconds({"whole": whole})["whole"]
     for attend in attends:
         attend.close()
-    return {
-        "ring": sizes,
-        "ranks": world,
-        "causal": causal,
-        "balanced": balanced,
-        "ms": round(ring_ms, 3),
-        "one_launch_ms": round(whole_ms, 3),
-    }
+    times = {"ms": round(ring_ms, 3), "one_launch_ms": round(whole_ms, 3)}
+    return {"ring": sizes, "ranks": world, "causal": causal, "balanced": balanced, **times}
 
 
 # batch, length of a shard, all heads, depth, causal, dtype
 ULYSSES = ((2, 5, 4, 32, False, BF16), (1, 1000, 8, 128, False, BF16), (2, 500, 8, 64, True, FP16), (1, 1024, 8, 128, True, BF16))
 
 
-def check_ulysses(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> str:
-    """What is wrong in calls behind each other, or nothing."""
+def check_ulysses(ranks: LocalRanks, case: tuple[Any, ...]) -> str:
     batch, length, heads, depth, causal, dtype = case
     world = len(ranks.groups)
     tiling = kit.choose_tiling(length, length, depth, causal, parcels=True)
     plan = UlyssesPlan(batch, length, heads // world, depth, dtype, causal, world, tiling)
     attends = [UlyssesAttention(plan) for _ in ranks.each()]
-    drawn, got = [], []
-    for _ in range(calls):
-        whole = [torch.randn(batch, world * length, heads, depth, device="cuda").to(dtype) for _ in range(3)]
-        drawn.append((whole, [[tensor[:, r * length : (r + 1) * length].contiguous() for tensor in whole] for r in range(world)]))
-    torch.cuda.synchronize()
-    for _, shards in drawn:
-        for group in ranks.each():
-            attends[group.rank](*shards[group.rank])
-        got.append([attend.out.clone() for attend, _ in zip(attends, ranks.each(), strict=True)])
-    ranks.synchronize()
-    worst = 0.0
-    for (whole, _), results in zip(drawn, got, strict=True):
-        wanted, _ = expected(*whole, causal, depth**-0.5)
-        out = torch.cat(results, 1).float()
-        worst = max(worst, float((out - wanted).norm() / wanted.norm()) if out.isfinite().all() else math.inf)
-    for attend in attends:
-        attend.close()
-    limit = 5e-3 if dtype == BF16 else 1e-3
-    return "" if worst < limit else f"Ulysses on {world}, {case}: error {worst:.2e} of {limit}"
+    return check_shards(ranks, f"Ulysses {case}", attends, ((heads, depth),) * 3, batch, length, causal, dtype)
 
 
 def ring_part(count: int, failures: list[str]) -> list[dict[str, Any]]:
     ranks, rows = LocalRanks(count), []
     try:
-        for case in RINGS:
-            if told := check_ring(ranks, case):
-                failures.append(told)
-        for case in ULYSSES:
-            if told := check_ulysses(ranks, case):
-                failures.append(told)
+        told = [*(check_ring(ranks, case) for case in RINGS), *(check_ulysses(ranks, case) for case in ULYSSES)]
+        failures += filter(None, told)
         print(f"ring and Ulysses on {count}: {len(failures)} failures", flush=True)
         for sizes in RING_SPEEDS if not failures else ():
             for causal, balanced in ((False, False), (True, False), (True, True)):

@@ -19,7 +19,6 @@ import functools
 import itertools
 import json
 import os
-import pickle
 import statistics
 import sys
 import tempfile
@@ -35,6 +34,7 @@ os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import FP8, device_us, end_ranks, replay, script
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from peerlane.device import backend
@@ -42,7 +42,6 @@ from peerlane.errors import UsageError
 from peerlane.hardware.environment import record
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.float64, torch.int64)
 MOVED = (*SUMMED, torch.uint8, torch.bool)
 COUNTS = (1, 7, 1000, 300_001)
@@ -129,6 +128,7 @@ def reductions(at: Ranks, count: int, dtype: torch.dtype) -> Iterator[Operation]
         cases += [("max", dist.ReduceOp.MAX, lambda x: x.amax(0)), ("min", dist.ReduceOp.MIN, lambda x: x.amin(0))]
     if dtype in (torch.bfloat16, torch.float16, torch.float32):
         cases += [("avg", dist.ReduceOp.AVG, lambda x: x.sum(0) / world)]
+    if at.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16, torch.float32):  # gloo has none
         cases += [("premul_sum", dist.__dict__["_make_nccl_premul_sum"](0.25), lambda x: x.sum(0) / 4)]
 
     def stacked(given: list[torch.Tensor]) -> torch.Tensor:
@@ -309,20 +309,8 @@ def wrong_elements(at: Ranks, operation: Operation, seed: int, run: Callable[[],
 def check(at: Ranks, operation: Operation, *, graph: bool) -> int:
     """Wrong elements of this rank: blocking and asynchronous calls, or replays of a graph and an eager call behind them."""
     blocking, asynchronous = (functools.partial(operation.call, later) for later in (False, True))
-    runs = [capture(at, blocking)] * ROUNDS + [asynchronous] if graph else [blocking, asynchronous] * ROUNDS
+    runs = [replay(blocking)] * ROUNDS + [asynchronous] if graph else [blocking, asynchronous] * ROUNDS
     return sum(wrong_elements(at, operation, seed, run) for seed, run in enumerate(runs))
-
-
-def capture(at: Ranks, call: Callable[[], None], calls: int = 1) -> Callable[[], None]:
-    """``calls`` calls as one CUDA graph."""
-    call()
-    at.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            call()
-    return graph.replay
 
 
 def check_all(at: Ranks) -> int:
@@ -450,7 +438,7 @@ def microseconds(at: Ranks, call: Callable[[], Any], mode: str) -> dict[str, Any
     run: Callable[[], Any] = lambda: [call() for _ in range(calls)]  # noqa: E731
     if mode == "graph":
         try:
-            run = capture(at, call, calls)
+            run = replay(run)
         except Exception as error:  # operators that use a stream of their own
             problem = f"no capture: {type(error).__name__}: {error}".splitlines()[0][:200]
         problems = at.agree(problem)
@@ -473,12 +461,7 @@ def stretch(at: Ranks, run: Callable[[], Any]) -> float:
         begin = time.perf_counter()
         run()
         return (time.perf_counter() - begin) * 1e6
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
+    return device_us(run)
 
 
 def bench(at: Ranks, plain: Any) -> None:
@@ -547,8 +530,7 @@ def rank_main(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = script(__doc__, ranks=4)
     parser.add_argument("--ranks-per-gpu", type=int, default=0, help="by default as many as share a GPU where all GPUs are used")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which all ranks are killed")
     parser.add_argument("--no-checks", action="store_true")
@@ -556,7 +538,6 @@ def main() -> int:
     parser.add_argument("--reductions", action="store_true", help="check only what reduces")
     parser.add_argument("--no-table", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="gloo and CPU tensors, to try this script")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     gpus = torch.cuda.device_count()
     if not options.cpu and not gpus:
@@ -577,28 +558,10 @@ def run(options: argparse.Namespace, node: VirtualNode, daemon: MpsDaemon | None
     """The exit status. Ends with the first rank that fails, and at the time limit."""
     environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
     context = mp.spawn(rank_main, (options, node, environments, store, deadline), nprocs=options.ranks, join=False)
-    processes = context.processes
-    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-        if time.monotonic() > deadline + 30:
-            break
-        time.sleep(0.2)
-    end = time.monotonic() + 5  # others may be about to say the same
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        time.sleep(0.1)
-    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        process.kill() if process.is_alive() else None
-    for process in processes:
-        process.join(5)
-    codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
-    if late or codes:
-        print(f"ranks that were killed: {late}; exit codes: {codes}", flush=True)
-        for path in context.error_files:
-            if os.path.exists(path) and os.path.getsize(path):
-                print(pickle.loads(Path(path).read_bytes()), flush=True)
-    if time.monotonic() > deadline + 30:
-        return 3
-    return 1 if late or codes else 0
+    stuck, codes, texts = end_ranks(context, deadline + 30, at_failure=True)
+    if stuck or codes:
+        print(f"ranks that were killed: {stuck}; exit codes: {codes}", *texts, sep="\n", flush=True)
+    return 3 if time.monotonic() > deadline + 30 else 1 if stuck or codes else 0
 
 
 if __name__ == "__main__":

@@ -10,19 +10,17 @@ differ in the mode."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
 import torch.distributed as dist
-from harness import BF16, Call, Row, meet, replay, run_on_shared_gpus, slowest_in_turn
+from harness import BF16, Call, Row, meet, replay, run_on_shared_gpus, script, slowest_in_turn
 
 from peerlane import ops
 from peerlane.device import group_of
@@ -261,15 +259,9 @@ def table(seen: list[Row]) -> None:
         print(f"{name:28} {on['numbers_of_rows']:>9} of {on['of']} {differ[0]:>10} {differ[1]:>9}  {prices}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("operators", nargs="*")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=130)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    run_on_shared_gpus(parser, arguments.ranks, arguments.out, rows_of, arguments.seconds, arguments.operators)
-
-
 if __name__ == "__main__":
-    main()
+    parser = script(__doc__, ranks=2)
+    parser.add_argument("operators", nargs="*")
+    parser.add_argument("--seconds", type=float, default=130)
+    options = parser.parse_args()
+    run_on_shared_gpus(options.ranks, options.out, rows_of, options.seconds, options.operators)

@@ -33,6 +33,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import end_ranks, script
 
 import peerlane.device.backend
 import peerlane.errors
@@ -191,14 +192,7 @@ def play(scene: str, options: argparse.Namespace) -> dict[str, Any]:
             os.kill(processes[victim].pid, signal.SIGKILL)
             killed = time.time()
         limit = {"nap": options.nap + START_S, "late": options.late + START_S}.get(scene, 45.0)
-        end = time.monotonic() + limit
-        for process in processes:
-            process.join(max(0.0, end - time.monotonic()))
-        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill()
-            process.join()
-        errors = [Path(path).read_bytes() for path in context.error_files if Path(path).exists()]
+        stuck, _, errors = end_ranks(context, time.monotonic() + limit, at_failure=False)
     time.sleep(1.0)
     found: dict[str, Any] = {
         "scene": scene, "sharing": sharing, "seconds": time.monotonic() - begin, "stuck": stuck,
@@ -210,7 +204,7 @@ def play(scene: str, options: argparse.Namespace) -> dict[str, Any]:
         found[what] = {rank: line for rank in ranks if (line := said(options, scene, rank, what)) is not None}
     if killed is not None:
         found["raised_after_s"] = {rank: line["at"] - killed for rank, line in found["raised"].items()}
-    found["errors"] = [error.decode(errors="replace")[-1000:] for error in errors if killed is None]
+    found["errors"] = [error[-1000:] for error in errors if killed is None]
     found["good"] = good(scene, found, ranks, options) and not stuck and not found["failed"] and not found["on_gpu"]
     return found
 
@@ -241,8 +235,7 @@ def summary(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = script(__doc__, ranks=4)
     parser.add_argument("--nap", type=float, default=60.0)
     parser.add_argument("--late", type=float, default=20.0)
     parser.add_argument("--timeout", type=float, default=5.0)
@@ -250,7 +243,6 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--port", type=int, default=29517)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:

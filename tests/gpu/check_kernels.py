@@ -12,26 +12,22 @@ Prints a line per kernel; exits with 1 if a word was wrong.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
-from harness import BF16, FP8, captured, faults_told, integers, wrong_words
+from harness import BF16, FP8, Row, captured, integers, report, script, wrong_words
 from local_ranks import LocalRanks
 
 from peerlane.device.collectives.communicator import Communicator
 from peerlane.device.products import all_gather_gemm, gemm, gemm_all_reduce, gemm_reduce_scatter
-from peerlane.hardware.environment import record
 
 POOL = 6
 DELAYED_SHARE, LONGEST_DELAY_CYCLES = 1 / 8, 400_000
@@ -74,46 +70,6 @@ def collective_workloads(ranks: LocalRanks, communicators: list[Communicator], n
 
     root = count - 1
 
-    def all_reduce(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        communicators[rank].all_reduce(x, out)
-        return out
-
-    def all_gather(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(total)
-        communicators[rank].all_gather_into_tensor(out, x)
-        return out
-
-    def reduce_scatter(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(part)
-        communicators[rank].reduce_scatter_tensor(out, x)
-        return out
-
-    def all_to_all(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        communicators[rank].all_to_all_single(out, x)
-        return out
-
-    def broadcast(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x)
-        communicators[rank].broadcast(x, root, out)
-        return out
-
-    def reduce(rank: int, x: torch.Tensor) -> torch.Tensor | None:
-        out = torch.empty_like(x)
-        communicators[rank].reduce(x, root, out)
-        return out if rank == root else None
-
-    def gather(rank: int, x: torch.Tensor) -> torch.Tensor | None:
-        out = x.new_empty(total) if rank == root else None
-        communicators[rank].gather(x, out, root)
-        return out
-
-    def scatter(rank: int, x: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(part)
-        communicators[rank].scatter(out, x if rank == root else None, root)
-        return out
-
     def transposed(inputs: Tensors) -> list[torch.Tensor | None]:
         return [
             joined([tensor[rank * part : (rank + 1) * part] for tensor in inputs]).to(ranks.groups[rank].device) for rank in range(count)
@@ -122,17 +78,34 @@ def collective_workloads(ranks: LocalRanks, communicators: list[Communicator], n
     def parts(tensor: torch.Tensor) -> list[torch.Tensor | None]:
         return [tensor[rank * part : (rank + 1) * part].to(ranks.groups[rank].device) for rank in range(count)]
 
-    sums = dtype in collectives_sum_dtypes()
+    def at_root(rank: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor if rank == root else None
+
+    def everywhere(tensor: torch.Tensor) -> list[torch.Tensor | None]:
+        return list(spread(ranks, tensor))
+
+    # name, elements that a rank gives and gets, whether the root alone gets them, the call, the answer
+    sums: list[tuple[Any, ...]] = [
+        ("all_reduce", total, total, False, lambda kit, rank, x, out: kit.all_reduce(x, out), lambda x: everywhere(summed(x))),
+        ("reduce", total, total, True, lambda kit, rank, x, out: kit.reduce(x, root, out), lambda x: only(root, summed(x))),
+        ("reduce_scatter", total, part, False, lambda kit, rank, x, out: kit.reduce_scatter_tensor(out, x), lambda x: parts(summed(x))),
+    ]
+    moves: list[tuple[Any, ...]] = [
+        ("all_gather", part, total, False, lambda kit, rank, x, out: kit.all_gather_into_tensor(out, x), lambda x: everywhere(joined(x))),
+        ("gather", part, total, True, lambda kit, rank, x, out: kit.gather(x, at_root(rank, out), root), lambda x: only(root, joined(x))),
+        ("scatter", total, part, False, lambda kit, rank, x, out: kit.scatter(out, at_root(rank, x), root), lambda x: parts(x[root])),
+        ("broadcast", total, total, False, lambda kit, rank, x, out: kit.broadcast(x, root, out), lambda x: everywhere(x[root])),
+        ("all_to_all", total, total, False, lambda kit, rank, x, out: kit.all_to_all_single(out, x), transposed),
+    ]
     label = f"{total * dtype.itemsize} B {str(dtype).removeprefix('torch.')}"
-    if sums:
-        yield Workload(f"all_reduce {label}", draw(total), all_reduce, lambda x: list(spread(ranks, summed(x))))
-        yield Workload(f"reduce {label}", draw(total), reduce, lambda x: only(root, summed(x)))
-        yield Workload(f"reduce_scatter {label}", draw(total), reduce_scatter, lambda x: parts(summed(x)))
-    yield Workload(f"all_gather {label}", draw(part), all_gather, lambda x: list(spread(ranks, joined(x))))
-    yield Workload(f"gather {label}", draw(part), gather, lambda x: only(root, joined(x)))
-    yield Workload(f"scatter {label}", draw(total), scatter, lambda x: parts(x[root]))
-    yield Workload(f"broadcast {label}", draw(total), broadcast, lambda x: list(spread(ranks, x[root])))
-    yield Workload(f"all_to_all {label}", draw(total), all_to_all, transposed)
+    for name, given, gets, root_alone, run, answer in [*(sums if dtype in collectives_sum_dtypes() else ()), *moves]:
+
+        def call(rank: int, x: torch.Tensor, gets: int = gets, alone: bool = root_alone, run: Any = run) -> torch.Tensor | None:
+            out = x.new_empty(gets)
+            run(communicators[rank], rank, x, out)
+            return at_root(rank, out) if alone else out
+
+        yield Workload(f"{name} {label}", draw(given), call, answer)
 
 
 def collectives_sum_dtypes() -> tuple[torch.dtype, ...]:
@@ -238,50 +211,34 @@ def soak(ranks: LocalRanks, work: Workload, launches: int) -> int:
     return sum(int(total) for total in wrong)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--launches", type=int, default=20_000, help="of each kernel, while it is soaked")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--fused", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    ranks, rows = LocalRanks(options.ranks), []
+def workloads(ranks: LocalRanks, communicators: list[Communicator], small: bool, fused: bool, soaks: bool) -> Iterator[Workload]:
+    """What is checked, or what is soaked."""
+    count = len(ranks.groups)
+    sizes = (4, 100, 4096, 50_000) if small else (4, 100, 4096, 300_001, 2 << 20, 9_000_003, 12 << 20, 20_000_003, 48 << 20)
+    moved = [(nbytes, BF16) for nbytes in ((4096, 1 << 20, 12 << 20) if soaks else sizes)]
+    moved += [] if soaks else [(50_000, dtype) for dtype in (*collectives_sum_dtypes(), torch.uint8)]
+    for nbytes, dtype in [] if fused else moved:
+        yield from collective_workloads(ranks, communicators, nbytes, dtype)
+    shapes = [(64 * count, 72, 40), (1000 * count, 520, 264), (1024, 1024, 512), (4096, 4096, 1024)]
+    for shape in [(256 * count, 512, 256)] if soaks else shapes[:1] if small else shapes:
+        yield from fused_workloads(ranks, *shape)
 
-    def note(what: str, name: str, launches: int, wrong: int, begin: float) -> None:
-        rows.append({"what": what, "name": name, "launches": launches, "wrong_words": wrong})
-        print(f"{'ok  ' if wrong == 0 else 'FAIL'} {what} {name}: {launches} launches, {wrong} wrong words, {time.time() - begin:.1f} s")
 
-    with faults_told():
-        communicators = [Communicator() for _ in ranks.each()]
-        sizes = (4, 100, 4096, 50_000) if options.small else (4, 100, 4096, 300_001, 2 << 20, 9_000_003, 12 << 20, 20_000_003, 48 << 20)
-        moved = [(nbytes, BF16) for nbytes in sizes] + [(50_000, dtype) for dtype in (*collectives_sum_dtypes(), torch.uint8)]
-        for nbytes, dtype in [] if options.fused else moved:
-            for work in collective_workloads(ranks, communicators, nbytes, dtype):
-                begin = time.time()
-                note("check", work.name, 3, check(ranks, work), begin)
-        shapes = (
-            [(64 * len(ranks.groups), 72, 40)]
-            if options.small
-            else [(64 * len(ranks.groups), 72, 40), (1000 * len(ranks.groups), 520, 264), (1024, 1024, 512), (4096, 4096, 1024)]
-        )
-        for shape in shapes:
-            for work in fused_workloads(ranks, *shape):
-                begin = time.time()
-                note("check", work.name, 3, check(ranks, work), begin)
-        if not options.small:
-            lengths = () if options.fused else (4096, 1 << 20, 12 << 20)
-            soaked = [work for nbytes in lengths for work in collective_workloads(ranks, communicators, nbytes, BF16)]
-            for work in [*soaked, *fused_workloads(ranks, 256 * len(ranks.groups), 512, 256)]:
-                launches = options.launches if "12582912" not in work.name else options.launches // 10
-                begin = time.time()
-                note("soak", work.name, launches, soak(ranks, work, launches), begin)
-    if options.out is not None:
-        options.out.write_text(
-            json.dumps({"environment": record(), "ranks": len(ranks.groups), "gpus": ranks.gpus, "rows": rows}, indent=1)
-        )
-    sys.exit(any(row["wrong_words"] for row in rows))
+def rows_of(ranks: LocalRanks, small: bool, fused: bool, launches: int) -> Iterator[Row]:
+    communicators = [Communicator() for _ in ranks.each()]
+    for what in ("check",) if small else ("check", "soak"):
+        for work in workloads(ranks, communicators, small, fused, what == "soak"):
+            begin, count = time.time(), 3 if what == "check" else launches // 10 if "12582912" in work.name else launches
+            wrong = check(ranks, work, count) if what == "check" else soak(ranks, work, count)
+            yield {"what": what, "name": work.name, "launches": count, "wrong": wrong, "seconds": round(time.time() - begin, 1)}
 
 
 if __name__ == "__main__":
-    main()
+    parser = script(__doc__, ranks=2)
+    parser.add_argument("--launches", type=int, default=20_000, help="of each kernel, while it is soaked")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--fused", action="store_true")
+    options = parser.parse_args()
+    ranks = LocalRanks(options.ranks)
+    rows = rows_of(ranks, options.small, options.fused, options.launches)
+    report([rows], options.out, ranks=options.ranks, gpus=ranks.gpus)

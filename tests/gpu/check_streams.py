@@ -31,6 +31,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import end_ranks, script
 
 from peerlane import ops
 from peerlane.device import backend
@@ -190,13 +191,11 @@ def main_of(rank: int, options: argparse.Namespace, environments: list[dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser = script(__doc__, ranks=4)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--limit", type=float, default=200.0, help="seconds, after which all ranks are killed")
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
     parser.add_argument("--no-mps", action="store_true")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     sharing = "time_slices" if options.no_mps else available_sharing()
     node, status = VirtualNode(options.ranks, 1, sharing), 0
@@ -205,13 +204,7 @@ def main() -> int:
         options.folder = folder
         environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
         context = mp.spawn(main_of, (options, environments), nprocs=options.ranks, join=False)
-        end = time.monotonic() + options.limit
-        for process in context.processes:
-            process.join(max(0.0, end - time.monotonic()))
-        found["stuck"] = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
-        for process in context.processes:
-            process.kill()
-            process.join()
+        found["stuck"], _, _ = end_ranks(context, time.monotonic() + options.limit, at_failure=False)
         for rank in range(options.ranks):
             path = Path(folder) / f"found.{rank}"
             found[str(rank)] = json.loads(path.read_text()) if path.exists() else {}

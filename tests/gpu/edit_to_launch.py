@@ -8,24 +8,20 @@ Prints seconds; ``--out`` writes them with the environment.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from harness import Row, report, script
 from local_ranks import LocalRanks
 
 from peerlane.device import Kernel, LocalKernel, compile_cubin
 from peerlane.device.products import gemm
-from peerlane.hardware.environment import record
 
 SCALE = """
 extern "C" __global__ void scale(float* data, int count) {
@@ -64,7 +60,7 @@ def matrix_product(factor: int) -> None:
         gemm.bind(LocalRanks(1).groups[0], a, b, out, gemm.TILINGS[0])()
     torch.cuda.synchronize()
     if not torch.equal(out, a @ b):
-        raise SystemExit("the edited matrix product is wrong")
+        raise RuntimeError("the edited matrix product is wrong")
 
 
 def extension(factor: int) -> None:
@@ -81,7 +77,7 @@ def extension(factor: int) -> None:
 def check(data: torch.Tensor, factor: int) -> None:
     torch.cuda.synchronize()
     if not bool((data == factor).all()):
-        raise SystemExit(f"the kernel that multiplies by {factor} was not the one that ran")
+        raise RuntimeError(f"the kernel that multiplies by {factor} was not the one that ran")
 
 
 def arch() -> str:
@@ -89,30 +85,27 @@ def arch() -> str:
     return f"sm_{major}{minor}a"
 
 
-def seconds(work: Callable[[int], None]) -> float:
-    factor = next(_drawn)
-    begin = time.perf_counter()
-    work(factor)
-    return time.perf_counter() - begin
+def seconds(name: str, work: Callable[[int], None], times: int) -> Row:
+    took = []
+    for _ in range(times):
+        factor, begin = next(_drawn), time.perf_counter()
+        work(factor)
+        took.append(time.perf_counter() - begin)
+    return {"what": name, "median_s": round(statistics.median(took), 3), "seconds": took}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--skip-extension", action="store_true")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def rows_of(times: int, extensions: int) -> Iterator[Row]:
     torch.zeros(1, device="cuda")
-    found = {"small kernel, first in the process": [seconds(small_kernel)]}
-    found["small kernel"] = [seconds(small_kernel) for _ in range(options.times)]
-    found["matrix product"] = [seconds(matrix_product) for _ in range(options.times)]
-    if not options.skip_extension:
-        found["small kernel through load_inline"] = [seconds(extension) for _ in range(min(2, options.times))]
-    for what, times in found.items():
-        print(f"{what}: {statistics.median(times):.2f} s (n = {len(times)}, {min(times):.2f} to {max(times):.2f})")
-    if options.out is not None:
-        options.out.write_text(json.dumps({"environment": record(), "seconds": found}, indent=1))
+    yield seconds("small kernel, first in the process", small_kernel, 1)
+    yield seconds("small kernel", small_kernel, times)
+    yield seconds("matrix product", matrix_product, times)
+    if extensions:
+        yield seconds("small kernel through load_inline", extension, extensions)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = script(__doc__)
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--skip-extension", action="store_true")
+    options = parser.parse_args()
+    report([rows_of(options.times, 0 if options.skip_extension else min(2, options.times))], options.out)

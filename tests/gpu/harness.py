@@ -1,4 +1,4 @@
-"""What the scripts here share: ranks that share GPUs, replayed graphs that take turns, wrong words, and lines of JSON."""
+"""What the scripts here share: options, ranks that share GPUs, replayed graphs that take turns, wrong words, and files of rows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 import contextlib
 import json
 import os
+import pickle
 import statistics
+import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ import torch.multiprocessing as mp
 from local_ranks import LocalRanks
 
 from peerlane.device.host.arena import faults
+from peerlane.hardware.environment import record
 from peerlane.hardware.virtual_node import share_gpus
 
 BF16 = torch.bfloat16
@@ -25,6 +30,39 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 STRETCHES = 5
 Call = Callable[[], Any]
 Row = dict[str, Any]
+
+
+def script(documentation: str | None, ranks: int | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of a script, with ``--out`` and, if it has a number of ranks, ``--ranks``; 0 stands for all GPUs."""
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if ranks is not None:
+        parser.add_argument("--ranks", "--world", type=int, default=ranks, help=f"by default {ranks or 'all GPUs'}")
+    parser.add_argument(
+        "--out", type=Path, help="gets the figures: one document if its name ends in .json, else lines of JSON behind others"
+    )
+    return parser
+
+
+class Rows:
+    """Prints rows as they come and keeps them in ``out``, with where they were measured; counts those with wrong words."""
+
+    def __init__(self, out: Path | None, **common: Any) -> None:
+        self.out, self.common, self.rows, self.wrong = out, common, list[Row](), 0
+        self.environment = record() if out is not None else {}
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.wrong += bool(row.get("wrong"))
+        print("FAIL " * bool(row.get("wrong")) + json.dumps(row, default=str), flush=True)
+        if self.out is None:
+            return
+        if self.out.suffix == ".json":
+            self.out.write_text(json.dumps({"environment": self.environment, **self.common, "rows": self.rows}, indent=1, default=str))
+        else:
+            place = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+            place["revision"] = (self.environment.get("git") or {}).get("revision")
+            with self.out.open("a") as file:
+                file.write(json.dumps(row | place, default=str) + "\n")
 
 
 def median_in_turn(stretches: Mapping[str, Callable[[], float]]) -> dict[str, float]:
@@ -51,15 +89,50 @@ def graph_of(call: Call) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def microseconds_of(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """Returns the time of a replay, of so many that follow each other."""
+def device_us(call: Call, count: int = 1) -> float:
+    """Returns the device's time of a call, of so many that follow each other, in microseconds."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call, unused-ignore]
     begin.record()
     for _ in range(count):
-        graph.replay()
+        call()
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) / count * 1e3
+
+
+def graph_times(calls: Mapping[str, Call], stretch_us: float, of_each: int = 1) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the median time of each call, whose graphs take turns, in microseconds, and why others cannot be captured.
+
+    ``of_each``: what a call does so many times, of which one counts.
+    """
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    refused: dict[str, str] = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = graph_of(call)
+        except Exception as refusal:
+            refused[name] = f"{type(refusal).__name__}: {str(refusal).splitlines()[0][:160]}"
+    count = {name: max(2, int(stretch_us / device_us(graph.replay, 2))) for name, graph in graphs.items()}
+    medians = median_in_turn({name: lambda name=name: device_us(graphs[name].replay, count[name]) / of_each for name in graphs})  # type: ignore[misc]
+    return {name: round(median, 2) for name, median in medians.items()}, refused
+
+
+def report(steps: Iterable[Iterable[Row]], out: Path | None, limit_s: float = float("inf"), **common: Any) -> NoReturn:
+    """Runs the steps, each of which yields rows, and exits: with 1 if a row has wrong words, a step failed or the time is over."""
+    begin, kept = time.monotonic(), Rows(out, **common)
+    for step in steps:
+        try:
+            with faults_told():
+                for row in step:
+                    kept.add(row)
+                    if time.monotonic() - begin > limit_s:
+                        print(f"FAIL out of time, {limit_s:.0f} s", flush=True)
+                        os._exit(1)
+        except Exception:
+            print(f"FAIL {traceback.format_exc()[-1500:]}", flush=True)
+            kept.wrong += 1
+    print(f"{'FAIL' if kept.wrong else 'ok'}: {kept.wrong} wrong, {time.monotonic() - begin:.0f} s", flush=True)
+    os._exit(1 if kept.wrong else 0)  # a rank that waits for another would not let the process end
 
 
 def captured(ranks: LocalRanks, work: Callable[[int, int], None], number: int, rank: int) -> torch.cuda.CUDAGraph:
@@ -127,17 +200,11 @@ def slowest_in_turn(graphs: Mapping[str, Call], count: int, warm_up: int, start_
 
     def stretch(graph: Call) -> float:
         meet()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if start_delay:
             torch.cuda._sleep(start_delay)
         for _ in range(warm_up):
             graph()
-        start.record()
-        for _ in range(count):
-            graph()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / count * 1e3
+        return device_us(graph, count)
 
     medians = median_in_turn({name: lambda graph=graph: stretch(graph) for name, graph in graphs.items()})
     slowest = torch.tensor(list(medians.values()), device=device)
@@ -145,16 +212,34 @@ def slowest_in_turn(graphs: Mapping[str, Call], count: int, warm_up: int, start_
     return {name: round(us, 2) for name, us in zip(medians, slowest.tolist(), strict=True)}
 
 
-def run_on_shared_gpus(
-    parser: argparse.ArgumentParser, ranks: int, out: Path | None, rows: Callable[..., Iterable[Row]], *arguments: Any
-) -> None:
-    """Runs ``rows(*arguments, rank, ranks)`` in a process for each rank, and prints its rows.
+def note_failure(name: str, error: Exception) -> None:
+    """Says on stderr what cannot be called or captured here, and why."""
+    print(json.dumps({"failed": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
 
-    Ranks share GPUs where there are fewer of them. ``out`` gets the rows as lines of JSON. Exits with 1 if a rank counted wrong words.
+
+def microseconds(calls: Mapping[str, Call], count: int, warm_up: int | None = None, **how: Any) -> dict[str, float]:
+    """Returns the slowest rank's median of each kind of call, as replayed graphs that take turns. One that cannot be captured has none."""
+    for call in calls.values():  # torch's workspace grows and moves: a graph that was captured before would read what is gone
+        with contextlib.suppress(Exception):
+            call()
+    graphs: dict[str, Call] = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = replay(call)
+        except Exception as error:
+            note_failure(name, error)
+    return slowest_in_turn(graphs, count, max(1, count // 4) if warm_up is None else warm_up, **how)
+
+
+def run_on_shared_gpus(ranks: int, out: Path | None, rows: Callable[..., Iterable[Row]], *arguments: Any) -> None:
+    """Runs ``rows(*arguments, rank, ranks)`` in a process for each rank, and prints and keeps the rows of rank 0.
+
+    Ranks share GPUs where there are fewer of them; 0 stands for a rank on each. Exits with 1 if a rank counted wrong words.
     """
+    ranks = ranks or torch.cuda.device_count()
     node = share_gpus(ranks, torch.cuda.device_count())
     if node is None:
-        parser.error("there is no GPU here, expected at least one")
+        raise SystemExit("there is no GPU here, expected at least one")
     with tempfile.TemporaryDirectory() as folder, node.daemon() as daemon:
         environments = [node.rank_environment(rank, daemon) for rank in range(ranks)]
         mp.spawn(_run_rank, args=(ranks, environments, f"{folder}/store", out, rows, arguments), nprocs=ranks)
@@ -172,7 +257,7 @@ def _run_rank(
     os.environ |= environments[rank]
     torch.cuda.set_device(rank * torch.cuda.device_count() // ranks)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    wrong = 0
+    kept, wrong = Rows(out if rank == 0 else None, ranks=ranks), 0
     for row in rows(*arguments, rank, ranks):
         if "wrong" in row:
             counted = torch.tensor([row["wrong"]])
@@ -180,14 +265,27 @@ def _run_rank(
             row |= {"wrong": int(counted), "ranks": ranks}
             wrong += row["wrong"]
         if rank == 0:
-            print(json.dumps(row), flush=True)
-            append(out, row | {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()})
+            kept.add(row)
     meet()
     os._exit(1 if wrong else 0)  # communicators of two libraries have no order in which to be taken down
 
 
-def append(out: Path | None, row: Row) -> None:
-    """Appends a row to a file of lines of JSON, if there is one."""
-    if out is not None:
-        with out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+def end_ranks(context: Any, deadline: float, *, at_failure: bool) -> tuple[list[int], dict[int, int], list[str]]:
+    """Waits for the processes of ``mp.spawn(join=False)`` and kills those that are left; returns which, the exit codes that are not 0, and
+    what ranks raised.
+
+    ``deadline``: by ``time.monotonic``. ``at_failure``: a few seconds after the first rank has failed, too, for others may say the same.
+    """
+    processes = context.processes
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        if at_failure and any(process.exitcode for process in processes):
+            deadline, at_failure = min(deadline, time.monotonic() + 5), False
+        time.sleep(0.1)
+    stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(5)
+    codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+    texts = [pickle.loads(Path(path).read_bytes()) for path in context.error_files if os.path.exists(path) and os.path.getsize(path)]
+    return stuck, codes, texts

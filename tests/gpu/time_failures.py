@@ -8,55 +8,26 @@ without builds is beyond the limit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from peerlane.evaluate import EvaluationPlan, Result, evaluate
+from check_verdicts import Watch
+from harness import script
+
+from peerlane.evaluate import EvaluationPlan, evaluate
 from peerlane.evaluate.candidates import candidate_file
-from peerlane.evaluate.evaluator import Silent
 from peerlane.evaluate.selftest.table import Corpus, Entry, load
 from peerlane.hardware.environment import record
 from peerlane.settings import SELFTEST_DEADLINES
 
 LIMIT_S = 5.0
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One verdict, and the seconds since the one before, with those of the candidate's build."""
-
-    candidate: str
-    verdict: str
-    expected: bool
-    seconds: float
-    build_s: float
-
-
-class Watch(Silent):
-    """Prints every result as it comes."""
-
-    def __init__(self, device: str, entries: dict[str, Entry]) -> None:
-        self.device, self.entries = device, entries
-        self.timed: list[Timed] = []
-        self.last = time.monotonic()
-
-    def finished(self, result: Result) -> None:
-        now, entry = time.monotonic(), self.entries[result.candidate.name]
-        expected = result.verdict.kind in entry.accepted(self.device)  # type: ignore[arg-type]
-        build_s = result.stage_seconds.get("build", 0.0)
-        self.timed.append(Timed(result.candidate.name, result.verdict.kind, expected, now - self.last, build_s))
-        told = "" if expected else f"  expected {' or '.join(entry.accepted(self.device))}: {result.verdict.reason}"  # type: ignore[arg-type]
-        print(f"{now - self.last:6.1f} s  {result.candidate.name}: {result.verdict.kind}{told}", flush=True)
-        self.last = now
 
 
 def failing(corpus: Corpus, device: str, world_size: int, count: int) -> list[Entry]:
@@ -68,16 +39,16 @@ def failing(corpus: Corpus, device: str, world_size: int, count: int) -> list[En
 
 def main() -> int:
     """Runs what the command line asks for; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--world-size", type=int, default=4)
     parser.add_argument("--candidates", type=int, default=40)
     parser.add_argument("--preset", default="small")
-    parser.add_argument("--out", type=Path, help="a JSON file for the times")
     options = parser.parse_args()
     corpus = load()
     entries = failing(corpus, options.device, options.world_size, options.candidates)
-    watch = Watch(options.device, {entry.file: entry for entry in entries})
+    known = {entry.file: entry for entry in entries}
+    watch = Watch(lambda result: known[result.candidate.name].accepted(options.device))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / corpus.folder.name
         shutil.copytree(corpus.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))  # some write beside themselves
@@ -90,14 +61,13 @@ def main() -> int:
             deadlines=SELFTEST_DEADLINES,
         )
         evaluate(plan, watch)
-    seconds = [item.seconds - item.build_s for item in watch.timed]
-    wrong = [item.candidate for item in watch.timed if not item.expected]
+    seconds = [row["seconds"] - row["build_s"] for row in watch.timed]
+    wrong = [row["candidate"] for row in watch.timed if not row["expected"]]
     mean_s = statistics.fmean(seconds)
     print(f"{len(seconds)} candidates, without builds {mean_s:.1f} s each on average, {max(seconds):.1f} s at most")
     print(f"not as expected: {', '.join(wrong) or 'none'}")
     if options.out is not None:
-        times = [asdict(item) for item in watch.timed]
-        options.out.write_text(json.dumps({"environment": record(), "mean_s": mean_s, "candidates": times}, indent=1) + "\n")
+        options.out.write_text(json.dumps({"environment": record(), "mean_s": mean_s, "candidates": watch.timed}, indent=1) + "\n")
     return int(bool(wrong) or mean_s > LIMIT_S)
 
 

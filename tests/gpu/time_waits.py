@@ -9,13 +9,11 @@ barrier: median and quartiles over the repeats.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
+from harness import Row, report, script
 from local_ranks import LocalRanks
 
 from peerlane.device import U32, DeclaredKernel, Epochs, Flags
@@ -73,23 +71,18 @@ KINDS = ("for ever", "by clock", "kit")
 BARRIERS = DeclaredKernel("many_barriers", SOURCE, epochs=Epochs(), flags=Flags(), rounds=U32)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    ranks, found = LocalRanks(2), []
+def rows_of(rounds: int, repeats: int) -> Iterator[Row]:
+    ranks = LocalRanks(2)
     for blocks in (1, 16, 60):
         launches = {
             kind: [
-                BARRIERS.bind(group, grid=blocks, block=128, sizes={"flags": blocks}, defines={"KIND": kind}, rounds=options.rounds)
+                BARRIERS.bind(group, grid=blocks, block=128, sizes={"flags": blocks}, defines={"KIND": kind}, rounds=rounds)
                 for group in ranks.each()
             ]
             for kind in range(len(KINDS))
         }
         times: dict[int, list[float]] = {kind: [] for kind in launches}
-        for repeat in range(options.repeats + 2):
+        for repeat in range(repeats + 2):
             for kind in sorted(launches, reverse=repeat % 2 == 0):
                 events = []
                 for _group, launch in zip(ranks.each(), launches[kind], strict=True):
@@ -100,17 +93,14 @@ def main() -> int:
                     events.append((begin, end))
                 ranks.synchronize()
                 if repeat >= 2:
-                    times[kind].append(min(begin.elapsed_time(end) for begin, end in events) * 1e6 / options.rounds)
-        row = {
-            "blocks": blocks,
-            **{name: [round(value, 1) for value in statistics.quantiles(times[kind], n=4)] for kind, name in enumerate(KINDS)},
-        }
-        found.append(row)
-        print(json.dumps(row), flush=True)
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1))
-    return 0
+                    times[kind].append(min(begin.elapsed_time(end) for begin, end in events) * 1e6 / rounds)
+        quartiles = {name: [round(value, 1) for value in statistics.quantiles(times[kind], n=4)] for kind, name in enumerate(KINDS)}
+        yield {"blocks": blocks, **quartiles}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = script(__doc__)
+    parser.add_argument("--rounds", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    report([rows_of(options.rounds, options.repeats)], options.out)

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+from harness import script
 
 from peerlane.hardware.environment import record
 from peerlane.hardware.virtual_node import share_gpus
@@ -66,14 +67,12 @@ def run_ranks(name: str, options: argparse.Namespace, environment: dict[str, str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = script(__doc__, ranks=4)
     parser.add_argument("names", nargs="*", default=list(NAMES))
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", default="tiny", help="a size of examples/training/gpt.py")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--compiler", default="inductor", help="the backend of torch.compile")
     parser.add_argument("--limit-s", type=float, default=150.0)
-    parser.add_argument("--out", type=Path, help="a file to which JSON lines are appended")
     options = parser.parse_args()
     node = share_gpus(options.ranks, torch.cuda.device_count())
     if node is None:

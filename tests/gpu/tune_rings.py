@@ -1,6 +1,6 @@
 """Time the large collectives for many settings of their rings, on the GPUs of this machine.
 
-    PYTHONPATH=src python tests/gpu/tune_rings.py [--world 2] [--out rings.json] [--budget 60] [--only depth=8,stages=3 ...]
+    PYTHONPATH=src python tests/gpu/tune_rings.py [--ranks 2] [--out rings.json] [--budget 60] [--only depth=8,stages=3 ...]
 
 Compiles every kernel of every setting first, in parallel. Then one process per GPU goes through the settings: each gets a communicator of
 its own, with the memory that its blocks need; each operation is checked on exact data, captured in a graph and replayed. Prints GB/s that
@@ -11,23 +11,17 @@ settings that are left when the budget is spent; the first one is always timed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import socket
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from harness import Row, replay, run_on_shared_gpus, script, slowest_in_turn
 
 from peerlane.device.collectives import plans
 from peerlane.device.collectives.communicator import Communicator
@@ -56,84 +50,69 @@ SETTINGS: tuple[dict[str, int], ...] = (
 """What differs from the default."""
 BLOCK_SHARED_BYTES, STATIC_SHARED_BYTES = 227 << 10, 2 << 10
 """Shared memory that a block can have, and the most of it that kernels have beside their stages (tests/device/test_kernels.py)."""
-REPLAYS, CALLS = 5, 4
+CALLS = 4
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective on int32 tensors of ``nbytes`` in all: its plan, its call on this rank's tensors, and bytes into the busiest port."""
+    """A collective on int32 tensors of ``nbytes`` in all: its plan, elements that a rank gives and gets of ``count`` in all, its call, what
+    a rank gets of all ranks' elements, and bytes into the busiest port."""
 
     name: str
     plan: Callable[[int, Machine], Plan]
-    prepare: Callable[[Communicator, int], tuple[Callable[[], None], torch.Tensor, torch.Tensor]]
+    in_parts: tuple[bool, bool]
+    call: Callable[[Communicator, torch.Tensor, torch.Tensor], object]
+    answer: Callable[[list[torch.Tensor], int], torch.Tensor]
     port_share: Callable[[int], float]
 
-
-def own_values(rank: int, count: int) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int32, device="cuda") % 1021 + rank
-
-
-def all_gather(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    shard = own_values(rank, nbytes // 4 // world)
-    out = torch.zeros(shard.numel() * world, dtype=torch.int32, device="cuda")
-    expected = torch.cat([own_values(q, shard.numel()) for q in range(world)])
-    return lambda: group.all_gather_into_tensor(out, shard), out, expected
-
-
-def all_to_all(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    source = own_values(rank, nbytes // 4 // world * world)
-    out = torch.zeros_like(source)
-    expected = torch.cat([own_values(q, source.numel()).chunk(world)[rank] for q in range(world)])
-    return lambda: group.all_to_all_single(out, source), out, expected
-
-
-def reduce_scatter(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    source = own_values(rank, nbytes // 4 // world * world)
-    out = torch.zeros(source.numel() // world, dtype=torch.int32, device="cuda")
-    expected = own_values(0, source.numel()).chunk(world)[rank] * world + sum(range(world))
-    return lambda: group.reduce_scatter_tensor(out, source), out, expected
-
-
-def all_reduce(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    world = group.member.world_size
-    source = own_values(group.member.rank, nbytes // 4)
-    out = torch.zeros_like(source)
-    return lambda: group.all_reduce(source, out), out, own_values(0, source.numel()) * world + sum(range(world))
-
-
-def broadcast(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    source = own_values(group.member.rank, nbytes // 4)
-    out = torch.zeros_like(source)
-    return lambda: group.broadcast(source, 0, out), out, own_values(0, source.numel())
-
-
-def reduce(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    rank, world = group.member.rank, group.member.world_size
-    source = own_values(rank, nbytes // 4)
-    out = torch.zeros_like(source)
-    return lambda: group.reduce(source, 0, out), out, own_values(0, source.numel()) * world + sum(range(world)) if rank == 0 else source
+    def prepare(self, kit: Communicator, nbytes: int) -> tuple[Callable[[], object], torch.Tensor, torch.Tensor]:
+        """The call on this rank's tensors, its result and what that has to be. Rank r has r + 0, 1, ... 1020, 0, ..."""
+        rank, world = kit.member.rank, kit.member.world_size
+        whole = nbytes // 4 // world * world
+        given, gets = (whole // world if part else whole for part in self.in_parts)
+        each = [torch.arange(given, dtype=torch.int32, device="cuda") % 1021 + peer for peer in range(world)]
+        out = torch.zeros(gets, dtype=torch.int32, device="cuda")
+        return lambda: self.call(kit, out, each[rank]), out, self.answer(each, rank)
 
 
 def exchange_of_parts(nbytes: int, machine: Machine) -> Plan:
     return plans.exchange(nbytes // machine.world_size, machine)
 
 
+def scatter_of_parts(nbytes: int, machine: Machine) -> Plan:
+    return plans.reduce_scatter(nbytes // machine.world_size, machine)
+
+
+def summed(each: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(each).sum(0, dtype=torch.int32)
+
+
 OPERATIONS = (
-    Operation("all_gather", exchange_of_parts, all_gather, lambda world: (world - 1) / world),
-    Operation("all_to_all", exchange_of_parts, all_to_all, lambda world: (world - 1) / world),
     Operation(
-        "reduce_scatter",
-        lambda nbytes, machine: plans.reduce_scatter(nbytes // machine.world_size, machine),
-        reduce_scatter,
-        lambda world: (world - 1) / world,
+        "all_gather", exchange_of_parts, (True, False), lambda kit, out, x: kit.all_gather_into_tensor(out, x),
+        lambda each, rank: torch.cat(each), lambda world: (world - 1) / world,
     ),
-    Operation("all_reduce", plans.all_reduce, all_reduce, lambda world: 2 * (world - 1) / world),
-    Operation("broadcast", plans.broadcast, broadcast, lambda world: 1.0),
-    Operation("reduce", plans.reduce, reduce, lambda world: 1.0),
-)
+    Operation(
+        "all_to_all", exchange_of_parts, (False, False), lambda kit, out, x: kit.all_to_all_single(out, x),
+        lambda each, rank: torch.cat([x.chunk(len(each))[rank] for x in each]), lambda world: (world - 1) / world,
+    ),
+    Operation(
+        "reduce_scatter", scatter_of_parts, (False, True), lambda kit, out, x: kit.reduce_scatter_tensor(out, x),
+        lambda each, rank: summed(each).chunk(len(each))[rank], lambda world: (world - 1) / world,
+    ),
+    Operation(
+        "all_reduce", plans.all_reduce, (False, False), lambda kit, out, x: kit.all_reduce(x, out),
+        lambda each, rank: summed(each), lambda world: 2 * (world - 1) / world,
+    ),
+    Operation(
+        "broadcast", plans.broadcast, (False, False), lambda kit, out, x: kit.broadcast(x, 0, out),
+        lambda each, rank: each[0], lambda world: 1.0,
+    ),
+    Operation(
+        "reduce", plans.reduce, (False, False), lambda kit, out, x: kit.reduce(x, 0, out),
+        lambda each, rank: summed(each) if rank == 0 else each[rank], lambda world: 1.0,
+    ),
+)  # fmt: skip
 COLUMNS = [(operation, nbytes) for operation in OPERATIONS for nbytes in SIZES]
 
 
@@ -152,28 +131,6 @@ def fits(operation: Operation, nbytes: int, machine: Machine) -> bool:
     return operation.plan(nbytes, machine).shared_bytes + STATIC_SHARED_BYTES <= BLOCK_SHARED_BYTES
 
 
-def median_us(call: Callable[[], None]) -> float:
-    """Of replays of a graph of some calls, per call, on the slowest rank."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for _ in range(REPLAYS + 1):
-        dist.barrier()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS)
-    slowest = torch.tensor(statistics.median(times[1:]), device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
-
-
 def measure(rings: Rings) -> dict[str, float]:
     """GB/s by column, of those that fit. Raises if a result is wrong."""
     group = Communicator(rings=rings, timeout_s=5.0)
@@ -183,7 +140,7 @@ def measure(rings: Rings) -> dict[str, float]:
             if not fits(operation, nbytes, group.machine):
                 continue
             call, out, expected = operation.prepare(group, nbytes)
-            time_us = median_us(call)
+            time_us = slowest_in_turn({"ring": replay(call)}, CALLS, warm_up=CALLS, device="cuda")["ring"]
             if not torch.equal(out, expected):
                 raise SystemExit(f"{operation.name} of {nbytes} bytes with {rings} is wrong on rank {group.member.rank}")
             rates[column_name(operation, nbytes)] = operation.port_share(group.member.world_size) * nbytes / time_us / 1000
@@ -201,52 +158,29 @@ def agreed(flag: bool) -> bool:
     return bool(mine.item())
 
 
-def run(rank: int, world: int, port: int, settings: list[dict[str, int]], budget_s: float, out: str | None) -> None:
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-        device_id=torch.device("cuda", rank),
-    )
-    deadline = time.monotonic() + budget_s
-    rows: list[dict[str, Any]] = []
-    names = [column_name(*column) for column in COLUMNS]
-    if rank == 0:
-        print("\n".join(f"{column:3} {name}" for column, name in enumerate(names)))
-        print(" ".join(f"{column:5}" for column in range(len(names))))
+def rows_of(settings: list[dict[str, int]], budget_s: float, rank: int, ranks: int) -> Iterator[Row]:
+    """A row for each setting, then one with the best setting of each column."""
+    deadline, rows = time.monotonic() + budget_s, list[Row]()
     for setting in settings:
-        refusal = ""
         if agreed(time.monotonic() > deadline) and rows:
-            refusal = "out of budget"
-        else:
-            try:
-                rates = measure(rings_of(setting, world))
-            except (
-                UsageError,
-                LaunchError,
-            ) as error:  # GPUs are alike: a launch that is refused on one is refused on all, before any has begun
-                refusal = str(error)
-            if agreed(bool(refusal)) and not refusal:
-                refusal = "another rank could not"
-        if refusal:
-            if rank == 0:
-                print(f"not timed: {setting or 'default'}: {refusal}", flush=True)
+            yield {"setting": setting, "not_timed": "out of budget"}
+            continue
+        refusal = ""
+        try:
+            rates = measure(rings_of(setting, ranks))
+        except (UsageError, LaunchError) as error:  # GPUs are alike: a launch that one refuses is refused by all, before any has begun
+            refusal = str(error)
+        if agreed(bool(refusal)):
+            yield {"setting": setting, "not_timed": refusal or "another rank could not"}
             continue
         rows.append({"setting": setting, "gbps": rates})
-        if rank == 0:
-            print(" ".join(f"{rates[name]:5.0f}" if name in rates else "    -" for name in names), setting or "default", flush=True)
-    if rank == 0:
-        for name in names:
-            best = max((row for row in rows if name in row["gbps"]), key=lambda row: row["gbps"][name], default=None)
-            if best is not None:
-                print(f"{name:20} {best['gbps'][name]:5.0f} GB/s with {best['setting'] or 'default'}")
-        if out:
-            Path(out).write_text(json.dumps({"world_size": world, "rows": rows}, indent=1))
-    dist.barrier()
-    dist.destroy_process_group()
+        yield rows[-1]
+    best = {}
+    for name in (column_name(*column) for column in COLUMNS):
+        if timed := [row for row in rows if name in row["gbps"]]:
+            row = max(timed, key=lambda row: row["gbps"][name])
+            best[name] = {"gbps": row["gbps"][name], "setting": row["setting"]}
+    yield {"best": best}
 
 
 def compile_one(job: tuple[str, int, Rings]) -> None:
@@ -259,30 +193,25 @@ def parsed(text: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--world", type=int, default=0, help="GPUs to use (default: all)")
-    parser.add_argument("--out", help="where to write the rates as JSON")
+    parser = script(__doc__, ranks=0)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for timing, which comes after compilation")
     parser.add_argument("--only", nargs="*", type=parsed, help="these settings in place of the list, each as name=value,name=value")
     options = parser.parse_args()
     began = time.monotonic()
-    world = options.world or torch.cuda.device_count()
+    ranks = options.ranks or torch.cuda.device_count()
     settings = list(SETTINGS) if options.only is None else options.only
     jobs = []
     for setting in settings:
         with contextlib.suppress(UsageError):  # to be named when its turn comes
-            rings = rings_of(setting, world)
-            machine = Machine(world, torch.cuda.get_device_properties(0).multi_processor_count, rings)
+            rings = rings_of(setting, ranks)
+            machine = Machine(ranks, torch.cuda.get_device_properties(0).multi_processor_count, rings)
             needed = {operation.plan(nbytes, machine).kernel for operation, nbytes in COLUMNS if fits(operation, nbytes, machine)}
-            jobs += [(kernel, world, rings) for kernel in needed]
-    unique = list({(kernel, rings.defines()["PEERLANE_RINGS"]): (kernel, world, rings) for kernel, world, rings in jobs}.values())
+            jobs += [(kernel, ranks, rings) for kernel in needed]
+    unique = list({(kernel, rings.defines()["PEERLANE_RINGS"]): (kernel, ranks, rings) for kernel, ranks, rings in jobs}.values())
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=mp.get_context("spawn")) as pool:
         list(pool.map(compile_one, unique, chunksize=4))
     print(f"{len(unique)} kernels compiled in {time.monotonic() - began:.1f} s", flush=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(run, args=(world, port, settings, options.budget, options.out), nprocs=world)
+    run_on_shared_gpus(ranks, options.out, rows_of, settings, options.budget)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
+"""Rooflines, the profiles of GPUs that they take peaks from, and the names of architectures."""
+
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,10 +12,12 @@ from hypothesis import strategies as st
 
 from peerlane import problems
 from peerlane.errors import UsageError
+from peerlane.hardware import toolkit
 from peerlane.hardware.ceilings import Ceilings, Measurement
-from peerlane.hardware.profiles import H200_SXM
+from peerlane.hardware.profiles import B200_SXM, H100_SXM, H200_SXM, PROFILES, HardwareProfile, profile_for
 from peerlane.hardware.roofline import FLAG_EXCHANGE_US, datasheet_peaks, measured_peaks, physical_floor_us, roofline
 from peerlane.problems import Cost
+from peerlane.settings import ARCHITECTURE
 
 SHEET = datasheet_peaks(H200_SXM)
 
@@ -178,3 +183,64 @@ def test_nothing_measured_is_the_datasheet_and_says_so() -> None:
     peaks = measured_peaks(ceilings(), H200_SXM)
     assert set(peaks.assumed) == {"bf16", "fp16", "fp8", "tf32", "fp32", "fp64", "hbm", "nvlink", "latency"}
     assert dataclasses.replace(peaks, source="datasheet", assumed=()) == SHEET
+
+
+@pytest.mark.parametrize(
+    ("device_name", "profile"),
+    [("NVIDIA H200", H200_SXM), (" nvidia h200\n", H200_SXM), ("NVIDIA H100 80GB HBM3", H100_SXM), ("NVIDIA B200", B200_SXM)],
+)
+def test_profile_is_found_by_the_drivers_name(device_name: str, profile: HardwareProfile) -> None:
+    assert profile_for(device_name) is profile
+
+
+@pytest.mark.parametrize(
+    "device_name",
+    ["NVIDIA H200 NVL", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA A100-SXM4-80GB", ""],
+)
+def test_other_parts_of_the_same_chip_are_not_mistaken_for_sxm(device_name: str) -> None:
+    assert profile_for(device_name) is None
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.name)
+def test_profile_is_consistent(profile: HardwareProfile) -> None:
+    assert set(profile.tensor_tflops) == {"bf16", "fp16", "fp8", "tf32", "fp64"}
+    assert set(profile.vector_tflops) == {"fp32", "fp64"}
+    assert profile.tensor_tflops["bf16"] == profile.tensor_tflops["fp16"]
+    assert profile.tensor_tflops["fp8"] == pytest.approx(2 * profile.tensor_tflops["bf16"], rel=1e-3)
+    assert profile.tensor_clock_headroom >= 1
+    assert {source.split(":")[0] for source in profile.sources} >= {"compute", "memory", "links", "network"}
+
+
+def test_hopper_tensor_peak_follows_from_its_units() -> None:
+    # 4096 dense bf16 operations per SM and clock, at the 1.83 GHz that the whitepaper's tensor rates assume.
+    for profile in (H100_SXM, H200_SXM):
+        assert profile.tensor_tflops["bf16"] == pytest.approx(profile.sm_count * 4096 * 1.83e9 / 1e12, rel=1e-3)
+        assert profile.vector_tflops["fp32"] == pytest.approx(profile.sm_count * 256 * 1.98e9 / 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("variable", "printed", "expected"),
+    [
+        ("8.0", "9.0", "8.0"),
+        (None, "9.0\\n9.0", "9.0a"),
+        (None, "8.9", "8.9"),
+        (None, "8.0\\n10.0", "10.0a;8.0"),
+        (None, "[N/A]", ARCHITECTURE),
+        (None, None, ARCHITECTURE),
+    ],
+)
+def test_the_node_decides(
+    variable: str | None, printed: str | None, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", variable)
+    if printed is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{printed}\\n'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    toolkit.gpu_architectures.cache_clear()
+    try:
+        assert toolkit.extension_architectures() == expected
+    finally:
+        toolkit.gpu_architectures.cache_clear()

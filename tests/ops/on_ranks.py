@@ -28,6 +28,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ops import layers
+from ops.llama import Llama
 from ops.whole import CASES, Case
 from peerlane import ops
 from peerlane.device.products.quantised import Quantised
@@ -308,6 +310,20 @@ check(4)(layers.layers_are_saved)
 check(2)(layers.layers_compile_and_take_no_tokens)
 
 
+@check(thorough=(2,))
+def compiled_with_fused_sums(group: dist.ProcessGroup) -> None:
+    """By the compiler itself: a Llama of two layers has the losses of the eager one."""
+    from peerlane.ops.fusion import AllReduceFusion  # which imports the compiler
+
+    fuse, tokens = AllReduceFusion(), torch.arange(12, device=DEVICE).view(2, 6) % 7
+    model = Llama(group.rank(), group.size(), lambda x: functional.all_reduce(x, "sum", group)).to(DEVICE)
+    with torch.no_grad():
+        eager = model(tokens)
+        loss = torch.compile(model, fullgraph=True, options={"post_grad_custom_post_pass": fuse})(tokens)
+    assert fuse.found == {"all_reduce_rms_norm": 4, "gemm_all_reduce": 0}
+    assert abs(float(loss - eager)) < 0.02 * float(eager)
+
+
 @check(1, 2, 3, thorough=(2, 4))
 def replicated_losses(group: dist.ProcessGroup) -> None:
     """Of one loss that all ranks compute, gradients are those of one place."""
@@ -515,7 +531,8 @@ def forgotten_groups_are_told_once(group: dist.ProcessGroup) -> None:
     if group.size() == RANKS:
         for _ in range(2):
             ops.all_reduce(torch.ones(3))
-        assert len(told) == (group.rank() < RANKS - 1)  # the last rank is in no smaller group
+        smaller = [known for known in dist.distributed_c10d._world.pg_map if 1 < known.size() < RANKS]
+        assert len(told) == bool(smaller)  # the last rank is in none but those of meshes that other checks made
         assert all("on_ranks.py:" in line and "all 4 ranks; this process has groups of" in line for line in told)
         gone = dist.new_group()
         dist.destroy_process_group(gone)

@@ -55,11 +55,11 @@ def test_operators_on_cpu_ranks(name: str, found: dict[str, str | None]) -> None
     assert found[name] is None, found[name]
 
 
-THOROUGH = ("compiled", "compiled_autocast opcheck dispatch_and_combine_obey_torch")
+THOROUGH = ("compiled", "compiled_autocast opcheck dispatch_and_combine_obey_torch", "compiled_with_fused_sums")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("names", THOROUGH)
-def test_operators_compile_on_one_and_three_ranks(names: str) -> None:
+def test_operators_compile_on_more_groups(names: str) -> None:
     found = outcomes("--thorough", *names.split())
     assert set(found.values()) == {None}, found

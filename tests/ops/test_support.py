@@ -21,7 +21,7 @@ OF_PRODUCTS_IN_FP8 = {
     "gemm_all_reduce_fp8",
 }
 OF_NORMS_IN_FP8 = {"all_reduce_rms_norm_fp8", "reduce_scatter_rms_norm_fp8"}
-TESTED_BY_THEMSELVES = {"dispatch", "dispatch_fp8", "combine"} | OF_NORMS_IN_FP8 | OF_PRODUCTS_IN_FP8
+TESTED_BY_THEMSELVES = {"dispatch", "dispatch_fp8", "combine", "all_gatherv", "reduce_scatterv"} | OF_NORMS_IN_FP8 | OF_PRODUCTS_IN_FP8
 
 
 def test_every_operator_is_declared_and_checked() -> None:

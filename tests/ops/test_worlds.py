@@ -82,6 +82,40 @@ def test_collectives_are_right_in_every_world(ranks: int, tmp_path: Path) -> Non
             assert torch.equal(got, want), f"output {number} of rank {rank}"
 
 
+UNEVEN = """
+from peerlane import ops
+
+def solution(sizes, *calls):
+    found = [ops.all_gatherv(own, sizes) for own, _ in calls]
+    found += [ops.reduce_scatterv(whole, sizes, reduce_op=op) for _, whole in calls for op in ("sum", "avg")]
+    return found
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "columns"),
+    [
+        (2, (3, 5), 7),
+        (3, (4, 0, 1), 3),
+        (4, (0, 2, 0, 9), 5),
+        (4, (0, 0, 0, 0), 5),
+        pytest.param(3, (2, 7, 0), 120_000, marks=pytest.mark.long),
+    ],
+)
+def test_unequal_parts_are_gathered_and_scattered(ranks: int, rows: tuple[int, ...], columns: int, tmp_path: Path) -> None:
+    """Of a few bytes at odd places, of nothing, and in several rounds of packets."""
+    own = [[integers(size, columns, seed=rank, dtype=dtype) for rank, size in enumerate(rows)] for dtype in (BF16, torch.float32)]
+    whole = [[integers(sum(rows), columns, seed=9 + rank, dtype=dtype) for rank in range(ranks)] for dtype in (BF16, torch.float32)]
+    calls = [(list(rows), *[(own[d][rank], whole[d][rank]) for d in range(2)]) for rank in range(ranks)]
+    totals = [torch.stack(every).float().sum(0) for every in whole]
+    for rank, found in enumerate(outputs(tmp_path, UNEVEN, calls)):
+        gathered, sums, means = found[:2], found[2::2], found[3::2]
+        for number, dtype in enumerate((BF16, torch.float32)):
+            assert torch.equal(gathered[number], torch.cat(own[number]))
+            part = totals[number].split(list(rows))[rank]
+            assert torch.equal(sums[number], part.to(dtype)) and torch.equal(means[number], (part / ranks).to(dtype))
+
+
 @pytest.mark.parametrize("ranks", first([1, 8, 3, 5], 2))
 def test_fused_products_are_right_in_every_world(ranks: int, tmp_path: Path) -> None:
     a, b = (

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from peerlane import cli, problems
 from peerlane.hardware.profiles import profile_for
 from peerlane.hardware.roofline import datasheet_peaks, roofline
+from peerlane.problems.contract import traffic
 from peerlane.results.reader import read_results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,3 +56,12 @@ def test_the_bandwidth_preset_stands_for_a_production_preset() -> None:
     assert first.preset("bandwidth").cases == first.family("production")[0].cases
     assert named.preset("bandwidth").cases == named.preset(named.bandwidth).cases
     assert [case.preset for case in named.cases("bandwidth", 2)] == ["bandwidth"]
+
+
+@pytest.mark.parametrize("members", [1, 2, 4, 8])
+def test_bytes_are_those_of_a_direct_exchange(members: int) -> None:
+    part = 24
+    whole = members * part
+    to_others = sum(part for other in range(members) if other != 0)
+    assert traffic.all_to_all(whole, members) == traffic.all_gather(whole, members) == traffic.reduce_scatter(whole, members) == to_others
+    assert traffic.all_reduce(whole, members) == 2 * to_others

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import inspect
 import json
 import re
 import subprocess
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,7 +69,7 @@ def commands() -> typing.Any:
 @pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent.name != "problems"], ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist(path: Path) -> None:
     verbs = commands()
-    for words in commands_in(path.read_text(encoding="utf-8")):
+    for words in commands_in(path.read_text(encoding="utf-8").partition("## Not there")[0]):  # behind it are commands that are refused
         assert words[0] in verbs, f"{path.name} names the command {words[0]}"
         verb = verbs[words[0]]
         if len(words) > 1 and hasattr(verb, "commands"):
@@ -139,3 +141,26 @@ def test_evaluating_from_python_works_as_written(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0].startswith("1_allreduce_pytorch correct ")
     assert done.stdout.count("no GPU") == 2
     assert (tmp_path / "peerlane-results" / "results.jsonl").exists()
+
+
+ABSENT = [
+    pytest.param(refused, id=refused)
+    for page in (ROOT / "docs/compare.md", *sorted((ROOT / "docs/migrate").glob("*.md")))
+    for refused in re.findall(r"^\|.*\| `(peerlane[^`]+)` \|$", page.read_text(encoding="utf-8").partition("## Not there")[2], re.MULTILINE)
+]
+"""What pages say to be absent: a command that is refused, a name that does not exist, or one of a function without this parameter."""
+
+
+@pytest.mark.parametrize("refused", ABSENT)
+def test_what_pages_call_absent_is_absent(refused: str, peerlane: Callable[..., int]) -> None:
+    if refused.startswith("peerlane "):
+        assert peerlane(*refused.split()[1:]) == ExitCode.USAGE
+        return
+    path, _, parameter = refused.rstrip(")").partition("(")
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name, None) or importlib.util.find_spec(path)
+    assert (parameter not in inspect.signature(found).parameters) if parameter else found is None
+
+
+def test_pages_have_rows_of_what_is_absent() -> None:
+    assert len(ABSENT) > 15

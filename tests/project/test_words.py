@@ -21,7 +21,6 @@ NOT_YET_CONVERTED = (
     "tests/device/test_grouped_products.py",
     "tests/device/test_loaded_code.py",
     "tests/device/test_matrix_products.py",
-    "tests/device/test_tensor_map.py",
     "tests/e2e",
     "tests/evaluate",
     "tests/ranks",

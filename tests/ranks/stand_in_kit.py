@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from peerlane.device.backend.neighbours import Seat
 from peerlane.device.backend.ordering import NO_TIMEOUT, FinishedWork
+from peerlane.device.collectives.checks import part_bytes, require_contiguous, require_fit, require_part, require_parts, require_root
 from peerlane.device.collectives.point_to_point import Transfer
 from peerlane.device.collectives.reductions import SUM, Reduction
 from peerlane.errors import DeviceError, DeviceTimeout
@@ -34,7 +35,7 @@ class SharedMemoryKit:
     """What ``Communicator`` does, for CPU tensors of at most 256 KiB a rank. ``calls`` holds the names of the calls so far."""
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
-        size = world_size * (8 + TITLE_BYTES + SLOT_BYTES)
+        self._path, size = path, world_size * (8 + TITLE_BYTES + SLOT_BYTES)
         with path.open("a+b") as file:
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
@@ -52,7 +53,7 @@ class SharedMemoryKit:
         text = title.encode().ljust(TITLE_BYTES)
         self._reach(2 * self._step)
         if own is not None and own.nbytes:
-            self._slots[self._rank, : own.nbytes] = own.contiguous().view(-1).view(torch.uint8).numpy()
+            self._slots[self._rank, : own.nbytes] = own.view(-1).view(torch.uint8).numpy()
         self._titles[self._rank] = np.frombuffer(text, dtype=np.uint8)
         self._progress[self._rank] = 2 * self._step + 1
         self._reach(2 * self._step + 1)
@@ -71,6 +72,12 @@ class SharedMemoryKit:
                 raise DeviceTimeout(f"rank {self._rank} waited {WAIT_S} s for step {progress}; seen {self._progress.tolist()}")
             time.sleep(0.0002)
 
+    def _check(self, output: torch.Tensor, input: torch.Tensor, outputs: int = 1, inputs: int = 1, root: int = 0) -> None:
+        """Refuses what the kit refuses."""
+        require_fit(output, input, outputs, inputs)
+        require_contiguous(output, input)
+        require_root(root, self._world_size)
+
     def _reduced(self, title: str, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         named = f"{title} {tensor.dtype} {reduction.name} {reduction.factor}"
         parts = [copy[: tensor.nbytes].view(tensor.dtype) for copy in self._exchange(named, tensor)]
@@ -83,31 +90,42 @@ class SharedMemoryKit:
         return (total * reduction.factor if reduction.name == "premul_sum" else total).to(tensor.dtype)
 
     def all_reduce(self, tensor: torch.Tensor, *, reduction: Reduction = SUM) -> None:
+        self._check(tensor, tensor)
         tensor.view(-1).copy_(self._reduced(f"all_reduce {tensor.nbytes}", tensor, reduction))
 
     def reduce(self, tensor: torch.Tensor, dst: int, *, reduction: Reduction = SUM) -> None:
+        self._check(tensor, tensor, root=dst)
         total = self._reduced(f"reduce {tensor.nbytes} {dst}", tensor, reduction)
         if self._rank == dst:
             tensor.view(-1).copy_(total)
 
     def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, *, reduction: Reduction = SUM) -> None:
+        self._check(output, input, self._world_size)
         total = self._reduced(f"reduce_scatter {input.nbytes}", input, reduction)
         output.view(-1).copy_(total.view(self._world_size, -1)[self._rank])
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        self._check(tensor, tensor, root=src)
         seen = self._exchange(f"broadcast {tensor.nbytes} {src}", tensor if self._rank == src else None)
         tensor.view(-1).copy_(seen[src][: tensor.nbytes].view(tensor.dtype))
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        self._check(output, input, 1, self._world_size)
         seen = self._exchange(f"all_gather {input.nbytes}", input)
         output.view(-1).copy_(torch.cat([copy[: input.nbytes].view(input.dtype) for copy in seen]))
 
     def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
+        self._check(tensor, tensor, root=dst)
+        if self._rank == dst:
+            self._check(require_parts(output, "gathers", dst, self._world_size), tensor, 1, self._world_size)
         seen = self._exchange(f"gather {tensor.nbytes} {dst}", tensor)
         if output is not None:
             output.view(-1).copy_(torch.cat([copy[: tensor.nbytes].view(tensor.dtype) for copy in seen]))
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None:
+        self._check(output, output, root=src)
+        if self._rank == src:
+            self._check(output, require_parts(input, "scatters", src, self._world_size), self._world_size)
         seen = self._exchange(f"scatter {output.nbytes} {src}", input)
         output.view(-1).copy_(seen[src][self._rank * output.nbytes :][: output.nbytes].view(output.dtype))
 
@@ -119,8 +137,9 @@ class SharedMemoryKit:
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
         even = output_split_sizes is None and input_split_sizes is None
-        rows = list(input_split_sizes or [len(input) // self._world_size] * self._world_size)
-        lengths = torch.tensor(rows, dtype=torch.int64) * (input.nbytes // max(1, len(input)))
+        self._check(output, input) if even else require_contiguous(output, input)
+        part_bytes(output, output_split_sizes, self._world_size)
+        lengths = torch.tensor(part_bytes(input, input_split_sizes, self._world_size), dtype=torch.int64)
         packed = torch.cat([lengths.view(torch.uint8), input.contiguous().view(-1).view(torch.uint8)])
         seen = self._exchange(f"all_to_all {input.nbytes}" if even else "uneven_all_to_all", packed)
         parts = []
@@ -130,8 +149,21 @@ class SharedMemoryKit:
             parts.append(copy[begin : begin + int(sizes[self._rank])])
         output.view(-1).copy_(torch.cat(parts).view(output.dtype))
 
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None:
+        parts = part_bytes(output, sizes, self._world_size)
+        require_part(input, output, sizes[self._rank])
+        seen = self._exchange(f"all_gather_parts {parts}", input)
+        output.view(-1).copy_(torch.cat([copy[:nbytes].view(input.dtype) for copy, nbytes in zip(seen, parts, strict=True)]))
+
+    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], *, reduction: Reduction = SUM) -> None:
+        require_part(output, input, sizes[self._rank])
+        total = self._reduced(f"reduce_scatter_parts {part_bytes(input, sizes, self._world_size)}", input, reduction)
+        output.view(-1).copy_(total.view(input.shape).split(list(sizes))[self._rank].reshape(-1))
+
     def close(self) -> None:
+        """All ranks are done: a later group of this name begins anew."""
         self.closed = True
+        self._path.unlink(missing_ok=True)
 
 
 class FileMessages:
@@ -171,8 +203,13 @@ class ThreadWork(FinishedWork):
         self._future = future
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        self._future.result(2 * WAIT_S)
+        self.finish()
+        if self.span is not None:
+            self.span.result()
         return True
+
+    def finish(self) -> None:
+        self._future.result(2 * WAIT_S)
 
     def is_completed(self) -> bool:
         return self._future.done()
@@ -180,6 +217,12 @@ class ThreadWork(FinishedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         self.wait()
         return super().get_future()
+
+
+def _as_a_kernel(call: Callable[[], None]) -> None:
+    """Like a kernel, ``call`` writes Parameters and inference tensors too."""
+    with torch.inference_mode():
+        call()
 
 
 class ThreadLane:
@@ -196,7 +239,7 @@ class ThreadLane:
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> dist.Work:
         self.synchronize() if not asynchronous else None
-        work = ThreadWork(self._thread.submit(call), tensors)
+        work = ThreadWork(self._thread.submit(_as_a_kernel, call), tensors)
         if not asynchronous:
             work.wait()
         self._last.append(work)
@@ -211,7 +254,7 @@ class ThreadLane:
         def run() -> None:
             for future in before:
                 future.result(2 * WAIT_S)
-            call()
+            _as_a_kernel(call)
 
         future = self._beside.submit(run)
         self._ends |= dict.fromkeys(keys, future)

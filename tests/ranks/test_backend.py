@@ -386,6 +386,27 @@ def test_reductions_of_training_run_on_the_kit(kit_ranks: RankPool) -> None:
         assert {(count.ran_on, count.reason) for count in counts} == {("kit", "")}
 
 
+def unequal_lists(rank: int, world: int) -> None:
+    """Parts of different sizes, one of them empty: into memory that adjoins, and into tensors of their own."""
+    sizes = [3 * ((q + 1) % world) for q in range(world)]
+    whole = [torch.arange(sum(sizes), dtype=torch.float32) + 100 * q for q in range(world)]
+    for adjoins in (True, False):
+        parts = list(torch.zeros(sum(sizes)).split(sizes)) if adjoins else [torch.zeros(size) for size in sizes]
+        dist.all_gather(parts, whole[rank].split(sizes)[rank].clone())
+        check("all_gather", torch.cat(parts), torch.cat([whole[q].split(sizes)[q] for q in range(world)]))
+        output = torch.zeros(sizes[rank])
+        dist.reduce_scatter(output, list(whole[rank].split(sizes)))
+        check("reduce_scatter", output, sum(whole).split(sizes)[rank])  # type: ignore[attr-defined]
+
+
+def test_lists_of_unequal_parts_run_on_the_kit(kit_ranks: RankPool) -> None:
+    for counts in kit_ranks.run(counted, unequal_lists):
+        assert {(count.operation, count.calls, count.ran_on) for count in counts} == {
+            ("all_gather", 2, "kit"),
+            ("reduce_scatter", 2, "kit"),
+        }
+
+
 def tensor_factor(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match="ReduceOp"):  # gloo has no such reduction at all
         dist.all_reduce(torch.ones(1), premul_sum(torch.ones(1)))

@@ -9,7 +9,7 @@ import pytest
 from peerlane import problems, solutions
 from peerlane.problems.contract import Draw, resolve_groups
 from peerlane.problems.contract.calibration import ratios_of
-from ranks.groups import groups_of
+from ranks.pool import groups_of
 
 
 def ratios_on_rank(rank: int, world_size: int, number: int, label: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from peerlane.evaluate.memory.slots import describe_answer
 from peerlane.problems.contract import Case, Draw, Problem, describe, resolve_groups
 from peerlane.problems.contract.calibration import Margins, margins, passing_faults, worst
 from peerlane.problems.contract.count import cost_faults
-from ranks.groups import groups_of
+from ranks.pool import groups_of
 
 _ALIKE_SLOTS = 4
 

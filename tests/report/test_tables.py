@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from docs.build.sections import acceptance_table
+from peerlane import problems
+from peerlane.report.markdown import for_terminal
+from peerlane.report.noise import acceptance_lines, deviation, noise_table
 from peerlane.report.tables import (
     RESULT_COLUMNS,
     TextTable,
@@ -17,7 +23,10 @@ from peerlane.report.tables import (
     result_table,
     results_report,
 )
-from peerlane.results.result import Mechanism
+from peerlane.report.tiers import TIERS_FILE, TIERS_SOURCE, bound_us, regime, tiers, tiers_of
+from peerlane.results.reader import read_results
+from peerlane.results.result import CandidateInfo, Mechanism, ProblemInfo, Result
+from peerlane.results.speed_record import ModeSpeed
 from sample_results import ENVIRONMENT, hung, measured, on_cpu, own_audit, result, wrong
 
 
@@ -206,3 +215,97 @@ def test_no_line_is_wider_than_its_terminal_and_no_word_breaks(room: int) -> Non
 @pytest.mark.parametrize(("share", "text"), [(0.649, "65%"), (0.062, "6.2%"), (0.0043, "0.43%"), (0.0996, "10%"), (1.02, "102%")])
 def test_small_shares_keep_two_digits(share: float, text: str) -> None:
     assert percent(share) == text
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_tiers_are_those_of_the_committed_results() -> None:
+    made = {str(number): tier for number, tier in tiers_of(read_results(ROOT / TIERS_SOURCE)).items()}
+    assert json.loads(TIERS_FILE.read_text()) == {"source": TIERS_SOURCE, "tiers": made}
+    assert set(tiers()) == {problem.id for problem in problems.suite()} and set(tiers().values()) == {"easy", "medium", "hard"}
+
+
+@pytest.mark.parametrize(("preset", "latency"), [("pkb", True), ("bandwidth", False)])
+def test_small_shapes_are_bound_by_latency(preset: str, latency: bool) -> None:
+    problem = problems.get(1)
+    assert (regime(bound_us(problem, problem.family(preset)[0].name if problem.family(preset) else preset, 4)) == "latency") == latency
+
+
+PAGE = """# Title
+
+See [the glossary](../glossary.md#slot).
+
+| case | us |
+| --- | ---: |
+| `a\\|b` | 1.5 |
+
+```mermaid
+flowchart LR
+    in(["arguments, on each of 4 ranks"])
+    s0{{"all-reduce<br/>1 MB out"}}
+    in --> s0
+```
+"""
+
+
+def test_a_page_becomes_text_tables_and_lists() -> None:
+    above, table, below = for_terminal(PAGE)
+    assert isinstance(above, str) and "See the glossary." in above
+    assert isinstance(table, TextTable) and table.rows == [("a|b", "1.5")] and table.right == {"us"}
+    assert isinstance(below, str) and "1. arguments, on each of 4 ranks\n2. all-reduce, 1 MB out\n" in below
+    assert "mermaid" not in below
+
+
+def test_an_empty_page_has_no_parts() -> None:
+    assert for_terminal("") == []
+
+
+def reference_result(problem: int, speedup: float, mode: str = "graph") -> Result:
+    """The reference as its own candidate, with this speedup."""
+    return result(
+        candidate=CandidateInfo(name="reference", sha256="1" * 64, backend="reference"),
+        problem=ProblemInfo(id=problem, slug="allreduce", variant="default"),
+        modes=(mode,),
+        speed=(measured(mode, 40.0 * speedup, 40.0),),
+    )
+
+
+def speed_of(one: Result) -> ModeSpeed:
+    speed = one.speed[0]
+    assert isinstance(speed, ModeSpeed)
+    return speed
+
+
+def test_deviation_is_the_same_both_ways() -> None:
+    assert deviation(speed_of(reference_result(1, 1.05))) == deviation(speed_of(reference_result(1, 1 / 1.05)))
+
+
+def test_table_has_the_references_alone() -> None:
+    results = [reference_result(1, 1.01), result(), reference_result(2, 0.97)]
+    table = noise_table(results)
+    assert [row[0].split()[0] for row in table.rows] == ["1", "2"]
+    assert table.rows[1][6] == "3.1%"
+
+
+def test_acceptance_needs_both_bounds() -> None:
+    good = [reference_result(number, 1.01) for number in range(1, 20)]
+    assert "20 of 20 within 2%" in acceptance_lines([*good, reference_result(20, 1.019)])[0]
+    assert acceptance_lines([*good, reference_result(20, 1.039)])[0].endswith(": met.")
+    assert acceptance_lines([*good, reference_result(20, 1.041)])[0].endswith(": not met.")
+    assert acceptance_lines([*good[:-1], reference_result(19, 1.03), reference_result(20, 1.03)])[0].endswith(": not met.")
+
+
+def test_modes_are_held_to_their_own_bounds() -> None:
+    lines = acceptance_lines([reference_result(1, 1.035, "eager"), reference_result(1, 1.035, "graph")])
+    assert [line.split(":")[0] for line in lines] == ["eager", "graph"]
+    assert lines[0].endswith(": met.")
+    assert lines[1].endswith(": not met.")
+
+
+def test_runs_side_by_side_say_what_was_promised_and_met() -> None:
+    good, bad = reference_result(1, 1.0), reference_result(2, 1.3)
+    lines = acceptance_table({"good": [good], "bad": [good, bad]}).splitlines()[2:]
+    first, second = (line.strip("| ").split(" | ") for line in lines)
+    assert first == ["good", "graph", "1", "100% within 2%", "95%", "0.0%", "4%", "yes", str(int(speed_of(good).faster))]
+    assert second[2:4] == ["2", "50% within 2%"] and second[5] == "30.0%" and second[7] == "no"

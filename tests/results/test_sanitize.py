@@ -1,15 +1,20 @@
-"""What candidates say can be printed, and is not endless."""
+"""What is stored is described by the schema, and texts of candidates are made harmless before."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane.results.result import Result
 from peerlane.results.sanitize import LINE_CHARACTERS, TEXT_CHARACTERS, one_line, printable, sanitize, several_lines
+from peerlane.results.schema import SCHEMA_FILE, SCHEMA_ID, schema_text
 from peerlane.results.verdict import RuntimeFailure, WrongType
-from sample_results import again, wrong
+from sample_results import again, hung, on_cpu, own_audit, result, text_of, wrong
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,31 @@ def test_records_hold_what_can_be_printed() -> None:
     assert record.log_tail == "\\x1b[2J\n[1/1] another  correct\\u202e" and "\n" not in record.flags[0]
     assert WrongType(case="x", rank=0, detail=f"output holds a {hostile}").reason.isprintable()
     assert again(record) == record
+
+
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
+COMMITTED = Path(__file__).parents[2] / "results"
+
+
+def test_the_file_is_what_the_models_say() -> None:
+    """Files outlive versions: fields with a default, verdicts and names of mechanisms may be added. Other changes take a new version."""
+    assert SCHEMA_FILE.read_text() == schema_text(), "write it anew with peerlane.results.schema.schema_text()"
+    assert json.loads(SCHEMA_FILE.read_text())["$id"] == SCHEMA_ID
+
+
+def test_what_is_written_keeps_to_it() -> None:
+    for line in text_of(result(audit=own_audit()), on_cpu(), wrong(), hung()).splitlines():
+        VALIDATOR.validate(json.loads(line))
+
+
+@pytest.mark.parametrize("change", [{"verdict": {"kind": "excellent"}}, {"type": "note"}, {"world_size": 0}, {"modes": "eager"}])
+def test_what_breaks_it_is_refused(change: dict[str, object]) -> None:
+    line = json.loads(result().model_dump_json())
+    assert VALIDATOR.is_valid(line) and not VALIDATOR.is_valid(line | change)
+
+
+@pytest.mark.parametrize("file", ["h200x4/references.jsonl", "h200x2/sweep.jsonl", "h200x4/examples.jsonl"])
+def test_committed_results_keep_to_it(file: str) -> None:
+    lines = [json.loads(line) for line in (COMMITTED / file).read_text().splitlines()]
+    for line in [*lines[:3], *lines[-3:]]:
+        VALIDATOR.validate(line)

@@ -37,7 +37,7 @@ def calibrate(
 
     from peerlane.evaluate.selftest.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
     from peerlane.evaluate.selftest.calibrate import calibrate as run
-    from peerlane.report.calibration import calibration_table
+    from peerlane.report.selftest import calibration_table
 
     shared = parse_ranks_per_gpu(ranks_per_gpu)
     plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(rank_device, shared), rank_device, out, ranks_per_gpu=shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -30,6 +30,7 @@ class _Source:
     source: str | Path
     defines: dict[str, str | int]
     launched: dict[str, tuple[int, int]]
+    include_dirs: Sequence[Path] = ()
 
 
 def compile_kernels(
@@ -38,6 +39,7 @@ def compile_kernels(
     gpu: Annotated[str, typer.Option(help="h100, h200 or b200.")] = "h100",
     world_size: Annotated[int, typer.Option(min=1, max=8, help="The number of ranks that host code is run for.")] = 2,
     define: Annotated[list[str] | None, typer.Option("--define", "-D", metavar="NAME=VALUE", help="A macro of a .cu file.")] = None,
+    include: Annotated[list[Path] | None, typer.Option("--include", "-I", metavar="FOLDER", help="A folder of headers.")] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX under its source lines.")] = False,
     sass: Annotated[bool, typer.Option("--sass", help="Print the machine code, if a disassembler is found.")] = False,
     problems_folders: ProblemFolders = None,
@@ -50,11 +52,11 @@ def compile_kernels(
 
     Exit codes: 0 all compile, 2 usage, 3 one does not.
     """
+    from peerlane.common.toolkit import find_disassembler
     from peerlane.device.host.jit import compile_cubin
     from peerlane.device.host.resources import resources
     from peerlane.device.tools.listing import ptx_listing, sass_listing
     from peerlane.emulator.gpu_code import KernelNeeds, gpu_named
-    from peerlane.hardware.toolkit import find_disassembler
 
     chosen = gpu_named(gpu)
     disassembler = find_disassembler() if sass else None
@@ -63,7 +65,9 @@ def compile_kernels(
     rows, seen = [], set()
     try:
         for source in _sources(file, chosen, world_size, define or []):
-            cubin = compile_cubin(source.source, arch=chosen.arch, defines=source.defines)
+            cubin = compile_cubin(
+                source.source, arch=chosen.arch, defines=source.defines, include_dirs=[*source.include_dirs, *(include or [])]
+            )
             for name, found in resources(cubin).items():
                 if kernel not in (None, name) or (source.launched and name not in source.launched) or (name, cubin.path) in seen:
                     continue
@@ -98,7 +102,9 @@ def _sources(file: Path, gpu: EmulatedGpu, world_size: int, defines: Iterable[st
     module = imported(file)
     if callable(getattr(module, "race", None)) or not callable(getattr(module, "solution", None)):
         return [
-            _Source(item.source, dict(item.defines), {one.kernel: (one.threads, one.shared_bytes) for one in item.launches})
+            _Source(
+                item.source, dict(item.defines), {one.kernel: (one.threads, one.shared_bytes) for one in item.launches}, item.include_dirs
+            )
             for item in scenarios(file, module, world_size)
             if not isinstance(item.source, Ptx)  # which a compiler has made already
         ]

@@ -66,7 +66,7 @@ def evaluate_candidates(
     track: Annotated[str | None, typer.Option(help=TRACK_HELP)] = None,
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[
-        str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the kit, Triton or cuda.core, without a GPU.")
+        str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the kit, Triton, cuda.core or extensions, without a GPU.")
     ] = "auto",
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,

@@ -20,7 +20,7 @@ def list_problems(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the problems."""
-    from peerlane.common.problem_index import index_entries
+    from peerlane.common.problem_files import index_entries
     from peerlane.report.tables import TextTable
 
     every = index_entries() or _entries_of_modules()

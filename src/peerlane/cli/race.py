@@ -18,7 +18,7 @@ import typer
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import ProblemFolders, positive_integers, words
 from peerlane.cli.output import print_error, print_json
-from peerlane.errors import CompileError, LaunchError, PeerlaneError, UsageError
+from peerlane.errors import CompileError, DeviceError, LaunchError, PeerlaneError, UsageError
 
 if TYPE_CHECKING:
     from peerlane.emulator import Scenario
@@ -43,6 +43,8 @@ class _Asked:
     from_ptx: bool
     as_json: bool
     strict: bool = False
+    include_dirs: tuple[Path, ...] = ()
+    fidelity: bool = False
 
     def wants(self, name: str) -> bool:
         return not self.names or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
@@ -58,6 +60,8 @@ def race(
     gpu: Annotated[str | None, typer.Option(help="h100, h200 or b200: compile for it, and give each rank as many SMs.")] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Run the PTX that NVRTC makes, not the source.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="What is ordered only by the end of a launch is a race, too.")] = False,
+    fidelity: Annotated[bool, typer.Option("--fidelity", help="Say which instructions of PTX were exact and which approximate.")] = False,
+    include: Annotated[list[Path] | None, typer.Option("--include", "-I", metavar="FOLDER", help="A folder of headers.")] = None,
     problems_folders: ProblemFolders = None,
     watch: Annotated[bool, typer.Option("--watch", help="Run again whenever the file changes, until interrupted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -71,8 +75,9 @@ def race(
     Sees what the protocol orders and what it does not. Does not see how fast anything is, what a GPU's memory does beyond what its
     memory model forbids, or what tensor cores compute.
 
-    Exit codes: 0 nothing found, 2 usage, 3 something found.
+    Exit codes: 0 nothing found, 2 usage, 3 something found, or a scenario or case that could not be run.
     """
+    from peerlane.emulator import job
     from peerlane.emulator.gpu_code import gpu_named
 
     asked = _Asked(
@@ -86,7 +91,10 @@ def race(
         from_ptx=ptx,
         as_json=as_json,
         strict=strict,
+        include_dirs=tuple(include or ()),
+        fidelity=fidelity,
     )
+    job.on_progress = lambda said: print(said, file=sys.stderr, flush=True)
     clean = _race(asked)
     if watch:
         for _ in _changes(file):
@@ -110,8 +118,12 @@ def _changes(file: Path) -> Iterator[None]:
 
 def _race(asked: _Asked) -> bool:
     """Runs the file once and prints what was found; returns whether that is nothing."""
-    module = imported(asked.file)
-    if not callable(getattr(module, "race", None)) and callable(getattr(module, "solution", None)):
+    from peerlane.emulator.host_libraries import wants_extension
+
+    module = (
+        None if asked.file.is_file() and wants_extension(asked.file.read_text(encoding="utf-8", errors="replace")) else imported(asked.file)
+    )
+    if module is None or (not callable(getattr(module, "race", None)) and callable(getattr(module, "solution", None))):
         rows = list(_race_solution(asked))
         kind = "cases"
     else:
@@ -123,9 +135,15 @@ def _race(asked: _Asked) -> bool:
         for text in row["kernels"] or ():
             kernels.setdefault(text, {})[row["world_size"]] = None
     compiled = all(row["kernels"] is not None for row in rows)
+    told = _fidelity() if asked.fidelity else {}
     if asked.as_json:
-        print_json({"clean": clean, "compiled": compiled, "kernels": list(kernels), kind: rows})
+        print_json({"clean": clean, "compiled": compiled, "kernels": list(kernels), kind: rows} | ({"fidelity": told} if told else {}))
         return clean
+    for kernel, item in told.items():
+        rounded = ", ".join(f"{count} {name}" for name, count in item["approximate"].items())
+        print(f"{kernel}: {item['exact']} instructions are exact, approximate: {rounded or 'none'}")
+    if asked.fidelity and not told:
+        print("nothing ran from PTX: with --ptx it is known which instructions are exact")
     for text, sizes in kernels.items():
         print(f"{text}, {' or '.join(map(str, sizes))} ranks")
     if not compiled:
@@ -133,18 +151,30 @@ def _race(asked: _Asked) -> bool:
     return clean
 
 
+def _fidelity() -> dict[str, dict[str, Any]]:
+    from peerlane.emulator.ptx_front_end import fidelity
+
+    return fidelity()
+
+
 def _race_scenarios(asked: _Asked, module: ModuleType) -> Iterator[dict[str, Any]]:
     """Runs the scenarios that are asked for, and yields what each showed."""
     from peerlane.emulator import check
+    from peerlane.emulator.job import TooManyThreads
+    from peerlane.emulator.ptx_front_end import UnknownPtx
 
     found = [scenario for size in asked.world_sizes for scenario in scenarios(asked.file, module, size)]
     for scenario in _wanted(asked, found, lambda scenario: scenario.name):
         where = f"{scenario.name}, {scenario.world_size} ranks"
+        scenario.include_dirs = (*scenario.include_dirs, *asked.include_dirs)
         try:
             report = check(scenario, schedules=asked.schedules or 300, seed=asked.seed, gpu=asked.gpu, from_ptx=asked.from_ptx)
         except (CompileError, LaunchError) as error:
             said = f"{where}: build error: {error}"
             row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "error": str(error)}
+        except (UnknownPtx, TooManyThreads, DeviceError) as error:
+            said = f"{where}: not run: {error}"
+            row = {"scenario": scenario.name, "world_size": scenario.world_size, "clean": False, "kernels": [], "not_run": str(error)}
         else:
             report = report.strictly() if asked.strict else report
             said = _timed(str(report), report.seconds)

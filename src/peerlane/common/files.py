@@ -114,6 +114,8 @@ def _refusals(verb: str, path: Path) -> Iterator[None]:
     """Raises FileRefused for errors of the system."""
     try:
         yield
+    except FileRefused:
+        raise
     except (OSError, ValueError) as error:  # ValueError: a name that holds a zero byte
         raise FileRefused(f"cannot {verb} {shown_path(path)}: {getattr(error, 'strerror', None) or error}") from None
 

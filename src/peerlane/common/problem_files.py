@@ -11,10 +11,12 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peerlane.errors import UnknownProblem, UsageError
 from peerlane.settings import problem_folders
@@ -112,3 +114,16 @@ def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
         if not folder.is_dir():
             raise UsageError(f"there is no folder of problems {str(folder)!r}: expected one with files named pNNN_slug.py")
         yield folder_package(folder), folder
+
+
+INDEX = OWN_FOLDER / "index.json"
+"""The entries of lists of problems, as `make docs` writes them: no problem is imported for a list."""
+
+
+def index_entries() -> list[dict[str, Any]] | None:
+    """Returns an entry for each problem, by number; None if there are problems that the index does not describe."""
+    if not INDEX.is_file():
+        return None
+    entries: list[dict[str, Any]] = json.loads(INDEX.read_text(encoding="utf-8"))
+    described = [(entry["id"], entry["slug"]) for entry in entries]
+    return entries if described == [(file.number, file.slug) for file in problem_files().values()] else None

@@ -46,6 +46,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("dependent", ctypes.c_uint32),
+        ("in_order", ctypes.c_uint32),
     )
 
 
@@ -65,6 +66,7 @@ class _Run(ctypes.Structure):
         ("global_count", ctypes.c_uint32),
         ("first_schedule", ctypes.c_uint32),
         ("schedules", ctypes.c_uint32),
+        ("progress", ctypes.POINTER(ctypes.c_uint32)),
     )
 
 
@@ -103,9 +105,13 @@ def main() -> str:
             (ctypes.c_uint32 * 3)(*item["grid"]),
             (ctypes.c_uint32 * 3)(*item["block"]),
             item["dependent"],
+            item["in_order"],
         )
         for item, arguments in zip(job["launches"], pointers, strict=True)
     ]
+    with open(job["progress"], "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 4)
+    over = ctypes.c_uint32.from_buffer(shared)
     run = _Run(
         job["base"],
         job["seed"],
@@ -121,6 +127,7 @@ def main() -> str:
         len(job["globals"]),
         job["first_schedule"],
         job["schedules"],
+        ctypes.pointer(over),
     )
     program.peerlane_emulator_run.restype = ctypes.c_char_p
     said: str = program.peerlane_emulator_run(ctypes.byref(run)).decode()

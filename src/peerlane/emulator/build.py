@@ -18,6 +18,7 @@ from peerlane.common.files import one_process, write_atomically
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.host.resources import elf_section
 from peerlane.emulator.ptx_front_end import Ptx, translate
+from peerlane.emulator.ptx_operands import name_of
 from peerlane.errors import CompileError, MissingDependency, UsageError
 
 COMPILER = "g++"
@@ -123,14 +124,14 @@ def compile_program(
     if not kernels:
         raise UsageError('the source has no kernel that can be found by name; declare it extern "C" __global__ void name(...)')
     emulator = runtime()
-    key = hashlib.sha256("\0".join((_version(), emulator.name, *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((version(), emulator.name, *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
 
     def build(program: Path) -> None:
         code = program.with_suffix(".o")
         _compile(unit, code)
         _link([code], emulator, program)
 
-    path = _made(f"{key}.so", build)
+    path = made(f"{key}.so", build)
     return Program(path, kernels, elf_section(path, _GLOBALS))
 
 
@@ -141,15 +142,25 @@ def compile_modules(modules: Sequence[Ptx]) -> Program:
     kernels: list[str] = []
     for module in modules:
         unit, names = _kernels(_preprocess(translate(module, apart=True), [], {}))
-        key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
-        codes.append(_made(f"{key}.o", functools.partial(_compile, unit)))
+        key = hashlib.sha256("\0".join((version(), *_LANGUAGE, *_DEVICE, *_OWN_SECTION, unit)).encode()).hexdigest()
+        codes.append(made(f"{key}.o", functools.partial(_compile, unit)))
         kernels += names
     key = hashlib.sha256("\0".join([emulator.name, *(code.name for code in codes)]).encode()).hexdigest()
-    path = _made(f"{key}.so", functools.partial(_link, codes, emulator))
+    path = made(f"{key}.so", functools.partial(_link, codes, emulator))
     return Program(path, tuple(kernels), elf_section(path, _GLOBALS))
 
 
-def _made(name: str, make: Callable[[Path], None]) -> Path:
+def variable_offset(program: Program, module: Ptx, name: str) -> int | None:
+    """Returns where a device variable of a PTX module lies among the program's variables; None where no kernel uses it."""
+    own = name_of(name)
+    ends = (f"module_{module.digest[:16]}L{len(own)}{own}E", f"module_{module.digest[:16]}{len(own)}{own}E")
+    told = subprocess.run(["nm", str(program.path)], capture_output=True, text=True, check=True).stdout
+    found = {symbol: int(address, 16) for address, _, symbol in re.findall(r"^(\w+) (\w) (\S+)$", told, re.MULTILINE)}
+    places = [address for symbol, address in found.items() if symbol.endswith(ends)]
+    return places[0] - found[f"__start_{_GLOBALS}"] if places else None
+
+
+def made(name: str, make: Callable[[Path], None]) -> Path:
     """Returns the file of this name in the cache; ``make`` writes it where it is missing."""
     path = _cached(name)
     if not path.exists():
@@ -186,12 +197,12 @@ def runtime() -> Path:
     """Compiles the emulator itself, once a version; returns its folder. Raises MissingDependency where there is no g++."""
     files = sorted([*RUNTIME.parent.iterdir(), *(STAND_INS / "peerlane_emulator").iterdir()])
     content = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in files if path.suffix in (".h", ".cpp"))
-    key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_RUNTIME_FLAGS)).encode() + content).hexdigest()
+    key = hashlib.sha256("\0".join((version(), *_LANGUAGE, *_RUNTIME_FLAGS)).encode() + content).hexdigest()
 
     def build(code: Path) -> None:
         _run([*_LANGUAGE, *_RUNTIME_FLAGS, "-c", str(RUNTIME), "-o", str(code)])
 
-    return _made(f"runtime-{key}.o", build)
+    return made(f"runtime-{key}.o", build)
 
 
 def _preprocess(source: str | Path, include_dirs: Sequence[Path], defines: Mapping[str, str | int]) -> str:
@@ -244,7 +255,7 @@ def folder() -> Path:
 
 
 @cache
-def _version() -> str:
+def version() -> str:
     return _run(["--version"]).partition("\n")[0]
 
 

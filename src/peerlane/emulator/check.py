@@ -14,11 +14,14 @@ from peerlane.device.host.waits import describe_fault
 from peerlane.emulator import build
 from peerlane.emulator.findings import LAUNCH_BOUNDARY, MEANINGS, NOTES, Finding, Frame, Place, Side, as_races, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, KernelNeeds, default_gpu, needs, resident_blocks
-from peerlane.emulator.job import Answer, Job, Launch, run_job
+from peerlane.emulator.job import Answer, Job, Launch, fitted, require_all, run_job
+from peerlane.emulator.ptx_text import CALLED_FROM
 from peerlane.emulator.scenario import Scenario
 from peerlane.errors import UsageError
 
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))
+_WRAPPERS = "/peerlane/ptx/"
+"""The folder of the kit's headers that hold one instruction a function."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +77,25 @@ def check(
     """
     gpu = gpu or default_gpu()
     gpu_build = GpuBuild(scenario.source, arch=gpu.arch, defines=scenario.defines, include_dirs=scenario.include_dirs, wanted=for_gpu)
-    if from_ptx or gpu_build.has_device_code:
-        program = build.compile_program(gpu_build.ptx())
-    else:
-        program = gpu_build.beside(
-            lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
-        )
+    program = gpu_build.program(
+        lambda: build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs),
+        build.compile_program,
+        want_ptx=from_ptx,
+    )
     if not scenario.launches or schedules < 1:
         raise UsageError(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"
         )
     check_kernels(scenario.name, scenario.launches, program)
     job, kernels = scenario.job(program.globals), gpu_build.kernels()
-    job.launches = [
+    asked = [
         replace(launch, resident_blocks=scenario.resident_blocks or resident_blocks(launch, kernels, gpu.sm_count))
         for launch in job.launches
     ]
+    job.launches = fitted(scenario.name, asked)
     started = time.monotonic()
     answer = run_job(job, program, schedules=schedules, seed=seed, first_schedule=first_schedule, timeout_s=timeout_s)
+    require_all(scenario.name, asked, job.launches, answer)
     said = report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
     return replace(said, kernels=needs(job.launches, kernels, gpu.arch))
 
@@ -188,6 +192,9 @@ def _chains(text: str) -> Iterator[tuple[Frame, ...]]:
         chain = []
         for function, place in zip(lines[::2], lines[1::2], strict=False):
             file, _, line = place.partition(" (")[0].rpartition(":")
-            if not file.startswith((*_OWN_CODE, "??")) and line.isdecimal():
-                chain.append(Frame("source.cu" if file.endswith("<stdin>") else Path(file).name, int(line), function))
+            file, *callers = file.split(CALLED_FROM)
+            for at in (f"{file}:{line}", *callers):
+                file, _, line = at.rpartition(":")
+                if not file.startswith((*_OWN_CODE, "??")) and _WRAPPERS not in file and line.isdecimal():
+                    chain.append(Frame("source.cu" if file.endswith("<stdin>") else Path(file).name, int(line), function))
         yield tuple(chain)

@@ -9,16 +9,15 @@ Host code that compiles by ``Program`` and launches by ``launch`` runs as writte
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import struct
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,27 +25,15 @@ import torch
 from peerlane.common.files import write_atomically
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.declare import written_in
-from peerlane.device.host.group import current_group
 from peerlane.emulator.build import folder
-from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
+from peerlane.emulator.emulated_rank import PtxLaunch, emulated_rank
 from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.emulator.ptx_operands import TYPES
 from peerlane.emulator.ptx_text import Function, parse
+from peerlane.emulator.torch_cuda import TORCH_CUDA, Stream
 from peerlane.errors import CompileError, LaunchError, UsageError
 
 _SYSTEM = "cuda.core"
-_OWN_CODE = ("peerlane.", "torch.")  # reads host memory where tensors lie
-_candidate = threading.local()
-
-
-@contextlib.contextmanager
-def candidate_code() -> Iterator[None]:
-    """While this lasts, ``tensor.data_ptr()`` of this thread is an address of emulated memory."""
-    before, _candidate.runs = getattr(_candidate, "runs", False), True
-    try:
-        yield
-    finally:
-        _candidate.runs = before
 
 
 @functools.cache
@@ -154,53 +141,14 @@ def _packed(group: Any, kernel: str, index: int, nbytes: int, value: Any) -> Any
     return (ctypes.c_char * nbytes).from_buffer_copy(content[:nbytes])
 
 
-class Stream:
-    """Stands for ``cuda.core.Stream`` and ``torch.cuda.Stream``."""
-
-    cuda_stream = handle = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        return
-
-    @classmethod
-    def from_handle(cls, handle: int) -> Stream:
-        return cls()
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, 0
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        return
-
-    def nothing(self, *_: Any, **__: Any) -> None:
-        """All work of a rank is in order, and over when the host goes on."""
-
-    sync = synchronize = wait = wait_stream = wait_event = record_event = close = nothing
-
-
-class Event:
-    """Stands for ``torch.cuda.Event`` without times."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        return
-
-    def nothing(self, *_: Any, **__: Any) -> None:
-        """All work of a rank is in order."""
-
-    record = wait = synchronize = nothing
-
-    def query(self) -> bool:
-        return True
-
-
 class Device:
     """Stands for ``cuda.core.Device``."""
 
     def __init__(self, device_id: int | None = None) -> None:
         self.device_id = device_id or 0
+        self.compute_capability = SimpleNamespace(**dict(zip(("major", "minor"), TORCH_CUDA["get_device_capability"](), strict=True)))
+        self.properties = SimpleNamespace(multiprocessor_count=TORCH_CUDA["get_device_properties"]().multi_processor_count)
+        self.arch = "{major}{minor}".format(**vars(self.compute_capability))
         self.default_stream = Stream()
 
     def set_current(self, *_: Any) -> None:
@@ -214,44 +162,8 @@ class Device:
 
 
 _CORE: dict[str, Any] = {"Program": Program, "launch": launch, "Stream": Stream, "Device": Device}
-_TORCH: dict[str, Any] = {
-    "current_stream": lambda device=None: Stream(),
-    "stream": lambda stream: stream or Stream(),
-    "Stream": Stream,
-    "Event": Event,
-    "synchronize": lambda device=None: None,
-    "current_device": lambda: 0,
-    "set_device": lambda device: None,
-}
 
 
-@contextlib.contextmanager
-def cuda_core_here() -> Iterator[None]:
-    """While this lasts, host code of emulated ranks finds these in ``cuda.core`` and ``torch.cuda``."""
-    original = torch.Tensor.data_ptr
-
-    def data_ptr(tensor: torch.Tensor) -> int:
-        group = current_group()
-        asked_by = sys._getframe(1).f_globals.get("__name__", "")
-        if getattr(_candidate, "runs", False) and isinstance(group, EmulatedRank) and not asked_by.startswith(_OWN_CODE):
-            return group.address(tensor)
-        return original(tensor)
-
-    replaced: list[tuple[Any, dict[str, Any]]] = [(torch.cuda, _TORCH), (torch.Tensor, {"data_ptr": data_ptr})]
-    if _SYSTEM in sys.modules:
-        replaced.append((sys.modules[_SYSTEM], _CORE))
-    before = [(place, name, vars(place).get(name, _MISSING)) for place, members in replaced for name in members]
-    try:
-        for place, members in replaced:
-            for name, member in members.items():
-                setattr(place, name, member)
-        yield
-    finally:
-        for place, name, member in before:
-            if member is _MISSING:
-                delattr(place, name)
-            else:
-                setattr(place, name, member)
-
-
-_MISSING = object()
+def core_stand_ins() -> list[tuple[Any, dict[str, Any]]]:
+    """Returns cuda.core with what stands for its members on emulated ranks; nothing until somebody has imported it."""
+    return [(sys.modules[_SYSTEM], _CORE)] if _SYSTEM in sys.modules else []

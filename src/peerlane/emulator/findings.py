@@ -93,7 +93,7 @@ class Finding:
 
     @property
     def meaning(self) -> str:
-        """What it means, and what to do."""
+        """The finding's meaning, and what to do."""
         return MEANINGS[self.why or self.kind]
 
     @property

@@ -109,7 +109,7 @@ def resident_blocks(launch: Launch, kernels: Mapping[str, Resources] | None, sm_
     return block.per_sm() * sm_count
 
 
-_DEVICE_CODE = re.compile(r"\b(__CUDA_ARCH__|__CUDACC__|__CUDACC_RTC__|__NVCC__)\b")
+_DEVICE_CODE = re.compile(r'\b(__CUDA_ARCH__|__CUDACC__|__CUDACC_RTC__|__NVCC__)\b|\basm\b[^;"]*"[^"\s]')
 
 
 class GpuBuild:
@@ -150,15 +150,18 @@ class GpuBuild:
             self._thread = threading.Thread(target=build, name="NVRTC", daemon=True)
             self._thread.start()
 
-    def beside(self, compile_for_emulator: Callable[[], Made]) -> Made:
-        """Returns the result of g++ once both compilers are done. What the GPU's compiler refuses is told in its words."""
-        try:
-            made = compile_for_emulator()
-        except CompileError:
-            self.kernels()
-            raise
-        self.kernels()
-        return made
+    def program(self, from_source: Callable[[], Made], from_ptx: Callable[[Ptx], Made], *, want_ptx: bool = False) -> Made:
+        """Returns the program for the emulator once both compilers are done: of the source, or of its PTX, if that is wanted or g++ cannot
+        take the source. What the GPU's compiler refuses is told in its words."""
+        if not (want_ptx or self.has_device_code):
+            try:
+                made = from_source()
+                self.kernels()
+                return made
+            except CompileError:
+                if self.kernels() is None:
+                    raise
+        return from_ptx(self.ptx())
 
     def ptx(self) -> Ptx:
         """Returns the PTX of the source, when the compile is over. Raises CompileError, and MissingDependency without NVRTC."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from peerlane.emulator.cuda_runtime import runtime
 from peerlane.emulator.job import BASE, PAGE_BYTES, Region, whole_pages
 
+MOST_BYTES = 1 << 40
 MOST_TABLE_BYTES = 1 << 16
 """Memory that may be a table of addresses. What lies behind a larger one must be an argument, or symmetric."""
 
@@ -63,7 +66,7 @@ class Part:
 
     @property
     def unwritten(self) -> bool:
-        """Whether host code has not written here yet."""
+        """True if host code has not written here yet."""
         return self.fresh is not None and not self.fresh.is_inference() and self.fresh._version == 0
 
     def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
@@ -124,14 +127,22 @@ class AddressSpace:
 
     def reserve(self, nbytes: int) -> int:
         """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
+        if (found := runtime()) is not None:
+            return found.take(nbytes)
         address = BASE + self._end
         self._end += whole_pages(nbytes)
         return address
 
+    def address_of_new(self, memory: torch.Tensor) -> int:
+        """Returns the address for memory that has none yet: where it lies, if C++ code of the rank sees the same memory there."""
+        lies, found = memory.untyped_storage().data_ptr(), runtime()
+        return lies if found is not None and found.keep(lies) else self.reserve(memory.untyped_storage().nbytes())
+
     def note_empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Records that nobody has written a tensor yet; returns it."""
-        place = tensor.untyped_storage().data_ptr()
-        self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
+        """Records that nobody has written a tensor yet; returns it, full of NaN, so that a use of its contents shows."""
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+            place = tensor.untyped_storage().fill_(0xFF).data_ptr()  # type: ignore[attr-defined]
+            self._empty[place] = weakref.ref(tensor, lambda _: self._empty.pop(place, None))
         return tensor
 
     def place(self, part: Part) -> None:
@@ -150,14 +161,20 @@ class AddressSpace:
             return 0
         part = self._by_storage.get(storage.data_ptr())
         if part is None:
-            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
             name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-            part = Part(name, rank, self.reserve(storage.nbytes()), memory)
-            part.dtype = tensor.dtype
             made = self._empty.get(storage.data_ptr())
-            part.fresh = None if made is None else made()
-            self.place(part)
-        return part.address + int(tensor.storage_offset()) * tensor.itemsize
+            if (found := runtime()) is not None:
+                found.adopt(tensor)
+                part = self.at(tensor.untyped_storage().data_ptr(), name)
+                assert part is not None, "it was adopted"
+            else:
+                part = Part(name, rank, self.reserve(storage.nbytes()), torch.empty(0, dtype=torch.uint8).set_(storage))
+                self.place(part)
+            part.dtype = tensor.dtype
+            # What C++ code writes is not seen.
+            part.fresh = None if made is None or found is not None else made()
+        within = tensor.untyped_storage().data_ptr() - part.memory.untyped_storage().data_ptr()  # memory that C++ code has taken
+        return part.address + int(within) + int(tensor.storage_offset()) * tensor.itemsize
 
     def reached(self, arguments: Iterable[bytes]) -> Iterator[Part]:
         """Yields the parts into which a word of the arguments points, or a word of a small part that is reached so, as in a table."""
@@ -172,7 +189,20 @@ class AddressSpace:
                         words.append(part.memory.numpy()[: part.nbytes // 8 * 8].view(np.uint64))
 
     def _pointed(self, words: np.ndarray[Any, np.dtype[np.uint64]]) -> Iterator[Part]:
-        for word in words[(words >= BASE) & (words < BASE + self._end)]:
-            index = bisect.bisect_right(self._placed, int(word), key=lambda placed: placed.address)
-            if index and int(word) < self._placed[index - 1].address + self._placed[index - 1].nbytes:
-                yield self._placed[index - 1]
+        for word in words[(words >= BASE) & (words < BASE + MOST_BYTES)]:
+            if (part := self.at(int(word))) is not None:
+                yield part
+
+    def at(self, address: int, name: str = "") -> Part | None:
+        """Returns the part in which an address lies, a new one of this name if C++ code has taken the memory; None where there is none."""
+        index = bisect.bisect_right(self._placed, address, key=lambda placed: placed.address)
+        if index and address < self._placed[index - 1].address + self._placed[index - 1].nbytes:
+            return self._placed[index - 1]
+        found = runtime()
+        if found is None or (block := found.keep(address)) is None:
+            return None
+        memory = torch.frombuffer((ctypes.c_uint8 * block.nbytes).from_address(block.begin), dtype=torch.uint8)
+        part = Part(name or f"memory of {block.nbytes} bytes", block.rank, block.begin, memory, symmetric=block.exported)
+        part.show()
+        self.place(part)
+        return part

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peerlane.emulator.build import Program
-from peerlane.errors import DeviceError, EmulatedFault, UsageError
+from peerlane.errors import DeviceError, EmulatedFault, LaunchError, UsageError
 
 BASE = 0x2000_0000_0000
 """Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
@@ -27,6 +28,8 @@ VARIABLES = "device variables"
 MOST_THREADS = 60 << 10
 """Threads and copies under way have numbers of 16 bits."""
 _MAX_BLOCK = 1024
+_MOST_IN_TURN = 1 << 19
+"""Threads of a launch on a rank, if not all of them are there at a time: more take hours."""
 _NUMBERS = {torch.float16: 2, torch.bfloat16: 18, torch.float32: 4, torch.float64: 8}
 """how the runtime names the numbers that it compares within rounding"""
 _CHILD = Path(__file__).with_name("_child.py")
@@ -77,6 +80,8 @@ class Launch:
     """how many blocks of its rank can run at a time; more are started as others end"""
     dependent: bool = False
     """whether it may begin before the launch before it has ended (programmatic dependent launch)"""
+    in_order: bool = False
+    """whether its blocks start by their numbers, because a GPU would hold more of them than the emulator does"""
 
     @property
     def threads(self) -> int:
@@ -118,16 +123,43 @@ def whole_pages(nbytes: int) -> int:
     return (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
 
 
-def check_threads(name: str, launches: Sequence[Launch]) -> None:
-    """Raises UsageError where launches that run at a time have more threads than the emulator can hold."""
+def fitted(name: str, launches: Sequence[Launch]) -> list[Launch]:
+    """Returns the launches with as many blocks at a time as the emulator can hold. Raises LaunchError for blocks that no GPU runs, and
+    TooManyThreads where not even some of the blocks fit."""
     if large := [launch for launch in launches if _product(launch.block) > _MAX_BLOCK]:
-        raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
-    threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
-    if threads > MOST_THREADS:
-        raise TooManyThreads(
-            f"{name!r} launches {threads} threads at a time; {AT_MOST} {MOST_THREADS}: "
-            "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
-        )
+        raise LaunchError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
+    blocks: dict[tuple[int, int], int] = {}
+    widest: dict[tuple[int, int], int] = {}
+    for launch in launches:
+        stream = launch.rank, launch.stream
+        blocks[stream] = max(blocks.get(stream, 0), min(_product(launch.grid), launch.resident_blocks))
+        widest[stream] = max(widest.get(stream, 0), launch.threads)
+    threads = sum(blocks[stream] * widest[stream] for stream in blocks)
+    if threads <= MOST_THREADS:
+        return list(launches)
+    if (whole := max(_product(launch.grid) * launch.threads for launch in launches)) > _MOST_IN_TURN:
+        raise _too_many(name, whole)
+    room = {stream: MOST_THREADS // len(blocks) // widest[stream] for stream in blocks}
+    if any(room[launch.rank, launch.stream] < launch.cluster for launch in launches):
+        raise _too_many(name, threads)
+    fewer = [min(launch.resident_blocks, room[launch.rank, launch.stream]) for launch in launches]
+    return [
+        replace(launch, resident_blocks=blocks, in_order=blocks < launch.resident_blocks)
+        for launch, blocks in zip(launches, fewer, strict=True)
+    ]
+
+
+def require_all(name: str, asked: Sequence[Launch], launches: Sequence[Launch], answer: Answer) -> None:
+    """Raises TooManyThreads where threads waited for blocks that a GPU would have started, and the emulator cannot hold."""
+    if any(launch.in_order for launch in launches) and any("have not started" in finding["detail"] for finding in answer.findings):
+        raise _too_many(name, sum(min(_product(launch.grid), launch.resident_blocks) * launch.threads for launch in asked))
+
+
+def _too_many(name: str, threads: int) -> TooManyThreads:
+    return TooManyThreads(
+        f"{name!r} launches {threads} threads at a time; {AT_MOST} {MOST_THREADS}: "
+        "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
+    )
 
 
 def run_job(
@@ -148,14 +180,15 @@ def run_job(
             "seed": seed,
             "first_schedule": first_schedule,
             "schedules": schedules,
+            "progress": str(Path(folder) / "progress"),
         }
         description.write_text(json.dumps(described))
         command = [sys.executable, "-I", "-S", str(_CHILD), str(description), str(timeout_s)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = _run(command, job.name, schedules, Path(folder) / "progress")
         if done.returncode == -signal.SIGPROF:
             raise DeviceError(
-                f"scenario {job.name!r} did not end in {timeout_s:g} s of processor time; expected less: use fewer schedules or a smaller "
-                "case, and see whether a loop waits on memory that it reads without ptx:: loads or volatile"
+                f"scenario {job.name!r} did not end in {timeout_s:.3g} s of processor time; expected less: use fewer schedules or a "
+                "smaller case, and see whether a loop waits on memory that it reads without ptx:: loads or volatile"
             )
         if done.returncode and "Traceback" in done.stderr:
             raise DeviceError(f"the emulator ended with status {done.returncode} in scenario {job.name!r}: {done.stderr.strip()[-2000:]}")
@@ -169,6 +202,30 @@ def run_job(
                 f"it must call nothing of the host, such as exit(){done.stderr.strip()[-2000:] and ': '}{done.stderr.strip()[-2000:]}"
             ) from None
         return Answer(said["findings"], said["caught"], _written(job, said["dirty"], memory.read_bytes()) if keep else {})
+
+
+on_progress: Callable[[str], None] | None = None
+"""Is told after ten seconds, and ever more rarely, how far a run is, in words."""
+_PROGRESS_S = 10.0
+
+
+def _run(command: Sequence[str], name: str, schedules: int, progress: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a job's process to its end, which writes to the file ``progress`` how many schedules are over."""
+    progress.write_bytes(bytes(4))
+    began, wait_s = time.monotonic(), _PROGRESS_S
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while True:
+            try:
+                out, err = process.communicate(timeout=wait_s)
+                return subprocess.CompletedProcess(command, process.returncode, out, err)
+            except subprocess.TimeoutExpired:
+                wait_s *= 2
+                over = int.from_bytes(progress.read_bytes(), "little")
+                if on_progress is not None:
+                    on_progress(f"{name}: {over} of {schedules} schedules after {time.monotonic() - began:.0f} s")
+            except BaseException:
+                process.kill()
+                raise
 
 
 def _described(job: Job, file: Any) -> dict[str, Any]:
@@ -210,6 +267,7 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
             "arguments": [put(argument) for argument in launch.arguments],
             "resident_blocks": launch.resident_blocks,
             "dependent": launch.dependent,
+            "in_order": launch.in_order,
         }
         for launch in job.launches
     ]

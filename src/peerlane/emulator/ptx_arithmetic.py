@@ -9,6 +9,8 @@ from peerlane.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Op
 
 ROUNDING = {"rn": 0, "rz": 2, "rm": -1, "rp": 1, "rni": 0, "rzi": 2, "rmi": -1, "rpi": 1}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
+_WHOLE = ("rni", "rzi", "rmi", "rpi")
+_WHOLE_BY = {0: "std::nearbyint", 2: "std::trunc", -1: "std::floor", 1: "std::ceil"}
 FUNCTIONS = {
     "sqrt": "std::sqrt({a})",
     "rsqrt": "(1 / std::sqrt({a}))",
@@ -21,12 +23,31 @@ FUNCTIONS = {
 }
 
 
+def _compared(comparison: str, a: str, b: str, floats: bool) -> str | None:
+    """Returns a comparison of two values in C++; None if it is not known."""
+    if comparison in ("num", "nan"):
+        said = f"({a} != {a} || {b} != {b})"
+        return said if comparison == "nan" else f"!{said}"
+    if floats and comparison.endswith("u") and comparison[:-1] in _COMPARISONS:
+        return f"(!({a} == {a} && {b} == {b}) || {a} {_COMPARISONS[comparison[:-1]]} {b})"
+    if floats and comparison == "ne":
+        return f"({a} < {b} || {a} > {b})"
+    return f"({a} {_COMPARISONS[comparison]} {b})" if comparison in _COMPARISONS else None
+
+
 class ArithmeticRules(HalfRules):
     """Rules for instructions that touch registers alone. Each returns None for what it does not know."""
 
     # ---- data
 
     def _mov(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if len(modifiers) == 2 and modifiers[0] in ("v2", "v4") and modifiers[1] in TYPES:
+            targets, sources = self.elements(operands[0]), self.elements(operands[1])
+            if len(sources) == 1 and sources[0].isdecimal():  # a number is that of every element
+                sources *= len(targets)
+            pairs = list(zip(targets, sources, strict=True))
+            taken = " ".join(f"const auto part{i} = {self.value(source, modifiers[1])};" for i, (_, source) in enumerate(pairs))
+            return f"{{ {taken} {' '.join(f'set({name_of(target)}, part{i});' for i, (target, _) in enumerate(pairs))} }}"
         if len(modifiers) != 1 or (modifiers[0] not in TYPES and modifiers[0] != "pred"):
             return None
         (kind,), (target, source) = modifiers, operands
@@ -75,14 +96,18 @@ class ArithmeticRules(HalfRules):
         if source in ("f16", "bf16") and to in ("f32", "f64"):
             widen = "widen_f16" if source == "f16" else "widen_bf16"
             return f"set({target}, {TYPES[to][0]}({widen}({self.value(operands[1], 'b16')})));"
+        if to in ("e4m3x2", "e5m2x2") and source == "f16x2" and flags == ["rn", "satfinite"]:
+            both = self.value(operands[1], "b32")
+            low, high = (f"narrow_{to}(widen_f16(u16({both} >> {shift})))" for shift in (0, 16))
+            return f"set({target}, u16({low} | {high} << 8));"
         if to in ("f16", "bf16") and source == "f32" and how == 0:
             narrow = "narrow_f16" if to == "f16" else "narrow_bf16"
             return f"set({target}, u16({narrow}({self.value(operands[1], 'f32')})));"
-        if to in ("f16", "bf16") and (source in NUMBERS or source in HALVES) and how == 0 and not {"sat", "satfinite"} & set(flags):
-            value = self.widened(operands[1], source) if source in HALVES else self.value(operands[1], source)
-            if any(item.endswith("i") for item in flags):
-                value = f"std::nearbyint({value})"
-            return f"set({target}, {HALVES[to]}::narrow(double({value})));"
+        if to in ("f16", "bf16") and (source in NUMBERS or source in HALVES) and not {"sat", "satfinite"} & set(flags):
+            value = self.widened(operands[1], source) if source in HALVES else f"to_odd({self.value(operands[1], source)})"
+            if any(item in _WHOLE for item in flags):
+                value, how = f"{_WHOLE_BY[how]}({value})", 0
+            return f"set({target}, narrowed<{HALVES[to]}>(double({value}), {how}));"
         if source in ("f16", "bf16") and to in NUMBERS and to[0] != "f" and any(item in ROUNDING for item in flags):
             return f"set({target}, to_integer<{TYPES[to][0]}>({self.widened(operands[1], source)}, {how}));"
         if to not in NUMBERS or source not in NUMBERS or "satfinite" in flags:
@@ -90,9 +115,8 @@ class ArithmeticRules(HalfRules):
         value, cpp = self.value(operands[1], source), TYPES[to][0]
         floats = (to[0] == "f", source[0] == "f")
         if floats == (True, True):
-            if any(item in ("rni", "rzi", "rmi", "rpi") for item in flags):
-                function = {0: "std::nearbyint", 2: "std::trunc", -1: "std::floor", 1: "std::ceil"}[how]
-                value = f"{cpp}({function}({value}))"
+            if any(item in _WHOLE for item in flags):
+                value = f"{cpp}({_WHOLE_BY[how]}({value}))"
             elif to == "f32" and source == "f64":
                 value = f"rounded({value}, {how})"
             else:
@@ -123,17 +147,8 @@ class ArithmeticRules(HalfRules):
             return None
         target, first, second, *other = operands
         a, b = (self.widened(item, kind) if half else self.value(item, kind) for item in (first, second))
-        kind = "f32" if half else kind
-        if comparison in ("num", "nan"):
-            said = f"({a} != {a} || {b} != {b})"
-            said = said if comparison == "nan" else f"!{said}"
-        elif kind[0] == "f" and comparison.endswith("u") and comparison[:-1] in _COMPARISONS:
-            said = f"(!({a} == {a} && {b} == {b}) || {a} {_COMPARISONS[comparison[:-1]]} {b})"
-        elif comparison == "ne" and kind[0] == "f":
-            said = f"({a} < {b} || {a} > {b})"
-        elif comparison in _COMPARISONS:
-            said = f"({a} {_COMPARISONS[comparison]} {b})"
-        else:
+        said = _compared(comparison, a, b, half or kind[0] == "f")
+        if said is None:
             return None
         targets = target.split("|")
         results = [said, f"!{said}"]
@@ -143,23 +158,79 @@ class ArithmeticRules(HalfRules):
         taken = [f"const bool result{i} = {results[i]};" for i in range(len(targets))]
         return "{ " + " ".join(taken + [f"set({name_of(item)}, result{i});" for i, item in enumerate(targets)]) + " }"
 
+    def _set(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        comparison, *more = [item for item in modifiers if item != "ftz"]
+        if len(more) != 2 or len(operands) != 3:
+            return None
+        to, kind = more
+        yes = {
+            "u32": "~0u",
+            "s32": "~0u",
+            "f32": "0x3f800000u",
+            **dict.fromkeys(("f16", "f16x2"), "0x3c00u"),
+            "bf16": "0x3f80u",
+            "bf16x2": "0x3f80u",
+        }
+        said = _compared(comparison, "a", "b", kind in HALVES or kind[0] == "f")
+        if said is None or to not in yes or (to in HALVES and to != kind) or (kind not in NUMBERS and kind not in HALVES):
+            return None
+        if to in HALVES or kind.endswith("x2"):
+            cpp = TYPES[kind][0]
+            a, b = (self.value(item, f"b{8 * TYPES[kind][1]}") for item in operands[1:])
+            call = f"compared<{HALVES[kind]}, {cpp}>([](float a, float b) {{ return {said}; }}, {a}, {b}, {yes[to]})"
+            return f"set({name_of(operands[0])}, {call});"
+        a, b = (self.widened(item, kind) if kind in HALVES else self.value(item, kind) for item in operands[1:])
+        return f"{{ const auto a = {a}; const auto b = {b}; set({name_of(operands[0])}, u32({said} ? {yes[to]} : 0)); }}"
+
     # ---- arithmetic
 
     def _two(self, function: str, modifiers: Modifiers, operands: Operands, allowed: Sequence[str]) -> str | None:
         *flags, kind = modifiers
-        if kind not in NUMBERS or any(flag not in allowed for flag in flags):
+        how = next((ROUNDING[flag] for flag in flags if flag in ROUNDING), 0)
+        if kind in ("u16x2", "s16x2") and not flags and function in ("add", "least", "greatest"):
+            a, b = (self.value(item, "b32") for item in operands[1:])
+            one = TYPES[kind[:3]][0]
+            return f"set({name_of(operands[0])}, of_shorts<{one}>([]({one} a, {one} b) {{ return {function}(a, b); }}, {a}, {b}));"
+        directed = how and kind == "f32" and function in ("add", "sub", "mul")
+        if kind not in NUMBERS or any(flag not in allowed and not (directed and flag in ROUNDING) for flag in flags):
             return None
-        value = f"{function}({self.value(operands[1], kind)}, {self.value(operands[2], kind)})"
+        a, b = (self.value(item, kind) for item in operands[1:])
+        value = f"{function}_rounded({a}, {b}, {how})" if directed else f"{function}({a}, {b})"
         if "ftz" in flags and kind == "f32":
             value = f"flushed({value})"
         if "sat" in flags:
             value = f"saturated({value})" if kind == "f32" else ""
         return f"set({name_of(operands[0])}, {value});" if value else None
 
+    def _with_carry(self, operation: str, modifiers: Modifiers, operands: Operands) -> str | None:
+        """``operation``: add, sub or mad, with a c behind it if it takes the carry of the one before."""
+        *flags, kind = [item for item in modifiers if item != "cc"]
+        parts = flags if operation.startswith("mad") else []
+        if kind not in ("u32", "s32", "u64", "s64") or flags != parts or parts not in ([], ["lo"], ["hi"]):
+            return None
+        a, *b = (self.value(item, kind) for item in operands[1:])
+        a = f"{'high' if parts == ['hi'] else 'mul'}({a}, {b.pop(0)})" if operation.startswith("mad") else a
+        taken = "carry" if operation in ("addc", "subc", "madc") else "false"
+        call = f"with_carry<{'true' if operation.startswith('sub') else 'false'}>({a}, {b[0]}, {taken}, out)"
+        return f"{{ bool out = false; set({name_of(operands[0])}, {call}); {'carry = out; ' if 'cc' in modifiers else ''}}}"
+
+    def _addc(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._with_carry("addc", modifiers, operands)
+
+    def _subc(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._with_carry("subc", modifiers, operands)
+
+    def _madc(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._with_carry("madc", modifiers, operands)
+
     def _add(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if "cc" in modifiers:
+            return self._with_carry("add", modifiers, operands)
         return self._two("add", modifiers, operands, ("rn", "ftz", "sat"))
 
     def _sub(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if "cc" in modifiers:
+            return self._with_carry("sub", modifiers, operands)
         return self._two("sub", modifiers, operands, ("rn", "ftz", "sat"))
 
     def _mul(self, modifiers: Modifiers, operands: Operands) -> str | None:
@@ -174,6 +245,8 @@ class ArithmeticRules(HalfRules):
         return self._two("mul", modifiers, operands, ("lo", "rn", "ftz", "sat"))
 
     def _mad(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if "cc" in modifiers:
+            return self._with_carry("mad", modifiers, operands)
         *flags, kind = modifiers
         if kind[0] == "f":
             return self._fma(modifiers, operands)
@@ -290,6 +363,40 @@ class ArithmeticRules(HalfRules):
         a, b = (self.value(item, modifiers[0]) for item in operands[1:3])
         at, bits = (self.value(item, "u32") for item in operands[3:])
         return f"set({name_of(operands[0])}, inserted({a}, {b}, {at}, {bits}));"
+
+    def _bfind(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        *flags, kind = modifiers
+        if kind not in ("u32", "s32", "u64", "s64") or flags not in ([], ["shiftamt"]):
+            return None
+        return f"set({name_of(operands[0])}, highest_bit({self.value(operands[1], kind)}, {'true' if flags else 'false'}));"
+
+    def _fns(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        mask, base, nth = (self.value(item, kind) for item, kind in zip(operands[1:], ("u32", "u32", "s32"), strict=True))
+        return f"set({name_of(operands[0])}, nth_set({mask}, {base}, {nth}));" if modifiers == ["b32"] else None
+
+    def _sad(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        (kind,) = modifiers
+        a, b, c = (self.value(item, kind) for item in operands[1:])
+        return f"set({name_of(operands[0])}, add({c}, {a} < {b} ? sub({b}, {a}) : sub({a}, {b})));"
+
+    def _dp4a(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        return self._dot(("8", "8"), "", modifiers, operands)
+
+    def _dp2a(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        half, *kinds = modifiers
+        return self._dot(("16", "8"), half, kinds, operands) if half in ("lo", "hi") else None
+
+    def _dot(self, bits: tuple[str, str], half: str, kinds: Modifiers, operands: Operands) -> str | None:
+        if len(kinds) != 2 or any(kind not in ("u32", "s32") for kind in kinds):
+            return None
+        a, b, c = (self.value(item, "u32") for item in operands[1:])
+        b = f"({b} >> 16)" if half == "hi" else b
+        return f"set({name_of(operands[0])}, dot<{kinds[0][0]}{bits[0]}, {kinds[1][0]}{bits[1]}>({a}, {b}, {c}));"
+
+    def _vabsdiff4(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        if modifiers != ["u32", "u32", "u32"] or len(operands) != 4:
+            return None
+        return f"set({name_of(operands[0])}, byte_differences({self.value(operands[1], 'u32')}, {self.value(operands[2], 'u32')}));"
 
     def _prmt(self, modifiers: Modifiers, operands: Operands) -> str | None:
         if modifiers != ["b32"]:

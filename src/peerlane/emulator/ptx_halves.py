@@ -31,12 +31,14 @@ class HalfRules(OperandRules):
     def half(self, operation: str, modifiers: Modifiers, operands: Operands) -> str | None:
         """Returns the instruction in C++; None if it is not known."""
         *flags, kind = modifiers
-        if operation not in _EXPRESSIONS or any(flag not in ("rn", "ftz", "approx", "NaN", "relu") for flag in flags):
+        if operation not in _EXPRESSIONS or any(flag not in ("rn", "ftz", "approx", "NaN", "relu", "sat") for flag in flags):
             return None
         names = "abc"[: len(operands) - 1]
         expression = _WITH_NAN[operation] if "NaN" in flags and operation in _WITH_NAN else _EXPRESSIONS[operation]
         if "relu" in flags:
             expression = f"std::fmax({expression}, 0.0)"
+        if "sat" in flags:
+            expression = f"saturated(float({expression}))"
         function = f"[]({', '.join(f'double {name}' for name in names)}) {{ return {expression}; }}"
         values = ", ".join(self.value(item, f"b{8 * TYPES[kind][1]}") for item in operands[1:])
         return f"set({name_of(operands[0])}, of_halves<{HALVES[kind]}, {TYPES[kind][0]}>({function}, {values}));"

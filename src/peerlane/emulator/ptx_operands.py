@@ -30,6 +30,9 @@ _SPECIAL = {
     "%lanemask_gt": "(~((2u << lane()) - 1))",
     "%lanemask_ge": "(~((1u << lane()) - 1))",
     "%cluster_ctarank": "peerlane_cluster_rank()",
+    "%envreg1": "u32(reinterpret_cast<u64>(grid_workspace) >> 32)",
+    "%envreg2": "u32(reinterpret_cast<u64>(grid_workspace))",
+    "WARP_SZ": "32u",
 }
 SPACES = {"global", "shared", "local", "const", "param", "shared::cta"}
 
@@ -62,7 +65,16 @@ class OperandRules:
     """The operands of one kernel, whose variables in shared memory and parameters are named."""
 
     def __init__(self, shared: set[str], dynamic: set[str], parameters: set[str]) -> None:
-        self._shared, self._dynamic, self._parameters = shared, dynamic, parameters
+        """``parameters`` are of the function and of its calls; variables in other memory are found by their names in the same way."""
+        self._shared, self._dynamic, self.parameters = shared, dynamic, parameters
+        self.vectors: dict[str, int] = {}
+        """elements of vector registers, by name"""
+
+    def elements(self, operand: str) -> Operands:
+        """Returns the elements of a vector in braces or in a vector register; a scalar is its own."""
+        if operand in self.vectors:
+            return [f"{operand}.{axis}" for axis in "xyzw"[: self.vectors[operand]]]
+        return split_operands(operand.strip("{}"))
 
     def value(self, operand: str, kind: str) -> str:
         """Returns an operand as a value of the PTX type ``kind``."""
@@ -86,7 +98,7 @@ class OperandRules:
 
     def _is_symbol(self, operand: str) -> bool:
         """Registers of inline assembly have names without a sign; those of variables are not declared as registers."""
-        return operand.partition("+")[0] in self._shared | self._dynamic | self._parameters or operand.startswith(("_Z", "__"))
+        return operand.partition("+")[0] in self._shared | self._dynamic | self.parameters or operand.startswith(("_Z", "__"))
 
     def address_of(self, symbol: str) -> str:
         """Returns the address of a variable, in the window of its space."""

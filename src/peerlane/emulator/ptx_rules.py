@@ -6,13 +6,15 @@ A rule returns None for what it does not know. Rounding of approximate functions
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from peerlane.emulator.ptx_arithmetic import FUNCTIONS, ArithmeticRules
 from peerlane.emulator.ptx_halves import HALF_OPERATIONS, HALVES
 from peerlane.emulator.ptx_matrix import MatrixRules
 from peerlane.emulator.ptx_multimem import MultimemRules
 from peerlane.emulator.ptx_operands import NUMBERS, SPACES, TYPES, Modifiers, Operands, name_of, split_operands
+from peerlane.emulator.ptx_text import Function
 
 _SCOPES = {"cta": "block_scope", "gpu": "gpu_scope", "sys": "system_scope"}
 _ORDERS = {"relaxed": "relaxed", "acquire": "acquire", "release": "release", "acq_rel": "acquire_release"}
@@ -21,8 +23,30 @@ _COMPLETES = "mbarrier::complete_tx::bytes"
 _NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "setmaxnreg", "createpolicy")
 
 
+_UPDATES = {
+    "add": "add(old, by)",
+    "min": "least(old, by)",
+    "max": "greatest(old, by)",
+    "and": "old & by",
+    "or": "old | by",
+    "xor": "old ^ by",
+    "exch": "by",
+    "inc": "old >= by ? 0 : old + 1",
+    "dec": "old == 0 || old > by ? by : old - 1",
+}
+"""The operations of atom and red that change a value: what they make of it."""
+
+
 class Rules(ArithmeticRules, MatrixRules, MultimemRules):
     """The rules for one kernel: memory, threads, control and copies."""
+
+    functions: Mapping[str, Function] = {}
+    """that the kernel may call, by name"""
+    result = ""
+    """the parameter that the function returns"""
+    is_kernel = True
+    counts: Counter[str]
+    """of the function's instructions: the approximate ones by name, all others under no name"""
 
     def translated(self, text: str) -> str | None:
         """Returns the instruction in C++; None if it is not known."""
@@ -73,7 +97,7 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         space, order, scope, kind, count, _ = access
         cpp = TYPES[kind][0]
         place = self.pointer(operands[1], space)
-        targets = [name_of(item) for item in split_operands(operands[0].strip("{}"))]
+        targets = [name_of(item) for item in self.elements(operands[0])]
         whole = cpp if count == 1 else f"Vector<{cpp}, {count}>"
         typed = f"reinterpret_cast<const {whole}*>({place})"
         if space == "param":
@@ -94,47 +118,43 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         space, order, scope, kind, count, _ = access
         cpp = TYPES[kind][0]
         place = self.pointer(operands[0], space)
-        values = [self.value(item, kind) for item in split_operands(operands[1].strip("{}"))]
+        values = [self.value(item, kind) for item in self.elements(operands[1])]
         whole = cpp if count == 1 else f"Vector<{cpp}, {count}>"
         value = values[0] if count == 1 else f"{whole}{{{{{', '.join(values)}}}}}"
         typed = f"reinterpret_cast<{whole}*>({place})"
         if space == "param":
-            return None
+            return f"{{ const {whole} given = {value}; __builtin_memcpy({place}, &given, sizeof given); }}"
         if space == "local":
             return f"*{typed} = {value};"
         return f"store({typed}, {whole}({value}), {scope}, {order});" if order else f"put({typed}, {whole}({value}));"
 
     def _atom(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        *flags, operation, kind = [item for item in modifiers if item != "noftz"]
-        if (access := self._access([*flags, kind])) is None or access[4] != 1 or (kind not in NUMBERS and kind not in HALVES):
+        operation = next((item for item in modifiers if item in _UPDATES or item == "cas"), None)
+        kept = [item for item in modifiers if item not in ("noftz", operation)]  # libcu++ has order and scope behind it
+        if operation is None or not kept or (access := self._access(kept)) is None:
             return None
-        space, order, scope, _, _, _ = access
+        space, order, scope, kind, count, _ = access
         cpp = TYPES[kind][0]
-        if kind in HALVES and operation != "add":
+        floats = kind in HALVES or kind[0] == "f"
+        if (kind not in NUMBERS and kind not in HALVES) or (floats and operation not in (("add",) if kind in HALVES else ("add", "exch"))):
+            return None
+        if count > 1 and (operation != "add" or not floats):
             return None
         place = f"reinterpret_cast<{cpp}*>({self.pointer(operands[1], space)})"
-        values = [self.value(item, kind) for item in operands[2:]]
         if operation == "cas":
+            values = [self.value(item, kind) for item in operands[2:]]
             return f"set({name_of(operands[0])}, compare_exchange({place}, {values[0]}, {values[1]}, {scope}, {order or 'relaxed'}));"
-        after = {
-            "add": "add(old, by)",
-            "min": "least(old, by)",
-            "max": "greatest(old, by)",
-            "and": "old & by",
-            "or": "old | by",
-            "xor": "old ^ by",
-            "exch": "by",
-            "inc": "old >= by ? 0 : old + 1",
-            "dec": "old == 0 || old > by ? by : old - 1",
-        }.get(operation)
-        if after is None or (kind[0] == "f" and operation not in ("add", "exch")):
-            return None
+        after = _UPDATES[operation]
         if kind in HALVES:
             after = f"of_halves<{HALVES[kind]}, {cpp}>([](double a, double b) {{ return a + b; }}, old, by)"
         change = f"[by](const {cpp} old) {{ return static_cast<{cpp}>({after}); }}"
         order = f"Order({order or 'relaxed'} | rounds)" if kind in HALVES else order or "relaxed"
-        updated = f"update({place}, {scope}, {change}, {order})"
-        return f"{{ const {cpp} by = {values[0]}; set({name_of(operands[0])}, {updated}); }}"
+        targets = self.elements(operands[0]) if count > 1 and operands[0] != "_" else [operands[0]] * count
+        made = ""
+        for i, (target, given) in enumerate(zip(targets, self.elements(operands[2]), strict=True)):  # of a vector each element by itself
+            updated = f"update({place} + {i}, {scope}, {change}, {order})"
+            made += f"{{ const {cpp} by = {self.value(given, kind)}; set({name_of(target)}, {updated}); }} "
+        return made
 
     def _red(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return self._atom(modifiers, ["_", *operands])
@@ -149,7 +169,7 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         order, scope = modifiers if len(modifiers) == 2 else ("", "")
         if order not in ("acq_rel", "sc", "acquire", "release") or scope not in _SCOPES:
             return None
-        return f"peerlane_fence({_SCOPES[scope]});" if order in ("acq_rel", "sc") else None
+        return f"peerlane_fence({_SCOPES[scope]}, {_ORDERS[order] if order != 'sc' else 'acquire_release'});"
 
     def _griddepcontrol(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return {"wait": "peerlane_wait_for_launch();", "launch_dependents": ";"}.get(".".join(modifiers))
@@ -204,6 +224,15 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
     def _activemask(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return f"set({name_of(operands[0])}, peerlane_active_mask());"
 
+    def _match(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        how, sync, kind = modifiers
+        if how not in ("any", "all") or sync != "sync" or kind not in ("b32", "b64"):
+            return None
+        target, _, same = operands[0].partition("|")
+        call = f"matched<{'true' if how == 'all' else 'false'}>({self.value(operands[2], 'u32')}, {self.value(operands[1], kind)})"
+        taken = f"set({name_of(same)}, found != 0); " if same else ""
+        return f"{{ const u32 found = {call}; set({name_of(target)}, found); {taken}}}"
+
     def _elect(self, modifiers: Modifiers, operands: Operands) -> str | None:
         target, _, elected = operands[0].partition("|")
         first = f"u32(__builtin_ctz({self.value(operands[1], 'u32')}))"
@@ -215,10 +244,25 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         return f"goto {name_of(operands[0])};" if modifiers in ([], ["uni"]) else None
 
     def _ret(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return "return;"
+        return f"return {name_of(self.result)};" if self.result else "return;"
 
     def _exit(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return "return;"
+        return "return;" if self.is_kernel else None
+
+    def _call(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        """A call of a function of the module, or of what CUDA's headers call. Calls by pointers are not known."""
+        taken = operands.pop(0).strip("() ") if operands and operands[0].startswith("(") else ""
+        name, *given = operands
+        arguments = ", ".join(name_of(item) for item in split_operands(given[0].strip("()"))) if given else ""
+        if name == "__assertfail":
+            return "peerlane_trap();"
+        if name == "vprintf":
+            called = f"printed({arguments})"
+        elif name in self.functions and len(given) < 2:
+            called = f"{name_of(name)}({arguments})"
+        else:
+            return None
+        return f"{name_of(taken)} = {called};" if taken else f"{called};"
 
     def _trap(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return "peerlane_trap();"
@@ -230,17 +274,25 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
 
     def _mbarrier(self, modifiers: Modifiers, operands: Operands) -> str | None:
         operation, *more = modifiers
-        if not more or more[-1] != "b64":
+        if not more or more[-1] != "b64" or "shared::cluster" in more:
             return None
-        flags = more[:-1]
+        flags = [item for item in more[:-1] if item not in ("shared", "shared::cta", "cta")]
         if operation == "init":
             return f"peerlane_mbarrier_init({self._mbarrier_at(operands[0])}, {self.value(operands[1], 'u32')});"
-        if operation == "arrive" and flags in (["shared::cta"], ["expect_tx", "shared::cta"]):
-            nbytes = self.value(operands[2], "u32") if "expect_tx" in flags else "0"
-            return f"peerlane_mbarrier_arrive({self._mbarrier_at(operands[1])}, {nbytes});" if operands[0] == "_" else None
-        if operation == "try_wait" and flags == ["parity", "shared::cta"]:
-            call = f"peerlane_mbarrier_try_wait({self._mbarrier_at(operands[1])}, {self.value(operands[2], 'u32')})"
-            return f"set({name_of(operands[0])}, {call});"
+        if operation == "inval":
+            return ";"
+        if operation == "expect_tx" and flags in ([], ["relaxed"]):
+            return f"peerlane_mbarrier_arrive({self._mbarrier_at(operands[0])}, {self.value(operands[1], 'u32')}, 0);"
+        flags = [item for item in flags if item != ("release" if operation.startswith("arrive") else "acquire")]
+        if operation in ("arrive", "arrive_drop") and flags in ([], ["expect_tx"]):
+            third = self.value(operands[2], "u32") if len(operands) > 2 else "1"
+            nbytes, count = (third, "1") if flags else ("0", third)
+            drop = "true" if operation == "arrive_drop" else "false"
+            call = f"peerlane_mbarrier_arrive({self._mbarrier_at(operands[1])}, {nbytes}, {count}, {drop})"
+            return f"set({name_of(operands[0])}, u64({call}));"
+        if operation in ("try_wait", "test_wait") and flags in ([], ["parity"]):
+            phase = self.value(operands[2], "u32" if flags else "u64")  # the state that an arrival returns is the number of its phase
+            return f"set({name_of(operands[0])}, peerlane_mbarrier_try_wait({self._mbarrier_at(operands[1])}, {phase} & 1));"
         return None
 
     def _mbarrier_at(self, operand: str) -> str:

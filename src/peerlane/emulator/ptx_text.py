@@ -10,8 +10,11 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"[^\n]*')
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:[^\n]*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?[^\n]*")
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)*\.(entry|func)\b([^{;]*)")
-_INLINED = re.compile(r"(\.loc\s+\d+\s+\d+\s+\d+)[ \t]*//[^\n]*@\[ ([^\s:]+):(\d+):(\d+)[ \]]*$", re.MULTILINE)
+_INLINED = re.compile(r"(\.loc\s+\d+\s+\d+\s+\d+)[ \t]*//[^\n@]*((?:@\[ [^\s:]+:\d+:\d+ *)+)[ \]]*$", re.MULTILINE)
 """How LLVM says in a comment where a line was inlined: the last place is the kernel's own."""
+_CALLER = re.compile(r"@\[ ([^\s:]+):(\d+)")
+CALLED_FROM = " <- "
+"""Between a file and the places from which its line was inlined, each a file and a line."""
 _LABEL = re.compile(r"([$\w]+):(?!:)")
 _VARIABLE = re.compile(
     r"(?:\.visible\s+|\.extern\s+|\.weak\s+|\.common\s+)*\.(global|shared|const|local)\s+(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?"
@@ -19,8 +22,10 @@ _VARIABLE = re.compile(
     re.DOTALL,
 )
 
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,)]*?)?([$\w]+)\s*(?:\[(\d+)\])?\s*(?=[,);])")
+
 Place = tuple[str, int]
-"""file and line"""
+"""file, with the places from which it was inlined, and line"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Statement:
-    """``kind`` is one of instruction, label, open, close, registers, variable and line."""
+    """``kind`` is one of instruction, label, open, close, registers, parameter, variable and line."""
 
     kind: str
     text: str = ""
@@ -46,13 +51,18 @@ class Statement:
     variable: Variable | None = None
 
 
+Parameter = tuple[str, int, str, int]
+"""type, alignment, name, and elements of an array (0: a scalar)"""
+
+
 @dataclass
 class Function:
-    """An entry: ``parameters`` are type, alignment, name and bytes in an array (0: a scalar)."""
+    """An entry, or a function that others call, with the parameter that it returns."""
 
     name: str
-    parameters: list[tuple[str, int, str, int]]
+    parameters: list[Parameter]
     statements: list[Statement] = field(default_factory=list)
+    result: Parameter | None = None
 
 
 @dataclass
@@ -61,21 +71,25 @@ class Module:
 
     variables: list[Variable]
     entries: list[Function]
+    functions: list[Function] = field(default_factory=list)
+    """which others call"""
 
 
 def parse(ptx: str) -> Module:
-    """Returns the module's variables and kernels. Functions that kernels could call are left out."""
+    """Returns the module's variables, kernels and functions with a body."""
     files = {int(number): name for number, name in _FILE.findall(ptx)}
-    text = _COMMENT.sub("", _with_own_lines(ptx, files))
+    text = _COMMENT.sub("", _INLINED.sub(r"\1 \2", ptx))
     parents = _parents(text)
-    variables, entries, at = [], [], 0
+    variables: list[Variable] = []
+    entries: list[Function] = []
+    functions: list[Function] = []
+    at = 0
     while at < len(text):
         if found := _ENTRY.match(text, at):
             end = found.end()
             if end < len(text) and text[end] == "{":
                 stop = _closing(text, end)
-                if found[1] == "entry":
-                    entries.append(_function(found[2], text[end + 1 : stop], files, parents))
+                (entries if found[1] == "entry" else functions).append(_function(found[2], text[end + 1 : stop], files, parents))
                 at = stop + 1
             else:
                 at = end + 1
@@ -86,18 +100,7 @@ def parse(ptx: str) -> Module:
             at = _closing(text, text.index("{", at)) + 1
         else:
             at += 1
-    return Module(variables, entries)
-
-
-def _with_own_lines(ptx: str, files: dict[int, str]) -> str:
-    """Returns the text in which a line that LLVM says was inlined is that of the kernel."""
-    numbers = {name.rpartition("/")[2]: number for number, name in reversed(files.items())}
-
-    def own(found: re.Match[str]) -> str:
-        number = numbers.get(found[2])
-        return found[1] if number is None else f".loc {number} {found[3]} {found[4]}"
-
-    return _INLINED.sub(own, ptx)
+    return Module(variables, entries, functions)
 
 
 def _closing(text: str, at: int) -> int:
@@ -128,11 +131,15 @@ def _variable(found: re.Match[str]) -> Variable:
 
 
 def _function(head: str, body: str, files: dict[int, str], parents: dict[Location, Location]) -> Function:
+    result, head = (head[: head.index(")") + 1], head[head.index(")") + 1 :]) if head.lstrip().startswith("(") else ("", head)
     name = re.search(r"[$\w]+", head)
     assert name, "an entry has a name"
-    parameters = re.findall(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^,)]*?)?([$\w]+)\s*(?:\[(\d+)\])?\s*(?=[,)])", head)
-    listed = [(kind, int(align or 0), parameter, int(length or 0)) for align, kind, parameter, length in parameters]
-    return Function(name[0], listed, list(_statements(body, files, parents)))
+    returned = _parameters(result)
+    return Function(name[0], _parameters(head), list(_statements(body, files, parents)), returned[0] if returned else None)
+
+
+def _parameters(text: str) -> list[Parameter]:
+    return [(kind, int(align or 0), name, int(length or 0)) for align, kind, name, length in _PARAMETER.findall(text)]
 
 
 def _statements(body: str, files: dict[int, str], parents: dict[Location, Location]) -> Iterator[Statement]:
@@ -146,8 +153,8 @@ def _statements(body: str, files: dict[int, str], parents: dict[Location, Locati
             yield Statement("open" if body[at] == "{" else "close")
             at += 1
         elif found := _LOC.match(body, at):
-            place = _outermost((int(found[1]), int(found[2]), int(found[3])), found, parents)
-            yield Statement("line", place=(files.get(place[0], "?"), place[1]))
+            place = (int(found[1]), int(found[2]), int(found[3]))
+            yield Statement("line", place=(_callers(place, found, files, parents), place[1]))
             at = found.end()
         elif variable := _VARIABLE.match(body, at):
             yield Statement("variable", variable=_variable(variable))
@@ -161,17 +168,22 @@ def _statements(body: str, files: dict[int, str], parents: dict[Location, Locati
             text = " ".join(body[at:end].split())
             if text.startswith(".reg"):
                 yield Statement("registers", text)
+            elif given := _parameters(f"{text};"):
+                kind, align, name, length = given[0]
+                yield Statement("parameter", variable=Variable("param", align, kind, name, length, ""))
             elif text and not text.startswith(".pragma"):
                 yield Statement("instruction", text)
             at = end + 1
 
 
-def _outermost(place: Location, found: re.Match[str], parents: dict[Location, Location]) -> Location:
-    """Returns the place in the kernel itself, from which what lies here was inlined."""
+def _callers(place: Location, found: re.Match[str], files: dict[int, str], parents: dict[Location, Location]) -> str:
+    """Returns the file of a place, and from where its line was inlined, up to the kernel itself."""
+    chain = [files.get(place[0], "?"), *(f"{file}:{line}" for file, line in _CALLER.findall(found[0]))]
     if found[4]:
         place = (int(found[4]), int(found[5]), int(found[6]))
         for _ in range(64):
+            chain.append(f"{files.get(place[0], '?')}:{place[1]}")
             if place not in parents:
                 break
             place = parents[place]
-    return place
+    return CALLED_FROM.join(chain)

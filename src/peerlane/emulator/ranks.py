@@ -7,12 +7,15 @@ that host code has asked for, as a caller does. ``solution_run.py`` runs the sol
 
 from __future__ import annotations
 
+import math
+import resource
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,17 +28,20 @@ from peerlane.device.host.pool import check_sizes
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.device.host.waits import RECORD_WORDS, WaitRecord, Waits, record_in
-from peerlane.emulator.build import Program
+from peerlane.emulator.build import Program, variable_offset
 from peerlane.emulator.check import Report
-from peerlane.emulator.cuda_core import candidate_code
+from peerlane.emulator.cuda_graphs import recorded
+from peerlane.emulator.cuda_runtime import thread_of
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.emulator.host_libraries import emulated_libraries
 from peerlane.emulator.host_memory import AddressSpace, Part, empty_noted
 from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.emulator.nccl_windows import EmulatedWorld
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.emulator.scenario import GUARDED_TAKES
 from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
+from peerlane.emulator.torch_cuda import candidate_code
 from peerlane.emulator.triton_launches import compiled_not_interpreted
 from peerlane.emulator.turns import Meeting, Turns
 from peerlane.errors import EmulatedFault, UsageError
@@ -57,9 +63,13 @@ class World:
     gpu: EmulatedGpu
     from_ptx: bool
     nodes: int = 1
+    limit_s: float = math.inf
+    """processor seconds of all launches, and of compiling them"""
     turns: Turns = field(init=False)
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
+    process_groups: dict[str, Any] = field(default_factory=lambda: {"0": None})
+    """of torch.distributed, by name"""
     builds: Builds = field(init=False)
     cluster: Cluster = field(init=False)
     kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
@@ -72,16 +82,25 @@ class World:
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
         self.cluster = Cluster(self.nodes, self.size)
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._used_s = used.ru_utime + used.ru_stime
 
     def end_of_call(self, _: object) -> None:
         """Ends a call, once all ranks have returned from it."""
         for team in self.teams:
             team.end_of_call()
 
+    def time_left(self) -> float:
+        """Returns the processor seconds that launches may still take."""
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return min(300.0, max(0.1, self.limit_s - (used.ru_utime + used.ru_stime - self._used_s)))
+
     def team(self, members: Sequence[int]) -> Team:
-        """Returns a group of these ranks."""
-        self.teams.append(Team(self, members))
-        return self.teams[-1]
+        """Returns the group of these ranks."""
+        found = next((team for team in self.teams if team.members == tuple(members)), None)
+        if found is None:
+            self.teams.append(found := Team(self, members))
+        return found
 
 
 class Team:
@@ -90,10 +109,14 @@ class Team:
     def __init__(self, world: World, members: Sequence[int]) -> None:
         self.world, self.members = world, tuple(members)
         self.meeting = Meeting(world.turns, members)
-        self.sequence = LaunchSequence(self.members, world.schedules, world.seed)
+        self.sequence = LaunchSequence(self.members, world.schedules, world.seed, world.time_left)
         self.parts: list[Part] = []
         """of all arenas of the group, on all its ranks"""
         self.faults: list[Part] = []
+        self.handles: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        """of symmetric memory, by rank and tensor, as long as somebody has them"""
+        self.workspaces: dict[int, Any] = {}
+        """handles, by rank"""
         self.launches: Counter[str] = Counter()
         self.sources: set[str] = set()
         """hashes of the tokens of the launched kernels' sources"""
@@ -154,11 +177,19 @@ class Team:
         if program.globals and program.path not in self._variables:
             self._variables[program.path] = []
             for rank in self.members:
-                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8)
-                part = Part(VARIABLES, rank, self.world.space.reserve(memory.nbytes), memory)
+                memory = torch.frombuffer(bytearray(program.globals), dtype=torch.uint8).clone()
+                part = Part(VARIABLES, rank, self.world.space.address_of_new(memory), memory)
                 self.world.space.place(part)
                 self._variables[program.path].append(part)
         return self._variables.get(program.path, [])
+
+    def variable(self, module: Ptx, name: str, rank: int) -> int:
+        """Returns the address of a device variable of a PTX module on the rank of this number in the group."""
+        program = self.world.builds.compiled(Code(module)).program
+        offset = variable_offset(program, module, name)
+        if offset is None:
+            raise UnknownPtx(f"the address of variable {name}, which no kernel uses, {NOT_KNOWN}")
+        return self.variables(program)[rank].address + offset
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
@@ -314,6 +345,10 @@ class EmulatedLaunch:
         for value in self.args:
             if (check := getattr(value, "before_launch", None)) is not None:
                 check()
+        if not recorded(replace(self, args=tuple(map(bytes, self.args)))._run):
+            self._run()
+
+    def _run(self) -> None:
         group = self.kernel.group
         purpose, group.announced = group.announced, ""
         what = f"a launch of {self.kernel.name}{' for ' if purpose else ''}{purpose}"
@@ -348,21 +383,16 @@ class EmulatedRanks:
         gpu: EmulatedGpu | None = None,
         from_ptx: bool = False,
         nodes: int = 1,
+        limit_s: float = math.inf,
     ) -> None:
         """``gpu``: a rank has as many SMs as this one, and code is compiled for it; None: two SMs of an H100. ``from_ptx``: kernels run as
         the PTX that the GPU's compiler makes of them. ``nodes``: how many the ranks are in; an arena of ranks of different nodes raises
         UsageError."""
         sm_count = sm_count or (gpu.sm_count if gpu else SM_COUNT)
-        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes)
-        self._teams: dict[tuple[int, ...], Team] = {}
-        self._everyone = self._team(range(size))
+        self._world = World(size, schedules, seed, sm_count, gpu or default_gpu(), from_ptx, nodes, limit_s)
+        self._everyone = self._world.team(range(size))
         self._solutions: list[Callable[..., Any]] = []
         self._calls = 0
-
-    def _team(self, members: Sequence[int]) -> Team:
-        if tuple(members) not in self._teams:
-            self._teams[tuple(members)] = self._world.team(members)
-        return self._teams[tuple(members)]
 
     def groups(self, layouts: Mapping[str, Sequence[Sequence[int]]]) -> list[dict[str, Group]]:
         """Returns for every rank its group of each named set of groups, which are lists of ranks."""
@@ -370,7 +400,7 @@ class EmulatedRanks:
         for name, sets in layouts.items():
             for members in sets:
                 for rank in members:
-                    named[rank][name] = self._team(members).group(rank)
+                    named[rank][name] = self._world.team(members).group(rank)
         return named
 
     def load(self, load: Callable[[int], Callable[..., Any]]) -> None:
@@ -440,7 +470,7 @@ class EmulatedRanks:
             error: BaseException | None = None
             try:
                 turns.begin(rank)
-                with entered(self._everyone.group(rank)):
+                with entered(self._everyone.group(rank)), thread_of(rank):
                     results[rank] = act(rank)
             except BaseException as caught:
                 error = caught

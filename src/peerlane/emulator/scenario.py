@@ -14,7 +14,7 @@ from peerlane.device.host.arena import ArenaView, RemoteView
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.device.host.waits import WaitRecord
-from peerlane.emulator.job import BASE, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Job, Launch, Region, check_threads, whole_pages
+from peerlane.emulator.job import BASE, PAGE_BYTES, TIMEOUT_NS, VARIABLES, Job, Launch, Region, whole_pages
 from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import UsageError
 
@@ -184,7 +184,6 @@ class Scenario:
                 )
             arguments = tuple(self._argument(i, value, rank) for i, value in enumerate(args))
             self.launches.append(Launch(kernel, rank, stream, *sizes, shared_bytes, cluster, arguments, dependent=dependent))
-        check_threads(self.name, self.launches[-self.world_size :])
 
     def job(self, variables: bytes = b"") -> Job:
         """Returns the scenario as the emulator runs it: every part of an arena is a region of its own. ``variables`` are a rank's device

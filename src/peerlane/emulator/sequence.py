@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from peerlane.emulator.check import Report, check_kernels, report
 from peerlane.emulator.findings import Finding, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
 from peerlane.emulator.host_memory import Part
-from peerlane.emulator.job import VARIABLES, Job, Launch, check_threads, run_job
+from peerlane.emulator.job import VARIABLES, Job, Launch, fitted, require_all, run_job
 from peerlane.emulator.ptx_front_end import Ptx
 from peerlane.errors import EmulatedFault
 
@@ -101,10 +101,9 @@ class Builds:
         if code not in self.done:
             self.begin(code)
             build = self._for_gpu[code]
-            if self.from_ptx or build.has_device_code:
-                program = compile_program(build.ptx())
-            else:
-                program = build.beside(lambda: compile_program(code.source, defines=dict(code.defines)))
+            program = build.program(
+                lambda: compile_program(code.source, defines=dict(code.defines)), compile_program, want_ptx=self.from_ptx
+            )
             self.done[code] = Compiled(program, build.kernels())
         return self.done[code]
 
@@ -133,8 +132,8 @@ class Step:
 class LaunchSequence:
     """The launches of one group's ranks since the host last changed memory that they use."""
 
-    def __init__(self, members: Sequence[int], schedules: int, seed: int) -> None:
-        self.members, self.schedules, self.seed = members, schedules, seed
+    def __init__(self, members: Sequence[int], schedules: int, seed: int, time_left: Callable[[], float] = lambda: 300.0) -> None:
+        self.members, self.schedules, self.seed, self._time_left = members, schedules, seed, time_left
         self.reports: list[Report] = []
         self._code: Compiled | None = None
         self._steps: list[Step] = []
@@ -147,7 +146,7 @@ class LaunchSequence:
         """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end."""
         program = code.program
         check_kernels(name, step.launches, program)
-        check_threads(name, step.launches)
+        asked, step.launches = step.launches, fitted(name, step.launches)
         joined = code if self._code is None else self._code.joined(code)
         changed = self._changed(step)
         if joined is None or (not code.modules and any(part in self._known for part in changed)):
@@ -160,7 +159,8 @@ class LaunchSequence:
         started = time.monotonic()
         fault_regions = [region for region in job.regions if region.address in {part.address for part in faults}]
         job.faults = sorted(fault_regions, key=lambda region: region.rank)
-        answer = run_job(job, program, schedules=1, seed=self.seed, keep=True)
+        answer = run_job(job, program, schedules=1, seed=self.seed, keep=True, timeout_s=self._time_left())
+        require_all(name, asked, step.launches, answer)
         said = report(job, program, answer, schedules=1, seed=self.seed, seconds=time.monotonic() - started)
         by_address = {part.address: part for part in step.before}
         for region, pages in answer.written.items():
@@ -223,7 +223,7 @@ class LaunchSequence:
         names = ", ".join(dict.fromkeys(step.name for step in steps if step.name))
         name = f"{names}{f', {launches} launches in a row' if launches > 1 else ''}"
         job, program, started = self._job(name, steps, expected), code.program, time.monotonic()
-        answer = run_job(job, program, schedules=self.schedules, seed=self.seed)
+        answer = run_job(job, program, schedules=self.schedules, seed=self.seed, timeout_s=self._time_left())
         self.reports.append(report(job, program, answer, schedules=self.schedules, seed=self.seed, seconds=time.monotonic() - started))
 
     def _forget(self) -> None:
@@ -252,6 +252,14 @@ class LaunchSequence:
 def findings(reports: Iterable[Report]) -> list[Finding]:
     """Returns all findings, those of one kind and the same lines as one."""
     return merged(finding for item in reports for finding in item.findings)
+
+
+def candidate_findings(reports: Sequence[Report]) -> tuple[list[Finding], list[Finding]]:
+    """Returns the findings that show an error of a candidate, and notes. A kernel may copy what torch.empty holds, if nobody uses the copy;
+    a use shows in the result, for torch.empty holds NaN on emulated ranks."""
+    every = findings(reports)
+    copies = [item for item in every if item.kind == "uninitialised_read" and not item.memory.startswith("shared memory")]
+    return [item for item in every if item not in copies], merged([*(note for report in reports for note in report.notes), *copies])
 
 
 def _bytes_of(part: Part, contents: Contents) -> bytes:

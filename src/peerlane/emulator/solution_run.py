@@ -21,11 +21,11 @@ import torch
 
 from peerlane.device.host.group import Group
 from peerlane.emulator.check import Report
-from peerlane.emulator.findings import Finding, merged
+from peerlane.emulator.findings import Finding
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds
 from peerlane.emulator.host_libraries import prepare
 from peerlane.emulator.ranks import Arguments, EmulatedRanks, RankFailure, tensors_of
-from peerlane.emulator.sequence import Code, findings
+from peerlane.emulator.sequence import Code, candidate_findings
 from peerlane.errors import UsageError
 
 _DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")
@@ -50,12 +50,13 @@ class Outcome:
 
     @property
     def findings(self) -> list[Finding]:
-        return findings(self.reports)
+        """The findings that show an error."""
+        return candidate_findings(self.reports)[0]
 
     @property
     def notes(self) -> list[Finding]:
-        """What is right on GPUs of today, though PTX does not promise it."""
-        return merged(note for report in self.reports for note in report.notes)
+        """Findings that are right on GPUs of today, though PTX does not promise it, and copies of what nobody has written."""
+        return candidate_findings(self.reports)[1]
 
 
 def run(

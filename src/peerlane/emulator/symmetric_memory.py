@@ -20,8 +20,9 @@ from peerlane.errors import UsageError
 from peerlane.settings import multicast_allowed
 
 SIGNAL_PAD_BYTES = 2048
-_BARRIER = "symmetric_memory_barrier"
+_BARRIER, _WRITE = "symmetric_memory_barrier", "symmetric_memory_write"
 # As torch's kernel: thread t signals rank t by changing 0 to 1 in its pad, and takes rank t's signal by changing 1 to 0 in its own.
+# A write of no count comes behind a fence, as cuStreamWriteValue32 promises; with a count it is a memset.
 _SOURCE = Ptx(
     f"""
 .version 8.0
@@ -74,6 +75,28 @@ WAIT:
 DONE:
     ret;
 }}
+.visible .entry {_WRITE}(.param .u64 at, .param .u32 value, .param .u32 count)
+{{
+    .reg .pred %p<2>; .reg .b32 %r<4>; .reg .b64 %rd<2>;
+    .loc 1 2 0
+    ld.param.b64 %rd1, [at];
+    ld.param.b32 %r1, [value];
+    ld.param.b32 %r2, [count];
+    setp.ne.u32 %p1, %r2, 0;
+    @%p1 bra NEXT;
+    fence.acq_rel.sys;
+    st.relaxed.sys.global.b32 [%rd1], %r1;
+    ret;
+NEXT:
+    setp.eq.u32 %p1, %r2, 0;
+    @%p1 bra WRITTEN;
+    st.global.b32 [%rd1], %r1;
+    add.s64 %rd1, %rd1, 4;
+    sub.s32 %r2, %r2, 1;
+    bra NEXT;
+WRITTEN:
+    ret;
+}}
 """
 )
 _ALL, _NONE = 0xFFFFFFFF, 0xFFFFFFFE
@@ -90,7 +113,8 @@ def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> 
 
 def _part(group: EmulatedRank, name: str, nbytes: int) -> Part:
     space = group.team.world.space
-    part = Part(name, group.member, space.reserve(max(nbytes, 1)), torch.zeros(nbytes, dtype=torch.uint8), symmetric=True)
+    memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
+    part = Part(name, group.member, space.address_of_new(memory), memory[:nbytes], symmetric=True)
     part.show()
     part.read_by_caller = False
     if nbytes:
@@ -119,7 +143,7 @@ class SymmetricMemory:
         for part in self._parts:
             part.mapped[group.member] = own
         self._tensor = tensor
-        self.rank, self.world_size, self.device = group.rank, group.world_size, tensor.device
+        self.rank, self.world_size, self.device = group.rank, group.world_size, torch.device("cuda", group.member)
         self.buffer_size, self.signal_pad_size, self.offset = own.nbytes, SIGNAL_PAD_BYTES, 0
         self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
         self.buffer_ptrs = [part.address for part in self._parts]
@@ -160,10 +184,28 @@ class SymmetricMemory:
         """Launches a kernel that waits for one rank's signal."""
         self._signal(channel, _NONE, src_rank)
 
+    def stream_write_value32(self, addr: int, val: int) -> None:
+        """Writes a word behind a fence, in the order of the stream."""
+        _write(self._group, addr, val)
+
     def _signal(self, channel: int, target: int, source: int) -> None:
         numbers = (channel * self.world_size, self.rank, self.world_size, target, source)
         values = [ctypes.c_uint64(self.signal_pad_ptrs_dev), *map(ctypes.c_uint32, numbers)]
         self._group.launch_ptx(PtxLaunch(_SOURCE, _BARRIER, (1,), (32,), values))
+
+
+def write_value32(group: EmulatedRank, tensor: torch.Tensor, offset: int, value: int, count: int = 0) -> torch.Tensor:
+    """Writes a word at the tensor's element ``offset`` behind a fence, or ``count`` words without; returns the tensor."""
+    if tensor.itemsize != 4 or offset < 0 or offset + max(count, 1) > tensor.numel():
+        what = f"a write of {max(count, 1)} words at element {offset} of {tuple(tensor.shape)} of {tensor.dtype}"
+        raise UsageError(f"{what}; expected elements of 4 bytes, and a place inside of the tensor")
+    _write(group, group.address(tensor) + 4 * offset, value, count)
+    return tensor
+
+
+def _write(group: EmulatedRank, address: int, value: int, count: int = 0) -> None:
+    values = [ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint32(count)]
+    group.launch_ptx(PtxLaunch(_SOURCE, _WRITE, (1,), (1,), values))
 
 
 def _view(part: Part, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:

@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field
 
 from peerlane.device.nccl.installation import what_is_missing as nccl_is_missing
-from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here
+from peerlane.emulator.cuda_extensions import NO_TOOLKIT
+from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here, wants_extension
 from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
 from peerlane.emulator.solution_run import wants_distributed
+from peerlane.emulator.torch_cuda import NOT_EMULATED
 from peerlane.emulator.triton_launches import NO_TRITON, triton_is_here, wants_triton
 from peerlane.evaluate.audit.audit import library_violation
 from peerlane.evaluate.audit.library import library_kernels
@@ -20,6 +22,7 @@ from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
 from peerlane.evaluate.rank_interface import EmulatedInterface
+from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.problems.contract.spec import Case
 from peerlane.results.result import Audit
@@ -27,7 +30,7 @@ from peerlane.results.sanitize import sanitize, several_lines
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 from peerlane.sandbox.hidden_files import is_answer_file
 
-_NO_KIT = f"emulated ranks run candidates of {KIT}, Triton or cuda.core, and this one imports none of them: use --device cpu or cuda"
+_NO_KIT = f"emulated ranks run candidates of {KIT}, Triton, cuda.core or CUDA extensions, and this is none: use --device cpu or cuda"
 _SET_UP = "calls {names}, which the custom track allows in set-up only: emulated ranks cannot tell; use --device cpu or cuda"
 _REFERENCE = "emulated ranks do not run the reference: use --device cpu or cuda"
 _NVSHMEM = "a GPU: emulated ranks have no NVSHMEM; protocols for it can be checked by `peerlane race`, with <peerlane/peers/remote.cuh>"
@@ -59,6 +62,10 @@ class EmulatedPipeline(EvaluationPipeline):
             return NotRun(missing=missing)
         if wants_triton(self.source) and not triton_is_here():
             return NotRun(missing=NO_TRITON)
+        if wants_extension(self.source):
+            self.flags.add("native_host_code")
+            with self._in("build"):
+                (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
         self._spawn()
         self._load()
         for number, case in enumerate(cases):
@@ -110,7 +117,7 @@ class EmulatedPipeline(EvaluationPipeline):
         if failure.kind in ("runtime_error", "import_error"):
             if wants_distributed(line):
                 return NotRun(missing=f"uses torch.distributed in a way that emulated ranks do not have ({line}): use --device cpu or cuda")
-            if NOT_KNOWN in line or AT_MOST in line:
+            if any(said in line for said in (NOT_KNOWN, AT_MOST, NOT_EMULATED, NO_TOOLKIT)):
                 return NotRun(missing=line)
             if launches_differ(line, self.source or ""):
                 return NotRun(missing=f"{line}; {DIFFERENT_LAUNCHES}")

@@ -249,10 +249,11 @@ class BuilderInterface(RankInterface):
     @abstractmethod
     @declare(failure_kind="import_error")
     def build_candidate(
-        self, path: str, source: str, cache: str | None, granted: dict[str, str], on_cpu: bool, gpu_only: bool
+        self, path: str, source: str, cache: str | None, granted: dict[str, str], on_cpu: bool, gpu_only: bool, emulated: bool
     ) -> wire.Built:
         """Imports the candidate, and compiles what its source shows that it will compile when it is called.
 
         Compiler errors of the import are raised; anything else is left to the ranks, where it may well work. With ``gpu_only`` no rank of
-        this run will import it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
+        this run will import it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend. ``emulated``: its
+        ranks are emulated, so extensions are built for the emulator.
         """

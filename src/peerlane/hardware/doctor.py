@@ -17,9 +17,9 @@ from typing import Literal
 
 import torch
 
+from peerlane.common.toolkit import find_nvcc
 from peerlane.hardware.environment import installed_version, software_versions
 from peerlane.hardware.profiles import profile_for
-from peerlane.hardware.toolkit import find_nvcc
 from peerlane.hardware.topology import Topology, discover
 from peerlane.hardware.virtual_node import CONTROL, available_sharing
 from peerlane.settings import MULTICAST_OFF

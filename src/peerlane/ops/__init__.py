@@ -33,6 +33,7 @@ from peerlane.ops.collectives import (
     replicate,
 )
 from peerlane.ops.collectives import replicates as _replicates
+from peerlane.ops.direct import operator
 from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch, dispatch_fp8
 from peerlane.ops.experts import gated_experts
 from peerlane.ops.fp8 import gemm_all_reduce_fp8, gemm_reduce_scatter_fp8, grouped_gemm_fp8, row_gather_gemm_fp8
@@ -47,6 +48,7 @@ from peerlane.ops.quantise import quantize_fp8, quantize_transposed_fp8
 from peerlane.ops.shapes import product as _product
 from peerlane.ops.sharded_norms import reduce_scatter_rms_norm, reduce_scatter_rms_norm_fp8
 from peerlane.ops.sharding import takes_dtensors
+from peerlane.ops.uneven import all_gatherv, reduce_scatterv
 from peerlane.settings import set_batch_invariant
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "ExpertLayers",
     "all_gather",
     "all_gather_gemm",
+    "all_gatherv",
     "all_reduce",
     "all_reduce_rms_norm",
     "all_reduce_rms_norm_fp8",
@@ -77,6 +80,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_rms_norm",
     "reduce_scatter_rms_norm_fp8",
+    "reduce_scatterv",
     "replicate",
     "ring_attention",
     "row_gather_gemm",
@@ -102,7 +106,7 @@ def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
     return shards.transpose(0, 1).flatten(1, 2)
 
 
-@torch.library.custom_op("peerlane::all_gather_gemm", mutates_args=())
+@operator("all_gather_gemm")
 def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     same_call("all_gather_gemm", group, a, b)
     kit = fused("all_gather_gemm", group, a, b)
@@ -114,7 +118,7 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
     return product
 
 
-@torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
+@operator("gemm_all_gather")
 def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     same_call("gemm_all_gather", group, a, b)
     kit = fused("gemm_all_gather", group, a, b)

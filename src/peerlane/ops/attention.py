@@ -16,6 +16,7 @@ from peerlane.device.attention.ulysses import attend_by_heads, attend_by_heads_b
 from peerlane.errors import UsageError
 from peerlane.ops import dense_attention
 from peerlane.ops.check import no_kernel, same_call
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, without_autocast
 from peerlane.ops.sharding import takes_dtensors
@@ -23,7 +24,7 @@ from peerlane.ops.sharding import takes_dtensors
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op("peerlane::ring_attention", mutates_args=())
+@operator("ring_attention")
 def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> tuple[torch.Tensor, torch.Tensor]:
     same_call("ring_attention", group, q, k, v)
     no_kernel("ring_attention", group, q, k, v)
@@ -35,7 +36,7 @@ def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causa
     return out.clone(memory_format=torch.contiguous_format), logarithms.clone()
 
 
-@torch.library.custom_op("peerlane::ring_attention_backward", mutates_args=())
+@operator("ring_attention_backward")
 def _ring_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -69,7 +70,7 @@ def _backward_of_one_shape(known: tuple[torch.Tensor, ...], scale: float, causal
     return _contiguous((dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]))
 
 
-@torch.library.custom_op("peerlane::ulysses_attention", mutates_args=())
+@operator("ulysses_attention")
 def _ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> torch.Tensor:
     same_call("ulysses_attention", group, q, k, v)
     no_kernel("ulysses_attention", group, q, k, v)
@@ -80,7 +81,7 @@ def _ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, ca
         return attend_by_heads(q, k, v, scale=scale, causal=causal, group=kit).clone(memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("peerlane::ulysses_attention_backward", mutates_args=())
+@operator("ulysses_attention_backward")
 def _ulysses_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str
 ) -> Tensors:

@@ -14,6 +14,7 @@ from peerlane.device.collectives.reductions import OPERATIONS, Reduction, reduct
 from peerlane.errors import UsageError
 from peerlane.ops import replicated
 from peerlane.ops.check import same_call
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, world_size
 from peerlane.ops.shapes import require_axis, require_dense, rows
 from peerlane.ops.sharding import takes_dtensors
@@ -35,7 +36,7 @@ def replicates(gradient: Gradient) -> bool:
 # --- operators ---
 
 
-@torch.library.custom_op("peerlane::all_reduce", mutates_args=())
+@operator("all_reduce")
 def _all_reduce(x: torch.Tensor, group: str, op: str = "sum", factor: float = 1.0) -> torch.Tensor:
     same_call(f"all_reduce {op}", group, x)
     x, reduction = x.contiguous(), Reduction(op, factor)
@@ -44,7 +45,7 @@ def _all_reduce(x: torch.Tensor, group: str, op: str = "sum", factor: float = 1.
     return total
 
 
-@torch.library.custom_op("peerlane::all_gather", mutates_args=())
+@operator("all_gather")
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     same_call("all_gather", group, x)
     x = x.contiguous()
@@ -53,7 +54,7 @@ def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     return whole
 
 
-@torch.library.custom_op("peerlane::reduce_scatter", mutates_args=())
+@operator("reduce_scatter")
 def _reduce_scatter(x: torch.Tensor, group: str, op: str = "sum", factor: float = 1.0) -> torch.Tensor:
     same_call(f"reduce_scatter {op}", group, x)
     x, reduction = x.contiguous(), Reduction(op, factor)
@@ -62,7 +63,7 @@ def _reduce_scatter(x: torch.Tensor, group: str, op: str = "sum", factor: float 
     return part
 
 
-@torch.library.custom_op("peerlane::all_to_all", mutates_args=())
+@operator("all_to_all")
 def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
     same_call("all_to_all", group, x)
     x = x.contiguous()

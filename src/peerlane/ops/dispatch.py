@@ -14,6 +14,7 @@ from peerlane.device.moe.dispatch import Routing, token_combine, token_dispatch
 from peerlane.errors import UsageError
 from peerlane.ops import gathered_dispatch
 from peerlane.ops.check import no_kernel, same_call
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 
 Kernel = TypeVar("Kernel")
@@ -84,7 +85,7 @@ def _kernel(make: Callable[..., Kernel], x: torch.Tensor, slots: int, sizes: Seq
     return None if kit is None else make(kit, most, slots, own, row_bytes)
 
 
-@torch.library.custom_op("peerlane::dispatch", mutates_args=())
+@operator("dispatch")
 def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, sizes: Sequence[int], group: str) -> Five:
     """Returns received rows, their weights (or none), ends, dropped, sources."""
     same_call(f"dispatch {list(sizes)}", group, x[:0], topk_idx[:0])
@@ -98,7 +99,7 @@ def _dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tenso
     return received.x, weights, received.ends, received.dropped, received.sources
 
 
-@torch.library.custom_op("peerlane::dispatch_fp8", mutates_args=())
+@operator("dispatch_fp8")
 def _dispatch_fp8(
     x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, sizes: Sequence[int], group: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +114,7 @@ def _dispatch_fp8(
     return received.x, weights, received.ends, received.dropped, received.sources, received.scales
 
 
-@torch.library.custom_op("peerlane::dispatch_again", mutates_args=())
+@operator("dispatch_again")
 def _dispatch_again(x: torch.Tensor, topk_idx: torch.Tensor, sources: torch.Tensor, sizes: Sequence[int], group: str) -> torch.Tensor:
     """Returns rows of x where another dispatch has put its rows."""
     same_call(f"dispatch {list(sizes)} again", group, x[:0], topk_idx[:0])
@@ -123,7 +124,7 @@ def _dispatch_again(x: torch.Tensor, topk_idx: torch.Tensor, sources: torch.Tens
     return send.again(x.contiguous(), sources, routing)
 
 
-@torch.library.custom_op("peerlane::combine", mutates_args=())
+@operator("combine")
 def _combine(
     x: torch.Tensor,
     weights: torch.Tensor | None,

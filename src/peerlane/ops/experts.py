@@ -13,6 +13,7 @@ from peerlane.device.moe.layer import MAX_GROUPS, ExpertSizes, expert_layer
 from peerlane.device.products import gemm
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel, same_call
+from peerlane.ops.direct import operator
 from peerlane.ops.dispatch import DispatchConfig, _combine, _dispatch
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast
@@ -27,7 +28,7 @@ ALIGNMENT = 16
 """of each expert's rows, so that grouped products that add over rows may read whole vectors"""
 
 
-@torch.library.custom_op("peerlane::gated_experts", mutates_args=())
+@operator("gated_experts")
 def _experts(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -53,7 +54,7 @@ def _experts(
     return y
 
 
-@torch.library.custom_op("peerlane::gated_experts_backward", mutates_args=())
+@operator("gated_experts_backward")
 def _experts_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

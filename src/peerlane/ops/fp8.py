@@ -20,6 +20,7 @@ from peerlane.device.products.quantised import E4M3, Quantised
 from peerlane.device.products.row_gather_gemm import MAX_PRODUCTS
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel, same_call
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.products import _finish, gathered, scattered, summed
 from peerlane.ops.shapes import require_product, require_terms, rows
@@ -41,7 +42,7 @@ def _behind(activation: str, scale: float, promoted: bool, dtype: torch.dtype) -
 # --- all-gather of rows, and products ---
 
 
-@torch.library.custom_op("peerlane::row_gather_gemm_fp8", mutates_args=())
+@operator("row_gather_gemm_fp8")
 def _row_gather(
     a: torch.Tensor,
     a_scales: torch.Tensor,
@@ -97,8 +98,7 @@ _SUM = (
     "ScalarType dtype, str group) -> Tensor"
 )
 _reduce_scatter, _all_reduce = (
-    torch.library.custom_op(f"peerlane::{name}_fp8", functools.partial(_sum, name), mutates_args=(), schema=_SUM)
-    for name in ("gemm_reduce_scatter", "gemm_all_reduce")
+    operator(f"{name}_fp8", _SUM)(functools.partial(_sum, name)) for name in ("gemm_reduce_scatter", "gemm_all_reduce")
 )
 
 
@@ -115,7 +115,7 @@ def _(a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, *others: Any) ->
 # --- products of groups of rows, of one rank ---
 
 
-@torch.library.custom_op("peerlane::grouped_gemm_fp8", mutates_args=())
+@operator("grouped_gemm_fp8")
 def _grouped(
     a: torch.Tensor,
     a_scales: torch.Tensor,

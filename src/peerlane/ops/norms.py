@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.device.collectives import rms_norm
+from peerlane.device.collectives.rms_norm import BLOCK_COLUMNS
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import group_name, kit_group, world_size
 from peerlane.ops.products import summed
 from peerlane.settings import batch_invariant
@@ -20,19 +22,21 @@ _LARGEST, _SMALLEST_SCALE = 448.0, 1e-12  # of e4m3; of a token of zeros
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.library.custom_op("peerlane::all_reduce_rms_norm", mutates_args=())
+@operator("all_reduce_rms_norm")
 def _all_reduce_rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     residual: torch.Tensor | None,
     scale: torch.Tensor | None,
     epsilon: float,
+    weight_offset: float,
     quantisation: str,
     group: str,
 ) -> Three:
-    """Returns y, the sum, and the scales of quantisation by token, or none of them."""
+    """Returns y, the sum, and the scales of quantisation by token or by block, or none of them."""
     rows, ranks = x.reshape(-1, x.shape[-1]).contiguous(), world_size(group)
-    kit = kit_group(x, group) if _has_kernel(rows, weight, residual, ranks) else None
+    served = quantisation != "block" or rms_norm.serves_blocks(rows.shape[1])
+    kit = kit_group(x, group) if served and _has_kernel(rows, weight, residual, ranks) else None
     if kit is not None:
         norm = rms_norm.all_reduce_rms_norm(kit, rows.shape[1], rows.dtype)
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
@@ -43,19 +47,23 @@ def _all_reduce_rms_norm(
             epsilon=epsilon,
             quantisation=quantisation,  # type: ignore[arg-type]
             scale=scale,
+            weight_offset=weight_offset,
             batch_invariant=batch_invariant(),
         )
-        return y.view(x.shape), total.view(x.shape), x.new_empty(0, dtype=torch.float32) if scales is None else scales.view(x.shape[:-1])
+        found = x.new_empty(0, dtype=torch.float32) if scales is None else scales.view(_scale_shape(x.shape, quantisation))
+        return y.view(x.shape), total.view(x.shape), found
     no_kernel("all_reduce_rms_norm", group, x, weight)
     total = summed(x.to(torch.promote_types(x.dtype, torch.float32)), group)
     total = (total if residual is None else total + residual).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = F.rms_norm(total.to(wide), x.shape[-1:], weight.to(wide) + weight_offset, epsilon)
     if quantisation == "none":
-        return F.rms_norm(total, x.shape[-1:], weight, epsilon), total, x.new_empty(0, dtype=torch.float32)
-    y = F.rms_norm(total.float(), x.shape[-1:], weight.float(), epsilon)
-    by = scales_of(y) if scale is None else scale
-    scaled = y / (by.unsqueeze(-1) if scale is None else by)
-    found = by if scale is None else x.new_empty(0, dtype=torch.float32)
-    return scaled.clamp(-_LARGEST, _LARGEST).to(FP8), total, found
+        return y.to(x.dtype), total, x.new_empty(0, dtype=torch.float32)
+    if scale is not None:
+        return (y.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8), total, x.new_empty(0, dtype=torch.float32)
+    parts = y.float().unflatten(-1, (-1, BLOCK_COLUMNS if quantisation == "block" else x.shape[-1]))
+    by = scales_of(parts)
+    return (parts / by.unsqueeze(-1)).flatten(-2).to(FP8), total, by.view(_scale_shape(x.shape, quantisation))
 
 
 def _has_kernel(rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, ranks: int) -> bool:
@@ -64,15 +72,20 @@ def _has_kernel(rows: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor
     return one_dtype and fits and ranks > 1 and rows.dtype in rms_norm.DTYPES
 
 
+def _scale_shape(x: torch.Size, quantisation: str) -> tuple[int, ...]:
+    """Returns the shape of the scales of a norm of this shape: of its tokens, or of each one's blocks."""
+    return {"token": tuple(x[:-1]), "block": (*x[:-1], x[-1] // BLOCK_COLUMNS)}.get(quantisation, (0,))
+
+
 @_all_reduce_rms_norm.register_fake
 def _(x: torch.Tensor, *others: Any) -> Three:
     *_, quantisation, _group = others
     y = x.new_empty(x.shape, dtype=x.dtype if quantisation == "none" else FP8)
-    return y, x.new_empty(x.shape), x.new_empty(x.shape[:-1] if quantisation == "token" else (0,), dtype=torch.float32)
+    return y, x.new_empty(x.shape), x.new_empty(_scale_shape(x.shape, quantisation), dtype=torch.float32)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
-    _, weight, residual, _, ctx.epsilon, ctx.quantisation, ctx.group = inputs
+    _, weight, residual, _, ctx.epsilon, ctx.weight_offset, ctx.quantisation, ctx.group = inputs
     ctx.has_residual = residual is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(weight, output[1])
@@ -103,11 +116,11 @@ def _gradients(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, _
     if ctx.quantisation != "none":
         raise UsageError("the gradient of an all-reduce and RMSNorm in fp8: expected no quantisation where a gradient is wanted")
     weight, total = ctx.saved_tensors
-    grad, dweight = norm_gradients(weight, total, ctx.epsilon, dy, dtotal)
+    grad, dweight = norm_gradients(weight + ctx.weight_offset if ctx.weight_offset else weight, total, ctx.epsilon, dy, dtotal)
     if grad is None:
-        return (None,) * 7
+        return (None,) * 8
     shared = grad.to(total.dtype)
-    return torch.ops.peerlane.all_reduce(shared, ctx.group), dweight, shared if ctx.has_residual else None, None, None, None, None
+    return torch.ops.peerlane.all_reduce(shared, ctx.group), dweight, shared if ctx.has_residual else None, None, None, None, None, None
 
 
 _all_reduce_rms_norm.register_autograd(_gradients, setup_context=_remember)
@@ -119,13 +132,15 @@ def all_reduce_rms_norm(
     residual: torch.Tensor | None = None,
     *,
     epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ``rms_norm(total) * weight`` and ``total``, the sum of all ranks' ``x`` plus ``residual``, rounded once.
 
-    x and residual (..., H), weight (H); residual and weight the same on all ranks. One kernel for every 512 tokens of bfloat16 or float16,
+    x and residual (..., H), weight (H); residual and weight the same on all ranks. ``weight_offset`` is added to ``weight`` in float32: 1
+    for Gemma, which keeps weights less one. One kernel for every 512 tokens of bfloat16 or float16,
     H a multiple of 8; else an all-reduce in float32 and a norm."""
-    y, total, _ = _all_reduce_rms_norm(x, weight, residual, None, epsilon, "none", group_name(group))
+    y, total, _ = _all_reduce_rms_norm(x, weight, residual, None, epsilon, weight_offset, "none", group_name(group))
     return y, total
 
 
@@ -135,13 +150,21 @@ def all_reduce_rms_norm_fp8(
     residual: torch.Tensor | None = None,
     *,
     scale: torch.Tensor | None = None,
+    by: Literal["token", "block"] = "token",
     epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
     group: dist.ProcessGroup | None = None,
 ) -> Three:
     """Returns the norm in float8_e4m3fn, ``total``, and the scale by which the norm is the first result times it.
 
-    ``scale``: one float32 on the device, for all tokens; what is too large becomes the largest number. None: a scale for every token, its
-    largest absolute value over 448, of shape (...). Otherwise as ``all_reduce_rms_norm``; there is no gradient."""
-    quantisation = "token" if scale is None else "tensor"
-    y, total, found = _all_reduce_rms_norm(x, weight, residual, scale, epsilon, quantisation, group_name(group))
+    ``scale``: one float32 on the device, for all tokens; what is too large becomes the largest number. None: a scale ``by`` "token", its
+    largest absolute value over 448, of shape (...), or by "block", one for every 128 columns, (..., H / 128). Otherwise as
+    ``all_reduce_rms_norm``; there is no gradient."""
+    if by not in ("token", "block") or (by == "block" and (scale is not None or x.shape[-1] % BLOCK_COLUMNS)):
+        raise UsageError(
+            f"by={by!r} for {x.shape[-1]} columns with {'no' if scale is None else 'a'} scale: expected 'token' or 'block', the latter "
+            f"without a scale, for a multiple of {BLOCK_COLUMNS} columns"
+        )
+    quantisation = by if scale is None else "tensor"
+    y, total, found = _all_reduce_rms_norm(x, weight, residual, scale, epsilon, weight_offset, quantisation, group_name(group))
     return y, total, found if scale is None else scale

@@ -26,6 +26,7 @@ from peerlane.errors import UsageError
 from peerlane.ops import replicated
 from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.collectives import Gradient, replicates
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, product, require_product, require_terms, right_gradient, rows
 from peerlane.ops.sharding import takes_dtensors
@@ -94,7 +95,7 @@ def _finish(
 # --- all-gather of rows, and products ---
 
 
-@torch.library.custom_op("peerlane::row_gather_gemm", mutates_args=())
+@operator("row_gather_gemm")
 def _row_gather_gemm(
     a: torch.Tensor,
     bs: Sequence[torch.Tensor],
@@ -175,7 +176,7 @@ _row_gather_gemm.register_autograd(_gather_gradients, setup_context=_remember_ga
 def _summing(name: str, sums: Callable[..., Any], by_torch: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
     """Returns the operator of a product that is summed over ranks, by ``sums`` of the kit or ``by_torch``."""
 
-    def operator(
+    def product(
         a: torch.Tensor,
         b: torch.Tensor,
         bias: torch.Tensor | None,
@@ -193,7 +194,7 @@ def _summing(name: str, sums: Callable[..., Any], by_torch: Callable[[torch.Tens
         found: torch.Tensor = multiply(gemm.aligned(a), b, bias=bias, residual=residual, scale=scale)
         return found.clone(memory_format=torch.contiguous_format) if by_torch is summed else found.contiguous()  # of the arena, a copy
 
-    return torch.library.custom_op(f"peerlane::{name}", operator, mutates_args=())
+    return operator(name)(product)
 
 
 _gemm_reduce_scatter = _summing("gemm_reduce_scatter", _fused_scatter, scattered)

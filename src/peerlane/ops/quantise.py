@@ -17,13 +17,14 @@ from peerlane.device.products.quantised import (
 )
 from peerlane.device.products.scales import PAIR, Scaling, header_bytes
 from peerlane.errors import UsageError
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group
 
 Tensors = list[torch.Tensor]
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of rows that kernels make e4m3 of
 
 
-@torch.library.custom_op("peerlane::quantize_fp8", mutates_args=())
+@operator("quantize_fp8")
 def _quantize(x: torch.Tensor, by: str, transposes: bool, group: str) -> Tensors:
     """Returns values and scales, and the values' transpose if it ``transposes``, else nothing."""
     kit = kit_group(x, group) if by == "square" and x.dtype in KERNEL_DTYPES else None
@@ -43,7 +44,7 @@ def _(x: torch.Tensor, by: str, transposes: bool, group: str) -> Tensors:
     return [x.new_empty(x.shape, dtype=E4M3), x.new_empty(shape, dtype=torch.float32), x.new_empty(turned, dtype=E4M3)]
 
 
-@torch.library.custom_op("peerlane::quantize_rows_fp8", mutates_args=())
+@operator("quantize_rows_fp8")
 def _quantize_rows(x: torch.Tensor, by: str, gated: bool, group: str) -> torch.Tensor:
     """Returns rows with their scales in front of them, bytes."""
     kit, scaling = kit_group(x, group) if x.dtype in KERNEL_DTYPES else None, _scaling(by)

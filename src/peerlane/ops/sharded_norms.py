@@ -12,6 +12,7 @@ from peerlane.device.collectives.reductions import SUM
 from peerlane.device.collectives.sharded_rms_norm import BLOCK_COLUMNS, serves, sharded_rms_norm
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel, same_call
+from peerlane.ops.direct import operator
 from peerlane.ops.groups import group_name, kit_group, world_size
 from peerlane.ops.norms import FP8, Three, norm_gradients, scales_of
 from peerlane.ops.shapes import rows
@@ -19,7 +20,7 @@ from peerlane.ops.transport import transport
 from peerlane.settings import batch_invariant
 
 
-@torch.library.custom_op("peerlane::reduce_scatter_rms_norm", mutates_args=())
+@operator("reduce_scatter_rms_norm")
 def _reduce_scatter_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gathers: bool, epsilon: float, quantisation: str, group: str
 ) -> Three:

@@ -35,6 +35,10 @@ class Transport(Protocol):
         input_split_sizes: Sequence[int] | None = None,
     ) -> None: ...
 
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None: ...
+
+    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], reduction: Reduction = SUM) -> None: ...
+
 
 def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -> Transport:
     """Returns what carries ``x`` between the ranks of ``group``. ``reduction``: of a collective that reduces.
@@ -82,6 +86,19 @@ class Library:
     ) -> None:
         received, sent = (None if sizes is None else list(sizes) for sizes in (output_split_sizes, input_split_sizes))
         dist.all_to_all_single(output, input, received, sent, group=self._group)
+
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None:
+        self.all_to_all_single(output, input.repeat(self._ranks, *[1] * (input.dim() - 1)), sizes, [len(input)] * self._ranks)
+
+    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], reduction: Reduction = SUM) -> None:
+        terms = output.new_empty((self._ranks, *output.shape))
+        self.all_to_all_single(terms.flatten(0, 1), input, [len(output)] * self._ranks, sizes)
+        if reduction.name in ("max", "min"):
+            output.copy_(terms.amax(0) if reduction.name == "max" else terms.amin(0))
+            return
+        total = terms.sum(0, dtype=torch.promote_types(terms.dtype, torch.float32) if terms.is_floating_point() else terms.dtype)
+        self._finish(total, reduction)
+        output.copy_(total)
 
     def _finish(self, output: torch.Tensor, reduction: Reduction) -> None:
         if reduction.name == "avg":

@@ -43,7 +43,7 @@ def problem_entry(problem: Problem) -> Entry:
 
 
 def index(suite: Sequence[Problem]) -> str:
-    """Returns the text of the index of the suite, see :mod:`peerlane.common.problem_index`."""
+    """Returns the text of the index of the suite, see :mod:`peerlane.common.problem_files`."""
     return "[\n" + ",\n".join(json.dumps(problem_entry(problem), ensure_ascii=False) for problem in suite) + "\n]\n"
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from peerlane.common.problem_files import OWN_FOLDER, problem_files
-from peerlane.common.problem_index import index_entries
+from peerlane.common.problem_files import OWN_FOLDER, index_entries, problem_files
 from peerlane.common.version import PACKAGE
 
 _FOLDERS = (OWN_FOLDER / "pages", PACKAGE.parents[1] / "docs" / "problems")

@@ -18,7 +18,7 @@ from peerlane.results.result import Result
 
 LATENCY_US = 20.0
 TIERS_FILE = Path(__file__).with_name("tiers.json")
-"""made by ``tests/report/test_tiers.py`` from TIERS_SOURCE, a path in the repository"""
+"""made by ``tests/report/test_tables.py`` from TIERS_SOURCE, a path in the repository"""
 TIERS_SOURCE = "results/h100x1/virtual_solutions.jsonl"
 _WIDE, _TIGHT = 3.0, 1.5
 

@@ -23,7 +23,7 @@ from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure
 from peerlane.evaluate.ranks import builds
-from peerlane.hardware.memory import GpuMemory, parse_smi_memory
+from peerlane.hardware.topology import GpuMemory, parse_smi_memory
 from peerlane.results.store import ResultsStore
 from peerlane.settings import PoolSettings
 from sample_results import result

@@ -163,7 +163,7 @@ def test_what_needs_all_of_torchs_headers_gets_them(folder: Path, monkeypatch: p
     light.mkdir()
     (light / "lacks.h").write_text("#error is missing here")
     (folder / "lacks.h").write_text("constexpr int all = 42;")
-    monkeypatch.setattr(extensions, "_LIGHT_HEADERS", light)
+    monkeypatch.setattr(extensions, "LIGHT_HEADERS", light)
     source = SOURCE.replace("ANSWER", "all").replace('code = """', 'code = """#include <lacks.h>\n')
     source = source.replace("no_implicit", f"extra_include_paths=[{str(folder)!r}], no_implicit")
     original = cpp_extension._jit_compile

@@ -1,12 +1,12 @@
 """The torch.distributed backend ``peerlane``: the kit's collectives in unchanged PyTorch programs.
 
-    import peerlane.device.backend
     torch.distributed.init_process_group("peerlane")
     ...
     print(peerlane.device.backend.report())         which calls ran where, and why
 
 A CUDA tensor whose operation, dtype and group the kit supports is served by one kernel of the kit. Every other call goes to NCCL (CUDA
-tensors) or gloo (CPU tensors). Importing this module registers the backend; nothing is compiled.
+tensors) or gloo (CPU tensors). Nothing is compiled when this module is imported. Where the package is
+installed, ``import torch`` registers the backend by itself (``peerlane.autoload``).
 
 Rules for programs:
 
@@ -15,12 +15,11 @@ Rules for programs:
 * Split sizes of ``all_to_all_single`` are given on all ranks of a call, or on none.
 """
 
-import torch.distributed as dist
-
+from peerlane.autoload import register
 from peerlane.device.backend.captured_messages import check_captured_messages
-from peerlane.device.backend.process_group import PeerlaneGroup, create_group
+from peerlane.device.backend.process_group import PeerlaneGroup
 from peerlane.device.host.tally import Count, counts, report, reset_counts
 
 __all__ = ["Count", "PeerlaneGroup", "check_captured_messages", "counts", "report", "reset_counts"]
 
-dist.Backend.register_backend("peerlane", create_group, extended_api=True, devices=["cpu", "cuda"])
+register()

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from peerlane.device.backend.neighbours import Seat, share_gpus
 from peerlane.device.backend.ordering import CudaLane, Lane
 from peerlane.device.collectives.alone import Alone
+from peerlane.device.collectives.checks import require_contiguous
 from peerlane.device.collectives.communicator import communicator
 from peerlane.device.collectives.point_to_point import Transfer, point_to_point
 from peerlane.device.collectives.reductions import SUM, Reduction, reduction_of, refusal
@@ -42,6 +43,12 @@ class Collectives(Protocol):
         input: torch.Tensor,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
+    ) -> None: ...
+
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None: ...
+
+    def reduce_scatter_parts(
+        self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], *, reduction: Reduction = SUM
     ) -> None: ...
 
     @property
@@ -134,29 +141,47 @@ def refused_group(world_size: int, hosts: Collection[str]) -> str:
     return ""
 
 
-def refused_reduction(op: Any, dtype: torch.dtype) -> str:
-    """Returns the reason why the kit does not reduce with the ``ReduceOp`` in ``dtype``; empty if it does."""
+def reduction(op: Any, dtype: torch.dtype) -> tuple[Reduction, str]:
+    """Returns the reduction of a ``ReduceOp``, and the reason why the kit does not reduce so in ``dtype``; that is empty if it does."""
     try:
-        return refusal(reduction_of(op).name, dtype)
+        found = reduction_of(op)
+        return found, refusal(found.name, dtype)
     except UsageError as error:
-        return str(error)
+        return SUM, str(error)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor`` as contiguous memory, for operations that treat all elements alike. Raises UsageError if it has gaps."""
-    if tensor.is_contiguous():
-        return tensor
-    if any(
+    if not tensor.is_contiguous() and any(
         tensor.dim() == dims and tensor.is_contiguous(memory_format=layout)
         for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
     ):
         return tensor.as_strided((tensor.numel(),), (1,))
-    raise UsageError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass .contiguous()")
+    require_contiguous(tensor)
+    return tensor
 
 
 def same_sizes(tensors: Sequence[torch.Tensor]) -> bool:
     """Tells whether all have the same number of elements."""
     return len({tensor.numel() for tensor in tensors}) == 1
+
+
+def all_gather(served: Collectives, parts: Sequence[torch.Tensor], input: torch.Tensor) -> None:
+    """Gathers every rank's ``input`` to its part, be they equal or not."""
+    if same_sizes(parts):
+        fill_parts(parts, lambda whole: served.all_gather_into_tensor(whole, input.contiguous()))
+    else:
+        sizes = [part.numel() for part in parts]
+        fill_parts(parts, lambda whole: served.all_gather_parts(whole, input.reshape(-1), sizes))
+
+
+def reduce_scatter(served: Collectives, output: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction) -> None:
+    """Reduces every rank's own part of all ranks' ``parts`` to ``output``, be they equal or not."""
+    if same_sizes([*parts, output]):
+        served.reduce_scatter_tensor(output, joined(parts), reduction=reduction)
+    else:
+        sizes = [part.numel() for part in parts]
+        served.reduce_scatter_parts(flat(output).view(-1), joined(parts), sizes, reduction=reduction)
 
 
 def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ NCCL backend, a blocking call runs on the caller's stream and an asynchronous on
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -67,6 +68,8 @@ class FinishedWork(Work):
     """A call that is already ordered before whatever its caller does next. ``check`` raises if its group has stopped."""
 
     check: Callable[[], None] | None = None
+    span: Future[None] | None = None
+    """Done when a profiler has seen the end of the call."""
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -84,6 +87,9 @@ class FinishedWork(Work):
         return True
 
     def synchronize(self) -> None: ...
+
+    def finish(self) -> None:
+        """Returns when the call has ended on the device too."""
 
     def result(self) -> list[torch.Tensor]:
         return self._tensors
@@ -103,8 +109,11 @@ class StreamWork(FinishedWork):
         self._stream, self._end = stream, end
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        torch.cuda.current_stream(self._stream.device).wait_event(self._end)
+        _current(self._stream.device_index).wait_event(self._end)
         return super().wait(timeout)
+
+    def finish(self) -> None:
+        self._end.synchronize()
 
     def synchronize(self) -> None:
         self.wait()
@@ -135,6 +144,10 @@ class JointWork(FinishedWork):
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
 
+    def finish(self) -> None:
+        for work in self.works:
+            getattr(work, "finish", work.wait)()
+
     def is_success(self) -> bool:
         return all(work.is_success() for work in self.works)
 
@@ -144,6 +157,25 @@ class JointWork(FinishedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         every = torch.futures.collect_all([work.get_future() for work in self.works])
         return every.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
+
+
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def _current(device: int) -> torch.cuda.Stream:
+    """Returns the caller's stream on a GPU. What torch has for this makes a new object and takes ten times as long."""
+    key = torch._C._cuda_getCurrentStream(device)
+    stream = _streams.get(key)
+    if stream is None:
+        if len(_streams) == _MOST_ENDS:
+            _streams.clear()
+        stream = _streams[key] = torch.cuda.Stream(stream_id=key[0], device_index=key[1], device_type=key[2])  # type: ignore[no-untyped-call]
+    return stream
+
+
+def _enter(stream: torch.cuda.Stream) -> None:
+    """Makes a stream of the current device the current one of this thread."""
+    torch._C._cuda_setStream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 class CudaLane:
@@ -157,13 +189,16 @@ class CudaLane:
         self._lane = lane_of(device)
         self.lock = self._lane.lock
         self._side: torch.cuda.Stream | None = None
+        self._point: Any = None
+        """behind what the caller's stream had at the last asynchronous call; one event for all times"""
         self._beside: list[torch.cuda.Stream] = []
         self._turn = 0
         self._ends: dict[Hashable, tuple[torch.cuda.Event, int]] = {}
         """of the last call beside the lane with each key: its end, and the capture that it is in"""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
-        if self.device.index not in (None, torch.cuda.current_device()):  # rare, and a context costs as much as a launch
+        current_device = torch.cuda.current_device()
+        if self.device.index not in (None, current_device):  # rare, and a context costs as much as a launch
             with torch.cuda.device(self.device):
                 return self.run(call, tensors, asynchronous=asynchronous)
         # Without the lock: ``call`` takes that of its group first, as operators do.
@@ -174,11 +209,16 @@ class CudaLane:
             return FinishedWork(tensors)
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side = self._side
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side, current = self._side, _current(current_device)
+        with self.lock:  # another thread may record the same event
+            self._point = current.record_event(self._point)
+            side.wait_event(self._point)
+        _enter(side)  # torch's context asks for the current stream twice more
+        try:
             call()
-            end = side.record_event()
+        finally:
+            _enter(current)
+        end = side.record_event()
         for tensor in tensors:
             tensor.record_stream(side)
         return StreamWork(side, end, tensors)

@@ -16,9 +16,8 @@ from torch._C._distributed_c10d import Work
 from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives
 from peerlane.device.backend.ordering import JointWork
-from peerlane.device.backend.routing import LIBRARIES, RoutedGroup, c10d
+from peerlane.device.backend.routing import LIBRARIES, RoutedGroup, c10d, options
 from peerlane.device.collectives.point_to_point import Transfer
-from peerlane.device.collectives.reductions import reduction_of
 from peerlane.device.host.tally import count
 from peerlane.errors import UsageError
 
@@ -46,89 +45,94 @@ class PeerlaneGroup(RoutedGroup):
     # ---- sums ------------------------------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllreduceOptions()
+        opts = options(opts, c10d.AllreduceOptions)
         (tensor,) = _one(tensors, "all_reduce")
-        if (served := self._served("all_reduce", tensor, opts.reduceOp)) is not None:
-            reduction = reduction_of(opts.reduceOp)
-            return self._on_kit(lambda: served.all_reduce(kit.flat(tensor), reduction=reduction), tensors, opts)
+        reduction, refusal = kit.reduction(opts.reduceOp, tensor.dtype)
+        if (served := self._served("all_reduce", tensor, refusal)) is not None:
+            return self._on_kit("all_reduce", lambda: served.all_reduce(kit.flat(tensor), reduction=reduction), tensors, opts)
         return self._on_child(tensor, lambda child: child.allreduce(tensors, opts))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllreduceCoalescedOptions()
-        return JointWork([self.allreduce([tensor], _like(c10d.AllreduceOptions(), opts)) for tensor in tensors])
+        opts = options(opts, c10d.AllreduceCoalescedOptions)
+        alike = _like(c10d.AllreduceOptions(), opts)
+        return self._spanned("all_reduce", tensors, lambda: JointWork([self.allreduce([tensor], alike) for tensor in tensors]))
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.ReduceOptions()
+        opts = options(opts, c10d.ReduceOptions)
         (tensor,) = _one(tensors, "reduce")
-        if (served := self._served("reduce", tensor, opts.reduceOp)) is not None:
-            reduction = reduction_of(opts.reduceOp)
-            return self._on_kit(lambda: served.reduce(kit.flat(tensor), opts.rootRank, reduction=reduction), tensors, opts)
+        reduction, refusal = kit.reduction(opts.reduceOp, tensor.dtype)
+        if (served := self._served("reduce", tensor, refusal)) is not None:
+            return self._on_kit("reduce", lambda: served.reduce(kit.flat(tensor), opts.rootRank, reduction=reduction), tensors, opts)
         return self._on_child(tensor, lambda child: child.reduce(tensors, opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        opts = opts or c10d.ReduceScatterOptions()
-        if (served := self._served("reduce_scatter_single", input, opts.reduceOp)) is not None:
-            reduction = reduction_of(opts.reduceOp)
-            return self._on_kit(lambda: served.reduce_scatter_tensor(output, input, reduction=reduction), [output, input], opts)
+        opts = options(opts, c10d.ReduceScatterOptions)
+        reduction, refusal = kit.reduction(opts.reduceOp, input.dtype)
+        if (served := self._served("reduce_scatter_single", input, refusal)) is not None:
+            call = lambda: served.reduce_scatter_tensor(output, input, reduction=reduction)  # noqa: E731
+            return self._on_kit("reduce_scatter_single", call, [output, input], opts, [input])
         return self._on_child(input, lambda child: child._reduce_scatter_base(output, input, opts))
 
     def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return JointWork([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        pairs = zip(outputs, inputs, strict=True)
+        return self._spanned(
+            "reduce_scatter_single", inputs, lambda: JointWork([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+        )
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        opts = opts or c10d.ReduceScatterOptions()
+        opts = options(opts, c10d.ReduceScatterOptions)
         (output,), (parts,) = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
-        refusal = "" if kit.same_sizes([*parts, output]) else "parts of different sizes; the kit reduces and scatters equal ones"
-        if (served := self._served("reduce_scatter", output, opts.reduceOp, refusal)) is not None:
-            reduction = reduction_of(opts.reduceOp)
-            call = lambda: served.reduce_scatter_tensor(output, kit.joined(parts), reduction=reduction)  # noqa: E731
-            return self._on_kit(call, [output, *parts], opts)
+        reduction, refusal = kit.reduction(opts.reduceOp, output.dtype)
+        if (served := self._served("reduce_scatter", output, refusal)) is not None:
+            call = lambda: kit.reduce_scatter(served, output, parts, reduction)  # noqa: E731
+            return self._on_kit("reduce_scatter", call, [output, *parts], opts, parts)
         return self._on_child(output, lambda child: child.reduce_scatter(outputs, inputs, opts))
 
     # ---- moves -----------------------------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.BroadcastOptions()
+        opts = options(opts, c10d.BroadcastOptions)
         (tensor,) = _one(tensors, "broadcast")
         if (served := self._served("broadcast", tensor)) is not None:
-            return self._on_kit(lambda: served.broadcast(kit.flat(tensor), opts.rootRank), tensors, opts)
+            return self._on_kit("broadcast", lambda: served.broadcast(kit.flat(tensor), opts.rootRank), tensors, opts)
         return self._on_child(tensor, lambda child: child.broadcast(tensors, opts))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
-        opts = opts or c10d.AllgatherOptions()
+        opts = options(opts, c10d.AllgatherOptions)
         if (served := self._served("all_gather_single", input)) is not None:
-            return self._on_kit(lambda: served.all_gather_into_tensor(output, input), [output, input], opts)
+            call = lambda: served.all_gather_into_tensor(output, input)  # noqa: E731
+            return self._on_kit("all_gather_single", call, [output, input], opts, [input])
         return self._on_child(input, lambda child: child._allgather_base(output, input, opts))
 
     def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return JointWork([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+        pairs = zip(outputs, inputs, strict=True)
+        return self._spanned("all_gather_single", inputs, lambda: JointWork([self.all_gather_single(*pair, opts) for pair in pairs]))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllgatherOptions()
+        opts = options(opts, c10d.AllgatherOptions)
         (input,), (parts,) = _one(inputs, "all_gather"), _one(outputs, "all_gather")
-        refusal = "" if kit.same_sizes(parts) else "parts of different sizes; the kit gathers equal ones"
-        if (served := self._served("all_gather", input, refusal=refusal)) is not None:
-            fill = lambda whole: served.all_gather_into_tensor(whole, input.contiguous())  # noqa: E731
-            return self._on_kit(lambda: kit.fill_parts(parts, fill), [input, *parts], opts)
+        if (served := self._served("all_gather", input)) is not None:
+            return self._on_kit("all_gather", lambda: kit.all_gather(served, parts, input), [*parts, input], opts, [input])
         return self._on_child(input, lambda child: child.allgather(outputs, inputs, opts))
 
     def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        return JointWork(
-            [self.allgather([list(parts)], [input], opts) for parts, input in zip(zip(*outputs, strict=True), inputs, strict=True)]
-        )
+        pairs = zip(zip(*outputs, strict=True), inputs, strict=True)
+        return self._spanned("all_gather", inputs, lambda: JointWork([self.allgather([list(own)], [input], opts) for own, input in pairs]))
 
     def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.GatherOptions()
+        opts = options(opts, c10d.GatherOptions)
         (input,) = _one(inputs, "gather")
         if (served := self._served("gather", input)) is not None:
-            return self._on_kit(lambda: _gather(served, outputs, input, opts.rootRank), [input, *itertools.chain(*outputs)], opts)
+            call = lambda: _gather(served, outputs, input, opts.rootRank)  # noqa: E731
+            return self._on_kit("gather", call, [*itertools.chain(*outputs), input], opts, [input])
         return self._on_child(input, lambda child: child.gather(outputs, inputs, opts))
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
-        opts = opts or c10d.ScatterOptions()
+        opts = options(opts, c10d.ScatterOptions)
         (output,) = _one(outputs, "scatter")
         if (served := self._served("scatter", output)) is not None:
-            return self._on_kit(lambda: _scatter(served, output, inputs, opts.rootRank), [output, *itertools.chain(*inputs)], opts)
+            call = lambda: _scatter(served, output, inputs, opts.rootRank)  # noqa: E731
+            return self._on_kit("scatter", call, [output, *itertools.chain(*inputs)], opts, list(itertools.chain(*inputs)))
         return self._on_child(output, lambda child: child.scatter(outputs, inputs, opts))
 
     def all_to_all_single(
@@ -139,18 +143,19 @@ class PeerlaneGroup(RoutedGroup):
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> Work:
-        opts = opts or c10d.AllToAllOptions()
+        opts = options(opts, c10d.AllToAllOptions)
         if (served := self._served("all_to_all_single", input)) is not None:
             splits = (list(output_splits) or None, list(input_splits) or None)
-            return self._on_kit(lambda: served.all_to_all_single(output, input, *splits), [output, input], opts)
+            call = lambda: served.all_to_all_single(output, input, *splits)  # noqa: E731
+            return self._on_kit("all_to_all_single", call, [output, input], opts, [input])
         return self._on_child(input, lambda child: child.alltoall_base(output, input, list(output_splits), list(input_splits), opts))
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
-        opts = opts or c10d.AllToAllOptions()
+        opts = options(opts, c10d.AllToAllOptions)
         if (served := self._served("all_to_all", inputs[0])) is not None:
             splits = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
             fill = lambda whole: served.all_to_all_single(whole, kit.joined(inputs), *splits)  # noqa: E731
-            return self._on_kit(lambda: kit.fill_parts(outputs, fill), [*inputs, *outputs], opts)
+            return self._on_kit("all_to_all", lambda: kit.fill_parts(outputs, fill), [*outputs, *inputs], opts, inputs)
         return self._on_child(inputs[0], lambda child: child.alltoall(outputs, inputs, opts))
 
     # The names of PyTorch before 2.13.
@@ -189,7 +194,7 @@ class PeerlaneGroup(RoutedGroup):
         rank = peer if messenger is self else self._ranks[peer]
         transfer = Transfer(elements.data_ptr(), elements.nbytes, rank, operation == "recv", f"{self._name} {tag}")
         if batch is None:
-            return self._noted(messenger._start_messages([transfer], tensors))
+            return self._noted(self._spanned(operation, tensors, lambda: messenger._start_messages([transfer], tensors)))
         batch.transfers.append(transfer)
         batch.tensors.append(tensor)
         if len(batch.transfers) == len(batch.operations):
@@ -228,9 +233,9 @@ class PeerlaneGroup(RoutedGroup):
         return None if operations is None else self._batch
 
 
-def create_group(options: Any, backend_options: Any = None) -> PeerlaneGroup:
-    """Creates the group; torch.distributed calls this on every rank of a new group."""
-    return PeerlaneGroup(
+def create_group(options: Any, device: torch.device | None) -> PeerlaneGroup:
+    """Creates the group, bound to ``device`` if that is given; torch.distributed calls this on every rank of a new group."""
+    group = PeerlaneGroup(
         options.store,
         options.group_rank,
         options.group_size,
@@ -238,10 +243,15 @@ def create_group(options: Any, backend_options: Any = None) -> PeerlaneGroup:
         name=options.group_id,
         ranks=list(options.global_ranks_in_group),
     )
+    if device is not None:
+        group.bound_device_id = device
+    return group
 
 
 def _one(items: Sequence[Any], operation: str) -> Sequence[Any]:
     """Returns the only one of ``items``: a process has one GPU of a group."""
+    if isinstance(items, torch.Tensor):
+        raise UsageError(f"{operation} got a tensor: expected a list of one, and options; torch.distributed's functions make them")
     if len(items) != 1:
         raise UsageError(f"{operation} of {len(items)} tensors at once; pass one, or use a coalesced operation")
     return items

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ReduceOp, Store, Work
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d
 
 from peerlane import settings
@@ -19,7 +20,8 @@ from peerlane.device.backend import kit
 from peerlane.device.backend.captured_messages import captured_messages
 from peerlane.device.backend.kit import Collectives, KitProvider, Messages, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
-from peerlane.device.backend.ordering import FinishedWork, JointWork
+from peerlane.device.backend.ordering import FinishedWork, JointWork, Lane
+from peerlane.device.backend.spans import profiled, spanned
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
 from peerlane.device.collectives.point_to_point import MOST_TRANSFERS, Transfer
 from peerlane.device.host.call_order import call_order
@@ -70,7 +72,9 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._kit: Collectives | None = None
         self._messages: Messages | None = None
         self._kit_device: torch.device | None = None
+        self._lane: Lane | None = None
         self._coalescing: _Coalescing | None = None
+        self._in_span, self._splits = False, 0
         self._store = PrefixStore("peerlane", store)
         self._exchange = StoreExchange(PrefixStore("backend", store), rank, world_size)
         own = Seat.own()
@@ -90,7 +94,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._name = name
         serve_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
 
-    def _served(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None, refusal: str = "") -> Collectives | None:
+    def _served(self, operation: str, tensor: torch.Tensor, refusal: str = "") -> Collectives | None:
         """Returns the kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
         device = tensor.device
         if device.type != self._provider.device_type:
@@ -99,7 +103,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
                 call_order().enter(self._name, self._ranks, what, self._timeout.total_seconds())
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
-        refusal = refusal or self._refusal or ("" if op is None else kit.refused_reduction(op, tensor.dtype))
+        refusal = refusal or self._refusal or ("" if tensor.layout is torch.strided else "a sparse tensor; the kit serves dense ones")
         if not refusal and (self._kit is None or self._kit.closed):
             self._open_kit(device)
             refusal = self._refusal
@@ -125,14 +129,20 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             if opened is not None:
                 opened.close()
             return
-        self._kit, self._messages, self._kit_device = opened, messages, device
+        self._kit, self._messages, self._kit_device, self._lane = opened, messages, device, self._provider.lane(device)
         if device.type == "cuda":
             self._child(device).eager_connect_single_device(device)
 
-    def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
-        assert self._kit_device is not None
-        self._check()
-        lane = self._provider.lane(self._kit_device)
+    def _on_kit(
+        self, operation: str, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any, inputs: Sequence[torch.Tensor] = ()
+    ) -> Work:
+        """Starts ``call``, which reads and writes ``tensors``: those that it returns first. Profilers see the shapes of ``inputs``."""
+        if profiled() and not self._in_span:
+            return self._spanned(operation, inputs or tensors, lambda: self._on_kit(operation, call, tensors, opts))
+        lane = self._lane
+        assert lane is not None
+        if self.waits.stopped:
+            self._check()
         captured_messages(lane).launch()
         try:
             work = lane.run(call, tensors, asynchronous=opts.asyncOp)
@@ -141,6 +151,16 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if isinstance(work, FinishedWork):
             work.check = self._check
         return self._noted(work)
+
+    def _spanned(self, operation: str, inputs: Sequence[torch.Tensor], start: Callable[[], Work]) -> Work:
+        """Returns ``start()``, all calls of which are one span of a profiler."""
+        if self._in_span or not profiled() or not inputs or inputs[0].device.type != self._provider.device_type:
+            return start()
+        self._in_span = True
+        try:
+            return spanned(operation, inputs, start, captured=bool(self._provider.lane(inputs[0].device).capture()))
+        finally:
+            self._in_span = False
 
     def _messenger(self, device: torch.device) -> RoutedGroup | None:
         """Returns the group whose kit takes this group's messages; None if NCCL or gloo does.
@@ -218,7 +238,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def barrier(self, opts: Any = None) -> Work:
         """Waits until all ranks have come and the work of their current streams has ended. A captured barrier orders the device only."""
-        opts = opts or c10d.BarrierOptions()
+        opts = options(opts, c10d.BarrierOptions)
         device = self._barrier_device(opts)
         if device is not None:
             lane = self._provider.lane(device)
@@ -239,10 +259,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             return self._kit_device
         if opts.device_ids:
             return torch.device("cuda", opts.device_ids[0])
-        return self._kit_device or torch.device("cuda", torch.cuda.current_device())
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        self._children["cpu"].monitored_barrier(timeout or self._timeout, wait_all_ranks)
+        return self._kit_device or self.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = _Coalescing()
@@ -259,6 +276,38 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             self._provider.lane(device).after_child(child, work)
         own = [known for known in coalesced.works if isinstance(known, FinishedWork)]
         return JointWork(own if work is None else [*own, work])
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> RoutedGroup | None:
+        """Returns a group of some of this group's ranks, in their order here; None on the others. All ranks of this group call it.
+
+        The new group serves all types of devices and has children of its own, so ``opts`` and ``device_types`` have no effect."""
+        members, self._splits = sorted(ranks), self._splits + 1
+        if not members or len(set(members)) < len(members) or not 0 <= members[0] <= members[-1] < self.size():
+            raise UsageError(f"split_group got the ranks {members}: expected different numbers within this group of {self.size()}")
+        if self.rank() not in members:
+            return None
+        name = group_name or f"{self._name}:split:{self._splits}:{'-'.join(map(str, members))}"
+        store, timeout = PrefixStore(f"split/{name}", self._store), timeout or self._timeout
+        place, seats = members.index(self.rank()), [self._ranks[member] for member in members]
+        group = type(self)(store, place, len(members), timeout, name=name, ranks=seats)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        if self.bound_device_id is not None:
+            group.bound_device_id = self.bound_device_id
+        return group
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """Returns the child for a type of device; None to torch's search for a communicator that new groups could split off: all ranks
+        would have to take part, and those of a new group of this backend do not."""
+        return None if sys._getframe(1).f_code is _SPLIT_SOURCE else super()._get_backend(device)
 
     def get_group_store(self) -> Store:
         """Returns the store where the ranks of this group leave each other messages; the C++ class holds none for a group written in
@@ -314,6 +363,18 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             opts.timeout = STOPPED_CLOSE_LIMIT if self.waits.stopped else CLOSE_LIMIT
             self._children["cpu"].barrier(opts).wait(opts.timeout)
             self._provider.close(self)
+
+
+def options(given: Any, kind: Any) -> Any:
+    """Returns the options of a call, the usual ones if none are ``given``. Raises UsageError for anything else, such as an operation."""
+    if given is None:
+        return kind()
+    if isinstance(given, kind):
+        return given
+    raise UsageError(f"a group of the backend peerlane got {given!r}: expected {kind.__name__}, as torch.distributed's functions give it")
+
+
+_SPLIT_SOURCE = getattr(getattr(c10d, "_get_split_source", None), "__code__", None)
 
 
 def _whole(device: torch.device) -> RoutedGroup | None:

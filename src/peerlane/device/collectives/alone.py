@@ -47,6 +47,12 @@ class Alone:
     ) -> None:
         _move(output, input)
 
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None:
+        _move(output, input)
+
+    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], reduction: Reduction = SUM) -> None:
+        self.all_reduce(input, output, reduction)
+
     closed = False
 
     def close(self) -> None:

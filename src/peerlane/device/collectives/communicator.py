@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from peerlane.device.collectives import messages as message_tables
 from peerlane.device.collectives import plans
+from peerlane.device.collectives.checks import part_bytes, require_contiguous, require_fit, require_part, require_parts, require_root
 from peerlane.device.collectives.kernels import kernel_source
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine, Plan
@@ -121,7 +122,7 @@ class Communicator:
         """Writes the reduction of all ranks' tensors to ``output`` on rank ``dst``; elsewhere ``output`` gets the rank's own tensor."""
         output = tensor if output is None else output
         self._same_size(output, tensor, 1, 1)
-        self._root(dst)
+        require_root(dst, self.machine.world_size)
         nbytes, packets_fit = tensor.nbytes, fills_packets(tensor.dtype)
         self._run(
             ("reduce", nbytes, tensor.dtype, dst, reduction),
@@ -153,7 +154,7 @@ class Communicator:
         """Writes rank ``src``'s tensor to ``output`` on every rank (default: in place). Other ranks' ``tensor`` is not read."""
         output = tensor if output is None else output
         self._same_size(output, tensor, 1, 1)
-        self._root(src)
+        require_root(src, self.machine.world_size)
         nbytes = tensor.nbytes
         self._run(
             ("broadcast", nbytes, src),
@@ -181,10 +182,10 @@ class Communicator:
 
     def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
         """Writes every rank's ``tensor``, in rank order, to ``output`` on rank ``dst``; elsewhere ``output`` is None."""
-        self._root(dst)
+        require_root(dst, self.machine.world_size)
         shard = tensor.nbytes
         if self.member.rank == dst:
-            output = self._needed(output, "output", "gathers")
+            output = require_parts(output, "gathers", dst, self.machine.world_size)
             self._same_size(output, tensor, 1, self.machine.world_size)
         else:
             output = None
@@ -197,10 +198,10 @@ class Communicator:
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None:
         """Writes part r of rank ``src``'s ``input``, of W equal ones, to rank r's ``output``. Elsewhere ``input`` is None."""
-        self._root(src)
+        require_root(src, self.machine.world_size)
         shard = output.nbytes
         if self.member.rank == src:
-            input = self._needed(input, "input", "scatters")
+            input = require_parts(input, "scatters", src, self.machine.world_size)
             self._same_size(output, input, self.machine.world_size, 1)
         else:
             input = None
@@ -225,7 +226,7 @@ class Communicator:
         """
         if output_split_sizes is None and input_split_sizes is None:
             self._same_size(output, input, 1, 1)
-            part = self._part_bytes(input, None)[0]
+            part = part_bytes(input, None, self.machine.world_size)[0]
             self._run(
                 ("all_to_all", part),
                 input,
@@ -233,7 +234,8 @@ class Communicator:
                 lambda: (plans.exchange(part, self.machine), message_tables.all_to_all(*[[part] * self.machine.world_size] * 2), 0),
             )
             return
-        table = message_tables.all_to_all(self._part_bytes(input, input_split_sizes), self._part_bytes(output, output_split_sizes))
+        sides = ((input, input_split_sizes), (output, output_split_sizes))
+        table = message_tables.all_to_all(*(part_bytes(*side, self.machine.world_size) for side in sides))
         self._uneven(output, input, table)
 
     def exchange(
@@ -249,8 +251,46 @@ class Communicator:
     def _uneven(self, output: torch.Tensor, input: torch.Tensor, table: Messages) -> None:
         with self.group.lock:
             launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
-            ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
-            self._start(launch, input, output)
+            self._start_table(launch, table, input, output)
+
+    # ---- unequal parts whose sizes all ranks know --------------------------------------------------------------------------------------
+
+    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None:
+        """Writes every rank's ``input``, in rank order, to ``output``: rank q's has ``sizes[q]`` rows, of axis 0 of ``output``."""
+        parts = self._parts(output, input, sizes)
+        if (most := max(parts)) != 0:
+            table = message_tables.all_gather_parts(self.member, parts)
+            self._by_table(("all_gather", sum(parts), *sizes), plans.exchange(most, self.machine), table, input, output)
+
+    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], reduction: Reduction = SUM) -> None:
+        """Writes the reduction of all ranks' part number r to rank r's ``output``: ``sizes[r]`` rows of ``input``, parts in rank order."""
+        parts, packets_fit = self._parts(input, output, sizes), fills_packets(input.dtype)
+        if (most := max(parts)) != 0:
+            plan = plans.reduce_scatter(most, self.machine, packets_fit=packets_fit)
+            table = message_tables.reduce_scatter_parts(self.member, parts)
+            self._by_table(("reduce_scatter", sum(parts), *sizes), plan, table, input, output, reduction)
+
+    def _parts(self, whole: torch.Tensor, own: torch.Tensor, sizes: Sequence[int]) -> list[int]:
+        """Returns the bytes of each rank's part of ``whole``. Raises UsageError unless ``own`` has the size of this rank's."""
+        parts = part_bytes(whole, sizes, self.machine.world_size)
+        require_part(own, whole, sizes[self.member.rank])
+        self._same_size(whole, whole, 1, 1)
+        return parts
+
+    def _by_table(
+        self,
+        call: tuple[Any, ...],
+        plan: Plan,
+        table: Messages,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        reduction: Reduction = SUM,
+    ) -> None:
+        """Launches the kernel of a plan, kept once for all sizes with this plan, with messages of its own. All ranks make this ``call``."""
+        with self.group.lock:
+            self.group.announce(call)
+            launch = self._launch(("parts", plan, source.dtype, reduction), source, lambda: (plan, Messages(), 0), reduction)
+            self._start_table(launch, table, source, target)
 
     # ---- launches --------------------------------------------------------------------------------------------------------------------
 
@@ -314,43 +354,19 @@ class Communicator:
         return self._stages[most]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        require_contiguous(source, target)
         for place, tensor in ((_IN, source), (_OUT, target)):
-            if tensor is not None and not tensor.is_contiguous():
-                raise UsageError(
-                    f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass .contiguous()"
-                )
             launch.args[place].value = None if tensor is None else self.group.address(tensor)
         launch()
 
-    # ---- checks ----------------------------------------------------------------------------------------------------------------------
+    def _start_table(self, launch: DeviceLaunch, table: Messages, source: torch.Tensor, target: torch.Tensor) -> None:
+        ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
+        self._start(launch, source, target)
 
     def _same_size(self, output: torch.Tensor, input: torch.Tensor, outputs: int, inputs: int) -> None:
-        if output.dtype != input.dtype or output.numel() * outputs != input.numel() * inputs or output.device != input.device:
-            raise UsageError(
-                f"output {tuple(output.shape)} {output.dtype} on {output.device} does not fit input {tuple(input.shape)} {input.dtype} on "
-                f"{input.device}: expected {input.numel() * inputs // outputs} elements of {input.dtype}"
-            )
+        require_fit(output, input, outputs, inputs)
         if input.device != self.arena.device:
             raise UsageError(f"tensors on {input.device}; this communicator works on {self.arena.device}: move them, or make one there")
-
-    def _root(self, root: int) -> None:
-        if not 0 <= root < self.machine.world_size:
-            raise UsageError(f"rank {root} is not in a group of {self.machine.world_size}; expected a number within the group")
-
-    def _needed(self, tensor: torch.Tensor | None, name: str, verb: str) -> torch.Tensor:
-        if tensor is None:
-            raise UsageError(f"rank {self.member.rank} {verb} and got no {name}; pass a tensor of {self.machine.world_size} equal parts")
-        return tensor
-
-    def _part_bytes(self, tensor: torch.Tensor, rows: Sequence[int] | None) -> list[int]:
-        """Returns the bytes of each rank's part of ``tensor``."""
-        world_size = self.machine.world_size
-        length = tensor.shape[0] if tensor.dim() else 0
-        rows = [length // world_size] * world_size if rows is None else rows
-        if len(rows) != world_size or sum(rows) != length or min(rows) < 0:
-            raise UsageError(f"splits {list(rows)} do not cut {length} rows into {world_size} parts; they must sum to the length of axis 0")
-        row_bytes = tensor.nbytes // length if length else 0
-        return [count * row_bytes for count in rows]
 
 
 def relative_parts(counts: Sequence[int], rank: int, row_bytes: int) -> list[tuple[int, int]]:

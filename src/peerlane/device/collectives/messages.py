@@ -26,6 +26,16 @@ def all_gather(member: Member, shard: int) -> Messages:
     return _messages([0 for _ in every], [shard for _ in every], [q * shard for q in every], [shard for _ in every])
 
 
+def all_gather_parts(member: Member, sizes: Sequence[int]) -> Messages:
+    """Sends the own ``sizes[rank]`` bytes to everybody; rank q's ``sizes[q]`` go behind those of the ranks before it."""
+    return _messages([0] * member.world_size, [sizes[member.rank]] * member.world_size, _starts(sizes), sizes)
+
+
+def reduce_scatter_parts(member: Member, sizes: Sequence[int]) -> Messages:
+    """Sends part q, of ``sizes[q]`` bytes, to rank q: terms of a sum that goes to the start of the output."""
+    return _messages(_starts(sizes), sizes, [0] * member.world_size, [sizes[member.rank]] * member.world_size)
+
+
 def all_to_all(sends: Sequence[int], receives: Sequence[int]) -> Messages:
     """Sends ``sends[q]`` bytes to rank q and gets ``receives[q]`` from it, one behind the other on both sides."""
     return _messages(_starts(sends), sends, _starts(receives), receives)

@@ -5,6 +5,8 @@ using namespace peerlane;
 constexpr int elements = 2 * packet_words;                 // of a packet
 constexpr u32 team_threads = THREADS / TEAMS, at_once = 4;
 constexpr float largest = 448, smallest_scale = 1e-12f;    // of e4m3; of a token of zeros
+constexpr bool in_blocks = QUANTISATION == 3;             // a scale for every block_columns of a token
+constexpr u32 block_columns = 128, most_packets = in_blocks ? PACKETS * team_threads : 1, most_blocks = most_packets * elements / block_columns + 1;
 struct Words {
     u32 word[packet_words];
 };
@@ -21,6 +23,8 @@ __device__ inline Words words_of(const char* matrix, u32 row, u32 columns, u32 i
 extern "C" __global__ void __launch_bounds__(THREADS)
     all_reduce_rms_norm(const __grid_constant__ Arena arena, const __grid_constant__ AllReduceRmsNorm args) {
     __shared__ float scratch[TEAMS][warp_threads];
+    // Largest numbers of each packet's columns in the block where it begins, and in the next one; and the scales of blocks.
+    __shared__ float peaks[TEAMS][2][most_packets], block_scales[TEAMS][most_blocks];
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), rank = arena.rank, columns = args.columns;
     const u32 packets = (columns + elements - 1) / elements, part = (packets + WORLD_SIZE - 1) / WORLD_SIZE;
     // Where in every arena packet i of a row lies that rank `source` pushes: of its token; of a rank's part of that; of a sum.
@@ -132,23 +136,39 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const u32 i = thread + p * team_threads;
             if (i >= packets) continue;
             const Words gain = words_of(args.weight, 0, columns, i);
+            float peak[2] = {0, 0};
 #pragma unroll
             for (int w = 0; w < packet_words; ++w) {
+                const bool next = (elements * i + 2 * w) / block_columns != elements * i / block_columns;
                 float g[2];
                 X_TYPE::widen(gain.word[w], g);
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     float& v = value[p][2 * w + e];
-                    v = v * factor * g[e];
+                    v = v * factor * (g[e] + args.weight_offset);
                     most = fmaxf(most, fabsf(v));
+                    if constexpr (in_blocks) peak[next] = fmaxf(peak[next], fabsf(v));
                 }
             }
+            if constexpr (in_blocks) peaks[number][0][i] = peak[0], peaks[number][1][i] = peak[1];
         }
         float scale = 1;
         if constexpr (QUANTISATION == 1) scale = *args.scale;
         if constexpr (QUANTISATION == 2) {
             scale = fmaxf(joined(most, [](float a, float b) { return fmaxf(a, b); }) / largest, smallest_scale);
             if (thread == 0) args.scales[row] = scale;
+        }
+        if constexpr (in_blocks) {
+            const u32 blocks = columns / block_columns;
+            team.sync();
+            for (u32 b = thread; b < blocks; b += team_threads) {
+                float largest_of_block = 0;
+                for (u32 i = b * block_columns / elements; elements * i < (b + 1) * block_columns; ++i) {
+                    largest_of_block = fmaxf(largest_of_block, peaks[number][elements * i / block_columns != b][i]);
+                }
+                block_scales[number][b] = args.scales[u64(row) * blocks + b] = fmaxf(largest_of_block / largest, smallest_scale);
+            }
+            team.sync();
         }
 #pragma unroll
         for (int p = 0; p < PACKETS; ++p) {
@@ -158,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const u32 column = elements * i + 2 * w;
                 if (column >= columns) continue;
                 char* to = args.y + (u64(row) * columns + column) * (QUANTISATION ? 1 : 2);
+                if constexpr (in_blocks) scale = block_scales[number][column / block_columns];
                 if constexpr (QUANTISATION != 0) {
                     const float pair[4] = {value[p][2 * w] / scale, value[p][2 * w + 1] / scale};
                     *reinterpret_cast<u16*>(to) = static_cast<u16>(Float8E4M3::narrow(pair));

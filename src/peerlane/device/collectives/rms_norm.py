@@ -39,13 +39,16 @@ MOST_TEAMS = 2  # of a block, which work on a token each where blocks have sever
 DTYPES = torch.bfloat16, torch.float16
 _SECOND_TRIP_BYTES = 3 * 343_000 * 3 // 4
 """Data that a port takes in, as packets, while a second trip is on its way: 3 us at 343 GB/s."""
-Quantisation = Literal["none", "tensor", "token"]
-"""Of y: not; by a scale that the caller gives; by one for every token, which the kernel finds."""
+Quantisation = Literal["none", "tensor", "token", "block"]
+"""Of y: not; by a scale that the caller gives; by one for every token, or for every 128 columns of one, which the kernel finds."""
+BLOCK_COLUMNS, MOST_BLOCK_COLUMNS = 128, 1 << 15
+"""Columns of a block, and of a token whose blocks have scales: what shared memory holds."""
 
 ALL_REDUCE_RMS_NORM = DeclaredKernel(
     "all_reduce_rms_norm", Path(__file__).with_name("rms_norm.cuh"), epochs=Epochs(), tokens=Buffer(), parts=Buffer(), sums=Buffer(),
     **dict.fromkeys(("x", "residual", "weight"), Pointer("const char*")), total=Pointer(), y=Pointer(), scale=Pointer("const float*"),
-    scales=Pointer("float*"), **dict.fromkeys(("rows", "columns", "one_shot_rows", "most_rows"), U32), epsilon=F32,
+    scales=Pointer("float*"), **dict.fromkeys(("rows", "columns", "one_shot_rows", "most_rows"), U32),
+    epsilon=F32, weight_offset=F32,
 )  # fmt: skip
 
 
@@ -55,6 +58,11 @@ def one_shot_rows(columns: int, world_size: int) -> int:
         return MAX_ROWS  # two shots save nothing
     saved = (world_size - 1) * (1 - 2 / world_size)  # of the tokens' bytes
     return max(1, min(MAX_ROWS, int(_SECOND_TRIP_BYTES / saved / (2 * columns))))
+
+
+def serves_blocks(columns: int) -> bool:
+    """Tells whether a token of so many columns may have a scale for every 128 of them."""
+    return columns % BLOCK_COLUMNS == 0 and columns <= MOST_BLOCK_COLUMNS
 
 
 def threads_of(packets: int, teams: int, most: int = 1024) -> int:
@@ -100,14 +108,17 @@ class AllReduceRmsNorm:
         epsilon: float = 1e-6,
         quantisation: Quantisation = "none",
         scale: torch.Tensor | None = None,
+        weight_offset: float = 0.0,
         batch_invariant: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns y, total and the scales (tokens) that it found, of quantisation by token; y times its scale is the norm. ``scale`` is
-        that of quantisation by tensor: one float32. ``batch_invariant``: squares are added in one order, whatever the number of tokens."""
+        """Returns y, total and the scales that it found, (tokens) of quantisation by token, (tokens, columns / 128) by block; y times its
+        scale is the norm. ``scale`` is that of quantisation by tensor: one float32. ``weight_offset`` is added to ``weight``, 1 for
+        Gemma's. ``batch_invariant``: squares are added in one order, whatever the number of tokens."""
         self._check(x, weight, residual, quantisation, scale)
         y = torch.empty_like(x, dtype=x.dtype if quantisation == "none" else torch.float8_e4m3fn)
         total = torch.empty_like(x)
-        scales = x.new_empty(len(x), dtype=torch.float32) if quantisation == "token" else None
+        shape = {"token": (len(x),), "block": (len(x), self.columns // BLOCK_COLUMNS)}.get(quantisation)
+        scales = None if shape is None else x.new_empty(shape, dtype=torch.float32)
         given = {"x": x, "residual": residual, "total": total, "y": y, "scales": scales}
         for first in range(0, len(x), MAX_ROWS):
             end, part = first + MAX_ROWS, given
@@ -116,7 +127,7 @@ class AllReduceRmsNorm:
             rows = min(len(x) - first, MAX_ROWS)
             grid = min(rows, self.group.waiting_blocks)
             launch = self._bound(rows > self.one_shot_rows, quantisation, grid, 1 if rows <= grid or batch_invariant else MOST_TEAMS)
-            launch(**part, weight=weight, scale=scale, rows=rows, epsilon=epsilon)
+            launch(**part, weight=weight, scale=scale, rows=rows, epsilon=epsilon, weight_offset=weight_offset)
         return y, total, scales
 
     def close(self) -> None:
@@ -135,7 +146,7 @@ class AllReduceRmsNorm:
                 "TEAMS": teams,
                 "PACKETS": -(-self._packets * teams // threads),
                 "TWO_SHOT": int(two_shot),
-                "QUANTISATION": ("none", "tensor", "token").index(quantisation),
+                "QUANTISATION": ("none", "tensor", "token", "block").index(quantisation),
             },
             columns=self.columns,
             one_shot_rows=self.one_shot_rows,
@@ -153,6 +164,10 @@ class AllReduceRmsNorm:
                 f"all-reduce and RMSNorm got x, weight and residual of {[tuple(value.shape) for value in given]} in "
                 f"{[value.dtype for value in given]}: expected (tokens, {self.columns}), ({self.columns},), (tokens, {self.columns}), in "
                 f"{self.dtype}"
+            )
+        if quantisation == "block" and not serves_blocks(self.columns):
+            raise UsageError(
+                f"quantisation by block of {self.columns} columns: expected a multiple of {BLOCK_COLUMNS}, at most {MOST_BLOCK_COLUMNS}"
             )
         if (quantisation == "tensor") != (scale is not None) or (
             scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32)

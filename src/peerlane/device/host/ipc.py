@@ -26,10 +26,9 @@ from peerlane.device.host.call_order import call_order
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.device_memory import checked, pinned_word
 from peerlane.device.host.group import Group, Small, one_host
-from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.lane import lane_of
 from peerlane.device.host.process_memory import ProcessMemory
-from peerlane.device.host.shared_page import share_page
+from peerlane.device.host.shared_page import HostBoard, share_page
 from peerlane.device.host.waits import DEFAULT_LIMIT_S, LONGEST_LIMIT_S, Waits
 from peerlane.device.host.watch import Life, Watch
 from peerlane.errors import DeviceError, DeviceTimeout, PeerlaneError, UsageError

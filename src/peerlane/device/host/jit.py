@@ -22,6 +22,7 @@ from peerlane import settings
 from peerlane.common.files import one_process, write_atomically
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.source_tokens import token_hash
+from peerlane.device.host.standard_headers import HEADERS, hint
 from peerlane.errors import CompileError, UsageError
 
 DEFAULT_ARCH = "sm_90a"
@@ -165,7 +166,8 @@ def cache_key(text: str, options: Sequence[str], search: Sequence[Path], compile
     """Returns the hash of everything that a cubin is made from: text, options, the compiler (by default NVRTC), and the headers found in
     ``search``."""
     digest = hashlib.sha256()
-    for part in (_CACHE_FORMAT, compiler or str(nvrtc_version()), *options, "", text):
+    standard = [HEADERS[name] for name in HEADERS if f"<{name}>" in text]
+    for part in (_CACHE_FORMAT, compiler or str(nvrtc_version()), *options, "", text, *standard):
         digest.update(part.encode() + b"\0")
     for include, content in _headers(text, search):
         digest.update(include.encode() + b"\0" + hashlib.sha256(content).digest())
@@ -204,7 +206,8 @@ class Compiled(NamedTuple):
 def compile_text(name: str, text: str, options: Sequence[str]) -> Compiled:
     """Returns what NVRTC makes of a text; raises CompileError with its log."""
     nvrtc = cuda_bindings.nvrtc()
-    status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
+    headers = [content.encode() for content in HEADERS.values()]
+    status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), len(headers), headers, [header.encode() for header in HEADERS])
     if status:
         raise CompileError(f"NVRTC could not take {name}: {status.name}; expected source text without NUL bytes")
     try:
@@ -215,7 +218,7 @@ def compile_text(name: str, text: str, options: Sequence[str]) -> Compiled:
         text_log = log.decode(errors="replace").rstrip("\0\n")
         if status:
             used = f"{status.name}; NVRTC {'.'.join(map(str, nvrtc_version()))}, {' '.join(options)}"
-            raise CompileError(f"{name} does not compile for a GPU:\n{text_log}\n({used})")
+            raise CompileError(f"{name} does not compile for a GPU:\n{text_log}\n({used}){hint(text_log)}")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = bytearray(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)

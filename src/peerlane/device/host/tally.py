@@ -6,8 +6,6 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
-
 _log = logging.getLogger("peerlane.device.backend")
 
 
@@ -26,15 +24,10 @@ class Count:
 
 
 _calls: Counter[tuple[str, str, str, str]] = Counter()
-_Span = torch._C._profiler._RecordFunctionFast
 
 
 def count(operation: str, device: str, ran_on: str, reason: str = "") -> None:
-    """Count one call, and show it to profilers as ``peerlane:OPERATION``: PyTorch does not record calls of a group written in Python.
-
-    A reason is logged as a warning the first time that an operation has it."""
-    with _Span(f"peerlane:{operation}"):
-        pass
+    """Count one call. A reason is logged as a warning the first time that an operation has it."""
     key = (operation, device, ran_on, reason)
     _calls[key] += 1
     if reason and _calls[key] == 1:

@@ -60,19 +60,24 @@ inline void Machine::end_phase(Mbarrier& barrier) {
     ++version_;
 }
 
-inline void Machine::mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site) {
+inline std::uint32_t Machine::mbarrier_arrive(
+    std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t arrivals, bool drop, std::uint32_t site) {
     maybe_pause();
     Mbarrier& known = find_mbarrier(barrier, site);
     touch(known.offset, 8, writes | updates | atomic | mbarrier_scope(*current->block), site);
-    if (known.pending == 0) {
+    if (known.pending < arrivals) {
         current->site = site;
         fatal({"misuse", "more arrivals in a phase of an mbarrier than it was initialised for", {side(*current, "arrives")}});
     }
-    if (Block& block = owner(known.offset, site); &block != current->block) block.arrivals[current->id] = {current->clock, site};
-    contribute(known.meeting, *current);
+    if (Block& block = owner(known.offset, site); arrivals && &block != current->block) block.arrivals[current->id] = {current->clock, site};
+    const std::uint32_t phase = known.phase;
     known.bytes += bytes;
-    --known.pending;
+    if (!arrivals) return phase;
+    contribute(known.meeting, *current);
+    known.pending -= arrivals;
+    if (drop) known.expected -= arrivals;
     end_phase(known);
+    return phase;
 }
 
 inline bool Machine::mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site) {
@@ -199,7 +204,7 @@ inline void Machine::signal(Copy& copy) {
     value += copy.add;
     std::memcpy(memory.address(copy.counter), &value, sizeof value);
     Handover& handed = make_handover(copy.counter, copy.actor);
-    const Ref<Snapshot> before = handed.released[relation(handed.writer, copy.actor)];
+    const Ref<Snapshot> before = handed.released[relation(handed.writer, handed.written, copy.actor)];
     const Ref<Snapshot> now(new Snapshot(copy.view));
     set(now->view.seen[View::ordinary], copy.actor, copy.clock + 1);
     if (before) now->view.absorb(before->view);

@@ -241,6 +241,7 @@ inline void Machine::block_ends(Block& block) {
     stream.end.absorb(block.end.sum);
     --stream.live_blocks;
     --resident_[stream.rank];
+    if (stream.scarce && live_in_cluster(block) == 0) stream.free.push_back(static_cast<std::uint32_t>(block.cluster->key - stream.first_block));
     start_blocks();
     stream_goes_on(stream);
 }

@@ -79,7 +79,7 @@ class Machine {
     void store_halves(void* address, const void* value, unsigned scope, unsigned order, std::uint32_t site);
     void wait_for_launch();
     std::uint32_t multicast(const void* address, std::uint32_t bytes, void** parts, std::uint32_t site);
-    void fence(unsigned scope);
+    void fence(unsigned scope, unsigned order);
     void proxy_fence(unsigned proxy);
     std::uint64_t time(std::uint32_t site);
     void pause();
@@ -96,7 +96,7 @@ class Machine {
     // copies.h
     void mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals, std::uint32_t site);
     void mbarrier_init_fence();
-    void mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site);
+    std::uint32_t mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t arrivals, bool drop, std::uint32_t site);
     bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site);
     void async(const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site);
     void remote(void* target, const void* source, std::uint32_t bytes, std::uint64_t* counter, std::uint64_t add, std::uint32_t site);
@@ -127,7 +127,7 @@ class Machine {
     bool allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const;
     bool happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);
     Odds odds(const Record& record, std::uint16_t part, const Access& access) const;
-    Scope relation(Actor a, Actor b) const;
+    Scope relation(Actor a, Clock when, Actor b) const;
     void report_pair(Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes);
     void report(Finding finding);
     [[noreturn]] void fatal(Finding finding);
@@ -188,6 +188,7 @@ class Machine {
     void draw_order(Stream& stream);
     void bring_globals(int rank);
     Block& start_block(Stream& stream);
+    static std::uint32_t places(const Launch& launch);
     void stream_goes_on(Stream& stream);
     static void thread_main();
     void no_progress();

@@ -85,7 +85,7 @@ inline void Machine::load(const void* address, void* value, std::uint32_t bytes,
             Fiber& fiber = *current;
             hear(fiber, *found);
             found->reader = fiber.id, found->read = fiber.clock;
-            const Scope needed = relation(found->writer, fiber.id);
+            const Scope needed = relation(found->writer, found->written, fiber.id);
             const Ref<Snapshot>& known = found->released[needed];
             if (known && needed <= scope) {
                 learn(fiber, needed, known, order);
@@ -106,7 +106,7 @@ inline void Machine::store(void* address, const void* value, std::uint32_t bytes
         Handover& handed = make_handover(offset, fiber.id);
         handed.writer = fiber.id;
         handed.boundary = fiber.view.seen[View::boundary], handed.reads = fiber.view.seen[View::ordinary];
-        handed.reader = 0xffff;
+        handed.reader = 0xffff, handed.written = fiber.clock;
         for (unsigned s = 0; s < scopes; ++s) handed.released[s] = s > scope ? Ref<Snapshot>() : now ? now : fiber.released[s];
         if (!same) ++version_;
         budget_ = std::min(budget_, 1 + random_.below(4));
@@ -133,7 +133,7 @@ inline void Machine::update(
         Handover& handed = make_handover(offset, fiber->id);
         hear(*fiber, handed);
         rounded_ |= (order & rounds) != 0;
-        const Scope from = relation(handed.writer, fiber->id);
+        const Scope from = relation(handed.writer, handed.written, fiber->id);
         if (handed.released[from] && from <= scope) {
             learn(*fiber, from, handed.released[from], order);
         }
@@ -154,6 +154,7 @@ inline void Machine::update(
             for (unsigned s = 0; s < scopes; ++s) handed.released[s] = handed_on[s];
             handed.boundary = fiber->view.seen[View::boundary];  // with what it has heard right now
             handed.reads = join(fiber->view.seen[View::ordinary], handed.reads);
+            handed.written = fiber->clock;
         }
         handed.reader = fiber->id, handed.read = fiber->clock;
         if (changed) ++version_;
@@ -210,10 +211,11 @@ inline std::uint32_t Machine::multicast(const void* address, std::uint32_t bytes
 
 // ---- fences and time --------------------------------------------------------------------------------------------------------------------
 
-inline void Machine::fence(unsigned scope) {
+inline void Machine::fence(unsigned scope, unsigned order) {
     maybe_pause();
     Fiber& fiber = *current;
-    take_over(fiber, scope);
+    if (order & acquire) take_over(fiber, scope);
+    if (!(order & release)) return;
     const Ref<Snapshot> now = snapshot(fiber);
     for (unsigned s = 0; s <= scope; ++s) fiber.released[s] = now;
 }

@@ -48,8 +48,12 @@ struct Fiber {
     Actor id = 0;
     Clock clock = 0;
     std::vector<Slot> slots;
-    std::vector<Clock> launches;  // the clock at the start of each launch of this schedule
-    Clock start = 0;              // the last of them
+    struct Begin {
+        Clock clock;
+        const Block* block;
+    };
+    std::vector<Begin> begins;  // of the blocks of this schedule that it was part of
+    Clock start = 0;            // the last of them
 
     // New in every launch.
     Block* block = nullptr;
@@ -120,6 +124,7 @@ struct Launch {
     std::uint32_t cluster;  // blocks of a cluster: neighbours in the grid
     std::uint32_t resident_blocks;  // of its rank, at a time
     bool dependent;  // may begin before the launch before has ended (programmatic dependent launch)
+    bool in_order;   // its blocks start by their numbers
     std::vector<void*> arguments;
     std::uint32_t number = 0;  // in its stream
 };
@@ -165,6 +170,8 @@ struct Stream {
     // New in every schedule.
     std::size_t next_launch = 0;
     std::uint32_t next_block = 0, live_blocks = 0;
+    std::vector<std::uint32_t> free;   // places for clusters of the current launch, if it has more blocks than places
+    bool scarce = false;               // that it has
     std::vector<std::uint32_t> order;  // in which clusters of the current launch start, where not all are resident; empty: by their numbers
     View view;       // what is known at the start of the current launch
     View before;     // what is known when the launch before has ended: the same, unless they may overlap
@@ -195,6 +202,7 @@ struct Handover {
     Actor writer;
     Ref<Snapshot> released[scopes];
     Ref<Vector> boundary{}, reads{};  // see View; they come with every store
+    Clock written = 0;      // when the writer did it
     Actor reader = 0xffff;  // the last thread that has seen the value, and when
     Clock read = 0;
 };

@@ -9,8 +9,10 @@ inline const char* scope_name(unsigned scope) { return scope == block_scope ? "b
 
 // ---- who is who, and what is told about it ----------------------------------------------------------------------------------------------
 
-inline Scope Machine::relation(Actor a, Actor b) const {
-    if (actors_[a].block == actors_[b].block) return block_scope;
+// How far apart are `a`, as it was then, and `b`, as it is now. Blocks of one place in turn are different blocks.
+inline Scope Machine::relation(Actor a, Clock when, Actor b) const {
+    const Identity& then = actors_[a];
+    if (then.block == actors_[b].block && (then.asynchronous || when >= then.fiber->start)) return block_scope;
     return actors_[a].rank == actors_[b].rank ? gpu_scope : system_scope;
 }
 
@@ -27,8 +29,11 @@ inline Side Machine::side(Actor actor, Clock clock, std::uint8_t flags, std::uin
     result.site = site;
     if (!identity.asynchronous) {
         // The access may be of an earlier launch than the one that the thread is in now.
-        const auto later = std::upper_bound(fiber.launches.begin(), fiber.launches.end(), clock);
-        result.launch = std::max<int>(0, static_cast<int>(later - fiber.launches.begin()) - 1);
+        const auto begun = [](Clock then, const Fiber::Begin& begin) { return then < begin.clock; };
+        const auto later = std::upper_bound(fiber.begins.begin(), fiber.begins.end(), clock, begun);
+        const Block& block = *(later == fiber.begins.begin() ? later : later - 1)->block;
+        result.launch = static_cast<int>(block.launch->number);
+        result.block = block.index;
     }
     return result;
 }
@@ -61,10 +66,12 @@ inline Machine::Odds Machine::odds(const Record& record, std::uint16_t part, con
     const std::uint8_t flags = record.flags();
     if (!((flags | access.flags) & writes)) return Odds::none;
     if (!(flags & access.flags & atomic)) {
+        // Lanes that hold the same element store it several times, by one instruction.
+        const bool alike = record.site == access.site && relation(record.actor, record.clock, access.actor) == block_scope;
         const bool same = access.flags & same_value && flags & writes && !((flags | access.flags) & (atomic | asynchronous));
-        return same ? Odds::same_value : Odds::race;
+        return same && alike ? Odds::same_value : Odds::race;
     }
-    const unsigned needed = relation(record.actor, access.actor);
+    const unsigned needed = relation(record.actor, record.clock, access.actor);
     if ((flags >> scope_shift & 3u) < needed || (access.flags >> scope_shift & 3u) < needed) return Odds::narrow_scope;
     if (record.bytes != part) return Odds::torn;
     // Stores that nothing orders, or a store among read-modify-writes: one of them is lost.
@@ -81,7 +88,7 @@ inline void Machine::report_pair(
     const auto kind = kinds.find(odds);
     Finding finding{kind == kinds.end() ? "race" : kind->second, "", {}};
     if (odds == Odds::narrow_scope) {
-        const char* needed = scope_name(relation(record.actor, access.actor));
+        const char* needed = scope_name(relation(record.actor, record.clock, access.actor));
         finding.detail = std::string("both are atomic, but these threads need ") + needed + " scope";
     } else if (odds == Odds::torn) {
         finding.detail = "both are atomic, but of different sizes, so that one may see half of the other";
@@ -186,8 +193,8 @@ inline std::string Machine::unheard_fence(const Record& record) const {
     const Fiber& writer = *actors_[record.actor].fiber;
     const Actor sender = current ? current->block->heard_from : 0xffff;  // none: a copy reads
     if (!(record.flags() & writes) || sender >= actors_.size() || &writer == actors_[sender].fiber || !writer.block) return "";
-    const Ref<Snapshot>& fenced = writer.released[relation(record.actor, current->id)];
-    if (!fenced || at(fenced->view.seen[View::ordinary], record.actor) < record.clock || relation(record.actor, sender) != block_scope) return "";
+    const Ref<Snapshot>& fenced = writer.released[relation(record.actor, record.clock, current->id)];
+    if (!fenced || at(fenced->view.seen[View::ordinary], record.actor) < record.clock || relation(record.actor, record.clock, sender) != block_scope) return "";
     const std::string first = std::to_string(writer.index), second = std::to_string(actors_[sender].fiber->index);
     return "the fence of thread " + first + " does not count for the flag of thread " + second + ": fence in the thread that signals";
 }

@@ -12,7 +12,9 @@ namespace peerlane::emulator {
 
 inline std::uint64_t whole_pages(std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes * page_bytes; }
 
-// Threads have a number for the whole run, by stream, block and place in the block; blocks of one place use the same shared memory.
+// Threads have a number for the whole run, by stream, place of the block and place in the block. Blocks of one place use the same shared memory:
+// those of all launches with this number, and where a launch has more blocks than fit, several of one launch in turn. Who knows what the later
+// ones did then counts as knowing what the earlier ones did.
 inline void Machine::prepare(
     std::uint64_t base, std::vector<Buffer> buffers, const std::vector<Content>& contents, std::uint64_t static_shared_bytes) {
     static_shared_bytes_ = static_shared_bytes;
@@ -24,7 +26,7 @@ inline void Machine::prepare(
         Stream& stream = streams_[entry->second];
         ranks = std::max(ranks, launch.rank + 1);
         launch.number = static_cast<std::uint32_t>(stream.launches.size());
-        stream.max_blocks = std::max(stream.max_blocks, launch.grid.x * launch.grid.y * launch.grid.z);
+        stream.max_blocks = std::max(stream.max_blocks, places(launch));
         stream.max_threads = std::max(stream.max_threads, launch.block.x * launch.block.y * launch.block.z);
         stream.max_shared_bytes = std::max(stream.max_shared_bytes, launch.shared_bytes);
         stream.launches.push_back(launch);
@@ -137,7 +139,7 @@ inline void Machine::clear() {
     for (Fiber& fiber : fibers_) {
         floor = std::max(floor, fiber.clock);
         for (const Slot& slot : fiber.slots) floor = std::max(floor, slot.clock);
-        fiber.launches.clear();
+        fiber.begins.clear();
         fiber.block = nullptr;
         fiber.state = State::ended;
         fiber.view = View{};

@@ -200,7 +200,7 @@ void peerlane_put(void* address, const void* value, unsigned bytes) {
 }
 void peerlane_wait_for_launch() { machine->wait_for_launch(); }
 void peerlane_is_host() { machine->current->host = true; }
-void peerlane_fence(unsigned scope) { machine->fence(scope); }
+void peerlane_fence(unsigned scope, unsigned order) { machine->fence(scope, order); }
 void peerlane_proxy_fence(unsigned proxy) { machine->proxy_fence(proxy); }
 
 void peerlane_barrier(unsigned number, unsigned threads, bool wait, unsigned place) { machine->barrier(number, threads, wait, place, SITE); }
@@ -224,8 +224,8 @@ void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals) {
     machine->mbarrier_init(reinterpret_cast<std::uint64_t*>(barrier), arrivals, SITE);
 }
 void peerlane_mbarrier_init_fence() { machine->mbarrier_init_fence(); }
-void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes) {
-    machine->mbarrier_arrive(reinterpret_cast<std::uint64_t*>(barrier), expected_bytes, SITE);
+unsigned peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes, unsigned arrivals, bool drop) {
+    return machine->mbarrier_arrive(reinterpret_cast<std::uint64_t*>(barrier), expected_bytes, arrivals, drop, SITE);
 }
 bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity) {
     return machine->mbarrier_try_wait(reinterpret_cast<std::uint64_t*>(barrier), parity, SITE);
@@ -258,7 +258,7 @@ struct HostLaunch {
     void** arguments;
     std::uint32_t argument_count, rank, stream, shared_bytes, cluster, resident_blocks;
     Uint3 grid, block;
-    std::uint32_t dependent;
+    std::uint32_t dependent, in_order;
 };
 struct HostRun {
     std::uint64_t base, seed;
@@ -268,6 +268,7 @@ struct HostRun {
     const std::int32_t* fault_buffers;
     const std::int32_t* global_buffers;
     std::uint32_t buffer_count, content_count, launch_count, fault_count, global_count, first_schedule, schedules;
+    std::uint32_t* progress;  // how many schedules are over
 };
 
 // Runs all schedules and returns what was found as JSON, which the caller does not free.
@@ -289,7 +290,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
         const HostLaunch& from = run->launches[i];
         std::vector<void*> arguments(from.arguments, from.arguments + from.argument_count);
         machine->launches.push_back(
-            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, from.dependent != 0, std::move(arguments)});
+            {from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, from.resident_blocks, from.dependent != 0, from.in_order != 0, std::move(arguments)});
     }
     machine->fault_buffers.assign(run->fault_buffers, run->fault_buffers + run->fault_count);
     if (__start_peerlane_globals) {
@@ -314,6 +315,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     setitimer(ITIMER_VIRTUAL, &every, nullptr);
 
     for (std::uint32_t i = 0; i < run->schedules && run_or_crash(static_cast<int>(run->first_schedule + i), run->seed); ++i) {
+        *run->progress = i + 1;
     }
     setitimer(ITIMER_VIRTUAL, nullptr, nullptr);
     static std::string text;

@@ -138,6 +138,12 @@ inline void Machine::thread_main() {
     std::abort();
 }
 
+// How many blocks of a launch can be there at a time.
+inline std::uint32_t Machine::places(const Launch& launch) {
+    const std::uint32_t resident = std::max(launch.resident_blocks, launch.cluster) / launch.cluster * launch.cluster;
+    return std::min(launch.grid.x * launch.grid.y * launch.grid.z, resident);
+}
+
 inline void Machine::start_blocks() {
     for (Stream& stream : streams_) {
         while (stream.next_launch < stream.launches.size()) {
@@ -146,6 +152,7 @@ inline void Machine::start_blocks() {
             const std::uint32_t limit = std::max(stream.launches[stream.next_launch].resident_blocks, cluster);
             if (stream.next_block >= grid.x * grid.y * grid.z || resident_[stream.rank] + cluster > limit) break;
             if (stream.next_block == 0) draw_order(stream);
+            if (stream.scarce && stream.free.empty()) break;
             Block& first = start_block(stream);
             first.cluster = &first;
             for (Block* last = &first; last->key + 1 < first.key + static_cast<int>(cluster); last = last->next) {
@@ -162,9 +169,12 @@ inline void Machine::draw_order(Stream& stream) {
     const Launch& launch = stream.launches[stream.next_launch];
     const std::uint32_t clusters = launch.grid.x * launch.grid.y * launch.grid.z / launch.cluster;
     stream.order.clear();
+    stream.free.clear();
+    stream.scarce = places(launch) < launch.grid.x * launch.grid.y * launch.grid.z;
+    for (std::uint32_t at = places(launch); stream.scarce && at; at -= launch.cluster) stream.free.push_back(at - launch.cluster);
     const bool backward = schedule_ % 4 == 1 ? stream.rank % 2 == 1 : schedule_ % 4 == 3 && stream.rank % 2 == 0;
     const bool shuffled = schedule_ % 4 == 2;
-    if (clusters * launch.cluster <= launch.resident_blocks || !(backward || shuffled)) return;
+    if (clusters * launch.cluster <= launch.resident_blocks || launch.in_order || !(backward || shuffled)) return;
     for (std::uint32_t i = 0; i < clusters; ++i) stream.order.push_back(backward ? clusters - 1 - i : i);
     for (std::uint32_t i = clusters; shuffled && i > 1; --i) std::swap(stream.order[i - 1], stream.order[random_.below(i)]);
 }
@@ -186,30 +196,36 @@ inline Block& Machine::start_block(Stream& stream) {
     const std::uint32_t turn = stream.next_block++;
     const std::uint32_t number =
         stream.order.empty() ? turn : stream.order[turn / launch.cluster] * launch.cluster + turn % launch.cluster;
-    const std::uint64_t at_shared = stream.shared + number * stream.shared_stride;
+    std::uint32_t place = number;
+    if (stream.scarce) {
+        place = stream.free.back() + turn % launch.cluster;
+        if ((turn + 1) % launch.cluster == 0) stream.free.pop_back();
+    }
+    const std::uint64_t at_shared = stream.shared + place * stream.shared_stride;
     Block& block = blocks_.emplace_back();
     block.launch = &launch;
     block.stream = &stream;
     block.start = stream.view;
     block.index = unfold(number, launch.grid);
-    block.key = stream.first_block + static_cast<int>(number);
+    block.key = stream.first_block + static_cast<int>(place);
     block.dynamic_shared = at_shared;
     block.static_shared = at_shared + stream.static_shared;
     block.threads = block.live = launch.block.x * launch.block.y * launch.block.z;
-    block.first = stream.first_fiber + std::size_t(number) * stream.max_threads;
+    block.first = stream.first_fiber + std::size_t(place) * stream.max_threads;
     block.warps.resize((block.threads + 31) / 32);
     // What lies in shared memory at the start is nobody's: not a number, in every format.
     std::memset(memory.address(block.dynamic_shared), 0xff, launch.shared_bytes);
     std::memset(memory.address(block.static_shared), 0xff, static_shared_bytes_);
     shadow_.forget(block.dynamic_shared, launch.shared_bytes);
     shadow_.forget(block.static_shared, static_shared_bytes_);
+    if (stream.scarce) shadow_.clear(block.dynamic_shared, launch.shared_bytes), shadow_.clear(block.static_shared, static_shared_bytes_);
     for (std::uint32_t i = 0; i < block.threads; ++i) {
         Fiber& fiber = block.first[i];
         fiber.block = &block;
         fiber.index = i;
         fiber.thread = unfold(i, launch.block);
         fiber.view = stream.view;
-        fiber.launches.push_back(fiber.start = fiber.clock);
+        fiber.begins.push_back({fiber.start = fiber.clock, &block});
         fiber.host = false;
         fiber.halfway = ~0ull;
         fiber.torn = {};

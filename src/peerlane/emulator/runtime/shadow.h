@@ -44,7 +44,7 @@ class Shadow {
     void map(std::uint64_t memory_bytes) {
         cells_ = reinterpret_cast<Record*>(Memory::reserve(nullptr, memory_bytes, 0));
         unwritten_ = reinterpret_cast<std::uint16_t*>(Memory::reserve(nullptr, memory_bytes / cell_bytes * sizeof(std::uint16_t), 0));
-        pool_.resize(1);
+        pool_ = reinterpret_cast<Record*>(Memory::reserve(nullptr, (std::uint64_t(chunk_records) << 24) * sizeof(Record), 0));
     }
 
     // From now on nobody has written these bytes, which begin at a cell.
@@ -52,9 +52,23 @@ class Shadow {
         std::memset(unwritten_ + offset / cell_bytes, 0xff, (size + cell_bytes - 1) / cell_bytes * sizeof(std::uint16_t));
     }
 
+    // Forgets all accesses to these bytes, which begin at a cell.
+    void clear(std::uint64_t offset, std::uint64_t size) {
+        for (std::uint64_t cell = offset / cell_bytes; cell * cell_bytes < offset + size; ++cell) {
+            Record& head = cells_[cell];
+            while (const std::uint32_t next = head.next()) {
+                Record* const chunk = chunk_at(next);
+                head.link(chunk->next());
+                for (std::uint32_t i = 0; i < chunk_records; ++i) chunk[i].clock = 0;
+                chunk->link(free_);
+                free_ = next;
+            }
+            head.clock = 0;
+        }
+    }
+
     // Notes an access and calls judge(record, bytes) for each earlier one to some of the same bytes; it says whether the earlier
-    // one happened before. Returns whether somebody has written some of the
-    // bytes that it reads.
+    // one happened before. Returns whether somebody has written some of the bytes that it reads.
     template <class Judge>
     bool access(std::uint64_t offset, std::uint32_t size, const Access& access, const Judge& judge) {
         bool known = false;
@@ -76,8 +90,13 @@ class Shadow {
     template <class Judge>
     void writes_to(std::uint64_t offset, std::uint32_t size, const Judge& judge) {
         const auto bytes = static_cast<std::uint16_t>(((1u << std::min<std::uint32_t>(size, cell_bytes)) - 1) << offset % cell_bytes);
-        for (const Record* record = &cells_[offset / cell_bytes]; record; record = record->next() ? &pool_[record->next()] : nullptr) {
-            if (record->clock && record->bytes & bytes && record->flags() & writes) judge(*record);
+        const auto look = [&](const Record& record) {
+            if (record.clock && record.bytes & bytes && record.flags() & writes) judge(record);
+        };
+        const Record* chunk = &cells_[offset / cell_bytes];
+        for (look(*chunk); chunk->next();) {
+            chunk = chunk_at(chunk->next());
+            for (std::uint32_t i = 0; i < chunk_records; ++i) look(chunk[i]);
         }
     }
 
@@ -86,26 +105,29 @@ class Shadow {
     void note(Record& head, std::uint16_t bytes, const Access& access, const Judge& judge) {
         if (head.clock == access.clock && head.actor == access.actor && head.bytes == bytes && head.next_and_flags == access.flags) return;
         Record* place = nullptr;
-        Record* previous = nullptr;
-        for (Record* record = &head; record;) {
-            if (record->clock && record->bytes & bytes && judge(*record, bytes) && supersedes(access, bytes, *record)) record->clock = 0;
-            const std::uint32_t next = record->next();
-            if (record->clock) {
-                previous = record;
-            } else if (record == &head) {
-                place = previous = record;
+        const auto stays = [&](Record& record) {
+            if (record.clock && record.bytes & bytes && judge(record, bytes) && supersedes(access, bytes, record)) record.clock = 0;
+            if (!record.clock && !place) place = &record;
+            return record.clock != 0;
+        };
+        stays(head);
+        for (Record* from = &head; const std::uint32_t next = from->next();) {
+            Record* const chunk = chunk_at(next);
+            bool used = false;
+            for (Record* record = chunk; record != chunk + chunk_records; ++record) used |= stays(*record);
+            if (used || (place >= chunk && place < chunk + chunk_records)) {
+                from = chunk;
             } else {
-                previous->link(next);
-                record->link(free_);
-                free_ = static_cast<std::uint32_t>(record - pool_.data());
+                from->link(chunk->next());
+                chunk->link(free_);
+                free_ = next;
             }
-            record = next ? &pool_[next] : nullptr;
         }
         if (!place) {
-            const std::uint32_t index = take();
-            place = &pool_[index];
+            const std::uint32_t number = take();
+            place = chunk_at(number);
             place->link(head.next());
-            head.link(index);
+            head.link(number);
         }
         *place = {access.clock, access.site, place->next() << 8 | access.flags, access.actor, bytes};
     }
@@ -117,23 +139,27 @@ class Shadow {
         return flags & atomic && (later.flags >> scope_shift & 3) <= (flags >> scope_shift & 3);
     }
 
+    // Records of a chain lie together by eights, two cache lines each: chains of readers are long. The first holds the number of the next eight.
+    static constexpr std::uint32_t chunk_records = 8;
+    Record* chunk_at(std::uint32_t number) { return pool_ + std::uint64_t(number) * chunk_records; }
+
     std::uint32_t take() {
         if (free_) {
-            const std::uint32_t index = free_;
-            free_ = pool_[index].next();
-            return index;
+            const std::uint32_t number = free_;
+            free_ = chunk_at(number)->next();
+            return number;
         }
-        if (pool_.size() >> 24) {
-            std::fprintf(stderr, "peerlane emulator: more than 2^24 unordered accesses to keep; check a smaller case\n");
+        if (++taken_ >> 24) {
+            std::fprintf(stderr, "peerlane emulator: more than 2^27 unordered accesses to keep; check a smaller case\n");
             std::exit(1);
         }
-        pool_.push_back({});
-        return static_cast<std::uint32_t>(pool_.size() - 1);
+        return taken_;
     }
 
     Record* cells_ = nullptr;
     std::uint16_t* unwritten_ = nullptr;  // by cell, a bit each: bytes that nobody has written
-    std::vector<Record> pool_;  // [0] is nobody's
+    Record* pool_ = nullptr;
+    std::uint32_t taken_ = 0;  // chunks; number 0 is nobody's
     std::uint32_t free_ = 0;
 };
 

@@ -15,8 +15,9 @@ from peerlane.device.host.group import Group
 from peerlane.emulator.gpu_code import EmulatedGpu
 from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ
 from peerlane.emulator.job import TooManyThreads
-from peerlane.emulator.ptx_front_end import UnknownPtx
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, UnknownPtx
 from peerlane.emulator.solution_run import Outcome, run, wants_distributed
+from peerlane.emulator.torch_cuda import NOT_EMULATED
 from peerlane.emulator.turns import RankMismatch
 from peerlane.errors import CompileError, MissingDependency
 from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
@@ -51,7 +52,9 @@ class EmulatedJudgement:
         return "\n".join([*found, *(f"note: {note}" for note in self.outcome.notes)])
 
     def _failure(self, rank: int, error: BaseException) -> str:
-        if isinstance(error, UnknownPtx | MissingDependency | TooManyThreads):
+        if isinstance(error, UnknownPtx | MissingDependency | TooManyThreads) or any(
+            said in str(error) for said in (NOT_EMULATED, NOT_KNOWN)
+        ):
             return f"not run: {error}"
         if isinstance(error, RankMismatch) and launches_differ(str(error), self.file.read_text(encoding="utf-8", errors="replace")):
             return f"not run: {error}; {DIFFERENT_LAUNCHES}"

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from peerlane.hardware.memory import gpu_memory
+from peerlane.hardware.topology import gpu_memory
 from peerlane.sandbox.core_time import CoreTime
 
 SLOWED, STARVED = 0.1, 0.25

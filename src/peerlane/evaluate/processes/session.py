@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from peerlane.common.cluster import Cluster
 from peerlane.common.place import Device, Place
+from peerlane.common.toolkit import extension_architectures
 from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.messages import Request
@@ -22,7 +23,6 @@ from peerlane.evaluate.processes.machine_faults import cores, kept_from_cores_s
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
 from peerlane.evaluate.rank_interface import BlockInterface, CandidateInterface, RankInterface, TrustedInterface
-from peerlane.hardware.architecture import extension_architectures
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 from peerlane.problems.contract.spec import Case
 from peerlane.sandbox import linux

@@ -190,10 +190,9 @@ class Builds:
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
             cache = builder.admit(candidate.sha256)
             on_cpu = not self._session.place.runs_cuda
-            gpu_only = on_cpu and candidate.is_cuda
-            request = Request(
-                BuilderInterface.build_candidate, str(candidate.path), source, cache, family_sources(candidate.path), on_cpu, gpu_only
-            )
+            gpu_only, emulated = on_cpu and candidate.is_cuda, self._session.place.emulated
+            granted = family_sources(candidate.path)
+            request = Request(BuilderInterface.build_candidate, str(candidate.path), source, cache, granted, on_cpu, gpu_only, emulated)
             builder.building = BuildTime(deadlines.build)
             build.builder = builder
             build.said = builder.ask(request, "build", deadlines.load)[0]

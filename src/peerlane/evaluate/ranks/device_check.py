@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
+from peerlane.common.toolkit import find_nvcc
 from peerlane.errors import CompileError, MissingDependency
-from peerlane.hardware.toolkit import find_nvcc
 from peerlane.settings import cache_dir
 
 ARCHITECTURE = "sm_90a"

@@ -15,7 +15,7 @@ from peerlane import problems
 from peerlane.emulator import build
 from peerlane.emulator.host_libraries import prepare
 from peerlane.emulator.ranks import EmulatedRanks
-from peerlane.emulator.sequence import findings
+from peerlane.emulator.sequence import candidate_findings
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.memory.arena import extent, view
@@ -122,7 +122,7 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
                 summary=finding.summary,
                 text=str(finding)[:FINDING_CHARACTERS],
             )
-            for finding in findings(self._ranks.reports())[:MOST_FINDINGS]
+            for finding in candidate_findings(self._ranks.reports())[0][:MOST_FINDINGS]
         ]
         needs = None if self._ranks.kernels is None else [str(item)[:NAME_CHARACTERS] for item in self._ranks.kernels[:MOST_NAMES]]
         sources = sorted(self._ranks.sources)[:MOST_NAMES]

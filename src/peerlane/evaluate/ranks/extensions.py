@@ -24,13 +24,13 @@ from torch.utils import cpp_extension  # takes half a second, and the fork serve
 from torch.utils._cpp_extension_versioner import Entry, ExtensionVersioner
 
 from peerlane.common.files import one_process
+from peerlane.common.light_headers import LIGHT_HEADERS
 from peerlane.evaluate.ranks.extension_calls import ExtensionCall
 from peerlane.sandbox.caches import cache_variables
 from peerlane.settings import ARCHITECTURE, cache_dir
 
 _NO_HASH = -1  # that no sources have
 _OUTCOME = "peerlane-outcome-"
-_LIGHT_HEADERS = Path(__file__).parent / "light_headers"
 _BUILD_FAILED = "Error building extension"
 _MACHINE_WORDS = ("Killed", "No space left", "Cannot allocate memory", "out of memory", "terminated")
 """in the log of a compiler that may succeed another time"""
@@ -214,7 +214,7 @@ def _cheaper(asked: Asked) -> Asked:
         sources = [
             source for source in sources if Path(source).name != "main.cpp" or _text(source).strip() != "#include <torch/extension.h>"
         ]
-    return {**asked, "sources": sources, "extra_include_paths": [str(_LIGHT_HEADERS), *(asked["extra_include_paths"] or [])]}
+    return {**asked, "sources": sources, "extra_include_paths": [str(LIGHT_HEADERS), *(asked["extra_include_paths"] or [])]}
 
 
 def _text(source: str) -> str:

@@ -188,7 +188,7 @@ def load(root: Path | None = None) -> Corpus:
     folder = Path(tempfile.mkdtemp(prefix="peerlane-table-")) / _FOLDER
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     shutil.copytree(root / _FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for entry in document.candidate:
+    for entry in sorted(document.candidate, key=lambda entry: entry.base not in there):  # then those whose base has a base
         if entry.base is not None:
             (folder / f"{entry.file}.py").write_text(_derived(path, entry, folder / f"{entry.base}.py"), encoding="utf-8")
     return Corpus(document.rules, document.rows, document.candidate, folder)

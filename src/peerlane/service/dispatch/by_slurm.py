@@ -131,6 +131,8 @@ class _SlurmRun:
             for item, result in zip(batch, read_batch(rows), strict=True):
                 self.collector.keep(item, result)
                 self._done.add(id(item))
+        except UsageError:
+            raise
         except (HarnessError, ValueError) as fault:
             self._note(f"task {job.job_id}: {fault}")
 

@@ -44,8 +44,9 @@ class Conditions:
         file = None if plan.out is None else plan.out / FILE
         if file is None or not os.path.lexists(file):
             return None
+        data = read_regular(file, _MOST_BYTES)
         try:
-            told = json.loads(read_regular(file, _MOST_BYTES))
+            told = json.loads(data)
             same = told["evaluator_version"] == __version__ and told["rules_hash"] == plan.rules_hash
             found = cls.of(told) if same else None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from peerlane.common.words import counted
-from peerlane.errors import HarnessError, RunStopped
+from peerlane.errors import HarnessError, RunStopped, UsageError
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.results.result import Result
@@ -194,6 +194,8 @@ class Farm:
                     collector.keep(job, result)
                 self._faults[work.node] = 0
                 return
+            except UsageError:
+                raise
             except (HarnessError, ValueError) as error:
                 fault = str(error)
         self._faults[work.node] += 1

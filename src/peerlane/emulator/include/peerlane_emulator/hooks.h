@@ -61,7 +61,7 @@ void peerlane_store(void* address, const void* value, unsigned bytes, unsigned s
 void peerlane_update(void* address, unsigned bytes, unsigned scope, unsigned order, Change change, void* context);
 // Where the ranks have what a multicast address stands for; returns how many there are, at most `multicast_ranks`.
 unsigned peerlane_multicast(const void* address, unsigned bytes, void** parts);
-void peerlane_fence(unsigned scope);
+void peerlane_fence(unsigned scope, unsigned order = acquire_release);
 // Comes before a load that promises that nobody writes the bytes during the launch (ld.global.nc).
 void peerlane_read_only(const void* address, unsigned bytes);
 // An ordinary store whose value the emulator sees.
@@ -99,7 +99,8 @@ void* peerlane_cluster_pointer(const void* pointer, unsigned rank);
 // ---- asynchronous operations: they read and write at a time of their own between issue and wait
 void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals);
 void peerlane_mbarrier_init_fence();
-void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes);
+// Returns the number of the phase. Without arrivals only bytes are expected; `drop`: so many fewer are expected in later phases.
+unsigned peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes, unsigned arrivals = 1, bool drop = false);
 bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity);
 // With an mbarrier the operation counts its bytes there, without one it belongs to the open group of the thread's queue.
 void peerlane_async(const Segment* segments, unsigned count, Combine combine, unsigned long long* barrier, unsigned queue);

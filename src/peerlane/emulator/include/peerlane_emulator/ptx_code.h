@@ -4,6 +4,9 @@
 
 #include "cuda.h"
 
+#include <cstdio>
+#include <cstring>
+
 namespace peerlane::emulator::ptx_code {
 
 using u8 = unsigned char;
@@ -99,6 +102,14 @@ template <class T>
 PEERLANE_INLINE T sub(T a, T b) { return wrapped(a, b, [](auto x, auto y) { return x - y; }); }
 template <class T>
 PEERLANE_INLINE T mul(T a, T b) { return wrapped(a, b, [](auto x, auto y) { return x * y; }); }
+// A sum or difference and the bit that it carries or borrows, with the one of the operation before.
+template <bool subtract, class T>
+PEERLANE_INLINE T with_carry(T a, T b, bool before, bool& carry) {
+    using U = std::make_unsigned_t<T>;
+    const u128 left = U(a), right = static_cast<u128>(U(b)) + before;
+    carry = subtract ? left < right : left + right > U(~U(0));
+    return static_cast<T>(subtract ? left - right : left + right);
+}
 // By zero: all ones, as a GPU has it.
 template <class T>
 PEERLANE_INLINE T div(T a, T b) {
@@ -224,6 +235,116 @@ PEERLANE_INLINE R of_halves(const F& f, Operands... operands) {
     }
 }
 
+// Rounded towards a side: what was rounded to the nearest steps back where it went too far.
+template <class Half>
+PEERLANE_INLINE u16 narrowed(double exact, int how) {
+    const u16 near = Half::narrow(exact);
+    const double got = Half::widen(near);
+    if (how == 0 || exact != exact || std::isinf(exact) || got == exact) return near;
+    const bool down = got > exact && (how < 0 || (how == 2 && exact > 0)), up = got < exact && (how == 1 || (how == 2 && exact < 0));
+    if (!down && !up) return near;
+    if ((near & 0x7fff) == 0) return down ? 0x8001 : 1;
+    return (near >> 15 != 0) == down ? near + 1 : near - 1;
+}
+// An integer that is rounded once more to fewer bits comes out as if it had been rounded once.
+template <class T>
+PEERLANE_INLINE double to_odd(T value) {
+    const double near = static_cast<double>(value);
+    if constexpr (std::is_integral_v<T> && sizeof(T) == 8) {
+        const __int128 exact = value, got = static_cast<__int128>(near);
+        if (got == exact) return near;
+        const double lower = (got > exact) == (exact > 0) ? std::nextafter(near, 0.0) : near;
+        return __builtin_bit_cast(double, __builtin_bit_cast(u64, lower) | 1);
+    }
+    return near;
+}
+template <class Half, class R, class F>
+PEERLANE_INLINE R compared(const F& f, R a, R b, u32 yes) {
+    const u32 low = f(Half::widen(u16(a)), Half::widen(u16(b))) ? yes & 0xffff : 0;
+    if constexpr (sizeof(R) == 2) return R(low);
+    else return low | (f(Half::widen(u16(a >> 16)), Half::widen(u16(b >> 16))) ? yes << 16 : 0);
+}
+
+// ---- small integers, several to a register
+
+template <class T, class F>
+PEERLANE_INLINE u32 of_shorts(const F& f, u32 a, u32 b) {
+    return u32(u16(f(T(a), T(b)))) | u32(u16(f(T(a >> 16), T(b >> 16)))) << 16;
+}
+template <class A, class B>
+PEERLANE_INLINE u32 dot(u32 a, u32 b, u32 sum) {
+    for (u32 i = 0; i < 4 / sizeof(A); ++i) sum += u32(s32(A(a >> 8 * sizeof(A) * i)) * s32(B(b >> 8 * i)));
+    return sum;
+}
+PEERLANE_INLINE u32 byte_differences(u32 a, u32 b) {
+    u32 result = 0;
+    for (u32 i = 0; i < 32; i += 8) result |= u32(std::abs(s32(a >> i & 255) - s32(b >> i & 255))) << i;
+    return result;
+}
+template <class T>
+PEERLANE_INLINE u32 highest_bit(T value, bool as_shift) {
+    const u64 bits = std::is_signed_v<T> && value < 0 ? u64(std::make_unsigned_t<T>(~value)) : u64(std::make_unsigned_t<T>(value));
+    if (bits == 0) return ~0u;
+    const u32 at = 63 - __builtin_clzll(bits);
+    return as_shift ? 8 * sizeof(T) - 1 - at : at;
+}
+PEERLANE_INLINE u32 nth_set(u32 mask, u32 base, s32 nth) {
+    if (nth == 0) return mask >> (base & 31) & 1 ? base : ~0u;
+    u32 left = u32(nth < 0 ? -nth : nth) - 1;
+    for (s32 at = s32(base); at >= 0 && at < 32; at += nth < 0 ? -1 : 1) {
+        if (mask >> at & 1 && left-- == 0) return u32(at);
+    }
+    return ~0u;
+}
+// Sums and products of floats are rounded towards a side by what the nearest one leaves over, which is exact.
+PEERLANE_INLINE float rounded_by(double near, double left, int how) {
+    const float result = rounded(near, how);
+    if (left == 0 || std::isinf(result) || static_cast<double>(result) != near) return result;
+    if (left < 0 && (how < 0 || (how == 2 && near > 0))) return std::nextafterf(result, -__builtin_inff());
+    if (left > 0 && (how == 1 || (how == 2 && near < 0))) return std::nextafterf(result, __builtin_inff());
+    return result;
+}
+PEERLANE_INLINE float add_rounded(float a, float b, int how) {
+    const double near = double(a) + double(b), part = near - double(a);
+    return rounded_by(near, (double(a) - (near - part)) + (double(b) - part), how);
+}
+PEERLANE_INLINE float sub_rounded(float a, float b, int how) { return add_rounded(a, -b, how); }
+PEERLANE_INLINE float mul_rounded(float a, float b, int how) { return rounded(double(a) * double(b), how); }
+
+// ---- calls
+
+// A parameter or result of a function.
+template <int n>
+struct alignas(n < 16 ? (n & (n - 1) ? 8 : n) : 16) Bytes {
+    unsigned char at[n];
+};
+// printf, whose arguments lie one behind the other, each aligned to its size. It is no access of device code.
+__attribute__((noinline, no_sanitize("thread"))) inline Bytes<4> printed(Bytes<8> format, Bytes<8> arguments) {
+    const char* text = as<const char*>(format);
+    u64 at = as<u64>(arguments);
+    s32 count = 0;
+    while (*text) {
+        char one[32] = {*text++};
+        if (one[0] != '%') {
+            count += std::printf("%s", one);
+            continue;
+        }
+        u32 length = 1;
+        while (*text && length < 30 && !std::strchr("diouxXeEfFgGaAcsp%", *text)) one[length++] = *text++;
+        const char kind = one[length++] = *text ? *text++ : 0;
+        const bool floats = std::strchr("eEfFgGaA", kind), wide = floats || kind == 's' || kind == 'p' || std::strchr(one, 'l');
+        u64 value = 0;
+        if (kind != '%') {
+            const u32 size = wide ? 8 : 4;
+            at = (at + size - 1) / size * size;
+            std::memcpy(&value, reinterpret_cast<const void*>(at), size);
+            at += size;
+        }
+        count += floats ? std::printf(one, as<double>(value)) : wide ? std::printf(one, value) : std::printf(one, u32(value));
+    }
+    return as<Bytes<4>>(count);
+}
+
 // ---- warps
 
 enum class Shuffle { up, down, bfly, idx };
@@ -243,6 +364,15 @@ PEERLANE_INLINE u32 ballot(u32 mask, bool predicate, u32& voters) {
     u32 votes = 0;
     for (u32 i = 0; i < 32; ++i) votes |= (voters >> i & 1 && values[i] ? 1u : 0u) << i;
     return votes;
+}
+// The lanes that have the value of the caller; of `all`: the mask if all have one, else 0.
+template <bool all, class T>
+PEERLANE_INLINE u32 matched(u32 mask, T value) {
+    const unsigned long long* values = peerlane_warp_exchange(mask, value);
+    const u32 there = mask & static_cast<u32>(values[32]);
+    u32 same = 0;
+    for (u32 i = 0; i < 32; ++i) same |= (there >> i & 1 && values[i] == value ? 1u : 0u) << i;
+    return all && same != there ? 0 : same;
 }
 // The thread's number in its block.
 PEERLANE_INLINE u32 first_lane() {

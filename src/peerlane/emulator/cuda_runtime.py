@@ -1,0 +1,332 @@
+"""The CUDA runtime that C++ code of emulated ranks finds: ``cuda_host/runtime.cpp`` in a library, and what it asks Python for.
+
+There is one for a process, once an extension has been loaded. From then on tensors that a rank makes lie where kernels see them, so that
+``data_ptr()`` is one address for C++, for Python and for the emulator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import subprocess
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane.device.host.resources import Resources
+from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
+from peerlane.emulator.build import COMPILER, made, version
+from peerlane.emulator.cuda_graphs import capturing, record_operation
+from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
+from peerlane.emulator.gpu_code import needs_of
+from peerlane.emulator.job import BASE, VARIABLES
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
+from peerlane.emulator.ptx_operands import TYPES
+from peerlane.emulator.ptx_text import Function, parse
+from peerlane.errors import CompileError, LaunchError
+
+_HERE = Path(__file__).with_name("cuda_host")
+SOURCE, HEADERS = _HERE / "runtime.cpp", _HERE / "include"
+_BEGIN, _BYTES = BASE + (1 << 28), 1 << 36
+_HOST_CODE = "of C++ host code"
+_TORCH = Path(torch.__file__).parent
+
+_Launch = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_uint64,
+    ctypes.c_uint32,
+)
+_Copy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+_Set = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64)
+_Variable = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p)
+_Exported = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
+_Occupancy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64)
+_Count = ctypes.CFUNCTYPE(ctypes.c_int)
+
+
+class _Python(ctypes.Structure):
+    _fields_ = (
+        ("launch", _Launch),
+        ("copy", _Copy),
+        ("set", _Set),
+        ("variable", _Variable),
+        ("exported", _Exported),
+        ("occupancy", _Occupancy),
+        ("sm_count", _Count),
+        ("world_size", _Count),
+        ("shared_bytes", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory that a rank's C++ code has taken."""
+
+    begin: int
+    nbytes: int
+    rank: int
+    exported: bool
+    """whether other ranks may use it"""
+
+
+@dataclass(frozen=True)
+class Module:
+    """The device code of an extension."""
+
+    ptx: Ptx
+
+    @functools.cached_property
+    def entries(self) -> dict[str, Function]:
+        return {entry.name: entry for entry in parse(self.ptx.text).entries}
+
+
+class Runtime:
+    """The library, loaded."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+        self._library.peerlane_take.restype = ctypes.c_uint64
+        self.modules: list[Module] = []
+        self._pending = threading.local()
+        self._callbacks = _Python(
+            _Launch(self._guarded(self._launch, 1)),
+            _Copy(self._guarded(self._copy, 1)),
+            _Set(self._guarded(self._set, 1)),
+            _Variable(self._guarded(self._variable, 0)),
+            _Exported(self._guarded(self._exported, 1)),
+            _Occupancy(self._guarded(self._occupancy, -1)),
+            _Count(self._guarded(lambda: emulated_rank(_HOST_CODE).sm_count, 1)),
+            _Count(self._guarded(lambda: emulated_rank(_HOST_CODE).team.world.size, 1)),
+            SHARED_LIMIT_BYTES,
+        )
+        self._library.peerlane_open(ctypes.c_uint64(_BEGIN), ctypes.c_uint64(_BYTES), ctypes.byref(self._callbacks))
+
+    def holds(self, address: int) -> bool:
+        """Tells whether an address is one of emulated memory."""
+        return _BEGIN <= address < _BEGIN + _BYTES
+
+    def take(self, nbytes: int) -> int:
+        """Returns the address of new memory."""
+        return int(self._library.peerlane_take(ctypes.c_uint64(nbytes)))
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Moves a tensor's storage to where kernels see it."""
+        if not self.holds(tensor.untyped_storage().data_ptr()):
+            self._library.peerlane_adopt(ctypes.c_void_p(tensor.untyped_storage()._cdata))
+
+    def keep(self, address: int) -> Block | None:
+        """Returns the memory in which an address lies, and keeps it for ever; None where there is none."""
+        begin, nbytes, rank, exported = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int()
+        values = (ctypes.byref(begin), ctypes.byref(nbytes), ctypes.byref(rank), ctypes.byref(exported))
+        if not self._library.peerlane_keep(ctypes.c_uint64(address), *values):
+            return None
+        return Block(begin.value, nbytes.value, rank.value, bool(exported.value))
+
+    @contextlib.contextmanager
+    def entered(self, rank: int) -> Iterator[None]:
+        """While this lasts, this thread is that of a rank."""
+        before = self._library.peerlane_enter(rank)
+        try:
+            yield
+        finally:
+            self._library.peerlane_enter(before)
+
+    @contextlib.contextmanager
+    def loading(self, module: Module) -> Iterator[None]:
+        """While this lasts, a library that is loaded registers the kernels of this module."""
+        self.modules.append(module)
+        self._library.peerlane_load(len(self.modules) - 1)
+        try:
+            yield
+        finally:
+            self._library.peerlane_load(-1)
+
+    def raise_pending(self) -> None:
+        """Raises what a launch from C++ has raised in this thread."""
+        error, self._pending.error = getattr(self._pending, "error", None), None
+        if error is not None:
+            raise error
+
+    def _guarded(self, act: Callable[..., int], failed: int) -> Callable[..., int]:
+        """Returns ``act`` for C++: what it raises is kept until the C++ code has returned."""
+
+        @functools.wraps(act)
+        def guarded(*args: Any) -> int:
+            if getattr(self._pending, "error", None) is not None:
+                return failed
+            try:
+                return act(*args)
+            except BaseException as error:
+                self._pending.error = error
+                return failed
+
+        return guarded
+
+    def _launch(self, kernel: bytes, number: int, grid: Any, block: Any, arguments: Any, shared_bytes: int, cluster: int) -> int:
+        module, name = self.modules[number], kernel.decode()
+        if name not in module.entries:
+            raise LaunchError(f"kernel {name} is not among those that were compiled: {', '.join(module.entries)}")
+        sizes = [(length or 1) * TYPES[kind][1] for kind, _, _, length in module.entries[name].parameters]
+        values = [(ctypes.c_char * size).from_buffer_copy(ctypes.string_at(arguments[i], size)) for i, size in enumerate(sizes)]
+        launch = PtxLaunch(module.ptx, name, tuple(grid[:3]), tuple(block[:3]), values, shared_bytes, cluster)
+        group = emulated_rank(name)
+        for word in (word for value in values for word in memoryview(bytes(value)[: len(value) // 8 * 8]).cast("Q")):
+            if self.holds(word) and (part := group.team.world.space.at(word)) is not None and part.name == VARIABLES:
+                raise UnknownPtx(f"kernel {name}: the address of a __device__ variable as an argument {NOT_KNOWN}")
+        group.launch_ptx(launch)
+        return 0
+
+    def _copy(self, to: int, source: int, nbytes: int) -> int:
+        self._move("cudaMemcpyAsync", [to, source], nbytes, lambda: ctypes.memmove(to, source, nbytes))
+        return 0
+
+    def _set(self, to: int, value: int, nbytes: int) -> int:
+        self._move("cudaMemsetAsync", [to], nbytes, lambda: ctypes.memset(to, value, nbytes), value)
+        return 0
+
+    def _move(self, what: str, places: Sequence[int], nbytes: int, act: Callable[[], Any], value: int = 0) -> None:
+        """Does what a copy or memset does: by a kernel of every rank where others may use the memory, or else at once."""
+        group = emulated_rank(what)
+        parts = [self._part(group, what, place, nbytes) for place in places if self.holds(place)]
+        if len(parts) < len(places) or not any(part.symmetric for part in parts):
+            record_operation(act, (), {}) if capturing() else act()
+            return
+        width = next(width for width in (8, 4, 1) if not any(number % width for number in (*places, nbytes)))
+        numbers = (places[0], places[-1], nbytes, value * 0x0101010101010101)
+        launch = PtxLaunch(_moves(what), f"{what}_{width}", (1,), (_MOVING_THREADS,), [ctypes.c_uint64(number) for number in numbers])
+        group.launch_ptx(launch)
+
+    def _part(self, group: EmulatedRank, what: str, address: int, nbytes: int) -> Any:
+        part = group.team.world.space.at(address)
+        if part is None or address + nbytes > part.address + part.nbytes:
+            where = "freed or never allocated memory" if part is None else f"{part.name}, which ends earlier"
+            raise LaunchError(f"{what} of {nbytes} bytes at {address:#x} of {where}")
+        return part
+
+    def _variable(self, number: int, name: bytes) -> int:
+        group, module = emulated_rank(_HOST_CODE), self.modules[number]
+        return int(group.team.variable(module.ptx, name.decode(), group.rank))
+
+    def _exported(self, address: int) -> int:
+        emulated_rank("cudaIpcGetMemHandle").team.world.space.at(address).symmetric = True
+        return 0
+
+    def _occupancy(self, number: int, kernel: bytes, threads: int, shared_bytes: int) -> int:
+        ptx = self.modules[number].ptx
+        known = needs_of(ptx).get(ptx.symbol(kernel.decode()), Resources())
+        return BlockNeeds(threads, known.registers, known.static_bytes + shared_bytes).per_sm()
+
+
+def _moves(what: str) -> Ptx:
+    """Returns PTX that copies, or sets if ``what`` says so, by one block, in words of 1, 4 and 8 bytes."""
+    return Ptx(_MOVES_HEAD.format(what) + "".join(_move_of(what, width) for width in (1, 4, 8)))
+
+
+def _move_of(what: str, width: int) -> str:
+    kind, word = {1: ("u8", "%r4"), 4: ("b32", "%r4"), 8: ("b64", "%rd7")}[width]
+    load = f"ld.global.{kind} {word}, [%rd6];" if what == "cudaMemcpyAsync" else f"ld.param.{kind} {word}, [value];"
+    return _MOVE.format(name=f"{what}_{width}", load=load, kind=kind, word=word, width=width, step=width * _MOVING_THREADS)
+
+
+_MOVING_THREADS = 128
+_MOVES_HEAD = """
+.version 8.0
+.target sm_90
+.address_size 64
+.file 1 "{}"
+"""
+_MOVE = """
+.visible .entry {name}(.param .u64 to, .param .u64 from, .param .u64 count, .param .u64 value)
+{{
+    .reg .pred %p<2>; .reg .b32 %r<5>; .reg .b64 %rd<8>;
+    .loc 1 1 0
+    ld.param.b64 %rd1, [to];
+    ld.param.b64 %rd2, [from];
+    ld.param.b64 %rd3, [count];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd4, %r1, {width};
+NEXT:
+    setp.ge.u64 %p1, %rd4, %rd3;
+    @%p1 bra DONE;
+    add.s64 %rd5, %rd1, %rd4;
+    add.s64 %rd6, %rd2, %rd4;
+    {load}
+    st.global.{kind} [%rd5], {word};
+    add.s64 %rd4, %rd4, {step};
+    bra NEXT;
+DONE:
+    ret;
+}}
+"""
+
+
+_runtime: Runtime | None = None
+
+
+def runtime() -> Runtime | None:
+    """Returns the runtime of this process; None until an extension needs it."""
+    return _runtime
+
+
+def start(cuda_include: Path) -> Runtime:
+    """Returns the runtime, compiled once a version, loaded once a process."""
+    global _runtime
+    if _runtime is None:
+        _runtime = Runtime(_compiled(cuda_include))
+        _make_tensors_for_cuda()
+    return _runtime
+
+
+_factories = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+
+def _make_tensors_for_cuda() -> None:
+    """Has torch's factories return CPU tensors where C++ code asks for tensors of a GPU."""
+
+    def empty(size, *, dtype=None, layout=None, device=None, pin_memory=None, memory_format=None):  # type: ignore[no-untyped-def]
+        return torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format or torch.contiguous_format)
+
+    def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):  # type: ignore[no-untyped-def]
+        return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+
+    _factories.impl("empty.memory_format", empty, "CUDA")  # type: ignore[no-untyped-call]
+    _factories.impl("empty_strided", empty_strided, "CUDA")  # type: ignore[no-untyped-call]
+
+
+def _compiled(cuda_include: Path) -> Path:
+    parts = (version(), torch.__version__, str(cuda_include), sysconfig.get_platform())
+    content = b"\0".join(path.read_bytes() for path in sorted(_HERE.rglob("*")) if path.is_file())
+    key = hashlib.sha256("\0".join(parts).encode() + content).hexdigest()
+
+    def build(library: Path) -> None:
+        includes = (HEADERS, _TORCH / "include", cuda_include, HEADERS.with_name("last"))
+        command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", *(f"-I{path}" for path in includes), str(SOURCE)]
+        command += [f"-L{_TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}", "-o", str(library)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise CompileError(f"the CUDA runtime of emulated ranks does not compile:\n{done.stderr.rstrip()}")
+
+    return made(f"cuda-runtime-{key}.so", build)
+
+
+@contextlib.contextmanager
+def thread_of(rank: int) -> Iterator[None]:
+    """While this lasts, this thread is that of a rank, if there is a runtime. What C++ code left is raised at its end."""
+    if _runtime is None:
+        yield
+        return
+    with _runtime.entered(rank):
+        yield
+        _runtime.raise_pending()

@@ -1,0 +1,93 @@
+"""CUDA extensions of candidates on emulated ranks: host code that nvcc compiled, whose launches are the emulator's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.emulator.cuda_extensions import SOURCES
+from peerlane.emulator.solution_run import Outcome, run
+from peerlane.evaluate.correctness.emulated import judge_emulated
+from peerlane.problems.contract.spec import Case
+
+FILES = Path(__file__).with_name("extensions")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "extension" / "1_allreduce_one_shot_cuda.py"
+LIGHT = FILES / "light_cuda.py"
+
+
+def light(*calls: object, ranks: int = 2) -> Outcome:
+    return run(LIGHT, [[(torch.tensor([float(10 * call + rank)]), what) for rank in range(ranks)] for call, what in enumerate(calls)])
+
+
+def test_statics_and_device_variables_are_a_ranks_own() -> None:
+    outcome = light("sum", "sum")
+    assert outcome.failure is None and not outcome.findings
+    assert [[counts for _, counts in call] for call in outcome.outputs] == [[(1, 41), (1, 41)], [(2, 42), (2, 42)]]
+    assert [[float(total) for total, _ in call] for call in outcome.outputs] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_too_much_shared_memory_is_an_error_of_the_launch() -> None:
+    outcome = light(("shared_bytes", 64 << 10))
+    assert outcome.outputs == [[("cudaErrorInvalidValue", "cudaSuccess")] * 2]
+
+
+def test_a_function_that_is_not_there_is_named() -> None:
+    outcome = light(("elapsed",))
+    assert outcome.failure is not None
+    assert str(outcome.failure[1]) == "cudaEventElapsedTime is not known to the emulator; nothing was run"
+
+
+def test_lines_are_those_of_the_python_file() -> None:
+    text = LIGHT.read_text(encoding="utf-8")
+    source = SOURCES["load_inline"](str(LIGHT), "light", "", text.split('"""')[3], no_implicit_headers=True)
+    number = int(source.text.split()[1])
+    assert source.text.startswith(f'#line {number} "light_cuda.py"\n') and text.splitlines()[number].startswith("#include <Python.h>")
+
+
+def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
+    inline = SOURCES["load_inline"](
+        "x.py", "x", "int f();", "", None, ["f"], ["-DA", "-O1"], ["-lineinfo -DB", ""], [], ["-lz", ""], ["/include"]
+    )
+    assert (inline.flags, inline.include_dirs, inline.libraries) == (("-DA", "-lineinfo", "-DB"), ("/include",), ("-lz",))
+    assert 'm.def("f", torch::wrap_pybind_function(f), "f");' in inline.text
+    (tmp_path / "a.cu").write_text("int a;")
+    files = SOURCES["load"]("x.py", "x", [str(tmp_path / "a.cu")], None, ["-O2"])
+    assert (files.text, files.flags, files.include_dirs) == ('#line 1 "a.cu"\nint a;', ("-O2",), (str(tmp_path),))
+
+
+# A candidate, and the change that makes its twin, which is right at rest and races.
+TWINS = {
+    EXAMPLE: ("    meet(pads, rank, world);  // nobody writes", "    // nobody writes"),
+    FILES / "1_allreduce_two_shot_cuda.py": ("atom.global.release.sys.cas", "atom.global.relaxed.sys.cas"),
+    FILES / "2_allgather_cuda.py": ("        __threadfence_system();\n        *reinterpret", "        *reinterpret"),
+    FILES / "8_alltoall_cuda.py": ("< 2 * call) {}", "< 1) {}"),
+    FILES / "13_gemm_allreduce_cuda.py": ("        wait_for_all<<<1, 32, 0, stream>>>(tables, rank, world);\n    }));", "    }));"),
+    FILES / "45_reducescatter_rmsnorm_cuda.py": ("{}\n            __threadfence_system();\n", "{}\n"),
+}
+
+
+def first_case(file: Path) -> Case:
+    return problems.get(int(file.name.partition("_")[0])).cases("small", 2)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", TWINS, ids=lambda file: file.stem)
+def test_a_right_candidate_is_clean(file: Path) -> None:
+    case = first_case(file)
+    assert str(judge_emulated(file, problems.get(case.problem), case)) == "correct, nothing found"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", TWINS, ids=lambda file: file.stem)
+def test_a_twin_races_with_both_lines(file: Path, tmp_path: Path) -> None:
+    text, (found, instead) = file.read_text(encoding="utf-8"), TWINS[file]
+    twin = tmp_path / file.name
+    twin.write_text(text.replace(found, instead), encoding="utf-8")
+    case = first_case(file)
+    judged = judge_emulated(twin, problems.get(case.problem), case)
+    races = [finding for finding in judged.outcome.findings if finding.kind == "race"]
+    assert judged.outcome.failure is None and judged.wrong is None and races, str(judged)
+    assert all(file.name in str(side) or "cudaMemcpyAsync" in str(side) for side in races[0].sides), races[0]
