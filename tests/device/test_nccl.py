@@ -14,7 +14,7 @@ from device.judged import cases
 from device.nccl_candidates import EXAMPLES, ON_GPUS, PROMPT, TWINS
 from peerlane import problems, settings
 from peerlane.device import nccl
-from peerlane.device.host import jit
+from peerlane.device.host import jit, nvidia_wheels
 from peerlane.device.nccl import installation, program
 from peerlane.device.nccl.host_library import HostLibrary
 from peerlane.device.nccl.installation import find_installation, what_is_missing
@@ -185,7 +185,11 @@ def test_windows_are_zero_and_have_the_same_places() -> None:
     def solution() -> tuple[torch.Tensor, int]:
         windows = [nccl.world().window(3, 5, dtype=torch.int32) for _ in range(2)]
         assert nccl.world() is nccl.world() and windows[0].handle != windows[1].handle
-        return windows[1].tensor, nccl.world().rank
+        kept = windows[1].tensor.clone()
+        before = nccl.world()
+        before.close()
+        assert nccl.world() is not before
+        return kept, nccl.world().rank
 
     ranks = EmulatedRanks(2)
     ranks.load(lambda rank: solution)
@@ -239,6 +243,26 @@ def test_a_world_needs_a_process_group_and_no_multicast(monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="set it before"):
         start(None)
     assert settings.windows_refused(nvls=False) is None
+
+
+def test_nvcc_makes_ptx_and_then_machine_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that stands for nvcc writes down how it was called."""
+    calls, nvcc = tmp_path / "calls", tmp_path / "nvcc"
+    nvcc.write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\ngrep -q refused "$3" && {{ echo "error: refused"; exit 1; }}\neval echo made \\> \\${{$#}}\n'
+    )
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(nvidia_wheels, "find_nvcc", lambda: str(nvcc))
+    options = ["--gpu-architecture=sm_90a", "--device-as-default-execution-space"]
+    made = nvidia_wheels.compile_by_nvcc("mine.cu", "text", options, instead="")
+    assert (made.cubin, made.ptx) == (b"made\n", b"made\n")
+    first, second = calls.read_text().splitlines()
+    assert first.startswith("--gpu-architecture=sm_90a -ptx /") and second.startswith("--gpu-architecture=sm_90a -cubin /")
+    with pytest.raises(CompileError, match=r"mine\.cu does not compile for a GPU:\nerror: refused"):
+        nvidia_wheels.compile_by_nvcc("mine.cu", "refused", options, instead="")
+    monkeypatch.setattr(nvidia_wheels, "find_nvcc", lambda: None)
+    with pytest.raises(MissingDependency, match=r"to compile mine\.cu; install the toolkit"):
+        nvidia_wheels.compile_by_nvcc("mine.cu", "text", options, instead="install the toolkit")
 
 
 def test_errors_of_the_library_are_said() -> None:

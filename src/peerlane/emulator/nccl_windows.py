@@ -39,7 +39,7 @@ class EmulatedWorld(World):
         self.sm_count, self.max_threads = group.sm_count, group.max_threads
         space = group.team.world.space
         self._base = self._meet("NCCL's communicator", lambda _: space.reserve(self.world_size * _STRIDE_BYTES))
-        self._end = 0
+        self._end, self.closed = 0, False
         self._parts: list[Part] = []
         window = self._window("NCCL's barriers", 4 * BARRIERS * (_BARRIER_WORDS + self.world_size), self._base)
         places = layout()
@@ -65,6 +65,7 @@ class EmulatedWorld(World):
 
     def close(self) -> None:
         self._meet("the end of NCCL's communicator")
+        self.closed = True
         for part in self._parts:
             part.closed = True
 

@@ -150,7 +150,10 @@ def start(group: Any) -> World:
         dist.broadcast_object_list(shared, group=group, group_src=0)
         communicator = library.join(shared[0], rank, world_size)
     comm = (ctypes.c_char * places.sizes["ncclDevComm"])()
-    library.create_device_communicator(communicator, requirements(places), comm)
+    try:
+        library.create_device_communicator(communicator, requirements(places), comm)
+    except DeviceError as error:
+        raise DeviceError(f"{NO_LSA}: {error}") from None
     ranks = places.read(bytes(comm), "ncclDevComm.lsaSize")
     if ranks != world_size:
         raise DeviceError(f"{NO_LSA}: they reach {ranks} of {world_size} ranks; expected a GPU of one node for each, with peer access")
