@@ -146,7 +146,7 @@ def test_a_broken_twin_is_told_with_both_lines(twin: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_new_candidate_and_the_examples_of_page_and_prompt_are_right(tmp_path: Path) -> None:
+def test_programs_of_scaffold_page_and_prompt_are_right(tmp_path: Path) -> None:
     path = tmp_path / "36_new.py"
     path.write_text(scaffold(problems.get(36), "nccl"))
     assert judged(path).correct
