@@ -125,7 +125,30 @@ _SEQUENCE: Mapping[str, str | Callable[[Row], str]] = {
     "tokens": "length",
     "causal": lambda row: "yes" if row["causal"] else "no",
 }
+_SERVING = {
+    "kit": "fused",
+    "kit, batch-invariant": "fused_invariant",
+    "kit, e4m3 by blocks": "fused_block_fp8",
+    "kit's sum, then a norm": "communicator_then_norm",
+    "torch one shot, then a norm": "torch_one_shot_then_norm",
+    "torch two shots, then a norm": "torch_two_shot_then_norm",
+}
+
+
+def _serving(side: str) -> Callable[[Row], str]:
+    return lambda row: time_us(row["microseconds"][side])
+
+
 ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
+    "serving": (
+        "h200x1/serving.jsonl",
+        partial(
+            measured,
+            key="tokens",
+            bench="serving",
+            columns={"tokens": "tokens", **{title: _serving(side) for title, side in _SERVING.items()}},
+        ),
+    ),
     "product": (
         "h200x1/layers_product.jsonl",
         partial(

@@ -242,6 +242,7 @@ DOCUMENTS = (
     Path("docs/suite.md"),
     Path("docs/calibration.md"),
     Path("docs/batch-invariance.md"),
+    Path("docs/serving.md"),
     Path("docs/ops-support.md"),
     Path("docs/device/collectives.md"),
     Path("docs/tutorials/train.md"),

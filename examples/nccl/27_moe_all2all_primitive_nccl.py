@@ -12,7 +12,8 @@ SOURCE = r"""
 // Row i of a part belongs to block i % gridDim.x on the rank that sends it and on the one that reads it. So a block reads what blocks of
 // its own number have written, with which its barrier orders it. Offsets go the same way: a block has a copy of its own.
 extern "C" __global__ void dispatch(const __grid_constant__ ncclDevComm comm, ncclWindow_t window, const char* rows,
-                                    const long long* starts, const long long* arrivals, char* received, long long bytes, long long most, int width) {
+                                    const long long* starts, const long long* arrivals, char* received, long long bytes, long long most,
+                                    int width) {
     const int ranks = comm.lsaSize, me = comm.lsaRank;
     const size_t head = blockIdx.x * (ranks + 1) * sizeof(long long), heads = (size_t)gridDim.x * (ranks + 1) * sizeof(long long);
     const size_t body = (heads + 15) / 16 * 16;

@@ -16,7 +16,7 @@ from peerlane.evaluate import discover
 from peerlane.problems.scaffolds import scaffold
 
 
-@pytest.mark.parametrize("backend", ["kit", "cuda", "nvshmem", "triton", "pytorch"])
+@pytest.mark.parametrize("backend", ["kit", "cuda", "nvshmem", "nccl", "triton", "pytorch"])
 @pytest.mark.parametrize("number", [1, 36])
 def test_a_new_file_is_a_candidate_with_the_problem_s_signature(
     number: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

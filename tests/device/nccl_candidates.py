@@ -40,10 +40,10 @@ TWINS = (
         EXAMPLES,
     ),
     Twin(
-        "87_one_barrier_for_all_blocks_nccl",
+        "87_meets_other_blocks_nccl",
         "87_conv2d_patch_parallel_halo_nccl.py",
         "ncclTeamTagLsa(), blockIdx.x);",
-        "ncclTeamTagLsa(), 0);",
+        "ncclTeamTagLsa(), (blockIdx.x + comm.lsaRank) % gridDim.x);",
         _RACE,
         EXAMPLES,
     ),

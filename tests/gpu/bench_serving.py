@@ -8,19 +8,15 @@ virtual node's, whose links are its memory. Every line of output but the last ta
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
-from harness import BF16, Call, Row, replay, run_on_shared_gpus, slowest_in_turn
+from harness import BF16, Call, Row, note_failure, replay, run_on_shared_gpus, script, slowest_in_turn
 
 from peerlane import ops
 from peerlane.ops.serving import CustomAllReduce
@@ -105,7 +101,7 @@ def calls_of(tokens: int, comm: CustomAllReduce) -> dict[str, Callable[[], Any]]
         calls["torch_one_shot_then_norm"] = lambda: normed(torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", name))
         calls["torch_two_shot_then_norm"] = lambda: normed(torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name))
     except Exception as error:
-        print(json.dumps({"failed": "symm_mem", "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+        note_failure("symm_mem", error)
     return calls
 
 
@@ -126,7 +122,7 @@ def rows(rank: int, world: int) -> Iterator[Row]:
             try:
                 graphs[name] = replay(call)
             except Exception as error:
-                print(json.dumps({"failed": name, "error": f"{type(error).__name__}: {str(error)[:300]}"}), file=sys.stderr, flush=True)
+                note_failure(name, error)
         ops.set_batch_invariant(False)
         times = slowest_in_turn(graphs, 200 if tokens < 512 else 50, warm_up=50)
         yield {"bench": "serving", "tokens": tokens, "hidden": HIDDEN, "ranks": world, "microseconds": times}
@@ -137,14 +133,7 @@ def rows(rank: int, world: int) -> Iterator[Row]:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    run_on_shared_gpus(parser, options.ranks, options.out, rows)
-
-
 if __name__ == "__main__":
-    main()
+    options = script(__doc__, ranks=2).parse_args()
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    run_on_shared_gpus(options.ranks, options.out, rows)

@@ -9,18 +9,16 @@ ranks where it takes them, else a group of one rank. ``cpu_us`` is the CPU time 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import BF16, Row, meet, run_on_shared_gpus
+from harness import BF16, Row, meet, run_on_shared_gpus, script
 
 import peerlane.device.backend  # noqa: F401
 from peerlane import ops
@@ -115,13 +113,6 @@ def rows(rank: int, ranks: int) -> Iterable[Row]:
             print(f"{name:34s} {by.get('peerlane', float('nan')):9.1f} {by.get('nccl', float('nan')):9.1f}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    run_on_shared_gpus(parser, arguments.ranks, arguments.out, rows)
-
-
 if __name__ == "__main__":
-    main()
+    options = script(__doc__, ranks=2).parse_args()
+    run_on_shared_gpus(options.ranks, options.out, rows)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane import problems
+from peerlane.common import toolkit
 from peerlane.errors import UsageError
-from peerlane.hardware import toolkit
 from peerlane.hardware.ceilings import Ceilings, Measurement
 from peerlane.hardware.profiles import B200_SXM, H100_SXM, H200_SXM, PROFILES, HardwareProfile, profile_for
 from peerlane.hardware.roofline import FLAG_EXCHANGE_US, datasheet_peaks, measured_peaks, physical_floor_us, roofline

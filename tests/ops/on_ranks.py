@@ -310,6 +310,30 @@ check(4)(layers.layers_are_saved)
 check(2)(layers.layers_compile_and_take_no_tokens)
 
 
+@check(1, 3)
+def unequal_parts(group: dist.ProcessGroup) -> None:
+    """On torch.distributed: results and gradients, in bfloat16 too, and what is refused on all ranks."""
+    rank, sizes = group.rank(), [2, 0, 3][: group.size()]
+    wide, own = torch.arange(4.0 * sum(sizes), device=DEVICE).view(-1, 4), sizes[rank]
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = wide.to(dtype).clone().requires_grad_()
+        x = whole.detach().split(sizes)[rank].clone().requires_grad_()
+        gathered = ops.all_gatherv(x, sizes, group)
+        gathered.backward(whole.detach() + rank)
+        assert torch.equal(gathered, whole) and x.grad is not None
+        assert torch.equal(x.grad, (group.size() * whole.split(sizes)[rank] + sum(range(group.size()))).to(dtype))
+        for op, share in (("sum", 1), ("avg", group.size())):
+            whole.grad = None
+            part = ops.reduce_scatterv(whole, sizes, group, reduce_op=op)
+            part.backward(torch.full_like(part, 3.0))
+            assert torch.equal(part, (whole.split(sizes)[rank] * group.size() / share).to(dtype)) and whole.grad is not None
+            assert torch.equal(whole.grad, torch.full_like(whole, 3.0 / share))
+        assert torch.equal(ops.reduce_scatterv(wide + rank, sizes, group, reduce_op="max"), wide.split(sizes)[rank] + group.size() - 1)
+    for call in (lambda: ops.all_gatherv(wide.new_ones(own + 1, 4), sizes, group), lambda: ops.reduce_scatterv(wide, [*sizes, 1], group)):
+        with pytest.raises(UsageError, match="from 0 on, the same on all ranks"):
+            call()
+
+
 @check(thorough=(2,))
 def compiled_with_fused_sums(group: dist.ProcessGroup) -> None:
     """By the compiler itself: a Llama of two layers has the losses of the eager one."""

@@ -18,6 +18,7 @@ CHECKS = (
     "compiled_autocast",
     "opcheck",
     "replicated_losses",
+    "unequal_parts",
     "dtensors",
     "two_dimensional_mesh",
     "styles",

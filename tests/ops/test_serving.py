@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
+import re
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,7 +41,7 @@ class Engine:
             return [self.all_reduce(x) for _ in range(2)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_engine_gets_sums_of_any_dense_tensor(ranks: int) -> None:
     """Odd sizes, strides, integers; what the kit has no kernel for, or is larger than the engine wants, is declined on all ranks."""
     shapes = (5, 7), (3,), (16, 8)
@@ -64,6 +69,27 @@ def test_an_engine_gets_sums_of_any_dense_tensor(ranks: int) -> None:
     for found in outputs:
         for got, want in zip(found, [*totals, totals[0], totals[0], totals[2].t(), totals[1]], strict=True):
             assert torch.equal(got, want)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+
+
+@pytest.mark.parametrize(("engine", "package"), [("vllm", "vllm"), ("sglang", "sglang.srt")])
+def test_the_page_puts_the_communicator_into_engines(engine: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With doubles of the modules where the engines look their class up."""
+    names = f"{package}.distributed.device_communicators.custom_all_reduce".split(".")
+    modules: dict[str, Any] = {".".join(names[: i + 1]): ModuleType(name) for i, name in enumerate(names)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    theirs = modules[".".join(names)]
+    modules[".".join(names[:-1])].custom_all_reduce = theirs
+    page: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0], page)
+    page[f"register_in_{engine}"]()
+    made = theirs.CustomAllreduce if engine == "vllm" else theirs.dispatch_custom_allreduce(group=None, device=None)
+    assert made is CustomAllReduce
+    name = re.search(r'"(peerlane[\w.]+)"\}\}', PAGE)
+    assert name is not None and callable(pkgutil.resolve_name(name[1]))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from peerlane.device.host.jit import Cubin
-from peerlane.device.host.launch import argument
+from peerlane.device.host.launch import argument, three
 from peerlane.device.nccl.program import layout
 from peerlane.device.nccl.world import BARRIERS, PAGE_BYTES, Window, World, window_bytes
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
@@ -39,7 +39,7 @@ class EmulatedWorld(World):
         self.sm_count, self.max_threads = group.sm_count, group.max_threads
         space = group.team.world.space
         self._base = self._meet("NCCL's communicator", lambda _: space.reserve(self.world_size * _STRIDE_BYTES))
-        self._end = 0
+        self._end, self.closed = 0, False
         self._parts: list[Part] = []
         window = self._window("NCCL's barriers", 4 * BARRIERS * (_BARRIER_WORDS + self.world_size), self._base)
         places = layout()
@@ -65,6 +65,7 @@ class EmulatedWorld(World):
 
     def close(self) -> None:
         self._meet("the end of NCCL's communicator")
+        self.closed = True
         for part in self._parts:
             part.closed = True
 
@@ -120,5 +121,4 @@ class EmulatedKernel:
             ctypes.c_uint64(self.group.address(value)) if isinstance(value, torch.Tensor) else argument(i, value)
             for i, value in enumerate(args)
         ]
-        three = [(size,) if isinstance(size, int) else size for size in (grid, block)]
-        self.group.launch_ptx(PtxLaunch(self._ptx, self.name, *three, values, shared_bytes))
+        self.group.launch_ptx(PtxLaunch(self._ptx, self.name, three(grid), three(block), values, shared_bytes))

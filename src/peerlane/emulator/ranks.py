@@ -245,7 +245,7 @@ class EmulatedGroup(EmulatedRank):
         replace(bound, dependent=launch.dependent)()
 
     def nccl_world(self) -> EmulatedWorld:
-        if self._nccl is None:
+        if self._nccl is None or self._nccl.closed:
             self._nccl = EmulatedWorld(self)
         return self._nccl
 

@@ -135,7 +135,7 @@ class Request(Generic[A]):
 
 
 class Answer(Generic[A]):
-    """What a rank has answered, checked; of several ranks in one process, a list."""
+    """A rank's checked answer; a list of them for several ranks in one process."""
 
     __slots__ = ("value",)
 

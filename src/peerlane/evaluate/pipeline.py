@@ -37,14 +37,7 @@ from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.requirements import (
-    missing_before,
-    missing_behind,
-    missing_for_windows,
-    missing_on_virtual_node,
-    needs_gpu,
-    needs_multicast,
-)
+from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.problems.contract.spec import Case
 from peerlane.problems.contract.tree import dtype_name
@@ -234,7 +227,8 @@ class EvaluationPipeline:
     def _run_stages(self) -> Verdict:
         job, cases = self.job, self._cases()
         self.source = job.candidate.source()
-        if self.source is not None and (missing := missing_before(self.source)) is not None:
+        nvls = self.node.place.runs_cuda and self.node.node_class.nvls is not False
+        if self.source is not None and (missing := missing_before(self.source, nvls=nvls)) is not None:
             return NotRun(missing=missing)
         if job.candidate.compiles:
             with self._in("build"):
@@ -242,9 +236,6 @@ class EvaluationPipeline:
             self.stage_seconds["build"] = round(built.seconds, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
                 return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=runs_emulated(self.source or "")))
-        nvls = self.node.place.runs_cuda and self.node.node_class.nvls is not False
-        if (missing := missing_for_windows(self.source or "", nvls=nvls)) is not None:
-            return NotRun(missing=missing)
         begin = time.monotonic()
         self._spawn()
         self._load()

@@ -1,4 +1,4 @@
-"""What the supervisor can ask of ranks: an interface for each kind of rank, whose abstract methods are the requests.
+"""Requests of the supervisor to ranks: an interface for each kind of rank, whose abstract methods are the requests.
 
 The supervisor sends ``Request(TrustedInterface.undo_swaps, space)``, see :mod:`peerlane.evaluate.messages`. The classes of the same kinds
 in ``ranks/`` carry requests out. Standard library only: rank processes import this module."""

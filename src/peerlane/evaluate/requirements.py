@@ -26,12 +26,17 @@ _REGISTER = "ncclCommWindowRegister"
 _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distributed import [^\n]*\breduce\b", re.MULTILINE)
 
 
-def missing_before(source: str) -> str | None:
-    """Returns what a candidate of this source needs before it is compiled, and is not here; None if nothing is missing."""
+def missing_before(source: str, *, nvls: bool = False) -> str | None:
+    """Returns what a candidate of this source needs before it is compiled, and is not here; None if nothing is missing.
+
+    ``nvls``: whether its ranks' NCCL may use NVLink multicast. The first window of NCCL then makes a multicast object without a word of it.
+    """
     if uses_nvshmem(source) and (missing := what_is_missing()) is not None:
         return missing
     if uses_nccl(source) and (missing := nccl_is_missing()) is not None:
         return missing
+    if (uses_nccl(source) or any(map(_makes_window, _nodes(source)))) and (refused := windows_refused(nvls=nvls)) is not None:
+        return refused
     if _NVSHMEM4PY.search(source) and importlib.util.find_spec("nvshmem") is None:
         return "nvshmem4py, NVIDIA's Python package, which the candidate imports: run pip install nvshmem4py-cu13"
     if "parallelkittens_runtime" not in source:
@@ -41,14 +46,6 @@ def missing_before(source: str) -> str | None:
     if not multicast_allowed() and _asks_for_multicast(source):
         return MULTICAST_REASON
     return None
-
-
-def missing_for_windows(source: str, *, nvls: bool) -> str | None:
-    """Returns why a candidate of this source, which makes symmetric windows of NCCL, may not run; None if it may, or makes none.
-
-    ``nvls``: whether its ranks' NCCL may use NVLink multicast. Windows say no word of it: the first of them makes a multicast object.
-    """
-    return windows_refused(nvls=nvls) if uses_nccl(source) or any(map(_makes_window, _nodes(source))) else None
 
 
 def _makes_window(node: ast.AST) -> bool:

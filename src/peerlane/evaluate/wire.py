@@ -1,4 +1,4 @@
-"""What requests to ranks and their answers consist of: limits, checked types, and records. Standard library only.
+"""Parts of requests to ranks and of their answers: limits, checked types, and records. Standard library only.
 
 :mod:`peerlane.evaluate.rank_interface` declares the requests. :mod:`peerlane.evaluate.messages` checks and converts them.
 """

@@ -4,7 +4,8 @@
 
 After gradients it finds sums over ranks of ``torch.distributed``, of ``peerlane.ops``, of vLLM and of SGLang. A sum, perhaps a residual, an
 RMSNorm and perhaps a quantisation to e4m3 become ``all_reduce_rms_norm``; another sum of a product becomes ``gemm_all_reduce``. Both round
-once where the graph had rounded twice or more. Graphs that keep a norm's parts for a gradient stay as they are.
+once where the graph had rounded twice or more. Residuals are the same on all ranks, as in tensor parallelism. Graphs that keep a norm's
+parts for a gradient stay as they are.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from peerlane.device.collectives import rms_norm
 from peerlane.device.products import gemm
 from peerlane.ops.groups import world_size
 from peerlane.ops.norms import FP8
 
+FxNode = Any
+"""A node of a graph: torch's own type makes each of its arguments a union of all that arguments can be."""
 _FUNCTIONAL_SUM, _WAIT = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
 _ENGINE_SUMS = {"vllm.all_reduce.default": "vllm", "sglang.outplace_all_reduce.default": "sglang.srt"}
 """By operator: the package whose ``distributed.parallel_state`` knows the group."""
@@ -39,7 +43,7 @@ _OF_QUANTISATION = {
 _LARGEST = 448.0
 
 
-class AllReduceFusion(CustomGraphPass):  # type: ignore[misc]
+class AllReduceFusion(CustomGraphPass):
     """The pass. ``found`` counts what it has replaced so far, by the operator that it put there."""
 
     def __init__(self) -> None:
@@ -74,8 +78,8 @@ def fuse_all_reduces(graph: Graph) -> None:
 class _Sum:
     """A sum over ranks in a graph: the node that has it, what is added, and the group."""
 
-    node: Node
-    x: Node
+    node: FxNode
+    x: FxNode
     group: str
 
 
@@ -83,29 +87,33 @@ class _Sum:
 class _Norm:
     """A sum over ranks with its residual and norm: ``totals`` and ``y`` are the nodes to replace."""
 
-    x: Node
-    residual: Node | None
-    weight: Node
+    x: FxNode
+    residual: FxNode | None
+    weight: FxNode
     epsilon: float
     offset: float
     group: str
-    totals: list[Node]
-    y: Node
+    totals: list[FxNode]
+    y: FxNode
 
 
 @dataclass
 class _Quantised:
     """The quantisation of a norm: the nodes that have the values and, where the kernel finds them, the scales; else the given scale."""
 
-    values: Node
+    values: FxNode
     kind: str
-    scale: Node
+    scale: FxNode
     shape: Any = None
     """of the values, as the graph's view of the norm says; None for the norm's own"""
 
 
 def _name(node: Any) -> str:
-    return str(node.target) if isinstance(node, Node) and node.op == "call_function" else ""
+    return str(node.target) if _is_node(node) and node.op == "call_function" else ""
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, Node)
 
 
 def _value(node: Any) -> torch.Tensor:
@@ -117,7 +125,7 @@ def _is(node: Any, *names: str) -> bool:
     return _name(node) in names
 
 
-def _only_user(node: Node, *names: str) -> Node | None:
+def _only_user(node: FxNode, *names: str) -> FxNode | None:
     """Returns the one user of a node, if it is one of these operators."""
     user = next(iter(node.users)) if len(node.users) == 1 else None
     return user if _is(user, *names) else None
@@ -154,7 +162,7 @@ def _engine_group(package: str, name: str) -> str | None:
     return None if coordinator is None else str(coordinator.device_group.group_name)
 
 
-def _norm_at(rsqrt: Node) -> _Norm | None:
+def _norm_at(rsqrt: FxNode) -> _Norm | None:
     """Returns the norm whose reciprocal root this is, if it is that of a sum over ranks and has a kernel."""
     wide, epsilon = _mean_square(rsqrt)
     if wide is None or len(rsqrt.users) != 1:
@@ -164,7 +172,7 @@ def _norm_at(rsqrt: Node) -> _Norm | None:
     if total is None and _is(base, "aten.add.Tensor") and not base.kwargs:
         for left, right in (base.args, base.args[::-1]):
             found = _sum_of(_widened(left))
-            if found is not None and len(found.node.users) == 1 and len(left.users) == 1 and isinstance(right, Node):
+            if found is not None and len(found.node.users) == 1 and len(left.users) == 1 and _is_node(right):
                 total, residual = found, _widened(right)
                 break
     if total is None or not _serves(total, residual):
@@ -188,20 +196,25 @@ def _norm_at(rsqrt: Node) -> _Norm | None:
     return _Norm(total.x, residual, weight, epsilon, offset, total.group, totals, y)
 
 
-def _serves(total: _Sum, residual: Node | None) -> bool:
+def _serves(total: _Sum, residual: FxNode | None) -> bool:
     """Tells whether the decode norm has a kernel for this sum."""
     x = _value(total.x)
     columns = x.shape[-1]
     fits = isinstance(columns, int) and not columns % 8 and columns >= 8 * world_size(total.group)
-    alike = residual is None or (_value(residual).dtype == x.dtype and tuple(_value(residual).shape) == tuple(_value(total.node).shape))
+    alike = residual is None or (_value(residual).dtype == x.dtype and _same_shape(_value(residual), _value(total.node)))
     return x.dtype in rms_norm.DTYPES and fits and alike and world_size(total.group) > 1
 
 
-def _is_square(node: Node) -> bool:
+def _same_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tells whether two shapes are known to be the same, symbols included."""
+    return one.dim() == other.dim() and all(statically_known_true(a == b) for a, b in zip(one.shape, other.shape, strict=True))
+
+
+def _is_square(node: FxNode) -> bool:
     return (_is(node, "aten.pow.Tensor_Scalar") and node.args[1] == 2) or (_is(node, "aten.mul.Tensor") and node.args[0] is node.args[1])
 
 
-def _mean_square(rsqrt: Node) -> tuple[Any, float]:
+def _mean_square(rsqrt: FxNode) -> tuple[Any, float]:
     """Returns whose mean square along the last axis, plus a number, this is the reciprocal root of, and the number; else None."""
     added = rsqrt.args[0]
     if not _is(added, "aten.add.Tensor", "aten.add.Scalar") or not isinstance(added.args[1], float) or len(added.users) != 1:
@@ -222,13 +235,13 @@ def _weight(gain: Any) -> tuple[Any, float]:
     gain, offset = _widened(gain), 0.0
     if _is(gain, "aten.add.Tensor", "aten.add.Scalar") and isinstance(gain.args[1], int | float) and not gain.kwargs:
         gain, offset = _widened(gain.args[0]), float(gain.args[1])
-    return (gain if isinstance(gain, Node) and _value(gain).dim() == 1 else None), offset
+    return (gain if _is_node(gain) and _value(gain).dim() == 1 else None), offset
 
 
 # --- quantisation ---
 
 
-def _quantisation_of(y: Node, columns: int) -> _Quantised | None:
+def _quantisation_of(y: FxNode, columns: int) -> _Quantised | None:
     """Returns the quantisation to e4m3 that is all that a norm is for, by a given scale, by tokens or by blocks of 128 columns."""
     for node in _reached(y):
         if _narrows(node, FP8) and (found := _quantised_at(node, y, columns)) is not None:
@@ -238,7 +251,7 @@ def _quantisation_of(y: Node, columns: int) -> _Quantised | None:
     return None
 
 
-def _reached(start: Node, ends: set[Node] | None = None) -> Iterator[Node]:
+def _reached(start: FxNode, ends: set[FxNode] | None = None) -> Iterator[FxNode]:
     """Returns all nodes that use ``start``, and what uses them, up to ``ends``: through operators that quantise, and those behind them."""
     seen, waiting = set(), [start]
     while waiting:
@@ -250,16 +263,16 @@ def _reached(start: Node, ends: set[Node] | None = None) -> Iterator[Node]:
                     waiting.append(user)
 
 
-def _quantised_at(values: Node, y: Node, columns: int) -> _Quantised | None:
+def _quantised_at(values: FxNode, y: FxNode, columns: int) -> _Quantised | None:
     node: Any = values.args[0]
     while _is(node, *_VIEWS, "aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default"):
         if not _is(node, *_VIEWS) and any(abs(limit) != _LARGEST for limit in node.args[1:] if limit is not None):
             return None
         node = node.args[0]
-    if not _is(node, "aten.div.Tensor") or not isinstance(node.args[1], Node) or _sources(node.args[0])[-1] is not y:
+    if not _is(node, "aten.div.Tensor") or not _is_node(node.args[1]) or _sources(node.args[0])[-1] is not y:
         return None
     scale, shape = node.args[1], next((view.args[1] for view in _sources(node.args[0]) if _is(view, *_VIEWS)), None)
-    if _value(scale).numel() == 1 and _value(scale).dtype == torch.float32 and scale not in set(_reached(y)):
+    if statically_known_true(_value(scale).numel() == 1) and _value(scale).dtype == torch.float32 and scale not in set(_reached(y)):
         return _Quantised(values, "tensor", scale, shape)
     largest = scale.args[0] if _is(scale, "aten.clamp_min.default") else scale
     divides = _is(largest, "aten.div.Tensor") and largest.args[1] == _LARGEST
@@ -288,7 +301,7 @@ def _sources(node: Any) -> list[Any]:
 # --- replacing ---
 
 
-def _call(graph: Graph, target: Callable[..., Any], *args: Any) -> Node:
+def _call(graph: Graph, target: Callable[..., Any], *args: Any) -> FxNode:
     """Returns a new node, with the shapes of its result."""
     node = graph.call_function(target, args)
     given = torch.fx.node.map_arg(args, lambda argument: argument.meta["val"])
@@ -319,7 +332,7 @@ def _replace_norm(graph: Graph, norm: _Norm) -> None:
             node.replace_all_uses_with(total)
 
 
-def _fake_mode(node: Node) -> contextlib.AbstractContextManager[Any]:
+def _fake_mode(node: FxNode) -> contextlib.AbstractContextManager[Any]:
     """Returns the mode in which the graph's shapes were found."""
     return torch._guards.detect_fake_mode([_value(node)]) or contextlib.nullcontext()
 
@@ -338,7 +351,7 @@ def _replace_product(graph: Graph, total: _Sum) -> bool:
     views, node = [], total.x
     while _is(node, *_VIEWS) and len(node.users) == 1:
         views.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     if not _is(node, "aten.mm.default") or len(node.users) != 1 or _value(node).dtype not in gemm.ELEMENT_TYPES:
         return False
     if world_size(total.group) < 2:

@@ -61,7 +61,7 @@ def _all_reduce_rms_norm(
         return y.to(x.dtype), total, x.new_empty(0, dtype=torch.float32)
     if scale is not None:
         return (y.float() / scale).clamp(-_LARGEST, _LARGEST).to(FP8), total, x.new_empty(0, dtype=torch.float32)
-    parts = y.float().unflatten(-1, (-1, BLOCK_COLUMNS if quantisation == "block" else x.shape[-1]))
+    parts = y.float().view(*x.shape[:-1], -1, BLOCK_COLUMNS if quantisation == "block" else x.shape[-1])
     by = scales_of(parts)
     return (parts / by.unsqueeze(-1)).flatten(-2).to(FP8), total, by.view(_scale_shape(x.shape, quantisation))
 

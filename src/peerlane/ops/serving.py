@@ -18,7 +18,7 @@ from peerlane.device.collectives.communicator import Communicator
 from peerlane.device.collectives.reductions import refusal
 from peerlane.device.host.group import current_group
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name, joined_or_reason, process_group
+from peerlane.ops.groups import existing, group_name, joined_or_reason
 
 _log = logging.getLogger("peerlane.serving")
 
@@ -54,7 +54,7 @@ class CustomAllReduce:
         if self.device.type != "cuda":
             return None, f"the device is {self.device}; the kit serves CUDA devices"
         with torch.cuda.device(self.device) if torch.cuda.is_available() else contextlib.nullcontext():
-            return joined_or_reason(process_group(group_name(group)) or dist.GroupMember.WORLD)
+            return joined_or_reason(existing(group_name(group)))
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
         """Tells whether ``custom_all_reduce`` serves a tensor: by its size, dtype, layout and device, which are the same on all ranks."""

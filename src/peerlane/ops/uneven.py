@@ -41,12 +41,13 @@ _reduce_scatterv.register_fake(lambda x, sizes, group, op, factor: x.new_empty((
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, ctx.sizes, ctx.group, *ctx.reduction = inputs
+    _, ctx.sizes, ctx.group, *reduction = inputs
+    ctx.op, ctx.factor = reduction or ("sum", 1.0)
 
 
 def _scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     whole: torch.Tensor = _all_gatherv(grad, ctx.sizes, ctx.group)
-    return replicated.scaled(whole, *ctx.reduction, ctx.group), None, None, None, None
+    return replicated.scaled(whole, ctx.op, ctx.factor, ctx.group), None, None, None, None
 
 
 _all_gatherv.register_autograd(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ import torch
 
 from peerlane import settings
 from peerlane.common.files import one_process, write_atomically
+from peerlane.common.toolkit import find_nvcc
 from peerlane.device.host import cuda_bindings
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.device.host.standard_headers import HEADERS, hint
@@ -155,11 +155,6 @@ def toolkit_dirs() -> tuple[Path, ...]:
         roots.append(Path(nvcc).resolve().parents[1])
     found = {part: [root / part for root in roots if (root / part).is_dir()] for part in ("include", "include/cccl")}
     return tuple(folders[0] for folders in found.values() if folders)
-
-
-def find_nvcc() -> str | None:
-    """Returns the path of nvcc: on PATH, else of CUDA's usual folder."""
-    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
 def cache_key(text: str, options: Sequence[str], search: Sequence[Path], compiler: str = "") -> str:

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from peerlane.device.host.jit import Compiled, find_nvcc
+from peerlane.common.toolkit import find_nvcc
+from peerlane.device.host.jit import Compiled
 from peerlane.errors import CompileError, MissingDependency
 
 _NVCC_S = 240.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peerlane import settings
-from peerlane.device.host.jit import find_nvcc
+from peerlane.common.toolkit import find_nvcc
 from peerlane.device.host.nvidia_wheels import header_version, wheel_folders
 from peerlane.errors import MissingDependency
 

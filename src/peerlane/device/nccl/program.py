@@ -63,7 +63,7 @@ def compile(
 
 
 class Layout:
-    """Where NCCL's headers put the fields that the host fills, such as ``ncclDevComm.rank``."""
+    """Offsets of the fields that the host fills in NCCL's structures, such as ``ncclDevComm.rank``."""
 
     def __init__(self, ptx: str) -> None:
         places = [int.from_bytes(_contents(ptx, "places")[at : at + 4], "little") for at in range(0, 4 * len(_STRUCTURES + _FIELDS), 4)]

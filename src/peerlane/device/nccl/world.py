@@ -130,11 +130,12 @@ def world(group: Any = None) -> World:
         raise UsageError("NCCL's device API needs the ranks of torch.distributed; call init_process_group first")
     group = group or dist.group.WORLD
     if group not in _worlds:
-        _worlds[group] = _start(group)
+        _worlds[group] = start(group)
     return _worlds[group]
 
 
-def _start(group: Any) -> World:
+def start(group: Any) -> World:
+    """Returns a new communicator of a process group, as ``world`` does."""
     if (refused := settings.windows_refused(nvls=settings.nvls_allowed(os.environ))) is not None:
         raise UsageError(f"{refused}; set it before torch.distributed starts")
     found, device = installation(), torch.device("cuda", torch.cuda.current_device())
@@ -149,7 +150,10 @@ def _start(group: Any) -> World:
         dist.broadcast_object_list(shared, group=group, group_src=0)
         communicator = library.join(shared[0], rank, world_size)
     comm = (ctypes.c_char * places.sizes["ncclDevComm"])()
-    library.create_device_communicator(communicator, requirements(places), comm)
+    try:
+        library.create_device_communicator(communicator, requirements(places), comm)
+    except DeviceError as error:
+        raise DeviceError(f"{NO_LSA}: {error}") from None
     ranks = places.read(bytes(comm), "ncclDevComm.lsaSize")
     if ranks != world_size:
         raise DeviceError(f"{NO_LSA}: they reach {ranks} of {world_size} ranks; expected a GPU of one node for each, with peer access")

@@ -26,7 +26,7 @@ def out_of_memory_kills() -> int:
 
 
 class Leader:
-    """What a leader reports over ``channel``. ``sweep`` has all killed that is left of its ranks where the leader cannot.
+    """Reports of a leader over ``channel``. ``sweep`` kills all that is left of its ranks where the leader cannot.
 
     Attributes:
         alive: it has not ended, as far as it is known.
