@@ -152,6 +152,10 @@ def test_an_unknown_instruction_is_quoted_with_its_line(instruction: str) -> Non
     assert repr(instruction) in str(raised.value) and "(mine.cu:17)" in str(raised.value) and "nothing was run" in str(raised.value)
 
 
+def test_a_bulk_prefetch_does_nothing() -> None:
+    assert "odd" in translate(Ptx(MISSING.replace("INSTRUCTION", "cp.async.bulk.prefetch.L2.global [%r1], 64")))
+
+
 def test_ptx_of_any_compiler_is_a_scenario() -> None:
     """As Triton writes it: names of its own, shared memory that the launch sizes, no line of the source."""
     text = """

@@ -300,6 +300,8 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
 
     def _cp(self, modifiers: Modifiers, operands: Operands) -> str | None:
         said = ".".join(modifiers)
+        if said.startswith("async.bulk.prefetch."):
+            return ";"
         if said == "async.bulk.commit_group":
             return "peerlane_async_commit(bulk_queue);"
         if said in ("async.bulk.wait_group", "async.bulk.wait_group.read"):
