@@ -63,6 +63,7 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
         "x.py", "x", "int f();", "", None, ["f"], ["-DA", "-O1"], ["-lineinfo -DB", ""], [], ["-lz", ""], ["/include"]
     )
     assert (inline.flags, inline.include_dirs, inline.libraries) == (("-DA", "-lineinfo", "-DB"), ("/include",), ("-lz",))
+    assert "<torch/extension.h>" in inline.text.partition("int f();")[0]
     assert 'm.def("f", torch::wrap_pybind_function(f), "f");' in inline.text
     (tmp_path / "a.cu").write_text("int a;")
     files = SOURCES["load"]("x.py", "x", [str(tmp_path / "a.cu")], None, ["-O2"])

@@ -45,7 +45,8 @@ _LIGHT_THRUST, _LAST = HEADERS.with_name("light"), HEADERS.with_name("last")
 _ARCHITECTURE = "90a"
 _HELPERS = "utils.cuda_helpers"
 _IMPLICIT = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
-_BINDINGS = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{}}}\n"
+_OF_CPP = "#include <torch/extension.h>\n"
+_BINDINGS = _OF_CPP + "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{}}}\n"
 _BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
 _OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "c10d::")
@@ -293,6 +294,8 @@ def _inline(
 ) -> Source:
     cpp, cuda = (([given] if isinstance(given, str) else list(given or [])) for given in (cpp_sources, cuda_sources))
     parts = [] if no_implicit_headers else [_IMPLICIT]
+    if parts and any(text.strip() for text in cpp):
+        parts.append(_OF_CPP)
     parts += [_placed(caller, text) for text in (*cpp, *cuda) if text.strip()]
     if functions is not None:
         named = functions if isinstance(functions, dict) else dict.fromkeys([functions] if isinstance(functions, str) else functions, "")
