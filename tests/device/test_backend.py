@@ -109,6 +109,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         is_current_stream_capturing=lambda: machine.current.capture != 0,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(ordering, "_current", lambda device: machine.current)
     monkeypatch.setattr(torch._C, "_cuda_setStream", lambda **stream: setattr(machine, "current", stream["stream_id"]), raising=False)
     driver = Driver()
     monkeypatch.setattr(cuda_bindings, "driver", lambda: driver)

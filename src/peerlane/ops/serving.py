@@ -20,7 +20,7 @@ from peerlane.device.host.group import current_group
 from peerlane.errors import UsageError
 from peerlane.ops.groups import existing, group_name, joined_or_reason
 
-_log = logging.getLogger("peerlane.serving")
+_log = logging.getLogger(__name__)
 
 
 class CustomAllReduce:

@@ -36,7 +36,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request_of(candidate: Path) -> dict[str, Any]:
     source = candidate.read_bytes().decode("latin-1")
-    return {"path": str(candidate), "source": source, "cache": None, "granted": {}, "on_cpu": False, "gpu_only": False}
+    return {"path": str(candidate), "source": source, "cache": None, "granted": {}, "on_cpu": False, "gpu_only": False, "emulated": False}
 
 
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
