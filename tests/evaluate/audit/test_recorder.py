@@ -1,5 +1,7 @@
 """What the profiler records of calls of the kit's own process groups, which PyTorch does not record itself."""
 
+import multiprocessing
+
 import torch
 
 from peerlane.device.backend.ordering import FinishedWork
@@ -22,3 +24,18 @@ def test_nothing_is_counted_where_nothing_is_called() -> None:
         torch.ones(4).add_(1)
     assert found.collectives == 0
     assert activity(found.host, found.device).forbidden() == ()
+
+
+def seen_span() -> None:
+    spanned("all_reduce", [torch.ones(4)], FinishedWork, captured=False)
+
+
+def test_a_forked_process_has_spans_of_its_own() -> None:
+    """The thread that ends them does not come along."""
+    seen_span()
+    child = multiprocessing.get_context("fork").Process(target=seen_span)
+    child.start()
+    child.join(20)
+    ended = child.exitcode
+    child.kill()
+    assert ended == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -37,6 +38,9 @@ def spanned(operation: str, inputs: Sequence[torch.Tensor], start: Callable[[], 
 @cache
 def _closer() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "peerlane-spans")
+
+
+os.register_at_fork(after_in_child=_closer.cache_clear)  # a forked process does not have the thread
 
 
 def _close(ended: torch.futures.Future[None], work: Work | None) -> None:
