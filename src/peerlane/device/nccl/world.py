@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,7 @@ class Window(ctypes.Structure):
         self.tensor = tensor
 
 
-class World:
+class World(ABC):
     """The ranks of one group. ``comm`` is the argument for a kernel's parameter ``const __grid_constant__ ncclDevComm``."""
 
     rank: int
@@ -50,20 +51,20 @@ class World:
     max_threads: int
     """threads of a block that host code should not exceed: fewer on emulated ranks"""
 
+    @abstractmethod
     def window(self, *shape: int, dtype: torch.dtype = torch.float32) -> Window:
         """Returns a window in which every rank has a tensor of this shape, all zeros before any rank goes on; collective, and slow.
 
         It lives until ``close``. Raises UsageError while a CUDA graph is captured, and DeviceError where NCCL has no such windows.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def kernel(self, program: Cubin, name: str) -> Any:
         """Returns a kernel of a program. Its ``launch(grid, block, args, shared_bytes=)`` goes to PyTorch's current stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Gives all windows back and ends the device communicator; collective. A process that was killed needs no such end."""
-        raise NotImplementedError
 
 
 @dataclass
