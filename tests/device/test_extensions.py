@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def test_statics_and_device_variables_are_a_ranks_own() -> None:
     assert outcome.failure is None and not outcome.findings
     assert [[counts for _, counts in call] for call in outcome.outputs] == [[(1, 41), (1, 41)], [(2, 42), (2, 42)]]
     assert [[float(total) for total, _ in call] for call in outcome.outputs] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_processes_may_fork_and_compute_gradients_afterwards() -> None:
+    """As the ranks of a training run are forked: autograd has no threads for the devices of the runtime."""
+    assert start_runtime() is not None
+    torch.ones(1, requires_grad=True).sum().backward()
+    child = os.fork()
+    if not child:
+        try:
+            torch.ones(1, requires_grad=True).sum().backward()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_without_a_barrier_the_ranks_race() -> None:

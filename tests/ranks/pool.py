@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing as mp
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -28,18 +27,6 @@ def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Any) -> N
     dist.destroy_process_group()
 
 
-def _can_fork() -> bool:
-    """Tells whether gradients can be computed in forked processes: not once autograd has threads in this one, as after a test with some."""
-    child = os.fork()
-    if not child:
-        try:
-            torch.ones(1, requires_grad=True).sum().backward()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
-
-
 class RankPool:
     """``world_size`` forked processes in one group of ``backend``.
 
@@ -47,7 +34,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
-        context = mp.get_context("fork" if _can_fork() else "forkserver")
+        context = mp.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []

@@ -16,6 +16,7 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.expectations import BROKEN, read_expectation
 from peerlane.cli.output import console, print_error, print_json
 from peerlane.cli.race import imported, scenarios
+from peerlane.common.syntax import parse
 
 if TYPE_CHECKING:
     from peerlane.emulator import Report
@@ -121,7 +122,7 @@ class ShortDemo:
 
 def _about(path: Path) -> str:
     """Returns the first paragraph of a file's docstring."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = ast.get_docstring(parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.partition("\n\n")[0].split())
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 
 from peerlane.common.files import find_files, read_regular, shown_path
 from peerlane.common.problem_files import slugs
+from peerlane.common.syntax import UNREADABLE, parse
 from peerlane.common.version import PACKAGE, __version__
 from peerlane.errors import CandidateChanged, CandidateNotFound, FileRefused
 from peerlane.evaluate.problem_names import resolve
@@ -160,9 +161,9 @@ def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> Candi
 def _backend(source: str) -> Backend:
     """Returns what a source's kernels are, from what it imports and calls. What Python cannot read is searched for the same words."""
     try:
-        tree = ast.parse(source)
+        tree = parse(source)
         names = set(_names(tree))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except UNREADABLE:
         if any(mark in source for mark in _CUDA_MARKS):
             return "cuda"
         return "triton" if re.search(r"^\s*(import|from) triton\b", source, re.MULTILINE) else "pytorch"

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import re
 
+from peerlane.common.syntax import UNREADABLE, parse
 from peerlane.device.nccl.installation import what_is_missing as nccl_is_missing
 from peerlane.device.nccl.world import NO_LSA
 from peerlane.device.nvshmem.installation import what_is_missing
@@ -72,8 +73,8 @@ def _asks_for_multicast(source: str) -> bool:
 def _nodes(source: str) -> list[ast.AST]:
     """Returns the nodes of the syntax tree; none of what is no Python."""
     try:
-        return list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return list(ast.walk(parse(source)))
+    except UNREADABLE:
         return []
 
 

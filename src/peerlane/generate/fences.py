@@ -6,12 +6,13 @@ may also stand at the end of a line of code. A ``</think>`` outside of blocks en
 
 from __future__ import annotations
 
-import ast
 import bisect
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from peerlane.common.syntax import UNREADABLE, parse
 
 INVISIBLE = "\ufeff\u200b\u2060"
 """byte-order mark, zero-width space and word joiner, which models write before a fence"""
@@ -47,14 +48,10 @@ class Reading(NamedTuple):
     thinking: bool
 
 
-UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError, SystemError)
-"""what ``ast.parse`` raises for a text: ValueError for null bytes, the last three for one that is too deep"""
-
-
 def is_python(text: str) -> bool:
     """Tells whether Python can read the text as a module."""
     try:
-        ast.parse(text)
+        parse(text)
     except UNREADABLE:
         return False
     return True

@@ -16,8 +16,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
+from peerlane.common.syntax import UNREADABLE, parse
 from peerlane.evaluate.candidates import MOST_BYTES
-from peerlane.generate.fences import END_OF_THOUGHT, INVISIBLE, PYTHON, UNREADABLE, Block, Reading, is_python, read_blocks
+from peerlane.generate.fences import END_OF_THOUGHT, INVISIBLE, PYTHON, Block, Reading, is_python, read_blocks
 
 Status = Literal["code", "no_code", "truncated", "refused", "empty"]
 """``code``: there is a candidate. Otherwise why there is none; see :func:`extract`."""
@@ -132,7 +133,7 @@ class _Names(NamedTuple):
 def _names(source: str) -> _Names:
     """Returns the names that a module binds anywhere, and those that it lacks."""
     try:
-        nodes = list(ast.walk(ast.parse(source)))
+        nodes = list(ast.walk(parse(source)))
     except UNREADABLE:
         return _Names(set(), set())
     bound, used = set[str](), set[str]()
@@ -156,7 +157,7 @@ def defines_solution(source: str) -> bool:
     """Tells whether a module binds ``solution`` by a function or an assignment; of what Python cannot read, whether it looks like that."""
     text = textwrap.dedent(source)
     try:
-        tree = ast.parse(text)
+        tree = parse(text)
     except UNREADABLE:
         return _DEFINES.search(text) is not None
     return any(_binds(statement) for statement in _module_level(tree.body))
@@ -188,7 +189,7 @@ def _binds(statement: ast.stmt) -> bool:
 def _is_sketch(source: str) -> bool:
     """Tells whether the only ``solution`` is a signature whose body is ``...`` or ``pass``."""
     try:
-        tree = ast.parse(textwrap.dedent(source))
+        tree = parse(textwrap.dedent(source))
     except UNREADABLE:
         return False
     found = [statement for statement in _module_level(tree.body) if _binds(statement)]

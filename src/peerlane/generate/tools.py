@@ -9,7 +9,7 @@ from pathlib import Path
 from inspect_ai.tool import Tool, ToolError, tool
 
 from peerlane import problems
-from peerlane.generate.fences import UNREADABLE
+from peerlane.common.syntax import UNREADABLE, parse
 from peerlane.generate.judging import Judge, Judged
 from peerlane.generate.samples import MODES
 
@@ -42,7 +42,7 @@ class Workbench:
 def check_source(problem: int, source: str) -> str:
     """Returns remarks on a file that is not run; raises ToolError for one that Python cannot read or that lacks ``solution``."""
     try:
-        tree = ast.parse(source)
+        tree = parse(source)
     except SyntaxError as error:
         raise ToolError(f"candidate.py:{error.lineno}:{error.offset}: SyntaxError: {error.msg}") from None
     except UNREADABLE as error:

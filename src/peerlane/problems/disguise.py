@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.common.files import write_atomically
+from peerlane.common.syntax import parse
 from peerlane.errors import UsageError
 from peerlane.problems.contract.registry import get
 from peerlane.problems.contract.spec import Preset, Problem
@@ -167,7 +168,7 @@ def disguise_source(number: int, seed: int) -> str:
     if number not in WORDS:
         raise UsageError(f"problem {number} cannot be disguised: expected one of {', '.join(map(str, WORDS))}")
     original, draw = get(number), random.Random(f"{seed} {number} names")
-    tree = ast.parse(reference_source(original))
+    tree = parse(reference_source(original))
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "reference")
     arguments, free = function.args.args, len(function.args.args) - len(function.args.defaults)
     order = list(range(free))

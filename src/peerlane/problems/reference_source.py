@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from peerlane.common.syntax import parse
 from peerlane.problems import Problem
 
 _PACKAGE = "peerlane"
@@ -195,7 +196,7 @@ def _module(name: str) -> _Module:
     source = _one_constant_a_line(Path(path).read_text())
     definitions: dict[str, ast.stmt] = {}
     imports: dict[str, Definition | _External | str] = {}
-    for node in _top_level(ast.parse(source).body):
+    for node in _top_level(parse(source).body):
         match node:
             case ast.FunctionDef() | ast.ClassDef():
                 definitions[node.name] = node
@@ -236,7 +237,7 @@ def _imported(origin: str, item: ast.alias) -> Definition | _External | str:
 def _one_constant_a_line(source: str) -> str:
     """The source with ``A, B = x, y`` at its top level as two statements, so that each can be copied alone."""
     lines = source.splitlines()
-    for node in reversed(ast.parse(source).body):
+    for node in reversed(parse(source).body):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
                 lines[node.lineno - 1 : node.end_lineno] = [

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from peerlane.common.syntax import parse
+
 
 class Definition(NamedTuple):
     """A name at the top level of a module, or a method of a class there; an empty name stands for the module's calls."""
@@ -112,7 +114,7 @@ def bound_names(nodes: Sequence[ast.AST]) -> frozenset[str]:
 @functools.lru_cache(maxsize=512)
 def _parse(source: bytes, package: str) -> Module:
     """The top level of a source text, once for all packages that hold it; nobody changes its trees."""
-    tree = ast.parse(source)
+    tree = parse(source)
     imports: dict[str, str] = {}
     stars: list[str] = []
     for node in ast.walk(tree):

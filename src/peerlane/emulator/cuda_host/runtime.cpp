@@ -582,8 +582,11 @@ std::atomic<CUDAAllocator*> allocator;
 }
 }  // namespace c10::cuda
 
-// Guards of torch's own operators, whose tensors are on the CPU.
-C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+// Guards of torch's own operators, whose tensors are on the CPU. With a device, autograd would start a thread for it and forbid forks.
+struct NoDevice : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+    c10::DeviceIndex deviceCount() const noexcept override { return 0; }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, NoDevice)
 
 namespace at::cuda {
 cudaDeviceProp* getDeviceProperties(c10::DeviceIndex device) {

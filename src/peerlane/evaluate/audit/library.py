@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from types import ModuleType
 
+from peerlane.common.syntax import UNREADABLE, parse
 from peerlane.device import attention, collectives, moe, products
 from peerlane.device.collectives import point_to_point
 from peerlane.device.collectives.kernels import KERNELS
@@ -55,8 +56,8 @@ def team_collectives(source: str) -> list[str]:
 def _device_code(source: str) -> Iterator[str]:
     """Yields the strings of a Python source, but for its documentation; nothing of what is no Python."""
     try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        nodes = list(ast.walk(parse(source)))
+    except UNREADABLE:
         return
     documentation = {node.value for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:

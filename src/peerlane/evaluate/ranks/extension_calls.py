@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from peerlane.common.syntax import UNREADABLE, parse
+
 _MODULES = ("torch.utils.cpp_extension", "utils.cuda_helpers")
 _FUNCTIONS = ("load_inline", "load", "compile_cuda_extension")
 _METHODS = {"strip", "lstrip", "rstrip", "format", "replace", "join", "dedent", "get", "getenv", "dirname", "abspath", "realpath", "copy"}
@@ -40,8 +42,8 @@ def find_extension_calls(source: str | bytes, module: Mapping[str, Any] | None =
     ``module`` holds the names of the module, if it could be imported. Nothing of the source is run but such expressions.
     """
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
+        tree = parse(source)
+    except UNREADABLE:
         return []
     names, modules = _imports(tree)
     known = dict(module) if module is not None else {}
