@@ -64,12 +64,13 @@ class Compiled:
     """what it consists of, if that is PTX: then it can be joined with others"""
 
     def joined(self, other: Compiled) -> Compiled | None:
-        """Returns both in one program; None if there is none."""
+        """Returns both in one program; None if there is none, as where both have device variables."""
         if other is self or (self.modules and other.modules <= self.modules):
             return self
-        if not self.modules or not other.modules or self.program.globals or other.program.globals:
+        if not self.modules or not other.modules or (self.program.globals and other.program.globals):
             return None
-        return compile_ptx(self.modules | other.modules)
+        both = compile_ptx(self.modules | other.modules)
+        return both if both.program.globals == self.program.globals + other.program.globals else None
 
 
 @functools.lru_cache(maxsize=256)
