@@ -77,6 +77,13 @@ def test_a_streams_wait_for_a_word_orders_what_was_written_before_the_word() -> 
     assert "race" in [finding.kind for finding in light(("signalled", 0)).findings]
 
 
+@pytest.mark.parametrize("what", ["broadcast", "barrier", "symm_mem.barrier"])
+def test_what_some_ranks_do_together_orders_these_ranks(what: str) -> None:
+    right, twin = (light(("read_behind", what, ranks), ranks=3) for ranks in ([0, 1], [1, 2]))
+    assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [0.0, 1.0, 0.0]
+    assert "race" in [finding.kind for finding in twin.findings]
+
+
 def test_kernels_tell_their_attributes() -> None:
     assert light(("known",)).outputs == [[(1024, 1, 1024)] * 2]
 

@@ -220,6 +220,21 @@ class LaunchSequence:
         self.check()
         self._latest |= step.before
 
+    def signal(self, code: Compiled, signals: Step, parts: Iterable[Part]) -> None:
+        """Adds launches that order others, and leave memory as it is. ``parts``: as of a barrier."""
+        joined = code if self._code is None else self._code.joined(code)
+        if joined is None:
+            if self._code is not None and self._code.modules:
+                self.check()
+            return
+        self._code = joined
+        now = Step([], {part: part.contents() for part in parts if part.symmetric and part.shown})
+        if changed := self._changed(now):
+            self._steps.append(self._host_writes(now, changed))
+        self._steps.append(signals)
+        self._latest |= now.before
+        self._known |= {part: contents for part, contents in now.before.items() if part in self._known}
+
     def check(self) -> None:
         """Runs the launches so far in a row under many schedules, and begins anew."""
         steps, code, written, known = self._steps, self._code, self._written, self._known

@@ -114,6 +114,8 @@ WAITED:
 """
 )
 
+ALL, NONE = 0xFFFFFFFF, 0xFFFFFFFE
+"""the ranks that a barrier's kernel signals, or waits for, beside numbers of one rank"""
 MOVING_THREADS = 128
 _MOVES_HEAD = """
 .version 8.0

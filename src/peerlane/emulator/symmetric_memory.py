@@ -15,12 +15,11 @@ import torch
 
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.host_memory import MulticastPart, Part
-from peerlane.emulator.stream_kernels import BARRIER, SIGNALS, WRITE
+from peerlane.emulator.stream_kernels import ALL, BARRIER, NONE, SIGNALS, WRITE
 from peerlane.errors import UsageError
 from peerlane.settings import multicast_allowed
 
 SIGNAL_PAD_BYTES = 2048
-_ALL, _NONE = 0xFFFFFFFF, 0xFFFFFFFE
 
 
 def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -95,15 +94,15 @@ class SymmetricMemory:
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Launches a kernel that waits for all other ranks."""
-        self._signal(channel, _ALL, _ALL)
+        self._signal(channel, ALL, ALL)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Launches a kernel that signals one rank."""
-        self._signal(channel, dst_rank, _NONE)
+        self._signal(channel, dst_rank, NONE)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Launches a kernel that waits for one rank's signal."""
-        self._signal(channel, _NONE, src_rank)
+        self._signal(channel, NONE, src_rank)
 
     def stream_write_value32(self, addr: int, val: int) -> None:
         """Writes a word behind a fence, in the order of the stream."""

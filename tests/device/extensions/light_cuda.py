@@ -151,6 +151,22 @@ def total(x, barrier):
     return out, extension.sum_of_firsts(out.data_ptr(), dist.get_world_size(), list(rendezvous(x, barrier=barrier).buffer_ptrs))
 
 
+def read_behind(x, what, ranks):
+    """Rank 1 reads what rank 0 wrote, behind a broadcast of the first of these ranks, or a barrier of all of them."""
+    handle, rank, out = rendezvous(x + 1, barrier=False), dist.get_rank(), torch.zeros(1)
+    if what == "broadcast":
+        dist.broadcast(torch.zeros(1), src=ranks[0])
+    else:
+        group = dist.new_group(ranks)
+        if rank in ranks and what == "barrier":
+            dist.barrier(group)
+        elif rank in ranks:
+            symm_mem.rendezvous(symm_mem.empty(1), group).barrier()
+    peers = [handle.buffer_ptrs[0]] if rank == 1 else []
+    extension.sum_of_firsts(out.data_ptr(), len(peers), peers)
+    return out
+
+
 def products(x):
     """Products with each of the options, as cuBLAS and as torch make them."""
     torch.manual_seed(0)
