@@ -123,6 +123,7 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
 TWINS = {
     EXAMPLE: ("    meet(pads, rank, world);  // nobody writes", "    // nobody writes"),
     FILES / "1_allreduce_two_shot_cuda.py": ("atom.global.release.sys.cas", "atom.global.relaxed.sys.cas"),
+    FILES / "1_allreduce_triton_signals.py": ("    signals.wait(pads, 0, rank, world, step)\n", ""),
     FILES / "2_allgather_cuda.py": ("        __threadfence_system();\n        *reinterpret", "        *reinterpret"),
     FILES / "8_alltoall_cuda.py": ("< 2 * call) {}", "< 1) {}"),
     FILES / "13_gemm_allreduce_cuda.py": ("        wait_for_all<<<1, 32, 0, stream>>>(tables, rank, world);\n    }));", "    }));"),
