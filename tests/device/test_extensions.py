@@ -84,6 +84,13 @@ def test_what_some_ranks_do_together_orders_these_ranks(what: str) -> None:
     assert "race" in [finding.kind for finding in twin.findings]
 
 
+def test_blocks_of_a_cluster_reach_each_others_shared_memory() -> None:
+    right, early, late = (light(("swapped", broken), ranks=1) for broken in range(3))
+    assert right.outputs == [[True]] and not right.findings
+    assert "race" in [finding.kind for finding in early.findings]
+    assert [finding.kind for finding in late.findings] == ["misuse"]
+
+
 def test_kernels_tell_their_attributes() -> None:
     assert light(("known",)).outputs == [[(1024, 1, 1024)] * 2]
 

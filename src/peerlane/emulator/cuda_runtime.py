@@ -196,6 +196,9 @@ class Runtime:
             raise LaunchError(f"kernel {name} is not among those that were compiled: {', '.join(module.entries)}")
         sizes = [(length or 1) * TYPES[kind][1] for kind, _, _, length in module.entries[name].parameters]
         values = [(ctypes.c_char * size).from_buffer_copy(ctypes.string_at(arguments[i], size)) for i, size in enumerate(sizes)]
+        if any(size > 1 for size in module.entries[name].cluster[1:]):
+            raise UnknownPtx(f"kernel {name}: a cluster of {module.entries[name].cluster} blocks {NOT_KNOWN}, which has clusters along x")
+        cluster = max([cluster, *module.entries[name].cluster[:1]])
         launch = PtxLaunch(module.ptx, name, tuple(grid[:3]), tuple(block[:3]), values, shared, cluster, bool(dependent))
         group = emulated_rank(name)
         for word in (word for value in values for word in memoryview(bytes(value)[: len(value) // 8 * 8]).cast("Q")):
@@ -323,6 +326,7 @@ def _make_tensors_for_cuda() -> None:
     def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):  # type: ignore[no-untyped-def]
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
+    _factories.impl("record_stream", lambda tensor, stream: None, "CPU")  # type: ignore[no-untyped-call]
     _factories.impl("empty.memory_format", empty, "CUDA")  # type: ignore[no-untyped-call]
     _factories.impl("empty_strided", empty_strided, "CUDA")  # type: ignore[no-untyped-call]
 

@@ -22,7 +22,9 @@ __global__ void tell(unsigned* const* pads, int first, int rank, int world, unsi
 __global__ void wait(unsigned* const* pads, int first, int rank, int world, unsigned step) {
     if (threadIdx.x >= world) return;
     unsigned seen;
-    do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(pads[rank] + first + threadIdx.x) : "memory"); while (seen < step);
+    do {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(pads[rank] + first + threadIdx.x) : "memory");
+    } while (seen < step);
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

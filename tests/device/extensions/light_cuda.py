@@ -7,6 +7,7 @@ from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""
 #include <Python.h>
+#include <cooperative_groups.h>
 #include <cublas_v2.h>
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -99,6 +100,27 @@ static PyObject* signalled(PyObject*, PyObject* args) {  // writes into a peer's
     Py_RETURN_NONE;
 }
 
+// Blocks of a cluster swap their numbers through shared memory. The twins lack the first or the last barrier.
+__global__ void __cluster_dims__(2, 1, 1) swap(const float* in, float* out, int broken) {
+    __shared__ float fixed[32];
+    extern __shared__ float dynamic[];
+    const auto cluster = cooperative_groups::this_cluster();
+    const int i = blockIdx.x * 32 + threadIdx.x, peer = cluster.block_rank() ^ 1;
+    fixed[threadIdx.x] = in[i];
+    *cluster.map_shared_rank(dynamic + threadIdx.x, peer) = in[i];
+    if (broken != 1) cluster.sync();
+    out[i] = cluster.map_shared_rank(fixed, peer)[threadIdx.x] * cluster.num_blocks() + dynamic[threadIdx.x];
+    if (broken != 2) cluster.sync();
+}
+
+static PyObject* swapped(PyObject*, PyObject* args) {
+    unsigned long long in, out;
+    int broken;
+    if (!PyArg_ParseTuple(args, "KKi", &in, &out, &broken)) return nullptr;
+    swap<<<4, 32, 128>>>(reinterpret_cast<float*>(in), reinterpret_cast<float*>(out), broken);
+    Py_RETURN_NONE;
+}
+
 static PyObject* known(PyObject*, PyObject*) {  // of a kernel
     cudaFuncAttributes attributes;
     cudaFuncGetAttributes(&attributes, add_one);
@@ -107,23 +129,28 @@ static PyObject* known(PyObject*, PyObject*) {  // of a kernel
     return Py_BuildValue("iii", attributes.maxThreadsPerBlock, attributes.numRegs > 0, threads);
 }
 
-static PyObject* elapsed(PyObject*, PyObject*) try {
+static PyObject* elapsed(PyObject*, PyObject*) {
     float ms = 0;
     cudaEventElapsedTime(&ms, nullptr, nullptr);
     return PyFloat_FromDouble(ms);
+}
+
+template <PyObject* (*function)(PyObject*, PyObject*)> PyObject* caught(PyObject* self, PyObject* args) try {
+    return function(self, args);
 } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
 }
 
 static PyMethodDef functions[] = {
-    {"sum_of_firsts", sum_of_firsts, METH_VARARGS, ""},
-    {"shared_bytes", shared_bytes, METH_VARARGS, ""},
-    {"elapsed", elapsed, METH_NOARGS, ""},
-    {"product", product, METH_VARARGS, ""},
-    {"replayed", replayed, METH_VARARGS, ""},
-    {"signalled", signalled, METH_VARARGS, ""},
-    {"known", known, METH_NOARGS, ""},
+    {"sum_of_firsts", caught<sum_of_firsts>, METH_VARARGS, ""},
+    {"shared_bytes", caught<shared_bytes>, METH_VARARGS, ""},
+    {"elapsed", caught<elapsed>, METH_NOARGS, ""},
+    {"product", caught<product>, METH_VARARGS, ""},
+    {"replayed", caught<replayed>, METH_VARARGS, ""},
+    {"signalled", caught<signalled>, METH_VARARGS, ""},
+    {"swapped", caught<swapped>, METH_VARARGS, ""},
+    {"known", caught<known>, METH_NOARGS, ""},
     {}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "light", "", -1, functions};
 PyMODINIT_FUNC PyInit_light() { return PyModule_Create(&definition); }
@@ -197,6 +224,12 @@ def replayed(x):
     copy = torch.zeros(1)
     extension.replayed(x.data_ptr(), copy.data_ptr())
     return x, copy
+
+
+def swapped(x, broken):
+    given, out = torch.arange(128.0), torch.zeros(128)
+    extension.swapped(given.data_ptr(), out.data_ptr(), broken)
+    return bool((out == given.view(2, 2, 32).flip(1).flatten() * 3).all())
 
 
 def signalled(x, waits):

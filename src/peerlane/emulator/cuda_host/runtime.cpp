@@ -303,7 +303,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
         const cudaLaunchAttribute& attribute = config->attrs[i];
         if (attribute.id == cudaLaunchAttributeClusterDimension) {
             const auto& size = attribute.val.clusterDim;
-            cluster = size.x * size.y * size.z;
+            if (size.y * size.z != 1) peerlane_missing("a cluster of several dimensions");
+            cluster = size.x;
         } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
             dependent = attribute.val.programmaticStreamSerializationAllowed;
         } else if (attribute.id == cudaLaunchAttributeProgrammaticEvent || attribute.id == cudaLaunchAttributeLaunchCompletionEvent ||
