@@ -67,7 +67,7 @@ class UnknownPtx(UsageError):
 
 
 def cluster_of(kernel: Function, launched: int) -> int:
-    """Returns the blocks of a kernel's cluster: as it says itself, or as ``launched``. Raises UnknownPtx for clusters that are not along x."""
+    """Returns the blocks of a kernel's cluster: as it says itself, or as ``launched``. Raises UnknownPtx if they are not along x."""
     if any(size > 1 for size in kernel.cluster[1:]):
         raise UnknownPtx(f"kernel {kernel.name}: a cluster of {kernel.cluster} blocks {NOT_KNOWN}, which has clusters along x")
     return kernel.cluster[0] if kernel.cluster else launched
