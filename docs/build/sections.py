@@ -235,7 +235,7 @@ DOCUMENTS = (
     Path("docs/measurements.md"),
     *(
         Path(f"docs/measurements/{name}.md")
-        for name in ("by-size", "earlier", "exactness", "kernels", "layers", "production", "virtual-node")
+        for name in ("by-size", "collectives", "earlier", "exactness", "kernels", "layers", "production", "products", "virtual-node")
     ),
     Path("docs/science.md"),
     Path("docs/published-kernels.md"),
@@ -244,7 +244,6 @@ DOCUMENTS = (
     Path("docs/batch-invariance.md"),
     Path("docs/serving.md"),
     Path("docs/ops-support.md"),
-    Path("docs/device/collectives.md"),
     Path("docs/tutorials/train.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),
