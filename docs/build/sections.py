@@ -173,7 +173,7 @@ def _mechanisms(path: Path) -> str:
 
 CORPUS = Path("tests/adversarial") / FILE
 RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "types", "precision", "races", "memory", "tracks", "isolation")
-"""Of the corpus; each has a page."""
+"""The rules of the corpus; each has a page."""
 
 _ON_H100 = ("gather", "all_reduce")
 """Parts of ``bench_layers.py`` whose newest run was on two H100."""

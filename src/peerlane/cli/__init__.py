@@ -130,7 +130,7 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "selftest": (selftest.selftest, "Judge the corpus of cheats and bugs."),
     },
 }
-"""By the heading under which ``--help`` shows it: each command with its line there."""
+"""Each command with its line in ``--help``, by the heading there."""
 
 for _heading, _listed in _COMMANDS.items():
     for _name, (_function, _line) in _listed.items():

@@ -157,7 +157,7 @@ HYENA_ROWS = LocalKernel(
 )  # fmt: skip
 
 WORKSPACE_BYTES = 24 * 2**20
-"""Of one buffer of transforms: two of them and their filter are in the L2 cache together."""
+"""The bytes of one buffer of transforms: two of them and their filter are in the L2 cache together."""
 BLOCKS_BESIDE = 48
 """Blocks of an exchange that runs beside transforms."""
 
