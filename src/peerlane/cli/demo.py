@@ -20,7 +20,7 @@ from peerlane.cli.output import console, print_error, print_json, print_table
 from peerlane.cli.progress import progress
 from peerlane.cli.short_demo import COMPILER, ShortDemo
 from peerlane.common.place import Device, Place
-from peerlane.common.version import PACKAGE
+from peerlane.common.version import EXAMPLES
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ def demo(
     if not every:
         if examples is not None or {"preset": preset, "world_size": world_size, "device": device} != USUAL:
             raise UsageError("--examples, --preset, --world-size and --device choose among all examples: give --all too")
-        raise typer.Exit(ShortDemo(bundled_examples(), as_json=as_json).run())
+        raise typer.Exit(ShortDemo(EXAMPLES, as_json=as_json).run())
     sizes = positive_integers(world_size, "--world-size")
     rank_device = choose_device(device)
 
     from peerlane.evaluate import discover
     from peerlane.evaluate.processes.prestart import early_start
 
-    folder = bundled_examples() if examples is None else examples
+    folder = examples or EXAMPLES
     good, broken = discover(good_folders(folder)), discover([str(folder / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
     left_out = {candidate.name for candidate in good if lacks(candidate) or (not Place.of(rank_device).has_gpus and needs_gpu(candidate))}
@@ -91,17 +91,6 @@ def demo(
     if code != ExitCode.OK:
         print_error("the demonstration failed: a good candidate is not correct, or a broken one did not get its expected verdict")
     raise typer.Exit(code)
-
-
-def bundled_examples() -> Path:
-    """Returns the folder of peerlane's own examples: in the package, as wheels have it, or else in the checkout."""
-    places = (PACKAGE / "examples", PACKAGE.parents[1] / "examples")
-    home = next((place for place in places if (place / BROKEN).is_dir()), None)
-    if home is None:
-        raise UsageError(
-            f"there are no examples in {' or '.join(map(str, places))}: install peerlane again, or name a folder with --examples"
-        )
-    return home
 
 
 def good_folders(examples: Path) -> list[str]:
