@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from help_examples import COMMANDS, help_and_example
 from peerlane import cli, problems
 from peerlane.cli import doctor, exit_codes, progress
 from peerlane.cli.evaluation import print_results
@@ -158,19 +159,9 @@ def test_help_has_every_command_under_a_heading(peerlane: Callable[..., int], ca
     assert sorted(listed) == sorted(typer.main.get_command(cli.app).commands) and not any(line.endswith("...") for line in lines[1:])
 
 
-def commands_of(group: Any, *names: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command and group below, with its words on the command line."""
-    yield names, group
-    for name, command in getattr(group, "commands", {}).items():
-        yield from commands_of(command, *names, name)
-
-
-COMMANDS = dict(commands_of(typer.main.get_command(cli.app)))
-
-
 @pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
 def test_help_ends_with_an_example_whose_options_exist(names: tuple[str, ...]) -> None:
-    said, shown = COMMANDS[names].get_help(typer.Context(COMMANDS[names])).split("\n\n  Example:\n    peerlane ")
+    said, shown = help_and_example(names)
     words = shlex.split(shown)
     assert tuple(words[: len(names)]) == names and "Example:" not in said
     used = next(tuple(words[:most]) for most in (2, 1) if tuple(words[:most]) in COMMANDS)
