@@ -109,6 +109,7 @@ def test_pinned_versions_are_those_of_the_lock() -> None:
     lock = tomllib.loads((ROOT / "uv.lock").read_text())
     packages = {package["name"]: package for package in lock["package"]}
     own = packages.pop("peerlane")
+    assert own["version"] == __version__
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
     assert pins == {name: package["version"] for name, package in packages.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 PACKAGE = Path(__file__).resolve().parents[1]
 EXAMPLES = next((home / "examples" for home in (PACKAGE, PACKAGE.parents[1]) if (home / "examples").is_dir()), PACKAGE / "examples")
