@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 shared.of_warp[w][bin] = static_cast<u16>(sum);
                 sum += count;
             }
-            ptx::store_relaxed_gpu(states + bin, of_tile | sum);
+            if (tile > 0) ptx::store_relaxed_gpu(states + bin, of_tile | sum);
             shared.first[bin] = shared.place[bin] = sum;
             shared.before[bin] = tile == 0 ? args.found[bin] : 0;
         }
@@ -381,7 +381,7 @@ def solution(local_shard: torch.Tensor, group: dist.ProcessGroup | None = None) 
     if max(counts) > MOST:
         raise UsageError(f"a shard has {max(counts)} elements: expected at most {MOST}")
     ends = list(accumulate((total // parts + (rank < total % parts) for rank in range(parts)), initial=0))
-    kernels = sorter(ranks, 1 << max(counts).bit_length(), shard.dtype)
+    kernels = sorter(ranks, 1 << (max(counts) - 1).bit_length(), shard.dtype)
     kernels.sort_shard(shard)
     first, end = ends[ranks.rank : ranks.rank + 2]
     result = shard.new_empty(end - first)
