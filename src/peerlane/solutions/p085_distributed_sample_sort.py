@@ -32,14 +32,22 @@ __device__ inline KEY ordered(KEY bits) {
 }
 __device__ inline KEY restored(KEY key) { return key & sign ? KEY(key ^ sign) : KEY(~key); }
 
-// A warp's keys of a tile, a stretch in order: of item i those of all lanes.
-__device__ inline u32 place_of(u32 item) { return (threadIdx.x / warp_threads * ITEMS + item) * warp_threads + Warp{}.thread(); }
+// A warp's keys of a tile, a stretch in order: of item i those of all lanes. Behind the last key of all there is `no_key`.
 __device__ inline void load_tile(const KEY* keys, u64 first, u64 count, bool floats, KEY (&key)[ITEMS]) {
+    const u64 begin = first + threadIdx.x / warp_threads * ITEMS * warp_threads + Warp{}.thread();
+    if (first + tile_keys <= count) {
 #pragma unroll
-    for (u32 i = 0; i < ITEMS; ++i) key[i] = first + place_of(i) < count ? keys[first + place_of(i)] : no_key;
-    if (!floats) return;
+        for (u32 i = 0; i < ITEMS; ++i) key[i] = keys[begin + i * warp_threads];
+        if (!floats) return;
 #pragma unroll
-    for (u32 i = 0; i < ITEMS; ++i) key[i] = first + place_of(i) < count ? ordered(key[i]) : no_key;
+        for (u32 i = 0; i < ITEMS; ++i) key[i] = ordered(key[i]);
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < ITEMS; ++i) {
+        const u64 at = begin + i * warp_threads;
+        key[i] = at >= count ? no_key : floats ? ordered(keys[at]) : keys[at];
+    }
 }
 """
 COUNT = (
@@ -132,10 +140,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     Shared& shared = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
     const u32 warp = threadIdx.x / warp_threads, shift = 8 * args.digit;
     auto& of_warp = shared.of_warp[warp];
-    if (threadIdx.x == 0) shared.ended = 0;
+    u32 next = 0;
+    if (threadIdx.x == 0) shared.ended = 0, next = ptx::add_relaxed_gpu(args.taken, 1);
     while (true) {
         __syncthreads();
-        if (threadIdx.x == 0) shared.tile = ptx::add_relaxed_gpu(args.taken, 1);
+        if (threadIdx.x == 0) shared.tile = next;
         for (u32 bin = Warp{}.thread(); bin < bins; bin += warp_threads) of_warp[bin] = 0;
         __syncthreads();
         const u32 tile = shared.tile;
@@ -149,11 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             const u32 digit = u32(key[i] >> shift) % bins;
             u32 same = full_warp;
 #pragma unroll
-            for (u32 bit = 0; bit < 8; ++bit) {
-                const bool set = digit >> bit & 1;
-                const u32 lanes = __ballot_sync(full_warp, set);
-                same &= set ? lanes : ~lanes;
-            }
+            for (u32 bit = 1; bit < bins; bit *= 2) same = ptx::lanes_alike(same, digit, bit);
             const u32 lower = __popc(same & ((1u << Warp{}.thread()) - 1)), found = of_warp[digit];
             __syncwarp();
             if (lower == 0) of_warp[digit] = static_cast<u16>(found + __popc(same));
@@ -165,11 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         u32* const states = args.states + u64(tile) * bins;
         for (u32 bin = threadIdx.x; bin < bins; bin += THREADS) {
             u32 sum = 0;
-            for (u32 w = 0; w < THREADS / warp_threads; ++w) {
-                const u32 count = shared.of_warp[w][bin];
-                shared.of_warp[w][bin] = static_cast<u16>(sum);
-                sum += count;
-            }
+            for (u32 w = 0; w < THREADS / warp_threads; ++w) sum += shared.of_warp[w][bin];
             if (tile > 0) ptx::store_relaxed_gpu(states + bin, of_tile | sum);
             shared.first[bin] = shared.place[bin] = sum;
             shared.before[bin] = tile == 0 ? args.found[bin] : 0;
@@ -180,11 +181,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             if (tile == 0) scan(shared.before);
         }
         __syncthreads();
-#pragma unroll
-        for (u32 i = 0; i < ITEMS; ++i) {
-            const u32 digit = u32(key[i] >> shift) % bins;
-            shared.key[shared.first[digit] + of_warp[digit] + rank[i]] = key[i];
+        for (u32 bin = threadIdx.x; bin < bins; bin += THREADS) {
+            u32 sum = shared.first[bin];
+            for (u32 w = 0; w < THREADS / warp_threads; ++w) {
+                const u32 count = shared.of_warp[w][bin];
+                shared.of_warp[w][bin] = static_cast<u16>(sum);
+                sum += count;
+            }
         }
+        __syncthreads();
+#pragma unroll
+        for (u32 i = 0; i < ITEMS; ++i) shared.key[of_warp[u32(key[i] >> shift) % bins] + rank[i]] = key[i];
         for (u32 bin = threadIdx.x; bin < bins; bin += THREADS) {
             u32 before = shared.before[bin];
             if (look_back(arena, args.states + bin, tile, before)) {
@@ -196,13 +203,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         __syncthreads();
         if (shared.ended) return;
+        if (threadIdx.x == 0) next = ptx::add_relaxed_gpu(args.taken, 1);
         const u32 count = static_cast<u32>(min(args.count - first, u64(tile_keys)));
 #pragma unroll
         for (u32 i = 0; i < ITEMS; ++i) {
             const u32 at = i * THREADS + threadIdx.x;
-            if (at >= count) continue;
-            const KEY key_here = shared.key[at];
-            args.sorted[shared.place[u32(key_here >> shift) % bins] + at] = key_here;
+            const KEY own = shared.key[at];
+            KEY* const to = args.sorted + (shared.place[u32(own >> shift) % bins] + at);
+            if (at < count) *to = own;
         }
     }
 }
@@ -216,12 +224,23 @@ SORT_DIGIT = DeclaredKernel(
 MERGE = (
     KEYS
     + r"""
-constexpr u32 cuts_at_once = 64;
+constexpr u32 cuts_at_once = 64, in_flight = 8;
 
 // at[q]: how many of sorted run q are among the first `wanted` keys of all runs; of equal keys those of lower runs come first. run(q, i) is a key.
-// From coarse steps to fine ones: of every step-th key the first are taken; then half the step leaves one more to take, and few to exchange.
+// Of two runs by bisection. Of more from coarse steps to fine ones: of every step-th key the first are taken; then half the step leaves one more
+// to take, and few to exchange.
 template <class Index, class Run>
 __device__ inline void split_runs(const Index (&count)[WORLD_SIZE], Index wanted, const Run& run, Index (&at)[WORLD_SIZE]) {
+    if constexpr (WORLD_SIZE == 2) {
+        Index low = wanted > count[1] ? wanted - count[1] : 0, high = min(wanted, count[0]);
+        while (low < high) {
+            const Index middle = low + (high - low) / 2;
+            if (run(0, middle) <= run(1, wanted - 1 - middle)) low = middle + 1;
+            else high = middle;
+        }
+        at[0] = low, at[1] = wanted - low;
+        return;
+    }
     Index step = 1, taken = 0;
     while (step <= wanted / 2) step *= 2;
     KEY next[WORLD_SIZE], last[WORLD_SIZE];
@@ -279,46 +298,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         for (u32 t = 0; t < tiles; ++t) {
             __syncthreads();
             u32 count[WORLD_SIZE], from[WORLD_SIZE], at[WORLD_SIZE], total = 0;
+            const KEY* origin[WORLD_SIZE];  // of the tile, if it were the run's
 #pragma unroll
             for (int q = 0; q < WORLD_SIZE; ++q) {
                 count[q] = static_cast<u32>(cuts[t + 1][q] - cuts[t][q]), from[q] = total, total += count[q];
-                copy_bytes(Block{}, reinterpret_cast<char*>(tile + from[q]), reinterpret_cast<const char*>(shard(q) + cuts[t][q]), count[q] * sizeof(KEY));
+                origin[q] = shard(q) + cuts[t][q] - from[q];
+            }
+#pragma unroll 1
+            for (u32 first = threadIdx.x; first < total; first += in_flight * THREADS) {
+                KEY key[in_flight];
+#pragma unroll
+                for (u32 k = 0; k < in_flight; ++k) {
+                    const u32 place = min(first + k * THREADS, total - 1);
+                    const KEY* run = origin[0];
+#pragma unroll
+                    for (int q = 1; q < WORLD_SIZE; ++q) run = place >= from[q] ? origin[q] : run;
+                    key[k] = run[place];
+                }
+#pragma unroll
+                for (u32 k = 0; k < in_flight; ++k) {
+                    if (first + k * THREADS < total) tile[first + k * THREADS] = key[k];
+                }
             }
             __syncthreads();
             split_runs(count, min(threadIdx.x * ITEMS, total), [&](int q, u32 i) { return tile[from[q] + i]; }, at);
-            KEY head[WORLD_SIZE];
+            KEY head[WORLD_SIZE], merged[ITEMS];
 #pragma unroll
-            for (int q = 0; q < WORLD_SIZE; ++q) head[q] = at[q] < count[q] ? tile[from[q] + at[q]] : no_key;
-            KEY* const out = args.out + (begin + t) * tile_keys;
-            constexpr u32 together = sizeof(Vec16) / sizeof(KEY);
-#pragma unroll 2
-            for (u32 place = threadIdx.x * ITEMS; place < min((threadIdx.x + 1) * ITEMS, total); place += together) {
-                struct {
-                    KEY key[together];
-                } merged;
+            for (int q = 0; q < WORLD_SIZE; ++q) at[q] += from[q], head[q] = at[q] < from[q] + count[q] ? tile[at[q]] : no_key;
 #pragma unroll
-                for (u32 i = 0; i < together; ++i) {
-                    int least = 0;
-                    KEY low = head[0];
+            for (u32 i = 0; i < ITEMS; ++i) {
+                u32 least = 0, place = 0, end = 0;
+                KEY low = head[0];
 #pragma unroll
-                    for (int q = 1; q < WORLD_SIZE; ++q) {
-                        if (head[q] < low) low = head[q], least = q;
-                    }
-                    merged.key[i] = restored(low);
-#pragma unroll
-                    for (int q = 0; q < WORLD_SIZE; ++q) {
-                        if (q == least) head[q] = ++at[q] < count[q] ? tile[from[q] + at[q]] : no_key;
-                    }
+                for (u32 q = 1; q < WORLD_SIZE; ++q) {
+                    if (head[q] < low) low = head[q], least = q;
                 }
-                if (place + together <= total) {
-                    *reinterpret_cast<Vec16*>(out + place) = __builtin_bit_cast(Vec16, merged);
-                } else {
+                merged[i] = restored(low);
 #pragma unroll
-                    for (u32 i = 0; i < together; ++i) {
-                        if (place + i < total) out[place + i] = merged.key[i];
-                    }
+                for (u32 q = 0; q < WORLD_SIZE; ++q) {
+                    at[q] += q == least;
+                    if (q == least) place = at[q], end = from[q] + count[q];
                 }
+                KEY next = tile[place];  // or what lies behind the runs
+                if (place >= end) next = no_key;
+#pragma unroll
+                for (u32 q = 0; q < WORLD_SIZE; ++q) head[q] = q == least ? next : head[q];
             }
+            // Threads' stretches are turned into the warps', a word apart for the banks.
+            const auto turned = [](u32 place) { return place + place / ITEMS; };
+            __syncthreads();
+#pragma unroll
+            for (u32 i = 0; i < ITEMS; ++i) tile[turned(threadIdx.x * ITEMS + i)] = merged[i];
+            __syncthreads();
+            KEY* const out = args.out + (begin + t) * tile_keys;
+#pragma unroll in_flight
+            for (u32 place = threadIdx.x; place < total; place += THREADS) out[place] = tile[turned(place)];
         }
     }
 }
@@ -343,11 +377,11 @@ class Sorter:
         infinite, not_a_number = torch.tensor([float("inf"), float("nan")], dtype=dtype).view(WORDS[self.bytes]).tolist()
         threads, blocks = min(512, group.max_threads), min(MOST_BLOCKS, 2 * group.sm_count)
         defines = {"KEY": f"u{8 * self.bytes}", "THREADS": threads, "INFINITE": infinite, "NOT_A_NUMBER": not_a_number}
-        items, merged_items = 32 // max(2, self.bytes // 2), 128 // self.bytes
+        items, merged_items = 32 // max(2, self.bytes // 2), 128 // max(4, self.bytes)
         self.tile = threads * items
         self.count = COUNT_DIGITS.bind(group, grid=2 * group.sm_count, block=threads, defines={**defines, "ITEMS": items})
         self.merge: BoundKernel = MERGE_SHARDS.bind(
-            group, grid=blocks, block=threads, defines={**defines, "ITEMS": merged_items}, shared_bytes=128 * threads,
+            group, grid=blocks, block=threads, defines={**defines, "ITEMS": merged_items}, shared_bytes=threads * (merged_items + 1) * self.bytes,
             sizes={"flags": blocks, "sorted": capacity * self.bytes},
         )  # fmt: skip
         self.sort = SORT_DIGIT.inside(group, self.merge.arena).bind(
