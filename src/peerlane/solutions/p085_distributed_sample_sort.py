@@ -12,7 +12,21 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, array, group_of, per_group
+from peerlane.device import (
+    U32,
+    U64,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    LocalKernel,
+    Pointer,
+    array,
+    group_of,
+    per_group,
+)
 from peerlane.device.collectives.counts import share_counts
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.errors import UsageError
@@ -226,9 +240,9 @@ MERGE = (
     + r"""
 constexpr u32 cuts_at_once = 64, in_flight = 8;
 
-// at[q]: how many of sorted run q are among the first `wanted` keys of all runs; of equal keys those of lower runs come first. run(q, i) is a key.
-// Of two runs by bisection. Of more from coarse steps to fine ones: of every step-th key the first are taken; then half the step leaves one more
-// to take, and few to exchange.
+// at[q]: how many of sorted run q are among the first `wanted` keys of all runs; of equal keys those of lower runs come first. Two runs are
+// bisected. More go from coarse steps to fine ones: of every step-th key the first are taken; half the step leaves one more to take, and few
+// to exchange.
 template <class Index, class Run>
 __device__ inline void split_runs(const Index (&count)[WORLD_SIZE], Index wanted, const Run& run, Index (&at)[WORLD_SIZE]) {
     if constexpr (WORLD_SIZE == 2) {
@@ -346,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             }
             // Threads' stretches are turned into the warps', a word apart for the banks.
             const auto turned = [](u32 place) { return place + place / ITEMS; };
-            __syncthreads();
+            __syncthreads();  // all have read
 #pragma unroll
             for (u32 i = 0; i < ITEMS; ++i) tile[turned(threadIdx.x * ITEMS + i)] = merged[i];
             __syncthreads();
@@ -381,8 +395,8 @@ class Sorter:
         self.tile = threads * items
         self.count = COUNT_DIGITS.bind(group, grid=2 * group.sm_count, block=threads, defines={**defines, "ITEMS": items})
         self.merge: BoundKernel = MERGE_SHARDS.bind(
-            group, grid=blocks, block=threads, defines={**defines, "ITEMS": merged_items}, shared_bytes=threads * (merged_items + 1) * self.bytes,
-            sizes={"flags": blocks, "sorted": capacity * self.bytes},
+            group, grid=blocks, block=threads, defines={**defines, "ITEMS": merged_items}, resident=True,
+            shared_bytes=threads * (merged_items + 1) * self.bytes, sizes={"flags": blocks, "sorted": capacity * self.bytes},
         )  # fmt: skip
         self.sort = SORT_DIGIT.inside(group, self.merge.arena).bind(
             grid=2 * group.sm_count, block=threads, defines={**defines, "ITEMS": items},
