@@ -241,7 +241,7 @@ MERGE = (
 constexpr u32 cuts_at_once = 64, in_flight = 8;
 
 // at[q]: how many of sorted run q are among the first `wanted` keys of all runs; of equal keys those of lower runs come first. Two runs are
-// bisected. More go from coarse steps to fine ones: of every step-th key the first are taken; half the step leaves one more to take, and few
+// bisected. More go from coarse steps to fine ones: of every step-th key the first are taken; half the step leaves one more to take, few
 // to exchange.
 template <class Index, class Run>
 __device__ inline void split_runs(const Index (&count)[WORLD_SIZE], Index wanted, const Run& run, Index (&at)[WORLD_SIZE]) {
