@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from peerlane.device import F32, U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, per_group
-from peerlane.device.host.declare import array
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 
 SOURCE = r"""
@@ -26,8 +25,10 @@ using namespace peerlane;
 // Lines go along rows of memory in the first pass of an inverse transform and the second of the others; real numbers are at the other side.
 constexpr bool along = INVERSE == FIRST, packed = FIRST && !INVERSE;
 constexpr u32 columns = LINES * (packed ? 2 : 1);
+constexpr u64 reads[3] = {READS}, writes[3] = {WRITES};  // from one slice, line and point to the next
 using Tile = FourierTile<POINTS, LINES, along, THREADS>;
 
+// Line `line` of the tile that begins with line `first` of a slice.
 struct Place {
     const FourierLines& args;
     u32 slice, first;
@@ -36,37 +37,43 @@ struct Place {
     __device__ u64 at(const u64 (&strides)[3], u32 line, u32 point) const {
         return slice * strides[0] + (first + line) * strides[1] + point * strides[2];
     }
-    __device__ u64 from(u32 line, u32 point) const { return at(args.reads, line, point); }
-    __device__ u64 to(u32 line, u32 point) const { return at(args.writes, line, point); }
 };
 
-__device__ Complex loaded(const Place& place, u32 line, u32 point) {
+template <int R>
+__device__ void load(const Place& place, u32 line, u32 point, u32 step, Complex (&x)[R]) {
     const FourierLines& args = place.args;
-    if (point >= args.given) return {};
-    if constexpr (packed) {  // two real lines are the parts of one
-        const float* x = reinterpret_cast<const float*>(args.x);
-        const auto part = [&](u32 one) { return place.has(one) ? x[place.from(one, point)] : 0.0f; };
-        return {part(2 * line), part(2 * line + 1)};
-    } else {
-        if (!place.has(line)) return {};
-        const Complex value = reinterpret_cast<const Complex*>(args.x)[place.from(line, point)];
-        if (!INVERSE) return value;
-        // Bins that are left out are conjugates of those that are there, and the field is real.
-        return (FIRST && point > 0 && 2 * point != POINTS ? 2.0f : 1.0f) * conjugate(value);
+    const u64 from = place.at(reads, packed ? 2 * line : line, point), stride = step * reads[2];
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const u64 at = from + i * stride;
+        const u32 p = point + i * step;
+        x[i] = {};
+        if (p >= GIVEN) continue;
+        if constexpr (packed) {  // two real lines are the parts of one
+            const float* numbers = reinterpret_cast<const float*>(args.x);
+            if (place.has(2 * line)) x[i].x = numbers[at];
+            if (place.has(2 * line + 1)) x[i].y = numbers[at + reads[1]];
+        } else if (place.has(line)) {
+            x[i] = reinterpret_cast<const Complex*>(args.x)[at];
+            // Bins that are left out are conjugates of those that are there, and the field is real.
+            if (INVERSE) x[i] = (FIRST && p > 0 && 2 * p != POINTS ? 2.0f : 1.0f) * conjugate(x[i]);
+        }
     }
 }
 
-__device__ void store(const Arena& arena, const Place& place, u32 line, u32 point, Complex value) {
+template <int R>
+__device__ void store(const Arena& arena, const Place& place, u32 line, u32 point, u32 step, const Complex (&x)[R]) {
     const FourierLines& args = place.args;
-    if (point >= args.taken || !place.has(line)) return;
-    value = args.scale * (INVERSE ? conjugate(value) : value);
-    if constexpr (FIRST) {
-        const u32 owner = point / SHARE;
-        reinterpret_cast<Complex*>(arena.peer(owner, args.planes))[args.offset + place.to(line, point % SHARE)] = value;
-    } else if constexpr (INVERSE) {
-        reinterpret_cast<float*>(args.out)[place.to(line, point)] = value.x;
-    } else {
-        reinterpret_cast<Complex*>(args.out)[place.to(line, point)] = value;
+    if (!place.has(line)) return;
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const u32 p = point + i * step, owner = p / SHARE;
+        const u64 at = place.at(writes, line, FIRST ? p % SHARE : p);
+        const Complex value = args.scale * (INVERSE ? conjugate(x[i]) : x[i]);
+        if (p >= TAKEN) continue;
+        if constexpr (FIRST) reinterpret_cast<Complex*>(arena.peer(owner, args.planes))[args.offset + at] = value;
+        else if constexpr (INVERSE) reinterpret_cast<float*>(args.out)[at] = value.x;
+        else reinterpret_cast<Complex*>(args.out)[at] = value;
     }
 }
 
@@ -79,30 +86,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
         peers.wait_all(0, epoch);
     }
-    const Tile tile(ptx::dynamic_shared());
     const u32 bundles = (args.lines + columns - 1) / columns;
     for (u32 item = blockIdx.x; item < args.slices * bundles; item += gridDim.x) {
         const Place place{args, item / bundles, item % bundles * columns};
-        const auto load = [&]<int R>(int line, int point, int step, Complex(&x)[R]) {
-#pragma unroll
-            for (int i = 0; i < R; ++i) x[i] = loaded(place, line, point + i * step);
-        };
-        const auto put = [&]<int R>(int line, int point, int step, const Complex(&x)[R]) {
-#pragma unroll
-            for (int i = 0; i < R; ++i) store(arena, place, line, point + i * step, x[i]);
-        };
+        const Tile tile(ptx::dynamic_shared());
+        const auto from = [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) { load(place, line, point, step, x); };
         if constexpr (packed) {
-            tile.transform<LINES, 1, RADICES>(args.twiddles, load, tile.into());
+            tile.transform<LINES, 1, RADICES>(args.twiddles, from, tile.into());
             __syncthreads();
 #pragma unroll 4
             for (u32 i = threadIdx.x; i < columns * POINTS; i += THREADS) {
                 const u32 column = i % columns, point = i / columns;
                 const Complex z = tile.at(column / 2, point), mirrored = conjugate(tile.at(column / 2, (POINTS - point) % POINTS));
                 const Complex even = 0.5f * (z + mirrored), odd = 0.5f * (z - mirrored);
-                store(arena, place, column, point, column % 2 == 0 ? even : Complex{odd.y, -odd.x});
+                const Complex part[1] = {column % 2 == 0 ? even : Complex{odd.y, -odd.x}};
+                store(arena, place, column, point, 0, part);
             }
         } else {
-            tile.transform<LINES, 1, RADICES>(args.twiddles, load, put);
+            const auto to = [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) { store(arena, place, line, point, step, x); };
+            tile.transform<LINES, 1, RADICES>(args.twiddles, from, to);
         }
     }
     if (FIRST) peers.barrier(1 + blockIdx.x, epoch);
@@ -110,22 +112,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 """
 FOURIER_LINES = DeclaredKernel(
     "fourier_lines", SOURCE, epochs=Epochs(), flags=Flags(), planes=Buffer(), x=Pointer("const char*"), out=Pointer(),
-    twiddles=Pointer("const Complex*"), offset=U64, slices=U32, lines=U32, given=U32, taken=U32, reads=array(U64, 3),
-    writes=array(U64, 3), scale=F32,
+    twiddles=Pointer("const Complex*"), offset=U64, slices=U32, lines=U32, scale=F32,
 )  # fmt: skip
 
 MOST_RADIX = 16
-POINTS_OF_A_THREAD, THREADS_OF_AN_SM = 16, 1024
-"""With more points than that, registers do not hold them; with more threads than that, a thread has fewer than 64 registers."""
+"""Also how many numbers a thread has in registers at a time."""
+BLOCK_THREADS, SM_THREADS = 288, 896
+"""Of tiles whose lines go along memory, so that several are on an SM; and of an SM, so that registers hold the numbers."""
 
 
 @functools.cache
 def radices(points: int) -> tuple[int, ...] | None:
-    """Returns the fewest factors of at most ``MOST_RADIX``, the largest of which is as small as can be; None if there are none."""
+    """Returns the fewest factors of at most ``MOST_RADIX``, the smallest of which is as large as can be; None if there are none."""
     if points <= MOST_RADIX:
         return (points,)
     found = [(radix, *rest) for radix in range(2, MOST_RADIX + 1) if points % radix == 0 and (rest := radices(points // radix))]
-    return min(found, key=lambda one: (len(one), max(one), one), default=None)
+    # Of an odd first radix, threads that follow each other write to different banks.
+    return min(found, key=lambda one: (len(one), -min(one), one[0] % 2 == 0, one), default=None)
 
 
 def roots(count: int, of: int) -> torch.Tensor:
@@ -155,22 +158,29 @@ class Tiling(NamedTuple):
 
     @classmethod
     def of(cls, group: Group, points: int, along: bool, most_lines: int, beside: int = 0) -> Tiling | None:
-        """As many lines, up to ``most_lines``, as a third of an SM holds, or the SM alone; with ``beside`` lines more that stay.
-        None if one line is too long, or has a prime factor above the largest radix."""
-        pitch = 8 * (points + points // 16 + 1 if along else points)
-        fits = [limit // pitch - beside for limit in (SHARED_LIMIT_BYTES // 3 - 1024, SHARED_LIMIT_BYTES)]
-        fit = min(most_lines, next((fit for fit in fits if fit >= min(4, most_lines)), fits[-1]))
-        if fit < 1 or radices(points) is None:
+        """A power of two of lines, at most ``most_lines``, and ``beside`` lines that stay. None if a line is too long or has no stages."""
+        stages, pitch = radices(points), 8 * (points + (points // 16 if points % 64 == 0 else 0) + 1 if along else points)
+        if stages is None:
+            return None
+        each = min(stages) * max(1, MOST_RADIX // max(stages))  # points of a thread
+        fit = min(most_lines, SHARED_LIMIT_BYTES // pitch - beside)
+        if along:
+            fit = min(fit, max(1, BLOCK_THREADS * each // points - beside))
+        if fit < 1:
             return None
         lines = 1 << fit.bit_length() - 1
-        nbytes, each = (lines + beside) * pitch, -(-(lines + beside) * points // POINTS_OF_A_THREAD)
-        threads = min(1024, group.max_threads, max(32, -(-each // 32) * 32))
-        return cls(lines, threads, max(1, min(THREADS_OF_AN_SM // threads, SHARED_LIMIT_BYTES // (nbytes + 1024))), nbytes)
+        nbytes, work = (lines + beside) * pitch, -(-(lines + beside) * points // each)
+        limit = min(1024, group.max_threads)
+        threads = max(32, -(-work // -(-work // limit) // 32) * 32)
+        return cls(lines, threads, max(1, min(SM_THREADS // threads, SHARED_LIMIT_BYTES // (nbytes + 1024))), nbytes)
 
     def defines(self, points: int) -> dict[str, str | int]:
         """Macros of a kernel that transforms such tiles."""
         stages = ",".join(map(str, radices(points) or ()))
         return {"POINTS": points, "LINES": self.lines, "THREADS": self.threads, "BLOCKS": self.blocks, "RADICES": stages}
+
+
+Strides = tuple[int, int, int]
 
 
 class Planes(NamedTuple):
@@ -203,11 +213,14 @@ class Passes:
             group, sizes={"planes": 8 * slices * share * kept, "flags": 1 + tilings[0].blocks * group.sm_count}
         )
 
-        def bind(first: bool, points: int, tiling: Tiling, **values: object) -> BoundKernel:
-            macros = {"INVERSE": int(inverse), "FIRST": int(first), "SHARE": share}
+        def bind(
+            first: bool, points: int, tiling: Tiling, given: int, taken: int, reads: Strides, writes: Strides, **values: object
+        ) -> BoundKernel:
+            macros = {"INVERSE": int(inverse), "FIRST": int(first), "SHARE": share, "GIVEN": given, "TAKEN": taken}
+            strides = {"READS": ",".join(map(str, reads)), "WRITES": ",".join(map(str, writes))}
             return reserved.bind(
                 grid=tiling.blocks * group.sm_count, block=tiling.threads, shared_bytes=tiling.shared_bytes, resident=first,
-                defines={**tiling.defines(points), **macros}, twiddles=twiddles(group, points), **values,
+                defines={**tiling.defines(points), **macros, **strides}, twiddles=twiddles(group, points), **values,
             )  # fmt: skip
 
         self.first = bind(

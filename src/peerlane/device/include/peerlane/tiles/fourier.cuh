@@ -86,38 +86,46 @@ __device__ inline void fourier(Complex (&x)[R]) {
 }
 
 // Lines in shared memory. Threads that follow each other take points of a line if `along`, else lines.
-template <int points, int lines, bool along, int threads>
+template <u32 points, u32 lines, bool along, u32 threads>
 class FourierTile {
   public:
-    static constexpr int pitch = points + points / 16 + 1;  // a gap every 16 points keeps strides of a stage in banks of their own
-    static constexpr int bytes = lines * (along ? pitch : points) * sizeof(Complex);
+    // A gap every 16 points keeps powers of two, as strides of a stage, in banks of their own.
+    static constexpr bool gaps = points % 64 == 0;
+    static constexpr u32 pitch = points + (gaps ? points / 16 : 0) + 1;
 
-    __device__ explicit FourierTile(char* memory) : data_(reinterpret_cast<Complex*>(memory)) {}
-    __device__ Complex& at(int line, int point) const { return data_[along ? line * pitch + point + point / 16 : point * lines + line]; }
+    // The number of the thread comes through a shuffle, so that the compiler does not keep the places of all stages in registers where a block
+    // makes one tile after another.
+    __device__ explicit FourierTile(char* memory)
+        : data_(reinterpret_cast<Complex*>(memory)), thread_(__shfl_sync(0xffffffffu, threadIdx.x, threadIdx.x % 32)) {}
+    __device__ Complex& at(u32 line, u32 point) const {
+        return data_[along ? line * pitch + point + (gaps ? point / 16 : 0) : point * lines + line];
+    }
 
     // Transforms the first `active` lines, by stages of the radices R, REST...; their product is `points`. `twiddles` are those of
     // `peerlane.solutions.families.fourier.twiddles`. load(line, point, step, x) fills the array x with points from `point` on, `step` apart;
     // store(line, point, step, x) takes results likewise. All threads call it. What load reads of the tile is read before store is called.
-    template <int active, int S, int R, int... REST, class Load, class Store>
+    template <u32 active, u32 S, u32 R, u32... REST, class Load, class Store>
     __device__ void transform(const Complex* twiddles, const Load& load, const Store& store) const {
-        constexpr int butterflies = points / R, total = active * butterflies, each = (total + threads - 1) / threads;
+        constexpr u32 butterflies = points / R, total = active * butterflies, each = (total + threads - 1) / threads;
         Complex x[each][R];
 #pragma unroll
-        for (int e = 0; e < each; ++e) {
-            const int t = threadIdx.x + e * threads, j = along ? t % butterflies : t / active;
-            if (t >= total) break;
-            load(along ? t / butterflies : t % active, j, butterflies, x[e]);
-            if (S > 1) {
+        for (u32 e = 0; e < each; ++e) {
+            const u32 t = thread_ + e * threads, j = along ? t % butterflies : t / active;
+            if (t < total) {
+                load(along ? t / butterflies : t % active, j, butterflies, x[e]);
+                if (S > 1) {
 #pragma unroll
-                for (int i = 1; i < R; ++i) x[e][i] = x[e][i] * twiddles[(i - 1) * S + j % S];
+                    for (u32 i = 1; i < R; ++i) x[e][i] = x[e][i] * twiddles[(i - 1) * S + j % S];
+                }
+                fourier(x[e]);
             }
-            fourier(x[e]);
+            if (each > 1) __syncwarp();  // one after another, for want of registers
         }
         __syncthreads();
         const auto put = [&](const auto& store) {
 #pragma unroll
-            for (int e = 0; e < each; ++e) {
-                const int t = threadIdx.x + e * threads, j = along ? t % butterflies : t / active;
+            for (u32 e = 0; e < each; ++e) {
+                const u32 t = thread_ + e * threads, j = along ? t % butterflies : t / active;
                 if (t < total) store(along ? t / butterflies : t % active, j / S * (S * R) + j % S, S, x[e]);
             }
         };
@@ -131,20 +139,21 @@ class FourierTile {
     }
     // The tile's own points.
     __device__ auto from() const {
-        return [*this]<int R>(int line, int point, int step, Complex(&x)[R]) {
+        return [*this]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
 #pragma unroll
-            for (int i = 0; i < R; ++i) x[i] = at(line, point + i * step);
+            for (u32 i = 0; i < R; ++i) x[i] = at(line, point + i * step);
         };
     }
     __device__ auto into() const {
-        return [*this]<int R>(int line, int point, int step, const Complex(&x)[R]) {
+        return [*this]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
 #pragma unroll
-            for (int i = 0; i < R; ++i) at(line, point + i * step) = x[i];
+            for (u32 i = 0; i < R; ++i) at(line, point + i * step) = x[i];
         };
     }
 
   private:
     Complex* data_;
+    u32 thread_;
 };
 
 }  // namespace peerlane
