@@ -116,9 +116,9 @@ FOURIER_LINES = DeclaredKernel(
 )  # fmt: skip
 
 MOST_RADIX = 16
-"""Also how many numbers a thread has in registers at a time."""
-BLOCK_THREADS, SM_THREADS = 288, 896
-"""Of tiles whose lines go along memory, so that several are on an SM; and of an SM, so that registers hold the numbers."""
+SM_REGISTERS = 65536
+THREAD_REGISTERS, NUMBER_REGISTERS = 32, 3
+"""Of a thread, and of each number of its butterfly: what the compiler takes without a spill, for radices from 8 to 16."""
 
 
 @functools.cache
@@ -162,17 +162,21 @@ class Tiling(NamedTuple):
         stages, pitch = radices(points), 8 * (points + (points // 16 if points % 64 == 0 else 0) + 1 if along else points)
         if stages is None:
             return None
-        each = min(stages) * max(1, MOST_RADIX // max(stages))  # points of a thread
         fit = min(most_lines, SHARED_LIMIT_BYTES // pitch - beside)
-        if along:
-            fit = min(fit, max(1, BLOCK_THREADS * each // points - beside))
-        if fit < 1:
-            return None
-        lines = 1 << fit.bit_length() - 1
-        nbytes, work = (lines + beside) * pitch, -(-(lines + beside) * points // each)
-        limit = min(1024, group.max_threads)
-        threads = max(32, -(-work // -(-work // limit) // 32) * 32)
-        return cls(lines, threads, max(1, min(SM_THREADS // threads, SHARED_LIMIT_BYTES // (nbytes + 1024))), nbytes)
+        registers, limit = THREAD_REGISTERS + NUMBER_REGISTERS * max(stages), min(1024, group.max_threads)
+
+        def butterflies(lines: int) -> int:
+            return (lines + beside) * points // min(stages)
+
+        def tiling(lines: int) -> Tiling:
+            nbytes, work = (lines + beside) * pitch, butterflies(lines)
+            threads = max(32, -(-work // -(-work // limit) // 32) * 32)
+            blocks = min(32, SM_REGISTERS // (threads * registers), SHARED_LIMIT_BYTES // (nbytes + 1024), 2048 // threads)
+            return cls(lines, threads, max(1, blocks), nbytes)
+
+        possible = [tiling(1 << k) for k in range(max(0, fit).bit_length()) if k == 0 or butterflies(1 << k) <= 1024]
+        # Along memory, what an SM holds most lines of; else the longest rows of a tile.
+        return max(possible, key=lambda one: (one.blocks * one.lines if along else 0, one.lines), default=None)
 
     def defines(self, points: int) -> dict[str, str | int]:
         """Macros of a kernel that transforms such tiles."""
