@@ -46,7 +46,7 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
     """the parameter that the function returns"""
     is_kernel = True
     counts: Counter[str]
-    """of the function's instructions: the approximate ones by name, all others under no name"""
+    """The numbers of the function's instructions: the approximate ones by name, all others under no name."""
 
     def translated(self, text: str) -> str | None:
         """Returns the instruction in C++; None if it is not known."""

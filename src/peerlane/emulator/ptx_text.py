@@ -48,7 +48,7 @@ class Statement:
     kind: str
     text: str = ""
     place: Place = ("", 0)
-    """of a line"""
+    """The place of a line."""
     variable: Variable | None = None
 
 

@@ -69,7 +69,7 @@ class World:
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
     process_groups: dict[str, Any] = field(default_factory=lambda: {"0": None})
-    """of torch.distributed, by name"""
+    """The process groups of torch.distributed, by name."""
     builds: Builds = field(init=False)
     cluster: Cluster = field(init=False)
     kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class World:
     not_compiled: bool = False
     """whether a kernel was launched that nothing has compiled for a GPU"""
     collectives: Counter[str] = field(default_factory=Counter)
-    """of torch.distributed, by name, of all ranks together"""
+    """The number of calls of torch.distributed, by name, of all ranks together."""
 
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
@@ -111,10 +111,10 @@ class Team:
         self.meeting = Meeting(world.turns, members)
         self.sequence = LaunchSequence(self.members, world.schedules, world.seed, world.time_left)
         self.parts: list[Part] = []
-        """of all arenas of the group, on all its ranks"""
+        """The parts of all arenas of the group, on all its ranks."""
         self.faults: list[Part] = []
         self.handles: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-        """of symmetric memory, by rank and tensor, as long as somebody has them"""
+        """The handles of symmetric memory, by rank and tensor, as long as they are in use."""
         self.workspaces: dict[int, Any] = {}
         """handles, by rank"""
         self.launches: Counter[str] = Counter()

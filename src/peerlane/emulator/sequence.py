@@ -125,7 +125,7 @@ class Step:
     launches: list[Launch]
     before: dict[Part, Contents]
     name: str = ""
-    """of the kernel"""
+    """The name of the kernel."""
     unwritten: Mapping[Part, bool] = field(default_factory=dict)
     """the parts of ``before`` that host code had not written, and whether no kernel had, either"""
 
