@@ -26,7 +26,7 @@ WHY_ON_SHARES = "probably that its blocks hold a share of the SMs and launch no 
 REASONS: Mapping[str, Mapping[int, str]] = {
     "virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES),
 }
-"""By kind of node and problem, why a kernel is slower than the reference at a production size. Written by hand, here and nowhere else."""
+"""Why a kernel is slower than the reference at a production size, by kind of node and problem. Written by hand, here and nowhere else."""
 
 NO_RUN = "No run is recorded here."
 
