@@ -267,6 +267,7 @@ def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
                 ],
             }
         ],
+        "attainable": "NoneType",
         "sweep": [{"name": "str", "size": "str"}],
         "variants": ["str"],
         "origin": "str",

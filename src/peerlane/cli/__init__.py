@@ -143,7 +143,7 @@ _COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str, str]]] = {
         "selftest": (selftest.selftest, "Judge the corpus of cheats and bugs.", "selftest --quick"),
     },
 }
-"""By the heading under which ``--help`` shows it: each command with its line there, and an example of its own help."""
+"""Each command with its line in ``--help`` and the example of its own help, by the heading there."""
 
 for _heading, _listed in _COMMANDS.items():
     for _name, (_function, _line, _example) in _listed.items():

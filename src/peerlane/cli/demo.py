@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 USUAL = {"preset": "small", "world_size": "2,4", "device": "cpu"}
 BROKEN_DEADLINE_S = 8.0
-"""For calls of broken candidates, some of which never return; good ones get the usual, longer deadlines."""
+"""The deadline for calls of broken candidates, some of which never return; good ones get the usual, longer deadlines."""
 
 REASON_LENGTH = 100
 TOO_BUSY = "too busy to tell"

@@ -137,7 +137,7 @@ class _Files:
         self.timelines: list[Timeline] = []
         self.no_picture: str | None = None
         self.suffix = ""
-        """of the name of a side that is recorded again"""
+        """The suffix of the name of a side that is recorded again."""
 
     @property
     def has_kit_kernels(self) -> bool:

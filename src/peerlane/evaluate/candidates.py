@@ -34,7 +34,7 @@ _CUDA_NAMES = (
 )
 """modules and functions that only sources with CUDA kernels import or call"""
 _CPP_NAMES = {"torch.utils.cpp_extension", "torch.utils.cpp_extension.load_inline", "cpp_extension", "load_inline"}
-"""of these, the names that sources with C++ extensions alone have too"""
+"""Those of the names above that sources with C++ extensions alone have too."""
 _CUDA_HEADER = re.compile(r"#include\s*[<\"][^>\"]*(cuda|nccl|nvshmem)", re.IGNORECASE)
 _TRITON_NAMES = ("triton", "peerlane.device.triton")
 KIT = "peerlane.device"
