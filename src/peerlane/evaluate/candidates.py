@@ -15,7 +15,7 @@ from typing import Literal
 from peerlane.common.files import find_files, read_regular, shown_path
 from peerlane.common.problem_files import slugs
 from peerlane.common.syntax import UNREADABLE, parse
-from peerlane.common.version import PACKAGE, __version__
+from peerlane.common.version import PACKAGE, __version__, own_example
 from peerlane.errors import CandidateChanged, CandidateNotFound, FileRefused
 from peerlane.evaluate.problem_names import resolve
 from peerlane.results.record import Track
@@ -224,7 +224,7 @@ def discover(
     for argument in arguments:
         if not argument:  # an unset variable of a shell, more likely than the working directory
             raise CandidateNotFound("got '' for a candidate: expected a .py file or a folder; '.' is the current one")
-        path = PACKAGE / SOLUTIONS if argument == SOLUTIONS else Path(argument)
+        path = PACKAGE / SOLUTIONS if argument == SOLUTIONS else own_example(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())
         elif os.path.isdir(path):
