@@ -1,4 +1,4 @@
-"""The order that collectives of some ranks make, as signals among all ranks' launches: kernels of torch's symmetric memory send them too."""
+"""The order that collectives of some ranks make, as signals among all ranks' launches: torch's symmetric memory sends them too."""
 
 from __future__ import annotations
 
