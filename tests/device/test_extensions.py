@@ -71,7 +71,7 @@ def test_a_graph_of_the_runtime_is_replayed() -> None:
     assert [[float(x) for x in pair] for pair in outcome.outputs[0]] == [[6.0, 5.0], [7.0, 6.0]] and not outcome.findings
 
 
-def test_a_streams_wait_for_a_word_orders_what_was_written_before_the_word() -> None:
+def test_a_streams_wait_for_a_word_orders_earlier_writes() -> None:
     right = light(("signalled", 1))
     assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [3.0, 3.0]
     assert "race" in [finding.kind for finding in light(("signalled", 0)).findings]

@@ -1,4 +1,4 @@
-"""What collectives of some ranks order: signals among the launches of all ranks, as the kernels of torch's symmetric memory send them."""
+"""The order that collectives of some ranks make, as signals among all ranks' launches: torch's symmetric memory sends them too."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ Strides = tuple[int, int, int]
 
 
 class Planes(NamedTuple):
-    """What a rank is given: planes of a field, rows x columns, whose columns are sharded; or of a half spectrum, whose rows are."""
+    """The shape of a rank's part: planes of a field, rows x columns, whose columns are sharded; or of a half spectrum, whose rows are."""
 
     inverse: bool
     slices: int
