@@ -250,8 +250,8 @@ class Passes:
 
 @per_group
 def plane_passes(group: Group, given: Planes, lengths: tuple[int, int]) -> Passes | None:
-    """Collective: returns the launches; None if a length is too long for shared memory, or has a prime factor above the largest radix, or if
-    the axis that is cut does not divide by the ranks."""
+    """Collective: returns the launches; None if a length is too long for shared memory, or has a prime factor above the largest radix, or
+    if the axis that is cut does not divide by the ranks."""
     order = lengths[::-1] if given.inverse else lengths
     if order[0] % group.world_size:
         return None
