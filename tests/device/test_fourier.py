@@ -21,7 +21,7 @@ def transformed(field: torch.Tensor, lengths: tuple[int, int], inverse: bool) ->
     """What two ranks get of a field or half spectrum."""
     ranks = EmulatedRanks(2, schedules=1)
     ranks.load(lambda rank: lambda x: fourier.transform_planes(group_of(), x, lengths, (1, 2), "ortho", inverse))
-    parts = [(part.contiguous(),) for part in field.chunk(2, dim=1 if inverse else 2)]
+    parts = [(part.clone(memory_format=torch.contiguous_format),) for part in field.chunk(2, dim=1 if inverse else 2)]
     return ranks.call(parts, lambda rank, out: None if out is None else out.clone())
 
 

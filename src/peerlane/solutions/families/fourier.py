@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -218,7 +218,7 @@ class Passes:
         )
 
         def bind(
-            first: bool, points: int, tiling: Tiling, given: int, taken: int, reads: Strides, writes: Strides, **values: object
+            first: bool, points: int, tiling: Tiling, given: int, taken: int, reads: Strides, writes: Strides, **values: Any
         ) -> BoundKernel:
             macros = {"INVERSE": int(inverse), "FIRST": int(first), "SHARE": share, "GIVEN": given, "TAKEN": taken}
             strides = {"READS": ",".join(map(str, reads)), "WRITES": ",".join(map(str, writes))}
