@@ -135,7 +135,7 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchs_cuda_side_in_cpp_is_served() -> None:
     x, a, b = torch.arange(20.0), torch.randn(3, 4), torch.randn(4, 5)
-    outcome = run(FILES / "torch_cpp_cuda.py", [[(x, a.clone(), b) for _ in range(2)]])
+    outcome = run(FILES / "torch_cpp_cuda.py", [[(x.clone(), a.clone(), b.clone()) for _ in range(2)]])
     assert outcome.failure is None and not outcome.findings
     for doubled, product, replayed in outcome.outputs[0]:
         assert torch.equal(doubled, 2 * x) and torch.allclose(product, 3 * a @ b, atol=1e-5)
