@@ -135,10 +135,11 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchs_cuda_side_in_cpp_is_served() -> None:
     x, a, b = torch.arange(20.0), torch.randn(3, 4), torch.randn(4, 5)
-    outcome = run(FILES / "torch_cpp_cuda.py", [[(x, a, b)] * 2])
+    outcome = run(FILES / "torch_cpp_cuda.py", [[(x.clone(), a.clone(), b.clone()) for _ in range(2)]])
     assert outcome.failure is None and not outcome.findings
-    for doubled, product in outcome.outputs[0]:
+    for doubled, product, replayed in outcome.outputs[0]:
         assert torch.equal(doubled, 2 * x) and torch.allclose(product, 3 * a @ b, atol=1e-5)
+        assert torch.allclose(replayed, 6 * a @ b, atol=1e-5)
 
 
 # A candidate, and the change that makes its twin, which is right at rest and races.

@@ -35,6 +35,7 @@ from peerlane.common.toolkit import find_nvcc
 from peerlane.device.host.declare import written_in
 from peerlane.device.host.group import current_group
 from peerlane.emulator.build import COMPILER, folder
+from peerlane.emulator.cuda_graphs import operators_recorded
 from peerlane.emulator.cuda_runtime import HEADERS, Module, Runtime, start
 from peerlane.emulator.emulated_rank import EmulatedRank
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
@@ -259,7 +260,7 @@ def _guarded(value: Any, found_runtime: Runtime) -> Any:
 
     @functools.wraps(value)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with found_runtime.entered(_member()):
+        with found_runtime.entered(_member()), operators_recorded():
             _adopt((*args, *kwargs.values()), found_runtime)
             try:
                 returned = value(*args, **kwargs)

@@ -1,5 +1,6 @@
 """Host code that uses much of torch's CUDA side in C++: streams, events, the allocator, products, cuBLAS' handle and checks."""
 
+import torch
 from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""
@@ -53,4 +54,11 @@ extension = load_inline("torch_cpp", DECLARED, SOURCE, functions=["side_stream",
 
 
 def solution(x, a, b):
-    return extension.side_stream(x), extension.products(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = extension.products(a, b)
+    graph.replay()
+    product = replayed.clone()
+    a.mul_(2)
+    graph.replay()
+    return extension.side_stream(x), product, replayed
