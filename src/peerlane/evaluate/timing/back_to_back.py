@@ -19,7 +19,7 @@ _UNKNOWN_L2_MIB = 128.0  # of a GPU without a profile: more than those of today 
 
 
 def input_groups(group_bytes: float, l2_mib: float | None) -> int:
-    """Returns how many groups of inputs are used in turn: two, or as many as do not fit into the L2 cache."""
+    """Returns how many groups of inputs are used in turn: two at least, and more until they exceed the L2 cache or there are 128."""
     cache_bytes = (l2_mib or _UNKNOWN_L2_MIB) * 2**20
     return max(2, min(_MOST_GROUPS, int(cache_bytes // max(1.0, group_bytes)) + 1))
 
