@@ -37,7 +37,7 @@ from docs.build.kernels import (
     training_table,
 )
 from docs.build.operators import operators_table
-from docs.build.production import production_section
+from docs.build.production import production_section, public_protocol_section
 from docs.build.published import PUBLISHED
 from docs.build.sentences import below_half, headline
 from docs.build.tables import Row, table
@@ -173,7 +173,7 @@ def _mechanisms(path: Path) -> str:
 
 CORPUS = Path("tests/adversarial") / FILE
 RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "types", "precision", "races", "memory", "tracks", "isolation")
-"""Of the corpus; each has a page."""
+"""The rules of the corpus; each has a page."""
 
 _ON_H100 = ("gather", "all_reduce")
 """Parts of ``bench_layers.py`` whose newest run was on two H100."""
@@ -192,6 +192,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
     "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", production_section),
     "production_of_two_h200": (TWO_GPUS / "production_solutions.jsonl", production_section),
+    "public_protocol_of_two_h200": (TWO_GPUS / "kittens.jsonl", public_protocol_section),
     "production_virtual_h200": (RESULTS / "h200x1" / "virtual_production.jsonl", production_section),
     "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_table),
@@ -235,7 +236,7 @@ DOCUMENTS = (
     Path("docs/measurements.md"),
     *(
         Path(f"docs/measurements/{name}.md")
-        for name in ("by-size", "earlier", "exactness", "kernels", "layers", "production", "virtual-node")
+        for name in ("by-size", "collectives", "earlier", "exactness", "kernels", "layers", "production", "products", "virtual-node")
     ),
     Path("docs/science.md"),
     Path("docs/published-kernels.md"),
@@ -244,7 +245,6 @@ DOCUMENTS = (
     Path("docs/batch-invariance.md"),
     Path("docs/serving.md"),
     Path("docs/ops-support.md"),
-    Path("docs/device/collectives.md"),
     Path("docs/tutorials/train.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),

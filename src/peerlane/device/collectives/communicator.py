@@ -65,7 +65,7 @@ class Communicator:
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
         self._timeout_s = timeout_s
         self._stages: list[tuple[Arena, Workspace]] = []
-        """of staged all-reduces, once there are any"""
+        """The memory of staged all-reduces, once there are any."""
 
     def load(self, dtype: torch.dtype, most_bytes: int) -> None:
         """Collective: makes the kernels and memory of all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes."""
