@@ -241,7 +241,7 @@ class Runtime:
         group.launch_ptx(PtxLaunch(moves(what, copies=len(places) > 1), f"{what}_{size}", (1,), (MOVING_THREADS,), values))
 
     def _multiply(self, asked: Any) -> int:
-        multiply(asked.contents, self.move)
+        multiply(Product.from_buffer_copy(asked.contents), self.move)  # a graph asks again
         return 0
 
     def _word(self, address: int, value: int, condition: int) -> int:
