@@ -59,7 +59,11 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
-@pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent.name != "problems"], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [path for path in WRITTEN if path.parent.name != "problems" and path.name != "CHANGELOG.md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_commands_exist(path: Path) -> None:
     for words in commands_in(path.read_text(encoding="utf-8").partition("## Not there")[0]):  # behind it are commands that are refused
         names = next((tuple(words[:most]) for most in (2, 1) if tuple(words[:most]) in COMMANDS), ())
