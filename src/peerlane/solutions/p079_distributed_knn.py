@@ -89,8 +89,8 @@ __device__ inline void each_key(const BITS* row, u32 columns, const Use& use) {
     }
 }
 
-// A block takes a query: its `k` best here go to the rank that asks, in any order. Places are free: a rank that has shared its queries' number
-// has used what the launch before brought.
+// A block takes a query: its `k` best here go to the rank that asks, in any order. Places are free: a rank that has shared its queries'
+// number has used what the launch before brought.
 extern "C" __global__ void __launch_bounds__(THREADS)
     send_nearest(const __grid_constant__ Arena arena, const __grid_constant__ SendNearest args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
