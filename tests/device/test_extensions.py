@@ -90,9 +90,17 @@ TWINS = {
     EXAMPLE: ("    meet(pads, rank, world);  // nobody writes", "    // nobody writes"),
     FILES / "1_allreduce_two_shot_cuda.py": ("atom.global.release.sys.cas", "atom.global.relaxed.sys.cas"),
     FILES / "2_allgather_cuda.py": ("        __threadfence_system();\n        *reinterpret", "        *reinterpret"),
+    FILES / "7_reducescatter_ring_cuda.py": ("memory_order_release", "memory_order_relaxed"),
     FILES / "8_alltoall_cuda.py": ("< 2 * call) {}", "< 1) {}"),
     FILES / "13_gemm_allreduce_cuda.py": ("        wait_for_all<<<1, 32, 0, stream>>>(tables, rank, world);\n    }));", "    }));"),
+    FILES / "27_alltoall_parts_cuda.py": ("while (load_acquire(taken + threadIdx.x) < call - 1) {}", "{}"),
+    FILES / "28_moe_push_cuda.py": ("red.release.sys", "red.relaxed.sys"),
     FILES / "45_reducescatter_rmsnorm_cuda.py": ("{}\n            __threadfence_system();\n", "{}\n"),
+    FILES / "79_knn_topk_cuda.py": (
+        "        __threadfence_system();\n        *reinterpret",
+        "        __threadfence();\n        *reinterpret",
+    ),
+    FILES / "87_conv2d_halo_cuda.py": ("call % 2 * 2", "0 * 2"),
 }
 
 
