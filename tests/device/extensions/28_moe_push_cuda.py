@@ -1,4 +1,4 @@
-"""Dispatch of tokens to their experts by push: a block a row stores it in the memory of the rank that has the expert, and counts it there."""
+"""Dispatch of tokens to experts by push: a block a row stores it in the memory of the expert's rank, and counts it there."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Nearest neighbours: every rank picks the best of its shard for the queries of all ranks, stores them at the rank that asks, which merges."""
+"""Nearest neighbours: every rank picks the best of its shard for all queries and stores them at the rank that asks, which merges."""
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,8 @@ __global__ void find(const T* rows, const long* labels, int n, Memory* all, unsi
     for (int q = 0; q < *asks.count(); ++q) {
         for (int i = threadIdx.x; i < n; i += 32) {
             scores[i] = 0;
-            for (int d = 0; d < asks.depth; ++d) scores[i] += asks.queries()[q * asks.depth + d] * static_cast<float>(rows[long(d) * n + i]);
+            for (int d = 0; d < asks.depth; ++d)
+                scores[i] += asks.queries()[q * asks.depth + d] * static_cast<float>(rows[long(d) * n + i]);
         }
         __syncwarp();
         for (int j = 0; j < asks.k; ++j) {

@@ -15,7 +15,8 @@ SOURCE = r"""
 
 using Flag = cuda::atomic_ref<unsigned, cuda::thread_scope_system>;
 
-// own: a slot a step, where the left rank's sums arrive. arrived: the last step that is there. free_*: the last step whose slot may be written.
+// own: a slot a step, where the left rank's sums arrive. arrived: the last step that is there.
+// free_here, left_free: the last step whose slot has been read.
 template <typename T>
 __global__ void step(const T* rows, const float* own, float* right, T* out, int n, bool first, bool last, unsigned* arrived,
                      unsigned* right_arrived, unsigned* free_here, unsigned* left_free, unsigned number, unsigned slots) {
