@@ -21,7 +21,7 @@ from peerlane.emulator.not_here import not_here
 from peerlane.emulator.torch_cuda import torch_stand_ins
 from peerlane.emulator.triton_launches import launched_here, require_triton, wants_triton
 
-DIFFERENT_LAUNCHES = "emulated ranks launch the same kernels in the same order"
+DIFFERENT_LAUNCHES = "where ranks launch different kernels, none may wait for a later launch of another rank"
 _CUDA_CORE = re.compile(r"^\s*(import|from) cuda\.core\b", re.MULTILINE)
 _EXTENSION = re.compile(r"\b(load_inline|compile_cuda_extension|cpp_extension)\b")
 
