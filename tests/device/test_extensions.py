@@ -75,7 +75,7 @@ def test_lines_are_those_of_the_python_file() -> None:
 
 def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
     inline = SOURCES["load_inline"](
-        "x.py", "x", "int f();", "", None, ["f"], ["-DA", "-O1"], ["-lineinfo -DB", ""], [], ["-lz", ""], ["/include"]
+        "x.py", "x", "int f();", "", None, ["f"], ["-DA", "-O1"], ["-lineinfo -DB", ""], [], ["-lz -lcuda", "", "-lcublasLt"], ["/include"]
     )
     assert (inline.flags, inline.include_dirs, inline.libraries) == (("-DA", "-lineinfo", "-DB"), ("/include",), ("-lz",))
     assert "<torch/extension.h>" in inline.text.partition("int f();")[0]

@@ -49,6 +49,9 @@ _OF_CPP = "#include <torch/extension.h>\n"
 _BINDINGS = _OF_CPP + "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{}}}\n"
 _BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
 _OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
+_LIBRARY_OF_CUDA = re.compile(
+    r"-l(cuda|cudart|cudart_static|cudadevrt|c10_cuda|torch_cuda|nv\S+|nccl|cu(blas|blasLt|fft|rand|solver|sparse))$"
+)
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "c10d::")
 _LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|no instance of|is ambiguous")
 """in what nvcc says of a source that may need more of torch's headers"""
@@ -304,10 +307,10 @@ def _inline(
 
 
 def _options(host: Any, device: Any, include_dirs: Any, libraries: Any) -> Iterator[tuple[str, ...]]:
-    """Yields the flags, folders and libraries of a source. Of flags for the host's compiler, macros and folders count."""
+    """Yields flags, folders and libraries of a source. Of flags for the host's compiler, macros and folders count; no library of CUDA."""
     yield (*(flag for flag in _words(host) if flag.startswith(("-D", "-I"))), *_words(device))
     yield tuple(str(folder) for folder in include_dirs or () if folder)
-    yield _words(libraries)
+    yield tuple(word for word in _words(libraries) if not _LIBRARY_OF_CUDA.match(word))
 
 
 def _words(flags: Any) -> tuple[str, ...]:
