@@ -111,6 +111,16 @@ def test_a_rank_launches_what_others_do_not(root: int) -> None:
     assert not findings(world.reports())
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_caller_reads_an_output_until_the_next_call(buffers: int) -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.outputs_by_turns(buffers))
+    for call in range(4):
+        outputs = world.call([(torch.ones(8),)] * 2, lambda rank, output: output.tolist())
+        assert outputs == [[2.0 ** (1 + call // buffers)] * 8] * 2
+    assert {finding.kind for finding in findings(world.reports())} == ({"race"} if buffers == 1 else set())
+
+
 def test_different_kernels_of_ranks_race() -> None:
     world = EmulatedRanks(2)
     world.load(lambda rank: symmetric_kernels.different_launches(1, "race"))

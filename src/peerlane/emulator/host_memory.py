@@ -30,7 +30,7 @@ class Part:
         self.shown = not symmetric
         """whether the host can see it, hence change it"""
         self.read_by_caller = True
-        """whether a caller reads it behind each call, if the host can see it"""
+        """whether a caller reads it behind this call, if the host can see it"""
         self._pages: set[int] | None = None if self.shown else set()
         self.dtype = torch.uint8
         self.fresh: torch.Tensor | None = None

@@ -430,11 +430,14 @@ class EmulatedRanks:
         def act(rank: int) -> Any:
             with candidate_code():
                 output = self._solutions[rank](*arguments[rank])
-            for tensor in tensors_of(output):
-                if (part := self._world.space.part_of(tensor)) is not None:
-                    part.read_by_caller = True
+            parts = {self._world.space.part_of(tensor) for tensor in tensors_of(output)}
+            returned = [part for part in parts if part is not None and not part.read_by_caller]
+            for part in returned:
+                part.read_by_caller = True
             kept = keep(rank, output)
             self._everyone.meeting.meet(rank, f"the end of call {number}", None, self._world.end_of_call)
+            for part in returned:  # it lasts until the next call
+                part.read_by_caller = False
             return kept
 
         return self._each(act)
