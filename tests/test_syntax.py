@@ -9,7 +9,7 @@ import pytest
 from peerlane.common.syntax import UNREADABLE, parse
 
 
-def test_a_good_text_is_read_again_when_another_thread_disturbed_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_read_again_after_an_error_of_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     real, left = ast.parse, [2]
 
     def disturbed(source: str) -> ast.Module:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from peerlane.device.nccl.installation import what_is_missing as nccl_is_missing
 from peerlane.emulator.cuda_extensions import NO_TOOLKIT
+from peerlane.emulator.findings import NOTES
 from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here, wants_extension
 from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
@@ -42,13 +43,13 @@ class EmulatedPipeline(EvaluationPipeline):
     """Judges a candidate of the device kit whose ranks are threads, and whose kernels run in the emulator."""
 
     calls: int = 0
-    """of the candidate, on every rank"""
+    """The candidate's calls on every rank."""
     launches: dict[str, int] = field(default_factory=dict)
     """by kernel, of all ranks together"""
     library: set[str] = field(default_factory=set)
     """kernels of the kit's library that were launched"""
     collectives: dict[str, int] = field(default_factory=dict)
-    """of torch.distributed, by name, of all ranks together"""
+    """The number of calls of torch.distributed, by name, of all ranks together."""
     compiled: list[str] | None = None
     """what the launched kernels need of a GPU; None: not compiled for one"""
 
@@ -93,6 +94,7 @@ class EmulatedPipeline(EvaluationPipeline):
         with self._in("stress"):
             report = self.group.present.ask(Request(EmulatedInterface.report_races), "stress", self.session.deadlines.calls, calls=False)[0]
         self.calls += CHECKED_SLOTS
+        self.flags |= NOTES & set(report.notes)
         self.launches, self.collectives = sanitize(report.launches), sanitize(report.collectives)
         self.compiled = None if report.kernels is None else sanitize(report.kernels)
         if report.kernels is None:

@@ -19,7 +19,7 @@ ROLE_COLOURS = {
     "signal": "#CC79A7",
     "wait": "#BBBBBB",
 }
-"""Of the kit's spans; drawn in this order, for waits lie inside others."""
+"""The colours of the kit's spans, drawn in this order because waits lie inside others."""
 COLOURS = {"compute": "#0072B2", "communication": "#D55E00", "both": "#009E73", "host": "#808080"}
 LABELS = {"compute": "computes", "communication": "communicates", "both": "does both", "host": "host operators"}
 _CALLS_SHOWN = 2

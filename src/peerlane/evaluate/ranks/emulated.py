@@ -65,7 +65,7 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
             attached.arena.close()
 
     def attach_case(self, space: str, problem: int, variant: str, layout: wire.CaseLayout) -> None:
-        """As declared, for the rank that follows those whose case is attached in this space."""
+        """Attaches the case, as declared, for the rank that follows those whose case is attached in this space."""
         attached = self._spaces.setdefault(space, [])
         if len(attached) == self._size:
             attached.clear()
@@ -113,6 +113,7 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
             context.__exit__(None, None, None)
 
     def report_races(self) -> wire.RaceReport:
+        findings, notes = candidate_findings(self._ranks.reports())
         reported = [
             wire.RaceFinding(
                 kind=finding.kind,
@@ -122,8 +123,10 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
                 summary=finding.summary,
                 text=str(finding)[:FINDING_CHARACTERS],
             )
-            for finding in candidate_findings(self._ranks.reports())[0][:MOST_FINDINGS]
+            for finding in findings[:MOST_FINDINGS]
         ]
         needs = None if self._ranks.kernels is None else [str(item)[:NAME_CHARACTERS] for item in self._ranks.kernels[:MOST_NAMES]]
         sources = sorted(self._ranks.sources)[:MOST_NAMES]
-        return wire.RaceReport(reported, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives))
+        return wire.RaceReport(
+            reported, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives), sorted({note.kind for note in notes})
+        )

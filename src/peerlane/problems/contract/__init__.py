@@ -21,6 +21,7 @@ from peerlane.problems.contract.judge import (
 from peerlane.problems.contract.proof import FromProof
 from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
+    Algorithm,
     AlternativeSolution,
     AnswerContext,
     Case,
@@ -33,12 +34,15 @@ from peerlane.problems.contract.spec import (
     Preset,
     Problem,
     Score,
+    Step,
+    Steps,
     Tolerance,
     Where,
     case,
     exactly,
     node_and_rail,
     preset,
+    step,
 )
 from peerlane.problems.contract.tree import (
     GroupRef,
@@ -66,6 +70,7 @@ __all__ = [
     "INTEGER",
     "RANDOM",
     "UNIT_ROUNDOFF",
+    "Algorithm",
     "AlternativeSolution",
     "AnswerContext",
     "BlockGenerators",
@@ -82,6 +87,8 @@ __all__ = [
     "Preset",
     "Problem",
     "Score",
+    "Step",
+    "Steps",
     "Tolerance",
     "Tree",
     "Where",
@@ -109,6 +116,7 @@ __all__ = [
     "same_bits",
     "score",
     "seeded_generator",
+    "step",
     "tensor_descriptions",
     "traffic",
     "transport_faults",
