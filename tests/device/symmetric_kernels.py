@@ -87,6 +87,7 @@ def outputs_by_turns(buffers: int) -> Any:
 def different_launches(root: int, what: str) -> Any:
     """Returns a function of one rank in which ``root`` launches what others do not; the sum of all ranks' tensors on it."""
 
+    @torch.inference_mode()
     def call(x: torch.Tensor) -> torch.Tensor:
         memory = symm_mem.empty(x.numel()).copy_(x)
         handle = symm_mem.rendezvous(memory, dist.group.WORLD)
