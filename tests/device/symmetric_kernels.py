@@ -101,6 +101,7 @@ def different_launches(root: int, what: str) -> Any:
             handle.wait_signal(root)
         if what != "deadlock":
             handle.barrier(channel=1)
+        x.record_stream(torch.cuda.Stream())
         return x
 
     return call

@@ -90,6 +90,8 @@ class _Devices(TorchFunctionMode):
                 return own_device()
         if name == "get_device" and not caller.startswith(_OWN_CODE):
             return _own().member
+        if name == "record_stream":  # all streams of a rank are one
+            return None
         if name in ("cuda", "cpu", "to", "pin_memory"):
             return self._moved(name, function, args, kwargs)
         if "device" in kwargs and _is_own_gpu(kwargs["device"]):
