@@ -90,8 +90,6 @@ class _Devices(TorchFunctionMode):
                 return own_device()
         if name == "get_device" and not caller.startswith(_OWN_CODE):
             return _own().member
-        if name == "record_stream":  # all streams of a rank are one
-            return None
         if name in ("cuda", "cpu", "to", "pin_memory"):
             return self._moved(name, function, args, kwargs)
         if "device" in kwargs and _is_own_gpu(kwargs["device"]):
@@ -266,4 +264,5 @@ def _data_ptr(original: Any) -> Any:
 def torch_stand_ins() -> list[tuple[Any, dict[str, Any]]]:
     """Returns modules and classes of torch with what stands for their members on emulated ranks."""
     members = {"Generator": Generator, "set_default_device": _set_default_device}
-    return [(torch.cuda, TORCH_CUDA), (torch, members), (torch.Tensor, {"data_ptr": _data_ptr(torch.Tensor.data_ptr)})]
+    of_tensors = {"data_ptr": _data_ptr(torch.Tensor.data_ptr), "record_stream": _nothing}
+    return [(torch.cuda, TORCH_CUDA), (torch, members), (torch.Tensor, of_tensors)]
