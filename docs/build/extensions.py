@@ -41,6 +41,6 @@ def _expanded(text: str) -> str:
     for macro, parameters, body in _MACRO.findall(text):
         for call in re.findall(rf"^{macro}\((.*)\)$", text, re.MULTILINE):
             values = dict(zip(parameters.split(", "), map(str.strip, call.split(",")), strict=True))
-            expanded = re.sub(r"##(\w+)", lambda found: values.get(found[1], found[1]), body)  # noqa: B023
+            expanded = re.sub(r"##(\w+)", lambda found: str(values.get(found[1], found[1])), body)  # noqa: B023
             made.append(re.sub(r"^    ", "", re.sub(r" *\\$", "", expanded, flags=re.MULTILINE), flags=re.MULTILINE))
     return "\n".join(made)
