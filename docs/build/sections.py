@@ -23,6 +23,7 @@ from docs.build.evidence import (
     TWO_GPUS,
     read_evidence,
 )
+from docs.build.extensions import calls_table
 from docs.build.figures import headroom_table
 from docs.build.findings import launch_modes_table, rungs_table
 from docs.build.kernels import (
@@ -212,6 +213,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "below_half_pkb": (RESULTS / "h100x2" / "solutions.jsonl", below_half),
     "launch_modes": (REFERENCES, lambda path: launch_modes_table(path.parents[1])),
     "races_by_rung": (TWO_GPUS / outcome.FILE, lambda path: rungs_table(path.parents[1])),
+    "cuda_calls": (Path("src/peerlane/emulator/cuda_host"), calls_table),
     "coverage": (Path("src/peerlane/problems/__init__.py"), _coverage),
     "headroom": (REFERENCES, _headroom),
     "operators": (Path("docs/build/operators.py"), _operators),
@@ -246,6 +248,7 @@ DOCUMENTS = (
     Path("docs/serving.md"),
     Path("docs/ops-support.md"),
     Path("docs/tutorials/train.md"),
+    Path("docs/device/emulator.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),
     Path("docs/integrity/outcomes.md"),

@@ -60,6 +60,12 @@ def written(tmp_path: Path, value: str = "float(arena.rank)", without: str = "")
 RELEASE = "ptx::fence_system();  // release"
 
 
+def test_scenarios_of_a_file_with_an_extension_run(tmp_path: Path, peerlane: Run) -> None:
+    path = written(tmp_path)
+    path.write_text("from torch.utils.cpp_extension import load_inline\n" + path.read_text())
+    assert peerlane("race", path, "--world-size", 2, "--schedules", 5, "--case", "greet") == ExitCode.OK
+
+
 @pytest.mark.parametrize("value", ["-INFINITY", "NAN", "uint64_t(arena.rank)", "int8_t(arena.rank)"])
 def test_names_that_both_worlds_know_are_right(value: str, tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert peerlane("race", written(tmp_path, value), "--world-size", 2, "--schedules", 2, "--case", "greet") == ExitCode.OK

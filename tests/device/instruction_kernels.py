@@ -98,6 +98,8 @@ extern "C" __global__ void calls(const int* in, int* out) {
     row[0] = int(made.first);
     row[1] = made.second[0] + 10 * made.second[1] + 100 * made.second[2];
     row[2] = steps(ua % 1000);
+    for (int i = t; i < 40; i += 32) row[5] += __popc(__ballot_sync(__activemask(), i != 3));
+    asm("bmsk.clamp.b32 %0, %2, %3; bmsk.wrap.b32 %1, %2, %3;" : "=&r"(row[3]), "=&r"(row[4]) : "r"(ua % 40), "r"(ub % 40));
 }
 
 extern "C" __global__ void atomics(const int* in, int* out) {
@@ -258,6 +260,12 @@ def _directed(a: int, b: int) -> list[int]:
     return [*made, _f32(x), _f32(y)]
 
 
+def _calls(a: int, b: int, t: int) -> list[int]:
+    at, bits = a % 2**32 % 40, b % 2**32 % 40
+    masks = [((1 << bits) - 1) << at for at, bits in ((min(at, 32), min(bits, 32)), (at % 32, bits % 32))]
+    return [b + 3, a + 10 * 7 + 100 * t, _steps(a % 2**32 % 1000), *masks, 31 + 8 * (t < 8)]
+
+
 def _steps(n: int) -> int:
     return 0 if n < 2 else 1 + _steps(3 * (n % 1000) + 1 if n % 2 else n // 2)
 
@@ -283,7 +291,7 @@ def expected(kernel: str) -> list[list[int]]:
             "halves": lambda: _halves(a, b, t),  # noqa: B023
             "integers": lambda: _integers(a, b, t, given[:32]),  # noqa: B023
             "directed": lambda: _directed(a, b),  # noqa: B023
-            "calls": lambda: [b + 3, a + 10 * 7 + 100 * t, _steps(a % 2**32 % 1000)],  # noqa: B023
+            "calls": lambda: _calls(a, b, t),  # noqa: B023
             "atomics": lambda: _atomics(a, b, t),  # noqa: B023
         }[kernel]()
         rows.append([value % 2**32 for value in made])

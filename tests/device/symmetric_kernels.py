@@ -65,7 +65,43 @@ def solution(broken: int, barrier: str = "handle") -> Any:
     return call
 
 
-def doubled_on_first_rank(x: torch.Tensor) -> torch.Tensor:
-    if dist.get_rank() == 0:
-        doubled[(1,)](x, x.numel(), 0, 64, num_warps=1)
-    return x
+def outputs_by_turns(buffers: int) -> Any:
+    """Returns a function of one rank that changes its neighbour's output, in as many buffers by turns; one is too few for one barrier."""
+    handles: list[tuple[torch.Tensor, Any]] = []
+    calls = iter(range(99))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        while len(handles) < buffers:
+            memory = symm_mem.empty(x.numel()).fill_(1.0)
+            handles.append((memory, symm_mem.rendezvous(memory, dist.group.WORLD)))
+            handles[-1][1].barrier(channel=0)
+        memory, handle = handles[next(calls) % buffers]
+        peer = handle.get_buffer((dist.get_rank() + 1) % dist.get_world_size(), (x.numel(),), torch.float32)
+        doubled[(1,)](peer, x.numel(), 0, 64, num_warps=1)
+        handle.barrier(channel=0)
+        return memory
+
+    return call
+
+
+def different_launches(root: int, what: str) -> Any:
+    """Returns a function of one rank in which ``root`` launches what others do not; the sum of all ranks' tensors on it."""
+
+    @torch.inference_mode()
+    def call(x: torch.Tensor) -> torch.Tensor:
+        memory = symm_mem.empty(x.numel()).copy_(x)
+        handle = symm_mem.rendezvous(memory, dist.group.WORLD)
+        pointers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64)
+        handle.barrier(channel=0)
+        if dist.get_rank() == root:
+            sum_of_all[(1,)](pointers, x, x.numel(), dist.get_world_size(), 64, num_warps=1)
+        elif what == "race":
+            doubled[(1,)](memory, x.numel(), 0, 64, num_warps=1)
+        elif what == "deadlock":
+            handle.wait_signal(root)
+        if what != "deadlock":
+            handle.barrier(channel=1)
+        x.record_stream(torch.cuda.Stream())
+        return x
+
+    return call

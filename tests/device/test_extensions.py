@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.emulator.cuda_extensions import SOURCES, start_runtime
+from peerlane.emulator import Scenario
+from peerlane.emulator.build import compile_program
+from peerlane.emulator.cuda_extensions import SOURCES, build, start_runtime
 from peerlane.emulator.host_memory import AddressSpace
+from peerlane.emulator.job import run_job
 from peerlane.emulator.solution_run import Outcome, run
 from peerlane.evaluate.correctness.emulated import judge_emulated
 from peerlane.problems.contract.spec import Case
@@ -122,7 +125,7 @@ def test_lines_are_those_of_the_python_file() -> None:
 
 def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
     inline = SOURCES["load_inline"](
-        "x.py", "x", "int f();", "", None, ["f"], ["-DA", "-O1"], ["-lineinfo -DB", ""], [], ["-lz", ""], ["/include"]
+        "x.py", "x", "int f();", "", None, ["f"], ["-DA", "-O1"], ["-lineinfo -DB", ""], [], ["-lz -lcuda", "", "-lcublasLt"], ["/include"]
     )
     assert (inline.flags, inline.include_dirs, inline.libraries) == (("-DA", "-lineinfo", "-DB"), ("/include",), ("-lz",))
     assert "<torch/extension.h>" in inline.text.partition("int f();")[0]
@@ -130,6 +133,73 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text("int a;")
     files = SOURCES["load"]("x.py", "x", [str(tmp_path / "a.cu")], None, ["-O2"])
     assert (files.text, files.flags, files.include_dirs) == ('#line 1 "a.cu"\nint a;', ("-O2",), (str(tmp_path),))
+
+
+FRAGMENTS = r"""
+#include <cuda_bf16.h>
+#include <mma.h>
+#include <type_traits>
+using namespace nvcuda::wmma;
+template <class T, class S, int m, int n, int k, class A, class B>
+__device__ void product(const float* in, float* out, layout_t layout) {
+    __shared__ __align__(32) T a[512], b[512];
+    __shared__ __align__(32) S sums[256];
+    for (int i = threadIdx.x; i < m * k; i += 32) a[i] = T(in[i]);
+    for (int i = threadIdx.x; i < k * n; i += 32) b[i] = T(in[i + 512]);
+    for (int i = threadIdx.x; i < 256; i += 32) sums[i] = S(in[i]);
+    __syncwarp();
+    constexpr int k_of = k == 8 ? 8 : 16;
+    using Held = std::conditional_t<k == 8, precision::tf32, T>;
+    fragment<matrix_a, m, n, k_of, Held, A> left;
+    fragment<matrix_b, m, n, k_of, Held, B> right;
+    fragment<accumulator, m, n, k_of, S> sum;
+    load_matrix_sync(left, a, std::is_same_v<A, row_major> ? k : m);
+    load_matrix_sync(right, b, std::is_same_v<B, row_major> ? n : k);
+    load_matrix_sync(sum, sums, layout == mem_row_major ? n : m, layout);
+    for (int i = 0; i < sum.num_elements; ++i) sum.x[i] *= S(2);
+    mma_sync(sum, left, right, sum);
+    store_matrix_sync(sums, sum, layout == mem_row_major ? n : m, layout);
+    __syncwarp();
+    for (int i = threadIdx.x; i < 256; i += 32) out[i] = float(sums[i]);
+}
+extern "C" __global__ void products(const float* in, float* out) {
+    product<__half, float, 16, 16, 16, row_major, row_major>(in, out, mem_row_major);
+    product<__nv_bfloat16, float, 32, 8, 16, row_major, col_major>(in, out + 256, mem_row_major);
+    product<__half, __half, 8, 32, 16, col_major, row_major>(in, out + 512, mem_col_major);
+    product<float, float, 16, 16, 8, col_major, col_major>(in, out + 768, mem_col_major);
+}
+"""
+
+
+@pytest.mark.slow
+def test_fragments_of_matrices_multiply() -> None:
+    flags = ["-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF_OPERATORS__", "-U__CUDA_NO_BFLOAT16_CONVERSIONS__"]
+    source = SOURCES["load_inline"](__file__, "fragments", "", FRAGMENTS, extra_cuda_cflags=flags, no_implicit_headers=True)
+    ptx = build(source).ptx
+    scenario = Scenario("products", ptx, 1)
+    numbers = torch.randint(-4, 5, (1024,), generator=torch.Generator().manual_seed(0)).float()
+    given = scenario.buffer("in", [numbers])
+    expected = []
+    for (m, n, k), columns_of_a, columns_of_b, columns_of_sums in (
+        ((16, 16, 16), False, False, False),
+        ((32, 8, 16), False, True, False),
+        ((8, 32, 16), True, False, True),
+        ((16, 16, 8), True, True, True),
+    ):
+        a, b, sums = (
+            values.view(columns, rows).t() if by_columns else values.view(rows, columns)
+            for values, rows, columns, by_columns in (
+                (numbers[: m * k], m, k, columns_of_a),
+                (numbers[512 : 512 + k * n], k, n, columns_of_b),
+                (numbers[:256], m, n, columns_of_sums),
+            )
+        )
+        product = a @ b + 2 * sums
+        expected.append((product.t() if columns_of_sums else product).reshape(-1))
+    out = scenario.buffer("out", [torch.zeros(1024)], expected=[torch.cat(expected)])
+    scenario.launch("products", 1, 32, [given, out])
+    program = compile_program(ptx)
+    assert not run_job(scenario.job(program.globals), program, schedules=1).findings
 
 
 @pytest.mark.slow
@@ -148,9 +218,17 @@ TWINS = {
     FILES / "1_allreduce_two_shot_cuda.py": ("atom.global.release.sys.cas", "atom.global.relaxed.sys.cas"),
     FILES / "1_allreduce_triton_signals.py": ("    signals.wait(pads, 0, rank, world, step)\n", ""),
     FILES / "2_allgather_cuda.py": ("        __threadfence_system();\n        *reinterpret", "        *reinterpret"),
+    FILES / "7_reducescatter_ring_cuda.py": ("memory_order_release", "memory_order_relaxed"),
     FILES / "8_alltoall_cuda.py": ("< 2 * call) {}", "< 1) {}"),
     FILES / "13_gemm_allreduce_cuda.py": ("        wait_for_all<<<1, 32, 0, stream>>>(tables, rank, world);\n    }));", "    }));"),
+    FILES / "27_alltoall_parts_cuda.py": ("while (load_acquire(taken + threadIdx.x) < call - 1) {}", "{}"),
+    FILES / "28_moe_push_cuda.py": ("red.release.sys", "red.relaxed.sys"),
     FILES / "45_reducescatter_rmsnorm_cuda.py": ("{}\n            __threadfence_system();\n", "{}\n"),
+    FILES / "79_knn_topk_cuda.py": (
+        "        __threadfence_system();\n        *reinterpret",
+        "        __threadfence();\n        *reinterpret",
+    ),
+    FILES / "87_conv2d_halo_cuda.py": ("call % 2 * 2", "0 * 2"),
 }
 
 

@@ -102,9 +102,35 @@ def test_a_triton_candidate_of_the_prompts_runs_as_written() -> None:
     assert outcome.kernels and "registers" in str(outcome.kernels[0])
 
 
-def test_ranks_that_launch_different_kernels_are_not_judged() -> None:
+@pytest.mark.parametrize("root", [0, 1])
+def test_a_rank_launches_what_others_do_not(root: int) -> None:
     world = EmulatedRanks(2)
-    world.load(lambda rank: symmetric_kernels.doubled_on_first_rank)
+    world.load(lambda rank: symmetric_kernels.different_launches(root, "right"))
+    outputs = world.call([(torch.ones(8) * (rank + 1),) for rank in range(2)], lambda rank, output: output.tolist())
+    assert outputs == [[3.0 if rank == root else rank + 1.0] * 8 for rank in range(2)]
+    assert not findings(world.reports())
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_caller_reads_an_output_until_the_next_call(buffers: int) -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.outputs_by_turns(buffers))
+    for call in range(4):
+        outputs = world.call([(torch.ones(8),)] * 2, lambda rank, output: output.tolist())
+        assert outputs == [[2.0 ** (1 + call // buffers)] * 8] * 2
+    assert {finding.kind for finding in findings(world.reports())} == ({"race"} if buffers == 1 else set())
+
+
+def test_different_kernels_of_ranks_race() -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.different_launches(1, "race"))
+    world.call([(torch.ones(8),)] * 2, lambda rank, output: output)
+    assert {finding.kind for finding in findings(world.reports())} >= {"race"}
+
+
+def test_a_kernel_that_waits_for_no_other_launch_is_not_judged() -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.different_launches(1, "deadlock"))
     with pytest.raises(RankFailure) as raised:
         world.call([(torch.ones(8),)] * 2, lambda rank, output: output)
     assert launches_differ(str(raised.value.error), "import triton")

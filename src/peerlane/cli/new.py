@@ -37,7 +37,7 @@ def new(
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}; choose another file with --out") from None
-    device = {"kit": "emulated", "nccl": "emulated", "cuda": "cuda", "nvshmem": "cuda"}.get(backend, "cpu")
+    device = {"kit": "emulated", "nccl": "emulated", "cuda": "emulated", "nvshmem": "cuda"}.get(backend, "cpu")
     place = f"--device {device}" if problem.nodes[0] == 1 else f"--nodes {problem.nodes[0]} --device {device}"
     numbered = candidate_file(file).problem == problem.id
     own = "".join(f" --problems {shlex.quote(str(folder))}" for folder in problems_folders or ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import re
 import sys
 import time
 import traceback
@@ -121,9 +122,9 @@ def _race(asked: _Asked) -> bool:
     """Runs the file once and prints what was found; returns whether that is nothing."""
     from peerlane.emulator.host_libraries import wants_extension
 
-    module = (
-        None if asked.file.is_file() and wants_extension(asked.file.read_text(encoding="utf-8", errors="replace")) else imported(asked.file)
-    )
+    text = asked.file.read_text(encoding="utf-8", errors="replace") if asked.file.is_file() else ""
+    only_scenarios = "race" in (names := re.findall(r"^def (race|solution)\b", text, re.MULTILINE)) and "solution" not in names
+    module = None if wants_extension(text) and not only_scenarios else imported(asked.file)
     if module is None or (not callable(getattr(module, "race", None)) and callable(getattr(module, "solution", None))):
         rows = list(_race_solution(asked))
         kind = "cases"
@@ -252,9 +253,11 @@ def imported(file: Path) -> ModuleType:
     """Imports the file as a module; raises UsageError, also for what the file raises."""
     import importlib.util
 
+    from peerlane.emulator.host_libraries import emulated_extensions, wants_extension
     from peerlane.emulator.triton_launches import require_triton, wants_triton
 
-    if file.is_file() and wants_triton(file.read_text(encoding="utf-8", errors="replace")):
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    if wants_triton(text):
         require_triton()
     name = f"peerlane_race_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -262,7 +265,7 @@ def imported(file: Path) -> ModuleType:
         raise UsageError(f"{file} is not a Python file; expected the path of one with a function race(world_size), or a solution")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up names of annotations there
-    with _running(file):
+    with _running(file), emulated_extensions() if wants_extension(text) else contextlib.nullcontext():
         spec.loader.exec_module(module)
     return module
 

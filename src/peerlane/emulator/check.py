@@ -132,7 +132,7 @@ def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Findin
         region = job.regions[raw["buffer"] - 1]
         start = raw["offset"] // 8 * 8
         expected = (region.expected or b"")[start : start + 8].hex()
-        detail = f"bytes {start} to {start + 8}: expected {expected}, got {detail[: len(expected)]} ({region.dtype})"
+        detail = f"bytes {start} to {start + 8}: expected {expected}, got {detail[: len(expected)]} ({region.dtype or 'of C++'})"
     sides = tuple(
         Side(
             rank=side["rank"],

@@ -21,7 +21,7 @@ from peerlane.emulator.not_here import not_here
 from peerlane.emulator.torch_cuda import torch_stand_ins
 from peerlane.emulator.triton_launches import launched_here, require_triton, wants_triton
 
-DIFFERENT_LAUNCHES = "emulated ranks launch the same kernels in the same order"
+DIFFERENT_LAUNCHES = "where ranks launch different kernels, none may wait for a later launch of another rank"
 _CUDA_CORE = re.compile(r"^\s*(import|from) cuda\.core\b", re.MULTILINE)
 _EXTENSION = re.compile(r"\b(load_inline|compile_cuda_extension|cpp_extension)\b")
 
@@ -66,6 +66,20 @@ def emulated_libraries(gpu: EmulatedGpu) -> Iterator[None]:
     Names that other modules have imported from them are replaced, too: at the top of a file of tests, say."""
     places: list[tuple[Any, dict[str, Any]]] = [*not_here(), *distributed_stand_ins(), *torch_stand_ins(), *core_stand_ins()]
     places += extension_stand_ins()
+    with _in_place(places), launched_here(gpu):
+        yield
+
+
+@contextlib.contextmanager
+def emulated_extensions() -> Iterator[None]:
+    """While this lasts, torch's functions that build extensions build them for emulated ranks."""
+    with _in_place(list(extension_stand_ins())):
+        yield
+
+
+@contextlib.contextmanager
+def _in_place(places: list[tuple[Any, dict[str, Any]]]) -> Iterator[None]:
+    """While this lasts, members of modules and classes have these in their places, under all names that users' modules give them."""
     stand_ins: dict[int, Any] = {}
     """by the identity of what they stand for"""
     for place, members in places:
@@ -78,8 +92,7 @@ def emulated_libraries(gpu: EmulatedGpu) -> Iterator[None]:
         for place, members in places:
             for name, member in members.items():
                 setattr(place, name, member)
-        with launched_here(gpu):
-            yield
+        yield
     finally:
         for place, name, member in reversed(before):
             if member is _MISSING:

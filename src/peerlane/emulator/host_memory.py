@@ -30,9 +30,9 @@ class Part:
         self.shown = not symmetric
         """whether the host can see it, hence change it"""
         self.read_by_caller = True
-        """whether a caller reads it behind each call, if the host can see it"""
+        """whether a caller reads it behind this call, if the host can see it"""
         self._pages: set[int] | None = None if self.shown else set()
-        self.dtype = torch.uint8
+        self.dtype: torch.dtype | None = torch.uint8
         self.fresh: torch.Tensor | None = None
         """a tensor of this memory that nobody had written when it was made, as torch.empty returns it"""
         self.written = False
@@ -177,6 +177,7 @@ class AddressSpace:
             part.dtype = tensor.dtype
             # What C++ code writes is not seen.
             part.fresh = None if made is None or found is not None else made()
+        part.dtype = part.dtype or tensor.dtype
         within = tensor.untyped_storage().data_ptr() - part.memory.untyped_storage().data_ptr()  # memory that C++ code has taken
         return part.address + int(within) + int(tensor.storage_offset()) * tensor.itemsize
 
@@ -207,7 +208,7 @@ class AddressSpace:
             return None
         memory = torch.frombuffer((ctypes.c_uint8 * block.nbytes).from_address(block.begin), dtype=torch.uint8)
         part = Part(name or f"memory of {block.nbytes} bytes", block.rank, block.begin, memory, symmetric=block.exported)
-        part.dtype = torch.float32  # most that C++ code computes; a tensor that Python sees says its own
+        part.dtype = None
         part.show()
         self.place(part)
         return part

@@ -30,7 +30,7 @@ MOST_THREADS = 60 << 10
 _MAX_BLOCK = 1024
 _MOST_IN_TURN = 1 << 19
 """Threads of a launch on a rank, if not all of them are there at a time: more take hours."""
-_NUMBERS = {torch.float16: 2, torch.bfloat16: 18, torch.float32: 4, torch.float64: 8}
+_NUMBERS = {None: 1, torch.float16: 2, torch.bfloat16: 18, torch.float32: 4, torch.float64: 8}
 """how the runtime names the numbers that it compares within rounding"""
 _CHILD = Path(__file__).with_name("_child.py")
 
@@ -52,7 +52,8 @@ class Region:
     address: int
     nbytes: int
     symmetric: bool
-    dtype: torch.dtype = torch.uint8
+    dtype: torch.dtype | None = torch.uint8
+    """None where C++ code has taken the memory"""
     contents: Sequence[tuple[int, bytes]] = ()
     """offset, a multiple of PAGE_BYTES, and what lies there at first; elsewhere there are zeros"""
     expected: bytes | None = None

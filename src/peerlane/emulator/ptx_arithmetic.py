@@ -364,6 +364,13 @@ class ArithmeticRules(HalfRules):
         at, bits = (self.value(item, "u32") for item in operands[3:])
         return f"set({name_of(operands[0])}, inserted({a}, {b}, {at}, {bits}));"
 
+    def _bmsk(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        at, bits = (self.value(item, "u32") for item in operands[1:])
+        if modifiers not in (["clamp", "b32"], ["wrap", "b32"]):
+            return None
+        at, bits = (f"({item} & 31)" if modifiers[0] == "wrap" else f"({item} < 32 ? {item} : 32)" for item in (at, bits))
+        return f"set({name_of(operands[0])}, u32(((u64(1) << {bits}) - 1) << {at}));"
+
     def _bfind(self, modifiers: Modifiers, operands: Operands) -> str | None:
         *flags, kind = modifiers
         if kind not in ("u32", "s32", "u64", "s64") or flags not in ([], ["shiftamt"]):

@@ -6,6 +6,8 @@ import re
 
 from peerlane.emulator.ptx_operands import Modifiers, OperandRules, Operands, name_of, split_operands
 
+_SHAPES = {"m16n16k16": (16, 16), "m32n8k16": (32, 8), "m8n32k16": (8, 32), "m16n16k8": (16, 16)}
+"""Of wmma: rows and columns of the sums."""
 _ELEMENTS = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1}
 """Types that tensor cores multiply here, and their bytes."""
 
@@ -20,7 +22,7 @@ def _words(name: str, operand: str) -> str:
 
 
 class MatrixRules(OperandRules):
-    """Rules for ``mma``, ``wgmma``, ``ldmatrix``, ``stmatrix`` and ``cp.async``. Each returns None for what it does not know."""
+    """Rules for ``mma``, ``wmma``, ``wgmma``, ``ldmatrix``, ``stmatrix`` and ``cp.async``. Each returns None for what it does not know."""
 
     def _mma(self, modifiers: Modifiers, operands: Operands) -> str | None:
         if modifiers[:2] != ["sync", "aligned"] or len(operands) != 4:
@@ -44,6 +46,48 @@ class MatrixRules(OperandRules):
         taken = " ".join(f"set({item}, {value});" for item, value in zip(targets, pairs, strict=True))
         sums = f"f32 sums[4]{{{', '.join(before)}}};"
         return f"{{ const {_words('a', operands[1])} const {_words('b', operands[2])} {sums} mma<Element::{a}>(sums, a, b); {taken} }}"
+
+    def _wmma(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        what, *more = [item for item in modifiers if item not in ("sync", "aligned", "shared", "shared::cta", "global")]
+        if what == "mma":
+            more = more if len(more) == 7 else [*more[:-1], "f16", "f16", *more[-1:]]
+            if len(more) != 7 or more[2] not in _SHAPES or more[4] != more[5] or more[4] not in ("f16", "bf16", "tf32"):
+                return None
+            return self._product_of_fragments(_SHAPES[more[2]], more[4], more[3], more[6], operands)
+        if what not in ("load", "store") or len(more) != 4 or more[2] not in _SHAPES or more[3] not in ("f16", "bf16", "tf32", "f32"):
+            return None
+        role, layout, shape, kind = more
+        registers, place, *stride = operands if what == "load" else (operands[1], operands[0], *operands[2:])
+        rows, columns = _SHAPES[shape]
+        lines = columns if role == "b" else rows
+        space = next((item for item in modifiers if item.startswith("shared")), "generic")
+        sums, in_word = role in ("c", "d"), 1 if kind == "tf32" else 2
+        words = _registers(registers)
+        cpp = "u32" if kind in ("tf32", "f32") else "u16"
+        count = 8 if sums else lines * (8 if kind == "tf32" else 16) // 32
+        contiguous = (layout == "row") != (role == "b")
+        step = self.value(stride[0], "u32") if stride else str(count * 32 // lines if contiguous else lines)
+        where = f"{self.pointer(place, space)}, {step}, {str(contiguous).lower()});"
+        halves = cpp == "u16"
+        if what == "load":
+            filled = [f"own[{2 * i}] | u32(own[{2 * i + 1}]) << 16" if halves else f"own[{i}]" for i in range(count // (1 + halves))]
+            filled += ["0"] * (len(words) - len(filled))
+            taken = " ".join(f"set({item}, {value});" for item, value in zip(words, filled, strict=True))
+            return f"{{ {cpp} own[{count}]; load_fragment<{cpp}, {lines}, {in_word}>(own, {where} {taken} }}"
+        own = [f"u16({item} >> {shift})" for item in words for shift in (0, 16)] if halves else [f"as<u32>({item})" for item in words]
+        return f"{{ const {cpp} own[{count}]{{{', '.join(own)}}}; store_fragment<{cpp}, {lines}>(own, {where} }}"
+
+    def _product_of_fragments(self, shape: tuple[int, int], element: str, d: str, c: str, operands: Operands) -> str:
+        used = [size * (8 if element == "tf32" else 16) // 32 // (1 if element == "tf32" else 2) for size in shape]
+        a, b = (", ".join(split_operands(item.strip("{} "))[:words]) for item, words in zip(operands[1:3], used, strict=True))
+        halves = [f"widen_f16(u16({item} >> {shift}))" for item in _registers(operands[3]) for shift in (0, 16)]
+        before = halves if c == "f16" else [f"as<f32>({item})" for item in _registers(operands[3])]
+        targets = _registers(operands[0])
+        after = [f"u32(narrow_f16(sums[{2 * i}])) | u32(narrow_f16(sums[{2 * i + 1}])) << 16" for i in range(4)]
+        after = after if d == "f16" else [f"sums[{i}]" for i in range(8)]
+        taken = " ".join(f"set({item}, {value});" for item, value in zip(targets, after, strict=True))
+        call = f"multiply_fragments<Element::{element}, {shape[0]}, {shape[1]}>(sums, a, b);"
+        return f"{{ const {_words('a', a)} const {_words('b', b)} f32 sums[8]{{{', '.join(before)}}}; {call} {taken} }}"
 
     def _matrices(self, modifiers: Modifiers) -> tuple[int, bool] | None:
         """Returns how many matrices, and whether they are transposed."""

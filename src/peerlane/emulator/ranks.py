@@ -145,18 +145,26 @@ class Team:
         self.parts += faults
         return bases, faults
 
-    def run(self, launches: Sequence[EmulatedLaunch]) -> None:
-        """Runs one launch of every rank."""
-        names = {launch.kernel.name for launch in launches}
+    def run_some(self, launches: Mapping[int, EmulatedLaunch]) -> Mapping[int, EmulatedLaunch]:
+        """Runs launches of some ranks, where no rank can go on: those of one kernel if they need no other, or all. Returns which it ran."""
+        kernels: dict[str, dict[int, EmulatedLaunch]] = {}
+        for member, launch in launches.items():
+            kernels.setdefault(launch.kernel.name, {})[member] = launch
+        together = [launches] if len(kernels) > 1 else []
+        return next((some for some in (*kernels.values(), *together) if self.run(some, may_wait=True)), {})
+
+    def run(self, by_rank: Mapping[int, EmulatedLaunch], may_wait: bool = False) -> bool:
+        """Runs one launch of each of these ranks. Returns False, and changes nothing, if they ``may_wait`` for others, and do."""
+        launches, names = list(by_rank.values()), dict.fromkeys(launch.kernel.name for launch in by_rank.values())
         compiled = self.world.builds.of_ranks([launch.kernel.code for launch in launches])
-        if len(names) > 1 or compiled is None:
-            kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
+        if compiled is None:
+            kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in by_rank.items())
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
         # Host code asks the kit how many SMs there are. That of others is written for the whole GPU.
         sm_count = self.world.gpu.sm_count if compiled.modules else self.world.sm_count
         # Code that is not the kit's runs among the launches of all ranks, whatever group launches it.
         home = self.world.team(range(self.world.size)) if compiled.modules else self
-        made = [launch.made(home.members.index(member)) for member, launch in zip(self.members, launches, strict=True)]
+        made = [launch.made(home.members.index(member)) for member, launch in by_rank.items()]
         made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
         found_needs = needs(made, compiled.kernels, self.world.gpu.arch)
         self.world.not_compiled |= found_needs is None
@@ -164,17 +172,18 @@ class Team:
             self.world.kernels[found.name, found.threads] = found
         parts = dict.fromkeys([*home.parts, *self.parts, *self.variables(compiled.program)])
         parts |= dict.fromkeys(self.world.space.reached(argument for item in made for argument in item.arguments))
-        for member, item in zip(self.members, made, strict=True):
+        for member, item in zip(by_rank, made, strict=True):
             if freed := next((part for part in self.world.space.reached(item.arguments) if part.freed_on(member)), None):
                 raise EmulatedFault(
                     f"illegal_address in {launches[0].kernel.name}: rank {member} uses {freed.name} of rank {freed.rank}, which is freed; "
                     "keep the tensor, or its handle, as long as kernels use the memory"
                 )
         unwritten = {part: not part.written for part in parts if part.unwritten}
-        step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name, unwritten)
-        self.launches[launches[0].kernel.name] += len(launches)
+        step = Step(made, {part: part.contents() for part in parts}, ", ".join(names), unwritten)
+        self.launches.update(launch.kernel.name for launch in launches)
         self.sources |= {launch.kernel.code.token_hash for launch in launches}
-        home.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)] if home is self else [])
+        faults = self.faults[: len(self.members)] if home is self else []
+        return home.sequence.run(step.name, compiled, step, faults, may_wait)
 
     def variables(self, program: Program) -> list[Part]:
         """Returns every rank's device variables of a program, which stay from launch to launch."""
@@ -356,7 +365,9 @@ class EmulatedLaunch:
         group = self.kernel.group
         purpose, group.announced = group.announced, ""
         what = f"a launch of {self.kernel.name}{' for ' if purpose else ''}{purpose}"
-        group.team.meeting.meet(group.member, what, self, group.team.run)
+        team = group.team
+        alone = team.run_some if isinstance(self.kernel.code.source, Ptx) else None
+        team.meeting.meet(group.member, what, self, lambda launches: team.run(dict(zip(team.members, launches, strict=True))), alone)
 
     def made(self, number: int) -> Launch:
         """Returns the launch as the emulator has it, with the arguments' present values."""
@@ -424,11 +435,14 @@ class EmulatedRanks:
         def act(rank: int) -> Any:
             with candidate_code():
                 output = self._solutions[rank](*arguments[rank])
-            for tensor in tensors_of(output):
-                if (part := self._world.space.part_of(tensor)) is not None:
-                    part.read_by_caller = True
+            parts = {self._world.space.part_of(tensor) for tensor in tensors_of(output)}
+            returned = [part for part in parts if part is not None and not part.read_by_caller]
+            for part in returned:
+                part.read_by_caller = True
             kept = keep(rank, output)
             self._everyone.meeting.meet(rank, f"the end of call {number}", None, self._world.end_of_call)
+            for part in returned:  # it lasts until the next call
+                part.read_by_caller = False
             return kept
 
         return self._each(act)

@@ -143,8 +143,11 @@ class LaunchSequence:
         self._latest: dict[Part, Contents] = {}
         """what symmetric memory that the host can see held behind the last launch"""
 
-    def run(self, name: str, code: Compiled, step: Step, faults: Sequence[Part]) -> None:
-        """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end."""
+    def run(self, name: str, code: Compiled, step: Step, faults: Sequence[Part], may_wait: bool = False) -> bool:
+        """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end.
+
+        If it ``may_wait`` for launches of other ranks and does, nothing of it is kept, and this returns False.
+        """
         program = code.program
         check_kernels(name, step.launches, program)
         asked, step.launches = step.launches, fitted(name, step.launches)
@@ -154,8 +157,6 @@ class LaunchSequence:
             self.check()
             joined = code
         self._code = joined
-        if code.modules and changed:
-            self._steps.append(self._host_writes(step, changed))
         job = self._job(name, [step], {})
         started = time.monotonic()
         fault_regions = [region for region in job.regions if region.address in {part.address for part in faults}]
@@ -163,11 +164,14 @@ class LaunchSequence:
         answer = run_job(job, program, schedules=1, seed=self.seed, keep=True, timeout_s=self._time_left())
         require_all(name, asked, step.launches, answer)
         said = report(job, program, answer, schedules=1, seed=self.seed, seconds=time.monotonic() - started)
+        fatal = [finding for finding in said.findings if finding.kind in FATAL]
+        if may_wait and fatal and all(finding.kind == "deadlock" for finding in fatal):
+            return False
         by_address = {part.address: part for part in step.before}
         for region, pages in answer.written.items():
             by_address[region.address].update(pages)
             self._written.add(by_address[region.address])
-        if fatal := [finding for finding in said.findings if finding.kind in FATAL]:
+        if fatal:
             self.reports.append(said)
             self._forget()
             first = fatal[0]
@@ -175,6 +179,8 @@ class LaunchSequence:
             raise EmulatedFault(f"the emulator stopped {name}: {first}\n{first.kind}{at} in {name}: {first.summary}")
         if said.findings or said.notes:
             self.reports.append(said)
+        if code.modules and changed:
+            self._steps.append(self._host_writes(step, changed))
         self._steps.append(step)
         now = {part: part.contents() for part in step.before if part.shown}
         self._known |= now
@@ -182,6 +188,7 @@ class LaunchSequence:
         names = [item.name for item in self._steps if item.name]
         if len(names) >= MOST_LAUNCHES * min(len(set(names)), MOST_KERNELS):
             self.check()
+        return True
 
     def _changed(self, step: Step) -> dict[Part, Contents]:
         """Returns the parts that the host has changed since the last launch, with what they held."""

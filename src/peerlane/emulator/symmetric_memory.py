@@ -33,8 +33,8 @@ def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> 
 
 def _part(group: EmulatedRank, name: str, nbytes: int) -> Part:
     space = group.team.world.space
-    memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)
-    part = Part(name, group.member, space.address_of_new(memory), memory[:nbytes], symmetric=True)
+    memory = torch.zeros(max(nbytes, 1), dtype=torch.uint8)[:nbytes]  # in inference mode nothing else holds the whole of it
+    part = Part(name, group.member, space.address_of_new(memory), memory, symmetric=True)
     part.show()
     part.read_by_caller = False
     if nbytes:

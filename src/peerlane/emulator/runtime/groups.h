@@ -128,6 +128,7 @@ inline void Machine::warp_concludes(Warp::Exchange& exchange, bool orders) {
     exchange.values[exchange.turn][32] = exchange.arrived;
     exchange.arrived = 0;
     exchange.turn ^= 1;
+    std::erase(asking_, &exchange);
     if (orders) {
         conclude(exchange.meeting);
     } else {
@@ -147,6 +148,23 @@ inline const unsigned long long* Machine::warp_exchange(std::uint32_t mask, unsi
     values[current->index % 32] = value;
     meet(meeting, false, "waits in a warp-wide operation", site);
     return values;
+}
+
+// A GPU runs lanes together that come to one place: all that are not held up elsewhere, which shows when nobody else can go on.
+inline std::uint32_t Machine::active_mask(std::uint32_t site) {
+    Warp& warp = current->block->warps[current->index / 32];
+    Warp::Exchange& asking = exchange(warp.asking, site);
+    const int turn = asking.turn;
+    asking.arrived |= 1u << current->index % 32;
+    asking.meeting.waiting.push_back(current);
+    if (asking.arrived == warp.live) {
+        warp_concludes(asking, false);
+        leave(State::runnable);
+    } else {
+        if (asking.meeting.waiting.size() == 1) asking_.push_back(&asking);
+        wait("asks which lanes are active", site);
+    }
+    return static_cast<std::uint32_t>(asking.values[turn][32]);
 }
 
 // ---- clusters
@@ -226,6 +244,9 @@ inline void Machine::thread_ends(Fiber& fiber) {
     }
     for (const auto& known : warp.exchanges) {
         if (known->arrived && (known->arrived & warp.live) == (known->mask & warp.live)) warp_concludes(*known, false);
+    }
+    for (const auto& known : warp.asking) {
+        if (known->arrived && known->arrived == warp.live) warp_concludes(*known, false);
     }
     const Meeting& meeting = block.cluster->cluster_barrier;
     if (meeting.arrived && meeting.arrived == live_in_cluster(block)) cluster_concludes(*block.cluster);

@@ -88,6 +88,7 @@ class Machine {
     // groups.h
     void barrier(std::uint32_t number, std::uint32_t threads, bool wait, std::uint32_t place, std::uint32_t site);
     void warp_barrier(std::uint32_t mask, std::uint32_t site);
+    std::uint32_t active_mask(std::uint32_t site);
     const unsigned long long* warp_exchange(std::uint32_t mask, unsigned long long value, std::uint32_t site);
     std::uint32_t cluster_rank() const;
     std::uint32_t cluster_size() const { return current->block->launch->cluster; }
@@ -209,6 +210,7 @@ class Machine {
     std::vector<Stream> streams_;
     std::vector<Fiber> fibers_;
     std::vector<Identity> actors_;
+    std::vector<Warp::Exchange*> asking_;
     std::deque<Block> blocks_;
     std::vector<std::shared_ptr<Copy>> copies_;  // under way
     std::unique_ptr<Stacks> stacks_;

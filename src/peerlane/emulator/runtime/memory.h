@@ -33,7 +33,7 @@ struct Buffer {
     const char* expected = nullptr;  // what must lie here after a schedule
     std::vector<std::uint64_t> multicast{};  // offsets of the memory on each rank that this stands for, if it is a multicast address
     bool unwritten = false;  // nobody has written it before
-    std::uint32_t number = 0;  // bytes of the floating-point numbers here, 18 for bf16; 0: others
+    std::uint32_t number = 0;  // bytes of the floating-point numbers here, 18 for bf16, 1 if they may be any; 0: others
 };
 
 class Memory {
@@ -103,23 +103,30 @@ class Memory {
         const char* found = base_ + buffer.begin;
         const std::uint64_t size = buffer.end - buffer.begin;
         if (!buffer.expected || std::memcmp(found, buffer.expected, size) == 0) return buffer.end;
-        if (rounded && buffer.number) return first_other_number(buffer, buffer.number % 16, size);
+        if (rounded && buffer.number == 1) {
+            for (const std::uint32_t kind : {4, 18, 2, 8}) {
+                if (first_other_number(buffer, kind, size) == buffer.end) return buffer.end;
+            }
+        } else if (rounded && buffer.number) {
+            return first_other_number(buffer, buffer.number, size);
+        }
         return buffer.begin + (std::mismatch(found, found + size, buffer.expected).first - found);
     }
 
   private:
     // How many terms a sum had, and how large they were, is not known: a small part of the largest number counts as rounding.
-    std::uint64_t first_other_number(const Buffer& buffer, std::uint64_t width, std::uint64_t size) const {
+    std::uint64_t first_other_number(const Buffer& buffer, std::uint32_t kind, std::uint64_t size) const {
         const char* found = base_ + buffer.begin;
+        const std::uint64_t width = kind % 16;
         double largest = 0;
         for (std::uint64_t i = 0; i + width <= size; i += width) {
-            const double value = std::fabs(number(buffer.expected + i, buffer.number));
+            const double value = std::fabs(number(buffer.expected + i, kind));
             if (std::isfinite(value)) largest = std::max(largest, value);
         }
-        const double rounding = std::ldexp(largest, buffer.number == 18 ? -5 : buffer.number == 2 ? -8 : buffer.number == 4 ? -12 : -40);
+        const double rounding = std::ldexp(largest, kind == 18 ? -5 : kind == 2 ? -8 : kind == 4 ? -12 : -40);
         for (std::uint64_t i = 0; i + width <= size; i += width) {
             if (std::memcmp(found + i, buffer.expected + i, width) == 0) continue;
-            if (!(std::fabs(number(found + i, buffer.number) - number(buffer.expected + i, buffer.number)) <= rounding)) return buffer.begin + i;
+            if (!(std::fabs(number(found + i, kind) - number(buffer.expected + i, kind)) <= rounding)) return buffer.begin + i;
         }
         return buffer.end;
     }

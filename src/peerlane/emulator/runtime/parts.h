@@ -105,6 +105,7 @@ struct Warp {
     };
     std::uint32_t live = 0;
     std::vector<std::unique_ptr<Exchange>> barriers, exchanges;  // by mask
+    std::vector<std::unique_ptr<Exchange>> asking;  // by place: lanes that ask which of them are active
 };
 
 struct Mbarrier {

@@ -129,6 +129,7 @@ inline void Machine::clear() {
     current = nullptr;
     patience_ = 0;
     desperate_ = idle_ = rounded_ = false;
+    asking_.clear();
     last_write_ = 0;
     halfway_.clear();
     copies_.clear();

@@ -208,7 +208,7 @@ void peerlane_warp_barrier(unsigned mask) { machine->warp_barrier(mask, SITE); }
 const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value) {
     return machine->warp_exchange(mask, value, SITE);
 }
-unsigned peerlane_active_mask() { return machine->current->block->warps[machine->current->index / 32].live; }
+unsigned peerlane_active_mask() { return machine->active_mask(SITE); }
 
 char* peerlane_dynamic_shared() { return machine->shared_base(); }
 unsigned peerlane_shared_address(const void* pointer) {

@@ -273,6 +273,7 @@ inline void Machine::stream_goes_on(Stream& stream) {
 // First everybody who polls may poll on, while the clock moves in small steps: someone may only be passing time. Then the clock jumps, so
 // that waits with a deadline end and say what they waited for.
 inline void Machine::no_progress() {
+    if (!asking_.empty()) return warp_concludes(*asking_.back(), false);
     for (const bool desperate : {false, true}) {
         std::vector<Fiber*> stuck = lists_[1];
         for (std::size_t i = stuck.size(); i > 1; --i) std::swap(stuck[i - 1], stuck[random_.below(static_cast<std::uint32_t>(i))]);

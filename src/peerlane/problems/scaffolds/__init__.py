@@ -14,7 +14,7 @@ _ONE_SIDED = re.compile(r"\bdist\.(send|recv)\b")
 _ENDING = {"kit": "cuda"}
 _ABOUT = {
     "kit": "One kernel of the device kit moves all data. It runs on emulated ranks, a virtual node and a node: see docs/laptop.md.",
-    "cuda": "One kernel reads the peers' memory, by torch's symmetric memory. It needs GPUs.",
+    "cuda": "One kernel reads the peers' memory, by torch's symmetric memory. It also runs on emulated ranks.",
     "nvshmem": "One kernel puts into the peers' memory and signals, by NVSHMEM. It needs GPUs and pip install 'peerlane[nvshmem]'.",
     "nccl": "One kernel reads the peers' memory, in windows of NCCL's device API. It also runs on emulated ranks. It needs nvcc.",
     "triton": "torch.distributed moves the data, and a Triton kernel sums it.",

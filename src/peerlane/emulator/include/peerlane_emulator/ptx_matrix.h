@@ -1,4 +1,4 @@
-// Tensor cores and matrices in shared memory, for C++ that was translated from PTX: mma.sync, ldmatrix, stmatrix, wgmma. Descriptors are
+// Tensor cores and matrices in shared memory, for C++ that was translated from PTX: mma.sync, wmma, ldmatrix, stmatrix, wgmma. Descriptors are
 // decoded and swizzled memory is read where they point; every thread computes its own fragment. Products are summed in fp32, in order of k.
 #pragma once
 
@@ -57,6 +57,48 @@ PEERLANE_INLINE void mma(float (&d)[4], const u32 (&a)[words_a], const u32 (&b)[
     exchange(a, all_a);
     exchange(b, all_b);
     multiplied<element>(d, all_a, all_b, lane());
+}
+
+// ---- wmma: matrices of 8 x 8 elements, or 8 x 4 of 32 bits, down the columns of A and the sums, and along the rows of B
+
+// The line (row of A or the sums, column of B) and the place in it of element `index`, which lane `own` holds.
+struct Place {
+    u32 line, place;
+};
+PEERLANE_UNCHECKED inline Place place_of(u32 own, u32 index, u32 lines, u32 in_word) {
+    const u32 block = index / in_word;
+    return {own / 4 + 8 * (block % (lines / 8)), own % 4 * in_word + index % in_word + 4 * in_word * (block / (lines / 8))};
+}
+// Loads a lane's elements of A or B, or of the sums, whose lines are `stride` elements apart if they are contiguous, or else its places.
+template <class T, u32 lines, u32 in_word, int count>
+PEERLANE_INLINE void load_fragment(T (&own)[count], const char* from, u64 stride, bool contiguous) {
+    for (int i = 0; i < count; ++i) {
+        const Place at = place_of(lane(), i, lines, in_word);
+        own[i] = reinterpret_cast<const T*>(from)[contiguous ? at.line * stride + at.place : at.place * stride + at.line];
+    }
+}
+template <class T, u32 lines, int count>
+PEERLANE_INLINE void store_fragment(const T (&own)[count], char* to, u64 stride, bool contiguous) {
+    for (int i = 0; i < count; ++i) {
+        const Place at = place_of(lane(), i, lines, 2);
+        reinterpret_cast<T*>(to)[contiguous ? at.line * stride + at.place : at.place * stride + at.line] = own[i];
+    }
+}
+template <Element element, u32 rows, u32 columns, int words_a, int words_b>
+PEERLANE_INLINE void multiply_fragments(float (&d)[8], const u32 (&a)[words_a], const u32 (&b)[words_b]) {
+    constexpr u32 in_word = 4 / bytes_of(element), depth = 8 * in_word;
+    u32 all_a[32][words_a], all_b[32][words_b];
+    exchange(a, all_a);
+    exchange(b, all_b);
+    for (u32 i = 0; i < 8; ++i) {
+        const Place at = place_of(lane(), i, rows, 2);
+        for (u32 k = 0; k < depth; ++k) {
+            const u32 holds = k % (4 * in_word) / in_word, block = k / (4 * in_word);
+            const u32 left = all_a[at.line % 8 * 4 + holds][at.line / 8 + rows / 8 * block];
+            const u32 right = all_b[at.place % 8 * 4 + holds][at.place / 8 + columns / 8 * block];
+            d[i] = __builtin_fmaf(element_of<element>(left, k % in_word), element_of<element>(right, k % in_word), d[i]);
+        }
+    }
 }
 
 // ---- matrices of 8 x 8 elements of 16 bits, one row of which each lane names
