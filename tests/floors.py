@@ -2,8 +2,6 @@
 
 Single tests, and cases of a test, are marked ``slow`` or ``long`` where they stand. CONTRIBUTING.md says what is held where."""
 
-from __future__ import annotations
-
 import pytest
 
 _EMULATED_KERNELS = """

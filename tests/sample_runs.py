@@ -1,7 +1,5 @@
 """Runs of models made by hand, for tests of what is published about them. No figure here was measured."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ Prints figures from the run's second and last fifth and from after its end, and 
 there is one, if a broken candidate passed, or if something grew or stayed; 130 if it was interrupted, with the same of what was done.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

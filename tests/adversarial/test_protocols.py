@@ -1,7 +1,5 @@
 """The corpus's CUDA protocols in the emulator: honest ones hold under many schedules, and every race is found, those too that GPUs hide."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 

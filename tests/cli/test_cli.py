@@ -1,7 +1,5 @@
 """The command line is an interface: its verbs, options, exit codes and JSON are frozen here, so that changing one is a decision."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """``peerlane compile``: what the GPU's compiler makes of a file's kernels."""
 
-from __future__ import annotations
-
 import json
 import stat
 from collections.abc import Callable

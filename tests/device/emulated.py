@@ -1,8 +1,6 @@
 """Scenarios of matrix products for the emulator: operands of small integers, so that every sum is exact and any order gives the same
 bits."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Kernels that call every public function of CUDA's headers for device code, as few sources: what the emulator has to know."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 The device source is that of the GPU, but for rings of smaller tiles, so that a little data goes round them several times.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import re

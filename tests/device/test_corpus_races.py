@@ -1,7 +1,5 @@
 """The corpus' kernels with a broken protocol, which a GPU may well call right: the emulator finds them in every schedule."""
 
-from __future__ import annotations
-
 import ctypes
 import runpy
 

@@ -1,7 +1,5 @@
 """The gated delta rule in chunks: its algebra in float64, and its kernel on emulated ranks, as it is and with one thing broken."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Dispatch and combine: rows where they belong and exact sums at home on emulated ranks, for any routes; broken twins are refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Every device header and every kernel of the examples compiles for every world size; host structures match the device's."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """The compiler and its cache. No GPU is needed: everything ends at the cubin."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

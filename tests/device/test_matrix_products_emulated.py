@@ -1,8 +1,6 @@
 """Matrix products, alone and fused with communication, on the CPU: right numbers, nothing unordered, and twins with one line wrong are
 caught."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass

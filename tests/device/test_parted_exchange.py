@@ -1,7 +1,5 @@
 """Transforms whose exchange runs in parts give the answers of those that exchange at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

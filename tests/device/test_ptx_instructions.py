@@ -1,7 +1,5 @@
 """PTX instructions leave the numbers that PTX defines, and every public function of CUDA's device headers is known."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

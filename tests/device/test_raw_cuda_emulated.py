@@ -1,7 +1,5 @@
 """Plain CUDA with host code in Python on emulated ranks: right kernels are right and clean, and faults are found with both source lines."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """RMSNorm between a reduce-scatter and an all-gather in one kernel: exact sums, right norms and scales, nothing unordered, broken twins
 refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Solutions on emulated ranks: right as they are, and refused with one thing broken."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

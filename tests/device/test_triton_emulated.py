@@ -1,7 +1,5 @@
 """Triton's kernels on emulated ranks: right ones are right and clean, and faults are found with both source lines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The picture on a problem's page: what depends on whose data is found by asking the oracle, and drawn as it was found."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest

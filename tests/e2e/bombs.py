@@ -1,7 +1,5 @@
 """Candidates that take too much of the machine, and limits at which they are stopped before anybody notices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from peerlane.sandbox.limits import Limits

@@ -1,7 +1,5 @@
 """Runs side by side: each has GPUs and cores of its own, and none is left when any of them ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """The stress phase on gloo ranks: enough calls in it, its evidence, and what fails in it only."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Tracks on gloo ranks: what calls communicate is found by recording calls, whatever the source looks like."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python API: one Evaluator, warm, for many candidates, threads and tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """`--device emulated`: whole candidates of the kit, host code included, judged and raced without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

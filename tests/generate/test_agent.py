@@ -1,7 +1,5 @@
 """Episodes of agents: with the real client and the real evaluator, and with a stub of the latter where speed decides."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replies of many shapes, and what is taken from each. Most shapes are those with which other harnesses lost or cut a right answer."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 import time

@@ -8,8 +8,6 @@ With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the s
 where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
 ``--out FILE`` appends them to a file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -10,8 +10,6 @@ soaks: replayed graphs with contents that change from launch to launch, random r
 Prints a line per kernel; exits with 1 if a word was wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -10,8 +10,6 @@
 Sums are of small integers, hence exact; all of every step are compared on the GPU. Exits with 1 if one was wrong, or a rank did not end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@
 Prints a line per candidate, then the checks; exits with 1 if any of them failed. ``--device cpu`` shows the same on gloo ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

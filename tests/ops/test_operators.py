@@ -1,7 +1,5 @@
 """`peerlane.ops` on CPU ranks: results, gradients, compilation, autocast, DTensors and what is told of wrong calls."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

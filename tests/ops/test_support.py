@@ -1,7 +1,5 @@
 """The declarations behind docs/ops-support.md name what the checks of the operators see."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Margins: what makes a case unsound is found and named."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

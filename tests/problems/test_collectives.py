@@ -1,7 +1,5 @@
 """What the contract test cannot see in problems 2 to 8, 27 and 36: layout rules element by element, groups, roots and costs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Problems 11-14, 16, 18 and 54 beyond the contract: costs against published figures, oracles against independent float64 arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Words in code: docstrings say what a function returns or does, and names of tests are short promises."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

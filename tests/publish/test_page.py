@@ -1,7 +1,5 @@
 """The page without a browser: complete, inert and self-contained. tests/publish/test_browser.py opens it in one."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

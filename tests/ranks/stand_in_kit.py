@@ -3,8 +3,6 @@
 Every call says what it is, and every rank compares what the others said: ranks that disagree about the next call get an error at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import threading

@@ -1,7 +1,5 @@
 """torch.distributed on the backend ``peerlane``: on gloo alone, and with a stand-in for the kit that serves CPU tensors."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import tempfile

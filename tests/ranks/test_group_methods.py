@@ -1,7 +1,5 @@
 """What PyTorch calls besides collectives: every method of ProcessGroup, splits, profilers, sparse tensors, and the way to the backend."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Messages of torch.distributed where the kit serves them: one by one and in batches, of every tag, order, dtype and size."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator

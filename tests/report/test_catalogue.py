@@ -1,7 +1,5 @@
 """A problem as data and as a page, shown on a problem made for these tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

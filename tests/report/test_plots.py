@@ -1,7 +1,5 @@
 """Plots and tables of sweeps and mechanisms, from results made by hand. No figure here was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The table of results: one source of rows for the terminal and for Markdown."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records that contradict themselves cannot be constructed."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any, get_args

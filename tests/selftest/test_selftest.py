@@ -1,7 +1,5 @@
 """The corpus's table, the order in which it is judged, and what counts as expected."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

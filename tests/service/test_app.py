@@ -1,7 +1,5 @@
 """The protocol, over HTTP on loopback, with a stand-in for the evaluator."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Adapters in the real trainers, on a real service with CPU ranks. `make test-trainers` installs each of them, and runs these."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

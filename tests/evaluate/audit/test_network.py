@@ -1,7 +1,5 @@
 """Bytes between nodes, from the kernel's counters of connections."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

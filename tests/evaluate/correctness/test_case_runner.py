@@ -1,7 +1,5 @@
 """What a trusted rank found, and the verdict that follows from it: tables with made-up answers, no ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """What stress is made of, without ranks: its size, its jitter, guard bands, spoilt inputs, and blocks in any order."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The supervisor's side of a rank group, with the test as the ranks and their leader."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
