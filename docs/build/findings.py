@@ -1,7 +1,5 @@
 """Tables and a picture of the page of findings: what CUDA graphs alone change, and which rung finds which race."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The table of what the operators of ``peerlane.ops`` support, and the declarations that it shows. Tests verify them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

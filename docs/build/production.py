@@ -1,7 +1,5 @@
 """Production sizes: verdict, speed, bound and best library of every problem, and why some kernels are slower than the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path

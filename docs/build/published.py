@@ -1,7 +1,5 @@
 """Tables of the page on published kernels: verdicts on kernels of language models that others judged, without their code."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The one place that reads environment variables and holds defaults."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Device source to a program for the CPU, by g++, through a cache."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

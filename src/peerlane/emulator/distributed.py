@@ -4,8 +4,6 @@ Host code that calls them runs as written. A collective here is the host's: all 
 something of every other orders kernels as a barrier on the stream does; a broadcast does not. What it writes is the host's.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

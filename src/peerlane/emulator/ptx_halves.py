@@ -1,7 +1,5 @@
 """Rules for PTX arithmetic in fp16 and bf16, of one number or two in a register: each result is rounded once. See ``ptx_rules.py``."""
 
-from __future__ import annotations
-
 from peerlane.emulator.ptx_operands import TYPES, Modifiers, OperandRules, Operands, name_of
 
 HALVES = {"f16": "F16", "bf16": "Bf16", "f16x2": "F16", "bf16x2": "Bf16"}

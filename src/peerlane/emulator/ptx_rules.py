@@ -3,8 +3,6 @@
 A rule returns None for what it does not know. Rounding of approximate functions is the CPU's; everything else is as PTX defines it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping

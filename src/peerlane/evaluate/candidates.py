@@ -1,7 +1,5 @@
 """Finds candidates: files, folders of files, or the words ``reference`` and ``solutions``."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Tells which problem a candidate's file name means: peerlane's names, those of the public benchmark, and its older numbering."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every count is a sum over tasks, so that totals add up to their number. A sample
 least count, or as right, which gives the most: see :func:`solved`. It is never left out of a denominator.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence

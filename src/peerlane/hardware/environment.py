@@ -1,7 +1,5 @@
 """The environment record that every stored result carries, and the node class that says which results may be compared."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

@@ -10,8 +10,6 @@ Gradients are those of the sum of all ranks' losses, as in ``torch.distributed.n
 emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a process group, its name or a DeviceMesh; None means all ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Attention over a sequence that is sharded across ranks, with gradients: the operators behind ``ops.ring_attention`` and
 ``ops.ulysses_attention``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

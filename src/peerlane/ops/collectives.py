@@ -3,8 +3,6 @@
 Each operator takes and gives contiguous tensors and works along axis 0. A result is a tensor of its own, which no later call writes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -5,8 +5,6 @@ Right operands are (k, n) and may be contiguous along either dimension: ``weight
 apply a bias, an activation and a residual to a sum before they round it. Where a gradient is wanted the activation is an operation of its
 own behind the kernel, because its gradient needs the sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

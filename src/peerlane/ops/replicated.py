@@ -4,8 +4,6 @@ An operator's own gradient is that of the sum of all ranks' losses. If every ran
 counts the loss W times. Here it counts once: no rank's gradient is added to another's, so the backward pass of the result is local.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

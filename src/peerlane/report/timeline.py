@@ -1,7 +1,5 @@
 """Timelines of a reference and a candidate as one picture and one table: what computes, what communicates, what overlaps, what waits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A process of its own: ``python -m peerlane.service.node_check`` with a JSON object on stdin, and the report as JSON on stdout.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

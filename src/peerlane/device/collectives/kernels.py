@@ -1,7 +1,5 @@
 """The kernels of the collectives: one source each, compiled when it is first used, for one world size, element type and reduction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -8,8 +8,6 @@ The kit's host code asks a group, and nothing else, for ranks, exchange, memory 
 ``group_of(group)`` of ``group_of.py`` gives the group of a process group (default: all ranks), or of the caller's emulated rank.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """NVIDIA's wheels: where they lie, the version that a header says, and nvcc for headers that NVRTC cannot read."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -6,8 +6,6 @@ machine they share the word; else each has its own, and the group's watch (``wat
 use: launches raise what :meth:`Waits.check` says.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import threading

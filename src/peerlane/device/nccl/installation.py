@@ -1,7 +1,5 @@
 """NCCL as it is installed here: headers of its device API, and the library for hosts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

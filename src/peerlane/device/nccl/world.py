@@ -1,7 +1,5 @@
 """The ranks of a process group as one communicator of NCCL: windows, barriers for kernels, and the end."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -1,7 +1,5 @@
 """NVSHMEM as it is installed here: headers, the library for devices, the library for hosts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

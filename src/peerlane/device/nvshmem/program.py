@@ -3,8 +3,6 @@
 Where NVRTC or nvJitLink is missing, nvcc does both. Needs no GPU.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial

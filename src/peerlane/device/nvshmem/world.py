@@ -1,7 +1,5 @@
 """The ranks of torch.distributed as PEs of NVSHMEM: symmetric tensors, kernels that may call the library, and the end."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

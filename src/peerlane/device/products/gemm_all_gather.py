@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/gemm_all_gather.cuh``: products of all ranks side by side, on every rank, in one launch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/scales.cuh``: scales of operands in e4m3, as kernels read them."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Literal
 

@@ -3,8 +3,6 @@
 No torch here, so that it can be started before torch is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

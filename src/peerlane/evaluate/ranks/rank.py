@@ -3,8 +3,6 @@
 Imports the standard library, torch and peerlane's problems; the candidate's side loads candidate code and is untrusted from then on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc

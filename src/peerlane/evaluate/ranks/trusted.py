@@ -8,8 +8,6 @@ Nothing that a candidate can map ever holds an answer before the candidate has g
 process's private memory, and an arena is cleared before it is handed out.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
