@@ -3,8 +3,6 @@
 Bound by the links, which carry 2 (W - 1) / W of the gradients; small gradients by two launches and one trip. Sums are taken in float32 and
 rank order, and do not overwrite the gradients. ``peerlane/collectives`` has the kernels."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

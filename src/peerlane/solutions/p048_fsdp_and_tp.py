@@ -4,8 +4,6 @@ The gathering kernel stores W1 and W2 side by side, so that one product makes ga
 parts to their owners, which add them in float32 and rank order; the others read the sums at the owners. Both communicate within one launch.
 Bound by the products at large sizes, by six launches at the public one."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import (

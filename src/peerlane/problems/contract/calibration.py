@@ -4,8 +4,6 @@ A ratio is an error divided by the allowed one: right iff at most 1. Honest answ
 must reach :data:`WRONG_LIMIT` on some rank. A transport fault must do so in one case of a preset, for a candidate has to pass them all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

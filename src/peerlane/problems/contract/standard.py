@@ -1,7 +1,5 @@
 """The wrong answers that every problem must reject on every output."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ arguments there may also be torch.nn.Linear modules (their leaves: weight and bi
 Descriptions cross process borders as JSON, so nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

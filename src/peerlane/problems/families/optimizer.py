@@ -3,8 +3,6 @@
 The flat order of an MLP's parameters is W1 (h, d_in), b1 (h,), W2 (d_out, h), b2 (d_out,), each row-major.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Problem 105: keys and values of prompts, sent from the nodes that computed them to the nodes that decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
