@@ -78,13 +78,7 @@ SUPPORT: Mapping[str, Support] = {
     "dispatch": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),
     "dispatch_fp8": Support(_DISPATCHED_FP8, "a cast, collectives that move, and indexing", False, _ROUTED, "no"),
     "combine": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),
-    "gated_experts": Support(
-        _PRODUCTS,
-        "dispatch, torch and combine",
-        True,
-        "with tokens and hidden size",
-        graph="in one-kernel dtypes",
-    ),
+    "gated_experts": Support(_PRODUCTS, "dispatch, torch and combine", True, "with tokens and hidden size", graph="in one-kernel dtypes"),
 }
 
 

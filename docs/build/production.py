@@ -17,9 +17,7 @@ SLOWER = 0.95
 """A speedup below this is explained."""
 
 WHY_ON_SHARES = "probably that its blocks hold a share of the SMs and launch no clusters; the reference's products have all SMs in turn"
-REASONS: Mapping[str, Mapping[int, str]] = {
-    "virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES),
-}
+REASONS: Mapping[str, Mapping[int, str]] = {"virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES)}
 """By kind of node and problem, why a kernel is slower than the reference at a production size. Written by hand, here and nowhere else."""
 
 NO_RUN = "No run is recorded here."

@@ -278,10 +278,7 @@ def test_show_for_people_names_its_profile(peerlane: Callable[..., int], capsys:
         (["eval", "reference", "--world-size", "0"], "--world-size got '0'"),
         (["eval", "reference", "--preset", "pkb,,small"], "--preset got 'pkb,,small'"),
         (["eval", "reference", "--device", "tpu"], "--device got 'tpu': expected one of auto, cuda, cpu"),
-        (
-            ["eval", "reference", "--problem", "1", "--preset", "small,production_typo"],
-            "has no preset 'production_typo'; it has: small",
-        ),
+        (["eval", "reference", "--problem", "1", "--preset", "small,production_typo"], "has no preset 'production_typo'; it has: small"),
         (["eval", "reference", "--problem", "1", "--preset", "sweep_1,production_2"], "problem 1 has no preset 'sweep_1'"),
         (["eval", "reference", "--problem", "1-3", "--preset", "pkb,sweep_typo"], "none of the chosen problems has a preset 'sweep_typo'"),
         (["calibrate", "--problem", "1", "--preset", "small,production_typo"], "problem 1 has no preset 'production_typo'"),
@@ -339,13 +336,7 @@ def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (UsageError("x"), 2),
-        (MissingDependency("x"), 2),
-        (HarnessError("x"), 4),
-        (KeyboardInterrupt(), 130),
-    ],
+    ("error", "code"), [(UsageError("x"), 2), (MissingDependency("x"), 2), (HarnessError("x"), 4), (KeyboardInterrupt(), 130)]
 )
 def test_exit_codes_of_errors(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]

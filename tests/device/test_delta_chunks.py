@@ -121,10 +121,7 @@ def test_a_broken_kernel_is_refused(number: int, local: int, old: str, new: str,
     assert not judge(solutions.files()[number], number, case_of(number, "carried_bf16", 2, heads=2, local=local), schedules=3).correct
 
 
-SHAPES = {
-    "kimi": ChunkShape(1, 8192, 32, 128, 32, 128, True, 1, 8256),
-    "qwen": ChunkShape(1, 8192, 32, 128, 16, 128, False, 4, 32),
-}
+SHAPES = {"kimi": ChunkShape(1, 8192, 32, 128, 32, 128, True, 1, 8256), "qwen": ChunkShape(1, 8192, 32, 128, 16, 128, False, 4, 32)}
 
 
 @pytest.mark.slow

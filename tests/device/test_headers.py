@@ -117,13 +117,7 @@ def test_host_structures_have_the_device_s_layout() -> None:
         assert bytes(structure) in image, name
 
 
-@pytest.mark.parametrize(
-    ("header", "structures"),
-    [
-        ("roles", {"GroupedTiles": gemm.GroupedTiles}),
-        ("remote", {"Remote": RemoteView}),
-    ],
-)
+@pytest.mark.parametrize(("header", "structures"), [("roles", {"GroupedTiles": gemm.GroupedTiles}), ("remote", {"Remote": RemoteView})])
 def test_host_parameters_have_the_devices_layout(header: str, structures: dict[str, type[ctypes.Structure]]) -> None:
     places = []
     for name, twin in structures.items():

@@ -29,11 +29,7 @@ def solution(tensor):
 """
 
 
-FAILURES = {
-    "hang": "threading.Event().wait()",
-    "runtime_error": "raise ValueError",
-    "unstable": "total *= 1.5",
-}
+FAILURES = {"hang": "threading.Event().wait()", "runtime_error": "raise ValueError", "unstable": "total *= 1.5"}
 
 
 @pytest.fixture(scope="module")

@@ -166,11 +166,7 @@ def main_of(rank: int, options: argparse.Namespace, environments: list[dict[str,
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group(
-        "peerlane",
-        init_method=f"file://{options.folder}/store",
-        rank=rank,
-        world_size=options.ranks,
-        timeout=timedelta(seconds=30),
+        "peerlane", init_method=f"file://{options.folder}/store", rank=rank, world_size=options.ranks, timeout=timedelta(seconds=30)
     )
     results: dict[str, Any] = {}
     for scene in options.scenes:

@@ -168,8 +168,7 @@ def dense_attention(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tens
 
 
 @pytest.mark.parametrize(
-    "label",
-    ["causal_bf16", "full_bf16", "scaled_causal_bf16", "one_kv_head_bf16", "narrow_values_bf16", "growing_bf16", "spike_last_bf16"],
+    "label", ["causal_bf16", "full_bf16", "scaled_causal_bf16", "one_kv_head_bf16", "narrow_values_bf16", "growing_bf16", "spike_last_bf16"]
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_attention_oracle_agrees_with_torch(label: str, world_size: int) -> None:

@@ -273,10 +273,7 @@ def bad_calls(rank: int, world: int) -> list[str]:
     said = []
     group = dist.group.WORLD
     assert isinstance(group, backend.PeerlaneGroup)
-    for call in (
-        lambda: group.allreduce([torch.ones(1), torch.ones(1)]),
-        lambda: group.allreduce([torch.ones(1, device="meta")]),
-    ):
+    for call in (lambda: group.allreduce([torch.ones(1), torch.ones(1)]), lambda: group.allreduce([torch.ones(1, device="meta")])):
         try:
             call()
         except UsageError as error:

@@ -130,7 +130,7 @@ def test_page() -> None:
 def test_overview_escapes_what_would_break_the_table() -> None:
     rows = [line for line in overview([problem_detail(SAMPLE, world_size=4)], {}).splitlines() if "sample" in line]
     assert rows == [
-        "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |",
+        "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |"
     ]
 
 

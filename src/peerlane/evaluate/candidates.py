@@ -147,12 +147,7 @@ def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> Candi
     source = data.decode(errors="replace")
     backend = _backend(source)
     return CandidateFile(
-        name,
-        path,
-        hashlib.sha256(data).hexdigest(),
-        backend,
-        problem,
-        backend == "cuda" or any(mark in source for mark in _CUDA_MARKS),
+        name, path, hashlib.sha256(data).hexdigest(), backend, problem, backend == "cuda" or any(mark in source for mark in _CUDA_MARKS)
     )
 
 

@@ -123,13 +123,7 @@ class SampleRecord(_Record):
     def of(cls, key: SampleKey, status: Status, usage: Usage, *, seconds: float, stop_reason: str, limit: str | None = None) -> Self:
         """Returns a sample that ended like this."""
         return cls(
-            problem=key.problem,
-            sample=key.sample,
-            status=status,
-            stop_reason=stop_reason,
-            limit=limit,
-            seconds=seconds,
-            **asdict(usage),
+            problem=key.problem, sample=key.sample, status=status, stop_reason=stop_reason, limit=limit, seconds=seconds, **asdict(usage)
         )
 
     @property

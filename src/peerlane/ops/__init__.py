@@ -20,16 +20,7 @@ from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_c
 from peerlane.ops import replicated
 from peerlane.ops.attention import ring_attention, ulysses_attention
 from peerlane.ops.check import same_call
-from peerlane.ops.collectives import (
-    Gradient,
-    _all_gather,
-    _reduce_scatter,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-    replicate,
-)
+from peerlane.ops.collectives import Gradient, _all_gather, _reduce_scatter, all_gather, all_reduce, all_to_all, reduce_scatter, replicate
 from peerlane.ops.collectives import replicates as _replicates
 from peerlane.ops.direct import operator
 from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch, dispatch_fp8

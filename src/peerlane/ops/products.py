@@ -95,13 +95,7 @@ def _finish(
 
 @operator("row_gather_gemm")
 def _row_gather_gemm(
-    a: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    activation: str,
-    scale: float,
-    keeps: bool,
-    group: str,
+    a: torch.Tensor, bs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], activation: str, scale: float, keeps: bool, group: str
 ) -> Tensors:
     """Returns the products, and behind them all ranks' rows, or no rows unless it ``keeps`` them."""
     same_call("row_gather_gemm", group, a, *bs, *biases)

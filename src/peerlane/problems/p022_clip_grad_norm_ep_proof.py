@@ -125,10 +125,7 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, (*_REDUCED, *_OTHERS)),
     pc.wrong("every_other_element", "the norm of every second element times 2^(1/p)", _every_other_element, (*_REDUCED, *_OTHERS)),
     pc.wrong(
-        "experts_not_reduced",
-        "experts' sum not reduced",
-        lambda c: _with_norm_of(c, stages=("world", None, None)),
-        (*_REDUCED, *_OTHERS),
+        "experts_not_reduced", "experts' sum not reduced", lambda c: _with_norm_of(c, stages=("world", None, None)), (*_REDUCED, *_OTHERS)
     ),
     pc.wrong(
         "experts_reduced_over_sharers_only",

@@ -99,12 +99,7 @@ def conditions_of(device: str, isolation: str | None, world_sizes: Sequence[int]
     evaluator = Evaluator(world_sizes[0], device, isolation=isolation, ranks_per_gpu=ranks_per_gpu)
     classes = {str(size): evaluator.node_of(size).node_class.model_dump() for size in world_sizes}
     rules = evaluator.node_of(world_sizes[0]).rules_hash
-    return {
-        "classes": classes,
-        "isolation": evaluator.isolation.tier,
-        "rules_hash": rules,
-        "evaluator_version": __version__,
-    }
+    return {"classes": classes, "isolation": evaluator.isolation.tier, "rules_hash": rules, "evaluator_version": __version__}
 
 
 def command() -> list[str]:

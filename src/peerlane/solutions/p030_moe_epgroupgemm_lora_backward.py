@@ -12,10 +12,7 @@ PACKED_BYTES = 1 << 18
 
 
 def solution(
-    grad_fc1_1_lora_A: torch.Tensor,
-    grad_fc1_2_lora_A: torch.Tensor,
-    grad_fc2_lora_B: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    grad_fc1_1_lora_A: torch.Tensor, grad_fc1_2_lora_A: torch.Tensor, grad_fc2_lora_B: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, ...]:
     kit, tensors = communicator(group), [tensor.contiguous() for tensor in (grad_fc1_1_lora_A, grad_fc1_2_lora_A, grad_fc2_lora_B)]
     if sum(tensor.nbytes for tensor in tensors) > PACKED_BYTES:

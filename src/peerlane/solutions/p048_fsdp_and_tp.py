@@ -161,12 +161,7 @@ def tensor_sum(group: Group, room: int, n_tp: int, dtype: torch.dtype) -> BoundK
 
 @torch.no_grad()
 def solution(
-    x_local: torch.Tensor,
-    W1_shard: torch.Tensor,
-    W2_shard: torch.Tensor,
-    W3_shard: torch.Tensor,
-    n_tp: int,
-    n_fsdp: int,
+    x_local: torch.Tensor, W1_shard: torch.Tensor, W2_shard: torch.Tensor, W3_shard: torch.Tensor, n_tp: int, n_fsdp: int
 ) -> torch.Tensor:
     group, (tokens, width), (rows, inner) = group_of(), x_local.shape, W1_shard.shape
     if n_tp * n_fsdp != group.world_size:

@@ -8,20 +8,7 @@ where channels are mixed, and else by loads from L1, one for each tap, channel a
 import torch
 import torch.distributed as dist
 
-from peerlane.device import (
-    U32,
-    U64,
-    BoundKernel,
-    Buffer,
-    DeclaredKernel,
-    Epochs,
-    Flags,
-    Group,
-    Pointer,
-    array,
-    group_of,
-    per_group,
-)
+from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, array, group_of, per_group
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.solutions.families.sphere_exchange import ArcExchange, arc_exchange, shares
 from peerlane.solutions.families.sphere_taps import Mixing, Taps, convolve

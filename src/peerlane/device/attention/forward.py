@@ -192,11 +192,7 @@ def defines(tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> dict[s
 
 
 def bind(
-    group: Group,
-    tensors: Mapping[str, torch.Tensor],
-    sizes: Sizes,
-    scale: float,
-    tiling: AttentionTiling | None = None,
+    group: Group, tensors: Mapping[str, torch.Tensor], sizes: Sizes, scale: float, tiling: AttentionTiling | None = None
 ) -> BoundKernel:
     """The launch for ``tensors`` q, k, v and out, all ``aligned``; under a causal mask claims (1; int32, zero), which launches of one
     stream may share; and logarithms, if they are wanted. ``scale`` as ``check_scale`` gives it. The launch holds addresses, not tensors."""

@@ -278,13 +278,7 @@ class Communicator:
         return parts
 
     def _by_table(
-        self,
-        call: tuple[Any, ...],
-        plan: Plan,
-        table: Messages,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        reduction: Reduction = SUM,
+        self, call: tuple[Any, ...], plan: Plan, table: Messages, source: torch.Tensor, target: torch.Tensor, reduction: Reduction = SUM
     ) -> None:
         """Launches the kernel of a plan, kept once for all sizes with this plan, with messages of its own. All ranks make this ``call``."""
         with self.group.lock:

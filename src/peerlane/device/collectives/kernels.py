@@ -67,10 +67,7 @@ KERNELS = {
         threads="relay_threads",
     ),
     "reduce_ring": Source(
-        "exchange",
-        "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)",
-        sums=True,
-        threads="reduce_threads",
+        "exchange", "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)", sums=True, threads="reduce_threads"
     ),
     "broadcast_relay": Source("relay", "broadcast<WORLD_SIZE>(arena, space, root, in, out, bytes)", threads="broadcast_threads"),
     "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads"),

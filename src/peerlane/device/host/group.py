@@ -221,9 +221,7 @@ def current_group() -> Group | None:
     return found
 
 
-def per_group(
-    make: Callable[Concatenate[Group, Arguments], Made],
-) -> Callable[Concatenate[Group, Arguments], Made]:
+def per_group(make: Callable[Concatenate[Group, Arguments], Made]) -> Callable[Concatenate[Group, Arguments], Made]:
     """A function of a group and hashable arguments whose results the group keeps: one for each set of arguments.
 
     It keeps a bounded number of them, see :mod:`peerlane.device.host.group_cache`. Look a result up in each call: memory of one that was

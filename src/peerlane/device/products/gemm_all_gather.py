@@ -112,10 +112,7 @@ class GemmAllGather:
         last = self.epilogue.fields(self.maps, self.shape, tiling.block_rows, **terms)
         right, major = gemm.stored(b)
         self._bind(major)(
-            a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
-            b=self.maps(right, tiling.b_box(major)),
-            k=a.shape[1],
-            **last,
+            a=self.maps(a, gemm.operand_box("k", tiling.block_rows)), b=self.maps(right, tiling.b_box(major)), k=a.shape[1], **last
         )
         return self.result.reshape(m, -1)
 

@@ -111,8 +111,7 @@ RULES: dict[str, Rule] = {
         _all_that_match(_SPLIT_PACKET),
     ),
     "multicast": Rule(
-        "multimem works on multicast addresses only, and no arena has one; store to every rank instead",
-        _all_that_match(_MULTICAST),
+        "multimem works on multicast addresses only, and no arena has one; store to every rank instead", _all_that_match(_MULTICAST)
     ),
 }
 

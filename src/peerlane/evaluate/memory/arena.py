@@ -44,13 +44,7 @@ class DeviceMemory:
     """Raw device memory with the array interface by which torch takes a view of it."""
 
     def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
-        }
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None}
 
 
 class Arena:
@@ -59,13 +53,7 @@ class Arena:
     _file_end = 0
 
     def __init__(
-        self,
-        data: torch.Tensor,
-        handle: dict[str, Any],
-        *,
-        pointer: int = 0,
-        file: mmap.mmap | None = None,
-        owned: bool = False,
+        self, data: torch.Tensor, handle: dict[str, Any], *, pointer: int = 0, file: mmap.mmap | None = None, owned: bool = False
     ) -> None:
         self.data, self.handle = data, handle
         self._pointer, self._file, self._owned = pointer, file, owned

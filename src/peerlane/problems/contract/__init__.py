@@ -1,23 +1,8 @@
 """What authors of problems import: the contract, drawing of inputs, trees of tensors, comparison with the oracle."""
 
 from peerlane.problems.contract import traffic
-from peerlane.problems.contract.draw import (
-    INTEGER,
-    RANDOM,
-    BlockGenerators,
-    Draw,
-    constant,
-    seeded_generator,
-)
-from peerlane.problems.contract.judge import (
-    compare_close,
-    compare_exact,
-    expected_leaves,
-    plainly,
-    rounded,
-    same_bits,
-    score,
-)
+from peerlane.problems.contract.draw import INTEGER, RANDOM, BlockGenerators, Draw, constant, seeded_generator
+from peerlane.problems.contract.judge import compare_close, compare_exact, expected_leaves, plainly, rounded, same_bits, score
 from peerlane.problems.contract.proof import FromProof
 from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
@@ -40,16 +25,7 @@ from peerlane.problems.contract.spec import (
     node_and_rail,
     preset,
 )
-from peerlane.problems.contract.tree import (
-    GroupRef,
-    Tree,
-    describe,
-    leaves,
-    linear_over,
-    map_leaves,
-    resolve_groups,
-    tensor_descriptions,
-)
+from peerlane.problems.contract.tree import GroupRef, Tree, describe, leaves, linear_over, map_leaves, resolve_groups, tensor_descriptions
 from peerlane.problems.contract.wrong_answers import (
     any_order,
     except_for,

@@ -83,11 +83,7 @@ def worst(each: Sequence[Margins]) -> Margins:
     for one in each:
         total.faults += [line for line in one.faults if line not in total.faults]
         _enlarge(total.reference, one.reference)
-        for mine, theirs in (
-            (total.variants, one.variants),
-            (total.wrong_answers, one.wrong_answers),
-            (total.transport, one.transport),
-        ):
+        for mine, theirs in ((total.variants, one.variants), (total.wrong_answers, one.wrong_answers), (total.transport, one.transport)):
             for name, ratios in theirs.items():
                 _enlarge(mine.setdefault(name, {}), ratios)
     return total

@@ -264,9 +264,7 @@ def step_tolerance(case: pc.Case, outputs: Sequence[Output]) -> Mapping[str, pc.
     enough = 4096
     return {
         output.name: pc.Tolerance(
-            magnitude=1.0,
-            normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None,
-            words=words[output.source],
+            magnitude=1.0, normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None, words=words[output.source]
         )
         for output in outputs
     }

@@ -120,10 +120,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         return pc.Cost(hbm_bytes=crossing, egress_bytes=0, ingress_bytes=0, network_egress_bytes=crossing)
     own = sum(case["lengths"][request] for request in _owned(case, rank)) * token
     return pc.Cost(
-        hbm_bytes=own,
-        egress_bytes=crossing - own / places,
-        ingress_bytes=own * (places - 1) / places,
-        network_ingress_bytes=crossing,
+        hbm_bytes=own, egress_bytes=crossing - own / places, ingress_bytes=own * (places - 1) / places, network_ingress_bytes=crossing
     )
 
 

@@ -173,11 +173,7 @@ def _bound(group: Group, shape: tuple[int, int], dtype: torch.dtype, kept: Filte
 
 
 def filtered_logits(
-    group: Group,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    filters: tuple[int | None, float | None],
-    weight: torch.Tensor | None = None,
+    group: Group, logits: torch.Tensor, target: torch.Tensor, filters: tuple[int | None, float | None], weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Collective: returns the targets' log-probabilities in float32; with ``weight``, the gradient of their sum, weighed so, to the rank's
     logits.
