@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -20,7 +19,7 @@ from peerlane.device import backend
 from peerlane.device.backend import routing, symmetric
 from peerlane.errors import UsageError
 from ranks.pool import RankPool
-from ranks.stand_in_kit import StandInProvider
+from ranks.stand_in_kit import StandInProvider, ranks_with_the_kit
 
 # PyTorch 2.13 says that all_gather_into_tensor and reduce_scatter_tensor have newer names; programs use these.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -39,14 +38,8 @@ def gloo_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def kit_ranks() -> Iterator[RankPool]:
-    with tempfile.TemporaryDirectory() as folder:
-        before = routing.use_provider(StandInProvider(Path(folder)))
-        try:
-            pool = RankPool(KIT_RANKS, "peerlane")
-        finally:
-            routing.use_provider(before)
+    with ranks_with_the_kit(KIT_RANKS) as pool:
         yield pool
-        pool.close()
 
 
 def numbers(rank: int, count: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -13,7 +13,7 @@ from peerlane.device.host import cuda_bindings, jit
 from peerlane.device.host.jit import Compiled, Cubin
 from peerlane.device.host.nvidia_wheels import compile_by_nvcc, nvcc_identity
 from peerlane.device.host.source_tokens import token_hash
-from peerlane.device.nvshmem.installation import INSTALL, Installation, installation
+from peerlane.device.nvshmem.installation import DEVICE_LIBRARY, INSTALL, Installation, installation
 from peerlane.errors import CompileError, MissingDependency
 
 INCLUDE_DIR = Path(__file__).parent / "include"
@@ -40,7 +40,7 @@ def compile(
     folders = [f"--include-path={folder}" for folder in (*own, found.include, *jit.toolkit_dirs())]
     if linker is None:
         instead = f"or run {INSTALL}, which brings NVRTC and nvJitLink"
-        build = partial(compile_by_nvcc, name, text, [*options, *folders], instead=instead, library=found.device_library)
+        build = partial(compile_by_nvcc, name, text, [*options, *folders], instead=instead, library=found.library(DEVICE_LIBRARY))
         return jit.cached_cubin(key, arch, tokens, build)
     return jit.cached_cubin(key, arch, tokens, lambda: _by_nvrtc(linker, name, text, [*options, *folders], found))
 
@@ -62,7 +62,7 @@ def _by_nvrtc(linker: ModuleType, name: str, text: str, options: Sequence[str], 
     handle = linker.create(1, [f"-arch={arch}"])
     try:
         linker.add_data(handle, linker.InputType.CUBIN, compiled.cubin, len(compiled.cubin), name)
-        linker.add_file(handle, linker.InputType.LIBRARY, str(found.device_library))
+        linker.add_file(handle, linker.InputType.LIBRARY, str(found.library(DEVICE_LIBRARY)))
         linker.complete(handle)
         cubin = bytearray(linker.get_linked_cubin_size(handle))
         linker.get_linked_cubin(handle, cubin)
