@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -71,9 +72,10 @@ def race(
 
 
 def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | None, gpu: str | None, limit_s: float) -> None:
+    from peerlane.emulator.findings import RaceNote
     from peerlane.emulator.gpu_code import gpu_named
     from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-    from peerlane.emulator.sequence import findings
+    from peerlane.emulator.sequence import findings, merged
     from peerlane.errors import EmulatedFault, PeerlaneError
 
     ranks = EmulatedRanks(
@@ -93,7 +95,10 @@ def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | No
                 for finding in findings(ranks.reports()):  # of the launches before
                     failed.error.add_note(str(finding))
         raise failed.error from None
-    found = findings(ranks.reports())
+    reports = ranks.reports()
+    found = findings(reports)
+    for note in merged(note for report in reports for note in report.notes):
+        warnings.warn(RaceNote(str(note)), stacklevel=3)
     if ranks.kernels is None:
         settings.not_compiled |= bool(ranks.codes)
     else:

@@ -44,6 +44,19 @@ def test_the_page_s_test_passes_and_its_twins_fail_with_lines(tmp_path: Path) ->
     assert "kernels on emulated ranks" in done.stdout and re.search(r"gather: \d+ registers", done.stdout)
 
 
+def test_notes_are_warnings_of_a_test(tmp_path: Path) -> None:
+    text = on_page("test")
+    flag, at = "flag_of<WORLD_SIZE>(arena, args.flags, ", text.index("    peers.acknowledge_all(1")
+    relaxed = f"""    __syncthreads();
+    for (int rank = 0; threadIdx.x == 0 && rank < WORLD_SIZE; ++rank)
+        if (rank != arena.rank) ptx::store_relaxed_system({flag}rank, 1, arena.rank), epoch);
+    for (int rank = 0; threadIdx.x == 0 && rank < WORLD_SIZE; ++rank)
+        if (rank != arena.rank) while (ptx::load_relaxed_system({flag}arena.rank, 1, rank)) < epoch) {{}}
+"""
+    done = run_pytest(tmp_path, text[:at] + relaxed + text[text.index('}\n"""\n', at) :], "--race-schedules", "2")
+    assert "1 passed" in done.stdout and "RaceNote: launch_boundary" in done.stdout, done.stdout
+
+
 def test_what_a_rank_raises_fails_the_test_with_its_rank() -> None:
     @peerlane.race(world_size=3)
     def fails(wrong: int) -> None:

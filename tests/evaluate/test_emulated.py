@@ -122,6 +122,24 @@ def test_names_of_the_c_library_work_in_both_worlds(evaluator: pl.Evaluator) -> 
     assert "gather: " in result.audit.compiled[0] and "registers" in result.audit.compiled[0] and "not_compiled" not in result.flags
 
 
+def test_notes_are_flags_of_a_correct_result(evaluator: pl.Evaluator) -> None:
+    """Peers that may write again learn it by a relaxed flag: right only if the end of a launch is a release."""
+    lines = GATHER[GATHER.index("    peers.acknowledge_all(1") : GATHER.index('}\n"""\nGATHER')]
+    flag = "flag_of<WORLD_SIZE>(arena, args.flags, "
+    peer = "        for (int rank = 0; rank < WORLD_SIZE; ++rank)\n            if (rank != arena.rank) "
+    result = judge(
+        evaluator,
+        lines,
+        f"""    __syncthreads();
+    if (threadIdx.x == 0) {{
+{peer}ptx::store_relaxed_system({flag}rank, 1, arena.rank), epoch);
+{peer}while (ptx::load_relaxed_system({flag}arena.rank, 1, rank)) < epoch) {{}}
+    }}
+""",
+    )
+    assert result.correct and "launch_boundary" in result.flags, result
+
+
 def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Evaluator) -> None:
     result = judge(evaluator, FIRST_WAIT, "        ;\n")
     assert isinstance(result.verdict, Unstable) and result.verdict.findings

@@ -86,7 +86,10 @@ EXCHANGES: list[tuple[Request[Any], Any]] = [
     (ask("list_loaded_code", True), wire.LoadedCode([KERNEL], [], ["tile 128"], ["0123456789abcdef"])),
     (ask("probe_profiler", "mark"), PLAIN_RECORDING),
     (ask("list_connections"), [wire.Connection("127.0.0.1:5", "127.0.0.1:6", 7)]),
-    (ask("report_races"), wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2})),
+    (
+        ask("report_races"),
+        wire.RaceReport([FINDING], {"gather": 4}, [], ["gather: 8 registers"], {"dist.all_reduce": 2}, ["same_value"]),
+    ),
     (ask("build_candidate", "a.py", "pass", "/cache", {}, True, False, False), wire.Built("OSError: no CUDA_HOME", True)),
 ]
 

@@ -31,7 +31,11 @@ MEANINGS = {
 
 LAUNCH_BOUNDARY = "launch_boundary"
 NOTES = frozenset({LAUNCH_BOUNDARY, "same_value", "uninitialised_symmetric"})
-"""Kinds that are told, but are no errors."""
+"""Kinds that are reported, but are no errors."""
+
+
+class RaceNote(UserWarning):
+    """A note of the emulator, as a warning of a test."""
 
 
 @dataclass(frozen=True)

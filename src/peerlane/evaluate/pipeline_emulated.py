@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from peerlane.device.nccl.installation import what_is_missing as nccl_is_missing
 from peerlane.emulator.cuda_extensions import NO_TOOLKIT
+from peerlane.emulator.findings import NOTES
 from peerlane.emulator.host_libraries import DIFFERENT_LAUNCHES, launches_differ, runs_here, wants_extension
 from peerlane.emulator.job import AT_MOST
 from peerlane.emulator.ptx_front_end import NOT_KNOWN
@@ -91,6 +92,7 @@ class EmulatedPipeline(EvaluationPipeline):
         with self._in("stress"):
             report = self.group.present.ask(Request(EmulatedInterface.report_races), "stress", self.session.deadlines.calls, calls=False)[0]
         self.calls += CHECKED_SLOTS
+        self.flags |= NOTES & set(report.notes)
         self.launches, self.collectives = sanitize(report.launches), sanitize(report.collectives)
         self.compiled = None if report.kernels is None else sanitize(report.kernels)
         if report.kernels is None:

@@ -267,3 +267,5 @@ class RaceReport:
     """what each needs of a GPU, in words; None: there is no compiler for GPUs here"""
     collectives: dict[str, Count]
     """calls of torch.distributed's collectives, of all ranks together"""
+    notes: Annotated[list[Name], at_most(MOST_FINDINGS)]
+    """kinds of notes, each once"""

@@ -111,6 +111,7 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
             context.__exit__(None, None, None)
 
     def report_races(self) -> wire.RaceReport:
+        findings, notes = candidate_findings(self._ranks.reports())
         reported = [
             wire.RaceFinding(
                 kind=finding.kind,
@@ -120,8 +121,10 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
                 summary=finding.summary,
                 text=str(finding)[:FINDING_CHARACTERS],
             )
-            for finding in candidate_findings(self._ranks.reports())[0][:MOST_FINDINGS]
+            for finding in findings[:MOST_FINDINGS]
         ]
         needs = None if self._ranks.kernels is None else [str(item)[:NAME_CHARACTERS] for item in self._ranks.kernels[:MOST_NAMES]]
         sources = sorted(self._ranks.sources)[:MOST_NAMES]
-        return wire.RaceReport(reported, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives))
+        return wire.RaceReport(
+            reported, dict(self._ranks.launches), sources, needs, dict(self._ranks.collectives), sorted({note.kind for note in notes})
+        )
