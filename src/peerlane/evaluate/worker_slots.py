@@ -4,8 +4,6 @@ session of its own.
 An evaluation that takes long gives its place to another one, so that a hang holds up nobody. It goes on beside the others.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics
@@ -68,7 +66,7 @@ class WorkerSlots:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)  # of the evaluations that ended last
 
     @classmethod
-    def of(cls, first: Session, open_beside: Callable[[], Session]) -> WorkerSlots:
+    def of(cls, first: Session, open_beside: Callable[[], Session]) -> "WorkerSlots":
         """The slots that a machine has room for."""
         setting = first.pool_settings.judged_at_a_time
         if first.place.has_gpus:

@@ -1,7 +1,5 @@
 """Host side of ``peerlane/attention/attention.cuh``: which tiles for which sizes, the maps of the operands, and attention on one rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,7 +163,7 @@ class Sizes:
     offset: int
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, causal: bool, offset: int | None) -> Sizes:
+    def of(cls, q: torch.Tensor, k: torch.Tensor, causal: bool, offset: int | None) -> "Sizes":
         chosen = k.shape[1] - q.shape[1] if offset is None else offset
         return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], causal, chosen)
 

@@ -4,8 +4,6 @@ The trusted side allocates, the candidate's side maps. GPU arenas are allocation
 allocator: an IPC handle opens a whole allocation, and nothing but slots may lie in one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from typing import Any
@@ -68,7 +66,7 @@ class Arena:
         Arena._file_end = offset
 
     @classmethod
-    def create(cls, size: int, device: torch.device, memory_fd: int) -> Arena:
+    def create(cls, size: int, device: torch.device, memory_fd: int) -> "Arena":
         """A new arena of at least ``size`` bytes; on CPU in ``memory_fd``, a memory file, behind all earlier ones."""
         size = -(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES
         if device.type == "cpu":
@@ -81,7 +79,7 @@ class Arena:
         return cls(torch.as_tensor(DeviceMemory(pointer, size), device=device), handle, pointer=pointer, owned=True)
 
     @classmethod
-    def attach(cls, handle: dict[str, Any], device: torch.device, memory_fd: int) -> Arena:
+    def attach(cls, handle: dict[str, Any], device: torch.device, memory_fd: int) -> "Arena":
         """Maps an arena that another process created."""
         if handle["kind"] == "cpu":
             return cls._map(handle["size"], memory_fd, handle["offset"], owned=False)
@@ -93,7 +91,7 @@ class Arena:
         return cls(torch.as_tensor(DeviceMemory(pointer, handle["size"]), device=device), handle, pointer=pointer)
 
     @classmethod
-    def _map(cls, size: int, memory_fd: int, offset: int, *, owned: bool) -> Arena:
+    def _map(cls, size: int, memory_fd: int, offset: int, *, owned: bool) -> "Arena":
         file = mmap.mmap(memory_fd, size, offset=offset)
         data = torch.frombuffer(file, dtype=torch.uint8)
         return cls(data, {"kind": "cpu", "size": size, "offset": offset}, file=file, owned=owned)

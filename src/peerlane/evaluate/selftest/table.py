@@ -1,7 +1,5 @@
 """The table of the adversarial corpus: which candidates there are, and which verdicts are right for them. Read from ``corpus.toml``."""
 
-from __future__ import annotations
-
 import atexit
 import re
 import shutil
@@ -144,7 +142,7 @@ class Corpus:
             return None
         return (PACKAGE / SOLUTIONS if entry.row == _SOLUTION_ROW else self.folder) / f"{entry.file}.py"
 
-    def honest(self, world_size: int) -> Corpus:
+    def honest(self, world_size: int) -> "Corpus":
         """Returns the legitimate candidates and peerlane's own solutions, for so many ranks."""
         entries = [
             entry.model_copy(update={"world_size": world_size, "cpu": entry.cpu if entry.cpu != ("not_run",) else None})
