@@ -41,42 +41,12 @@ from peerlane.ops.uneven import all_gatherv, reduce_scatterv
 from peerlane.settings import set_batch_invariant
 
 __all__ = [
-    "DispatchConfig",
-    "DispatchHandle",
-    "ExpertLayers",
-    "all_gather",
-    "all_gather_gemm",
-    "all_gatherv",
-    "all_reduce",
-    "all_reduce_rms_norm",
-    "all_reduce_rms_norm_fp8",
-    "all_to_all",
-    "close",
-    "combine",
-    "dispatch",
-    "dispatch_fp8",
-    "gated_experts",
-    "gemm_all_gather",
-    "gemm_all_reduce",
-    "gemm_all_reduce_fp8",
-    "gemm_reduce_scatter",
-    "gemm_reduce_scatter_fp8",
-    "grouped_gemm_fp8",
-    "memory_report",
-    "prepare",
-    "quantize_fp8",
-    "quantize_transposed_fp8",
-    "reduce_scatter",
-    "reduce_scatter_rms_norm",
-    "reduce_scatter_rms_norm_fp8",
-    "reduce_scatterv",
-    "replicate",
-    "ring_attention",
-    "row_gather_gemm",
-    "row_gather_gemm_fp8",
-    "set_batch_invariant",
-    "ulysses_attention",
-]
+    "DispatchConfig", "DispatchHandle", "ExpertLayers", "all_gather", "all_gather_gemm", "all_gatherv", "all_reduce", "all_reduce_rms_norm",
+    "all_reduce_rms_norm_fp8", "all_to_all", "close", "combine", "dispatch", "dispatch_fp8", "gated_experts", "gemm_all_gather",
+    "gemm_all_reduce", "gemm_all_reduce_fp8", "gemm_reduce_scatter", "gemm_reduce_scatter_fp8", "grouped_gemm_fp8", "memory_report",
+    "prepare", "quantize_fp8", "quantize_transposed_fp8", "reduce_scatter", "reduce_scatter_rms_norm", "reduce_scatter_rms_norm_fp8",
+    "reduce_scatterv", "replicate", "ring_attention", "row_gather_gemm", "row_gather_gemm_fp8", "set_batch_invariant", "ulysses_attention",
+]  # fmt: skip
 
 
 # --- fused products ---
