@@ -179,33 +179,12 @@ STYLES: dict[str, Callable[[str], str]] = {
     "usage behind it": lambda code: f"```python\n{code}```\nUse:\n```python\nfrom candidate import solution\n```\n```bash\nrun\n```",
 }
 LINES = [
-    "```",
-    "```python",
-    "    ```",
-    "~~~",
-    "````",
-    "> ```",
-    "</think>",
-    "<think>",
-    "",
-    "  ",
-    "it's",
-    "\ufeff```",
-    "def solution(y):",
+    "```", "```python", "    ```", "~~~", "````", "> ```", "</think>", "<think>", "", "  ", "it's", "\ufeff```", "def solution(y):",
     "é ```",
-]
+]  # fmt: skip
 STATEMENTS = [
-    "import torch",
-    "A = 1",
-    "# ```",
-    "# </think>",
-    "B = '```'",
-    "C = '</think>'",
-    "",
-    "    ",
-    "if A:\n    A = 2",
-    "x = (\n~~~\n1)",
-]
+    "import torch", "A = 1", "# ```", "# </think>", "B = '```'", "C = '</think>'", "", "    ", "if A:\n    A = 2", "x = (\n~~~\n1)",
+]  # fmt: skip
 
 
 @st.composite

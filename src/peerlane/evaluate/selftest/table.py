@@ -20,21 +20,9 @@ from peerlane.results.record import Record
 from peerlane.results.verdict import Phase
 
 VerdictKind = Literal[
-    "correct",
-    "wrong_result",
-    "wrong_type",
-    "build_error",
-    "import_error",
-    "runtime_error",
-    "cuda_error",
-    "out_of_memory",
-    "hang",
-    "too_slow",
-    "unstable",
-    "integrity_failure",
-    "track_violation",
-    "not_run",
-]
+    "correct", "wrong_result", "wrong_type", "build_error", "import_error", "runtime_error", "cuda_error", "out_of_memory", "hang",
+    "too_slow", "unstable", "integrity_failure", "track_violation", "not_run",
+]  # fmt: skip
 Kind = Literal["cheat", "bug", "legitimate"]
 
 FILE = "corpus.toml"
