@@ -578,17 +578,9 @@ def everything(rank: int, world: int) -> Iterator[Row]:
 
 
 BENCHES = {
-    "everything": everything,
-    "gather": gather,
-    "check": check,
-    "product": product,
-    "fp8": in_fp8,
-    "mlp": mlp,
-    "decode": decode,
-    "norm_prefill": norm_prefill,
-    "dispatch": dispatch,
-    "all_reduce": all_reduce,
-}
+    "everything": everything, "gather": gather, "check": check, "product": product, "fp8": in_fp8, "mlp": mlp, "decode": decode,
+    "norm_prefill": norm_prefill, "dispatch": dispatch, "all_reduce": all_reduce,
+}  # fmt: skip
 
 
 def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:

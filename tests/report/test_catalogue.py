@@ -178,14 +178,9 @@ def test_pages_lead_with_the_reference_and_fold_cases() -> None:
     problem = problems.get(13)
     text = pages.page(problem, problem_detail(problem, world_size=4), Measured(solutions=(SOLUTION,)))
     order = (
-        "def reference",
-        "<!-- ![Problem 13 on 4 ranks",
-        "peerlane new 13\n",
-        "](../../src/peerlane/solutions/p013_gemm_allreduce.py)",
-        "| 2x H100 |",
-        "## Cost",
-        "<summary>The reference's speed",
-    )
+        "def reference", "<!-- ![Problem 13 on 4 ranks", "peerlane new 13\n", "](../../src/peerlane/solutions/p013_gemm_allreduce.py)",
+        "| 2x H100 |", "## Cost", "<summary>The reference's speed",
+    )  # fmt: skip
     assert sorted(order, key=text.index) == list(order)
     assert text.index("<details") > text.index("## Cost") and text.count("<details markdown>") == text.count("</details>") == 4
 

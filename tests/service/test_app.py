@@ -364,14 +364,8 @@ def test_a_service_that_is_not_there_is_told() -> None:
 
 
 OPERATIONS = (
-    "POST /v1/jobs",
-    "GET /v1/jobs/{id}",
-    "DELETE /v1/jobs/{id}",
-    "GET /v1/jobs/{id}/events",
-    "GET /v1/node",
-    "GET /metrics",
-    "GET /health",
-)
+    "POST /v1/jobs", "GET /v1/jobs/{id}", "DELETE /v1/jobs/{id}", "GET /v1/jobs/{id}/events", "GET /v1/node", "GET /metrics", "GET /health",
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -22,16 +22,9 @@ _NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "setmaxnreg",
 
 
 _UPDATES = {
-    "add": "add(old, by)",
-    "min": "least(old, by)",
-    "max": "greatest(old, by)",
-    "and": "old & by",
-    "or": "old | by",
-    "xor": "old ^ by",
-    "exch": "by",
-    "inc": "old >= by ? 0 : old + 1",
-    "dec": "old == 0 || old > by ? by : old - 1",
-}
+    "add": "add(old, by)", "min": "least(old, by)", "max": "greatest(old, by)", "and": "old & by", "or": "old | by", "xor": "old ^ by",
+    "exch": "by", "inc": "old >= by ? 0 : old + 1", "dec": "old == 0 || old > by ? by : old - 1",
+}  # fmt: skip
 """The operations of atom and red that change a value: what they make of it."""
 
 

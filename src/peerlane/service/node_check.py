@@ -14,13 +14,9 @@ from peerlane.errors import PeerlaneError
 from peerlane.settings import SELFTEST_RULES
 
 CHEATS = (
-    "1_c02_returns_its_input_pytorch",
-    "1_c04_right_on_rank_0_pytorch",
-    "1_c08_mean_of_inputs_pytorch",
-    "1_c09_caches_by_pointer_pytorch",
-    "1_c16_computes_when_compared_pytorch",
-    "1_c23_exits_at_import_pytorch",
-)
+    "1_c02_returns_its_input_pytorch", "1_c04_right_on_rank_0_pytorch", "1_c08_mean_of_inputs_pytorch", "1_c09_caches_by_pointer_pytorch",
+    "1_c16_computes_when_compared_pytorch", "1_c23_exits_at_import_pytorch",
+)  # fmt: skip
 """Six kinds that CPU ranks and GPUs refuse fast: no communication, one right rank, a constant, a cache, a type, an early exit."""
 LIMIT_S = 300.0
 """for the whole check"""
