@@ -210,19 +210,10 @@ def test_a_program_comes_back_byte_for_byte(style: Callable[[str], str], program
 @pytest.mark.parametrize(
     "part",
     [
-        "```\n",
-        "```python\n",
-        "```\nx y\n",
-        '```\n"""a\n',
-        "```cpp\n</think>\n",
-        "<think>\n",
-        "</think>",
-        "~~~py\n(\n",
-        "> ```\n",
-        "a ```python\n(",
-        "```md\n",
+        "```\n", "```python\n", "```\nx y\n", '```\n"""a\n', "```cpp\n</think>\n", "<think>\n", "</think>", "~~~py\n(\n", "> ```\n",
+        "a ```python\n(", "```md\n",
     ],
-)
+)  # fmt: skip
 def test_a_hostile_reply_takes_no_long_time(part: str) -> None:
     began = time.process_time()
     extract(part * (100_000 // len(part)))
