@@ -66,11 +66,17 @@ def test_large_products_get_large_tiles_and_small_ones_fill_the_gpu() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "refused"),
     [
-        ((64, 128), (128, 32), False), ((64, 128), (136, 32), True), ((64, 128), (120, 32), True), ((64, 128), (64, 128), True),
-        ((0, 128), (128, 32), True), ((64, 0), (0, 32), True), ((64, 128), (128, 0), True), ((2, 64, 128), (128, 32), True),
+        ((64, 128), (128, 32), False),
+        ((64, 128), (136, 32), True),  # would be read beyond its end
+        ((64, 128), (120, 32), True),
+        ((64, 128), (64, 128), True),
+        ((0, 128), (128, 32), True),
+        ((64, 0), (0, 32), True),
+        ((64, 128), (128, 0), True),
+        ((2, 64, 128), (128, 32), True),
         ((128,), (128, 32), True),
     ],
-)  # fmt: skip
+)
 def test_operands_must_fit_each_other(a: tuple[int, ...], b: tuple[int, ...], refused: bool) -> None:
     with pytest.raises(UsageError, match=r"expected \(m, k\) and \(k, n\)") if refused else contextlib.nullcontext():
         gemm.check_operands(torch.empty(a, dtype=torch.bfloat16), torch.empty(b, dtype=torch.bfloat16))
