@@ -19,6 +19,7 @@ def page() -> dict[Path, str]:
     context = typer.Context(command, info_name="peerlane")
     text = get_docs_for_click(obj=command, ctx=context, name="peerlane", title="Command line")
     text = re.sub(r"^\* `(?:-h, )?--help`: .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub("\b\nExample:\n  (.*)", r"Example: `\1`", text)
     sections = re.findall(r"^## `peerlane ([\w-]+)`\n\n(.*?)(?:\n\n|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     summary = "".join(f"* [`{name}`](#peerlane-{name}): {' '.join(first.split())}\n" for name, first in sections)
     text = re.sub(r"(\A.*?\*\*Commands\*\*:\n\n)(?:\* [^\n]*\n)+", lambda head: head[1] + summary, text, flags=re.DOTALL)

@@ -6,6 +6,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from peerlane.common.words import counted
+from peerlane.hardware.ceilings import Ceilings
+from peerlane.report.bounds import attainable_us, bound_us
 from peerlane.report.plots import COLOURS, preset_order
 from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, percent, shown_speedup
 from peerlane.results.reader import newest
@@ -14,7 +16,7 @@ from peerlane.results.result import Result
 from peerlane.results.speed_record import ModeSpeed
 
 MODES: tuple[Mode, ...] = ("graph", "eager")
-LIBRARY = "best library"
+ATTAINABLE, LIBRARY = "attainable (model)", "best library"
 NONE = "–"
 """in a cell without a figure"""
 
@@ -38,7 +40,7 @@ def _best(results: Sequence[Result]) -> list[str]:
     """Returns a line that names the kernel with the largest speedup, and the one that is nearest to its bound; none without speeds."""
     known = [(speed, mode, result) for mode in MODES for result in results if (speed := result.speed_in(mode)) is not None]
     speeds = [(speed.speedup.median, mode, result) for speed, mode, result in known if not speed.copies_matter]
-    shares = [(share, result) for result in results if (share := _share_of_bound(result)) is not None]
+    shares = [(share, result) for result in results if (share := _share_of(bound_us(result), result)) is not None]
     if not speeds or not shares:
         return []
     speedup, mode, fastest = max(speeds, key=lambda item: item[0])
@@ -47,7 +49,7 @@ def _best(results: Sequence[Result]) -> list[str]:
     return [f"* largest speedup: {speedup:.2f}, of {names[0]} in {mode} mode; nearest to its bound: {names[1]}, at {percent(share)} of it."]
 
 
-def comparison_report(results: Iterable[Result], libraries: Sequence[Result] | None = None) -> str:
+def comparison_report(results: Iterable[Result], libraries: Sequence[Result] | None = None, ceilings: Ceilings | None = None) -> str:
     """Returns :func:`comparison_table` for every class of machine, as Markdown, with the machine and the reasons of empty cells."""
     groups = by_node(results)
     parts = []
@@ -55,18 +57,20 @@ def comparison_report(results: Iterable[Result], libraries: Sequence[Result] | N
         head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
         notes = "\n".join(f"* {line}" for line in _gaps(mine))
         where = "\n\n".join(environment_lines(mine))
-        parts.append(f"{head}{comparison_table(mine, libraries).markdown()}\n{where}\n\n{notes}".rstrip())
+        parts.append(f"{head}{comparison_table(mine, libraries, ceilings).markdown()}\n{where}\n\n{notes}".rstrip())
     return "\n\n".join(parts)
 
 
-def comparison_table(results: Sequence[Result], libraries: Sequence[Result] | None = None) -> TextTable:
+def comparison_table(results: Sequence[Result], libraries: Sequence[Result] | None = None, ceilings: Ceilings | None = None) -> TextTable:
     """Returns one row for each problem and preset: the bound, and for each launch mode the medians of reference and kernel in microseconds,
     and the speedup; last the share of the bound that the kernel reaches in its faster mode. Columns that are the same in every row are left
-    out. ``libraries``: results of candidates that call a library, the fastest of which gets a column; with None there is none."""
+    out. ``libraries``: results of candidates that call a library, the fastest of which gets a column; with None there is none.
+    ``ceilings``: the rates at which the times of known algorithms are modelled, in two more columns."""
     presets = len({result.preset for result in results}) > 1
     per_problem = len({(result.problem.id, result.preset) for result in results}) == len(results)
     modes = [mode for mode in MODES if any(result.speed_in(mode) is not None for result in results)]
-    bounded = any(_bound_us(result) is not None for result in results)
+    bounded = any(bound_us(result) is not None for result in results)
+    attainable = [] if ceilings is None else [ATTAINABLE, f"of {ATTAINABLE}"]
     columns = [
         "problem",
         *([] if per_problem else ["kernel"]),
@@ -74,18 +78,21 @@ def comparison_table(results: Sequence[Result], libraries: Sequence[Result] | No
         *(["bound"] if bounded else []),
         *(f"{mode}: {what}" for mode in modes for what in ("reference", "kernel", "speedup")),
         *(["of bound"] if bounded else []),
+        *attainable,
         *([] if libraries is None else [LIBRARY]),
     ]
     table = TextTable(columns, right=set(columns) - {"problem", "kernel", "preset", LIBRARY})
     for result in sorted(results, key=lambda item: (item.problem.id, preset_order(item.preset), item.candidate.name)):
-        bound_us = _bound_us(result)
+        bound, steps = bound_us(result), None if ceilings is None else attainable_us(result, ceilings)
+        reached = None if steps is None else sum(steps.values())
         table.add(
             f"{result.problem.id} {result.problem.slug}",
             *([] if per_problem else [result.candidate.name]),
             *([_short(result.preset)] if presets else []),
-            *([NONE if bound_us is None else f"{bound_us:.3g}" if bound_us < 100 else f"{bound_us:.0f}"] if bounded else []),
+            *([_time(bound)] if bounded else []),
             *(cell for mode in modes for cell in _cells(result.speed_in(mode))),
-            *([_of_bound(result)] if bounded else []),
+            *([_share(bound, result)] if bounded else []),
+            *((_time(reached), _share(reached, result)) if attainable else ()),
             *([] if libraries is None else [best_library(result, libraries)]),
         )
     return table
@@ -148,20 +155,20 @@ def _cells(speed: ModeSpeed | None) -> tuple[str, str, str]:
     return microseconds(speed.reference_us), microseconds(speed.candidate_us), f"{shown_speedup(speed):.2f}{sure}"
 
 
-def _bound_us(result: Result) -> float | None:
-    found = [item.bound_us for mode in result.modes if (speed := result.speed_in(mode)) is not None for item in speed.utilisation]
-    return found[0] if found else None
+def _time(us: float | None) -> str:
+    return NONE if us is None else f"{us:.3g}" if us < 100 else f"{us:.0f}"
 
 
-def _of_bound(result: Result) -> str:
-    share = _share_of_bound(result)
+def _share(least_us: float | None, result: Result) -> str:
+    share = _share_of(least_us, result)
     return NONE if share is None else "<1%" if share < 0.005 else f"{share:.0%}"
 
 
-def _share_of_bound(result: Result) -> float | None:
-    bound_us, speeds = _bound_us(result), [speed for mode in MODES if (speed := result.speed_in(mode)) is not None]
-    times = [speed.candidate_us.median for speed in speeds if not speed.copies_matter] or [speed.candidate_us.median for speed in speeds]
-    return bound_us / min(times) if bound_us is not None and times else None
+def _share_of(least_us: float | None, result: Result) -> float | None:
+    """Returns this time over the kernel's, in its faster mode."""
+    times = [speed.candidate_us.median for speed in result.speeds if not speed.copies_matter]
+    times = times or [speed.candidate_us.median for speed in result.speeds]
+    return least_us / min(times) if least_us is not None and times else None
 
 
 def _gaps(results: Sequence[Result]) -> list[str]:

@@ -14,7 +14,7 @@ from peerlane.problems.contract.judge import expected_leaves, same_bits
 from peerlane.problems.contract.tree import leaves, map_leaves
 
 ROWS, COLUMNS = 12, 24
-"""of the finest map that is kept of an answer"""
+"""The size of the finest map that is kept of an answer."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ LAYERS: dict[str, tuple[str, Mapping[str, str]]] = {
         {"size": "bytes", "packets": "packets_us", "stores": "staged_us", "rings": "rings_us", "torch's two shots": "torch_two_shot_us"},
     ),
 }
-"""By part of ``bench_layers.py``: what tells its rows apart, and its columns."""
+"""What distinguishes the rows of each part of ``bench_layers.py``, and its columns."""
 
 
 def _us(side: str) -> Callable[[Row], str]:

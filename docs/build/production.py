@@ -1,12 +1,16 @@
 """Production sizes: verdict, speed, bound and best library of every problem, and why some kernels are slower than the reference."""
 
+import json
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
 from docs.build.comparison import MODES, comparison_report, summary
-from docs.build.tables import table
+from docs.build.tables import table, time_us
+from peerlane import problems
 from peerlane.common.words import counted
+from peerlane.hardware.ceilings import Ceilings
+from peerlane.report.bounds import attainable_us
 from peerlane.report.tables import microseconds
 from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import Result
@@ -18,7 +22,7 @@ SLOWER = 0.95
 
 WHY_ON_SHARES = "probably that its blocks hold a share of the SMs and launch no clusters; the reference's products have all SMs in turn"
 REASONS: Mapping[str, Mapping[int, str]] = {"virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES)}
-"""By kind of node and problem, why a kernel is slower than the reference at a production size. Written by hand, here and nowhere else."""
+"""Why a kernel is slower than the reference at a production size, by kind of node and problem. Written by hand, here and nowhere else."""
 
 NO_RUN = "No run is recorded here."
 
@@ -26,15 +30,33 @@ NO_RUN = "No run is recorded here."
 def production_section(path: Path) -> str:
     """Returns the table of a file of results below lines that sum it up, and what is slower than the reference, with the reason.
 
-    ``libraries.jsonl`` beside it has the results of libraries. A file that does not exist is a run that has not been made.
+    ``libraries.jsonl`` beside it has the results of libraries, and ``ceilings.json`` the rates of the node. A file that does not exist is a
+    run that has not been made.
     """
     if not path.is_file():
         return NO_RUN
     every = read_results(path)
     results, libraries = last_right(every), path.with_name("libraries.jsonl")
-    rivals = read_results(libraries) if libraries.is_file() else []
-    parts = [*summary(results), *_wrong(results), "", comparison_report(results, rivals), "", *slower_lines(results), *changes_lines(every)]
+    rivals, measured = read_results(libraries) if libraries.is_file() else [], path.with_name("ceilings.json")
+    ceilings = Ceilings.from_json(json.loads(measured.read_text(encoding="utf-8"))) if measured.is_file() else None
+    parts = [*summary(results), *_wrong(results), "", comparison_report(results, rivals, ceilings), "", *slower_lines(results)]
+    parts += [*algorithm_lines(results, ceilings), *changes_lines(every)] if ceilings else changes_lines(every)
     return "\n".join(parts).rstrip()
+
+
+def algorithm_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
+    """Returns a line for every problem with an algorithm whose time is modelled, with its steps; or with the reason why there is none."""
+    lines = []
+    for result in sorted(results, key=lambda item: item.problem.id):
+        known, steps = problems.get(result.problem.id).attainable, attainable_us(result, ceilings)
+        if isinstance(known, str):
+            text = f"none: {known}" if known else ""
+        else:
+            times = "not measured" if steps is None else "; ".join(f"{name} {time_us(us)}" for name, us in steps.items())
+            text = f"{known.name} ({known.source}). Steps: {times}"
+        lines += [f"* {result.problem.id} {result.problem.slug}: {text}."] if text else []
+    rates = f"the rates measured on {ceilings.node} on {ceilings.taken_at[:10]}"
+    return ["", f"Algorithms of the column *attainable*, with the time of each step in microseconds, computed at {rates}.", "", *lines, ""]
 
 
 def changes_lines(results: Sequence[Result]) -> list[str]:

@@ -171,7 +171,7 @@ def _mechanisms(path: Path) -> str:
 
 CORPUS = Path("tests/adversarial") / FILE
 RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "types", "precision", "races", "memory", "tracks", "isolation")
-"""Of the corpus; each has a page."""
+"""The rules of the corpus; each has a page."""
 
 _ON_H100 = ("gather", "all_reduce")
 """Parts of ``bench_layers.py`` whose newest run was on two H100."""
@@ -233,7 +233,7 @@ DOCUMENTS = (
     Path("docs/measurements.md"),
     *(
         Path(f"docs/measurements/{name}.md")
-        for name in ("by-size", "earlier", "exactness", "kernels", "layers", "production", "virtual-node")
+        for name in ("by-size", "collectives", "earlier", "exactness", "kernels", "layers", "production", "products", "virtual-node")
     ),
     Path("docs/science.md"),
     Path("docs/published-kernels.md"),
@@ -242,7 +242,6 @@ DOCUMENTS = (
     Path("docs/batch-invariance.md"),
     Path("docs/serving.md"),
     Path("docs/ops-support.md"),
-    Path("docs/device/collectives.md"),
     Path("docs/tutorials/train.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),

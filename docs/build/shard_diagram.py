@@ -16,7 +16,7 @@ _LINE, _BOX, _ANSWER, _BAND = 21, 20, 48, 108
 _CHARACTER = 7.6  # width of one at 14 px, on average
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8c6bb1")
-"""of ranks: told apart by people who see few colours"""
+"""The colours of ranks. People who see few colours can distinguish them."""
 _LIGHT = (1, 3, 4, 6)  # of these, which need dark text
 
 _STYLE = """

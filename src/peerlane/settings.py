@@ -328,7 +328,7 @@ class StressRules:
     calls: int = 100
     """back to back, per case; fewer where ``budget_s`` does not do for them"""
     budget_s: float = 0.5
-    """of one evaluation, all its cases together; no pass begins after it in a case that has had ``min_calls``"""
+    """The seconds of stress in one evaluation, all its cases together. After them, no pass begins in a case that has had ``min_calls``."""
     min_calls: int = 20
     overtime_s: float = 1.5
     """for these; after it, two passes must do, the second of them a late one"""
@@ -365,30 +365,30 @@ class TimingRules:
     """The timing protocol. docs/judging.md has the table of these settings, which a test compares with this one."""
 
     min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 5_000.0, "graph": 2_000.0})
-    """of a reference block, by launch mode: the hand-off and the host's hiccups must be small beside it"""
+    """The shortest reference block, by launch mode: the hand-off and the host's hiccups must be small beside it."""
     swaps: int = 2
     """slot swaps per block: each catches a candidate that works ahead"""
     min_rounds: int = 9
-    """of timing that ends within its budget: fewer have no meaningful interval"""
+    """The fewest rounds of timing that ends within its budget: fewer have no meaningful interval."""
     baseline_s: float = 1.0
-    """of the reference against itself, per mode: longer hardly narrows the group offset"""
+    """The seconds of timing the reference against itself, per mode: longer hardly narrows the group offset."""
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.04, "graph": 0.015})
-    """of the interval of the ratio, by launch mode, at which timing ends"""
+    """The half width of the ratio's interval at which timing ends, by launch mode."""
     budget_s: float = 5.0
-    """of the timing of a launch mode"""
+    """The seconds of timing of a launch mode."""
     slowdown_limit: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.15, "graph": 0.05})
     """by which the reference may be slower beside the candidate, by launch mode: noise seldom exceeds it"""
     offset_half_width: float = 0.01
-    """of the group offset, below which the speedup is corrected for it: a rough estimate would add noise"""
+    """The half width of the group offset below which the speedup is corrected for it: a rough estimate would add noise."""
 
 
 SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
-"""For the corpus, some of which never returns."""
+"""Deadlines for the corpus, of which some candidates never return."""
 SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, baseline_s=0.2)
 """Enough to tell a forged time from a true one."""
 SELFTEST_POOL_SETTINGS: Mapping[str, PoolSettings] = {
     "cuda": PoolSettings(warm_groups=8, timed_alone=False),
     "cpu": PoolSettings(warm_groups=4, judged_at_a_time=1),
 }
-"""By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact
-speeds."""
+"""Settings by device. Most of the corpus fails at once, and its ranks with it. Ranks on GPUs take seconds to start, and verdicts need no
+exact speeds."""

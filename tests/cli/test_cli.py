@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,16 +17,20 @@ from typing import Any
 import pytest
 import typer.main
 
+from help_examples import COMMANDS, help_and_example
 from peerlane import cli, problems
 from peerlane.cli import doctor, exit_codes, progress
 from peerlane.cli.evaluation import print_results
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.common import problem_files
+from peerlane.common.version import EXAMPLES, own_example
 from peerlane.device import emulator
 from peerlane.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
+from peerlane.evaluate import discover
 from peerlane.hardware import topology
 from peerlane.hardware.ceilings import Ceilings, Measurement
+from peerlane.problems.scaffolds import BACKENDS
 from peerlane.results.verdict import HarnessFailure, NotRun
 from sample_results import hung, on_cpu, result, text_of, wrong
 
@@ -132,10 +137,64 @@ def test_list_is_short_unless_it_is_asked_for_more(peerlane: Callable[..., int],
 def test_help_has_every_command_under_a_heading(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert peerlane("--help") == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
+    lines = lines[: lines.index("  Example:")]
     headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Options:", "Start here:", "Write a kernel:", "Read results:", "Score a model:", "Operate:"]
     listed = [line.split()[0] for line in lines[lines.index("Start here:") :] if line.startswith("  ")]
     assert sorted(listed) == sorted(typer.main.get_command(cli.app).commands) and not any(line.endswith("...") for line in lines[1:])
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
+def test_help_ends_with_an_example_whose_options_exist(names: tuple[str, ...]) -> None:
+    said, shown = help_and_example(names)
+    words = shlex.split(shown)
+    assert tuple(words[: len(names)]) == names and "Example:" not in said
+    used = next(tuple(words[:most]) for most in (2, 1) if tuple(words[:most]) in COMMANDS)
+    COMMANDS[used].make_context(shown, words[len(used) :])  # refuses an option or a value that it does not have
+    assert [word for word in words if word.startswith("examples/") and not (EXAMPLES.parent / word).is_file()] == []
+
+
+def test_own_examples_are_found_in_any_folder_that_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = Path("examples/cuda/1_allreduce_cuda.py")
+    (found,) = discover([str(mine)])
+    assert found.path == own_example(mine) == EXAMPLES / "cuda" / mine.name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("")
+    assert own_example(mine) == mine and own_example("examples/none.py") == Path("examples/none.py")
+
+
+def completions(peerlane: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+    """What a shell shows for the last word of a line."""
+    for name, value in {"_PEERLANE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}.items():
+        monkeypatch.setenv(name, value)
+    assert peerlane() == ExitCode.OK
+    return capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("peerlane sh", ["show"]),
+        ("peerlane show gemm_", ["gemm_allreduce", "gemm_allgather", "gemm_reducescatter"]),
+        ("peerlane show 8", ["8", *map(str, range(80, 88))]),
+        ("peerlane eval mine.py --problem 1-8,7", [f"1-8,{number}" for number in (7, *range(70, 80))]),
+        ("peerlane eval mine.py --preset small,pk", ["small,pkb"]),
+        ("peerlane prompt 1 --track ", ["open", "custom"]),
+        ("peerlane new 1 --backend ", list(BACKENDS)),
+    ],
+)
+def test_shells_complete(
+    peerlane: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, offered: list[str]
+) -> None:
+    assert completions(peerlane, monkeypatch, capsys, line) == offered
+
+
+def test_completion_does_not_import_torch() -> None:
+    code = "import atexit, sys, peerlane.cli; atexit.register(lambda: print({'torch', 'numpy'} & set(sys.modules))); peerlane.cli.main()"
+    asked = {"_PEERLANE_COMPLETE": "complete_bash", "COMP_WORDS": "peerlane show gemm_allr", "COMP_CWORD": "2"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
+    assert done.stdout.split() == ["gemm_allreduce", "set()"]
 
 
 def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +211,7 @@ def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
         "signature: str, origin: str, summary: str, notes: [str], speed_note: str, graph_reason: str, replicated: bool, updates: [], "
         "integer_exact: bool, mutates: [], comparison: NoneType, known_wrong_answers: [{name: str, why: str, cases: NoneType}], "
         "excused: {neighbours_exchanged: str, ranks_reversed: str, ring_order: str, another_rank: str}, world_size: int, profile: str, "
-        "clusters: [], sweep: [{name: str, size: str}]}"
+        "attainable: NoneType, clusters: [], sweep: [{name: str, size: str}]}"
     )
     assert printed["world_size"] == 2 and [preset["name"] for preset in printed["presets"]] == ["pkb"]
     assert printed["signature"] == "solution(tensor: torch.Tensor) -> torch.Tensor"

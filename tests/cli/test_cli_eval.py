@@ -11,13 +11,14 @@ import torch
 from typer.testing import CliRunner
 
 from peerlane import cli
-from peerlane.cli.demo import can_run, good_folders, needs_gpu
+from peerlane.cli.demo import can_run, comparison, demo_exit_code, good_folders, needs_gpu
 from peerlane.cli.evaluation import choose_device, gpu_count, torch_has_cuda
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.expectations import Expectation, read_expectation
 from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate import discover
 from peerlane.evaluate.candidates import reference_candidate
+from peerlane.results.verdict import NotRun
 from sample_results import on_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,14 @@ def test_demo_compares_verdicts_with_the_expected_ones(examples: Path) -> None:
         rows["1_lazy_pytorch"][:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and rows["1_lazy_pytorch"][-1] == "yes"
     )
     assert rows["1_idle_pytorch"][3:5] == ["hang", "wrong_result"] and rows["1_idle_pytorch"][-1] == "no"
+
+
+def test_demo_does_not_fail_by_what_a_busy_machine_cannot_tell() -> None:
+    kept_out = on_cpu(verdict=NotRun(missing="time"), speed=(), flags=("overloaded",))
+    row = comparison(kept_out, {kept_out.candidate.name: ["hang"]})
+    assert row[-1] == "too busy to tell" and demo_exit_code([on_cpu()], [kept_out], [row]) == ExitCode.OK
+    assert comparison(on_cpu(), {on_cpu().candidate.name: ["hang"]})[-1] == "no"
+    assert demo_exit_code([on_cpu(verdict=NotRun(missing="torch"), speed=())], [kept_out], [row]) == ExitCode.NOT_CORRECT
 
 
 def test_demo_needs_its_examples(tmp_path: Path) -> None:

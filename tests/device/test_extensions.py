@@ -20,12 +20,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "extension" / "1_allreduce_on
 LIGHT = FILES / "light_cuda.py"
 
 
-def light(*calls: object, ranks: int = 2) -> Outcome:
-    return run(LIGHT, [[(torch.tensor([float(10 * call + rank)]), what) for rank in range(ranks)] for call, what in enumerate(calls)])
+def light(*calls: tuple[object, ...], ranks: int = 2) -> Outcome:
+    return run(LIGHT, [[(torch.tensor([float(10 * call + rank)]), *what) for rank in range(ranks)] for call, what in enumerate(calls)])
 
 
 def test_statics_and_device_variables_are_a_ranks_own() -> None:
-    outcome = light("sum", "sum")
+    outcome = light(("total", True), ("total", True))
     assert outcome.failure is None and not outcome.findings
     assert [[counts for _, counts in call] for call in outcome.outputs] == [[(1, 41), (1, 41)], [(2, 42), (2, 42)]]
     assert [[float(total) for total, _ in call] for call in outcome.outputs] == [[1.0, 1.0], [1.0, 1.0]]
@@ -46,12 +46,53 @@ def test_processes_may_fork_and_compute_gradients_afterwards() -> None:
 
 
 def test_without_a_barrier_the_ranks_race() -> None:
-    assert ["host code" in str(finding) for finding in light("race").findings if finding.kind == "race"] == [True]
+    assert ["host code" in str(finding) for finding in light(("total", False)).findings if finding.kind == "race"] == [True]
 
 
 def test_too_much_shared_memory_is_an_error_of_the_launch() -> None:
     outcome = light(("shared_bytes", 64 << 10))
     assert outcome.outputs == [[("cudaErrorInvalidValue", "cudaSuccess")] * 2]
+
+
+def test_products_of_cublas_are_those_of_torch() -> None:
+    outcome = light(("products",), ranks=1)
+    assert outcome.outputs == [[[(0, True)] * 4]] and not outcome.findings
+
+
+def test_what_a_product_reads_takes_part_in_races() -> None:
+    right = light(("product_of_peer", True))
+    assert [out.tolist() for out in right.outputs[0]] == [[[1.0, 2.0], [3.0, 4.0]], [[0.0, 1.0], [2.0, 3.0]]] and not right.findings
+    race = light(("product_of_peer", False)).findings[0]
+    assert race.kind == "race" and "cublasSgemm" in str(race) and "host code" in str(race)
+
+
+def test_a_graph_of_the_runtime_is_replayed() -> None:
+    outcome = light(("replayed",))
+    assert [[float(x) for x in pair] for pair in outcome.outputs[0]] == [[6.0, 5.0], [7.0, 6.0]] and not outcome.findings
+
+
+def test_a_streams_wait_for_a_word_orders_what_was_written_before_the_word() -> None:
+    right = light(("signalled", 1))
+    assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [3.0, 3.0]
+    assert "race" in [finding.kind for finding in light(("signalled", 0)).findings]
+
+
+@pytest.mark.parametrize("what", ["broadcast", "barrier", "symm_mem.barrier"])
+def test_what_some_ranks_do_together_orders_these_ranks(what: str) -> None:
+    right, twin = (light(("read_behind", what, ranks), ranks=3) for ranks in ([0, 1], [1, 2]))
+    assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [0.0, 1.0, 0.0]
+    assert "race" in [finding.kind for finding in twin.findings]
+
+
+def test_blocks_of_a_cluster_reach_each_others_shared_memory() -> None:
+    right, early, late = (light(("swapped", broken), ranks=1) for broken in range(3))
+    assert right.outputs == [[True]] and not right.findings
+    assert "race" in [finding.kind for finding in early.findings]
+    assert [finding.kind for finding in late.findings] == ["misuse"]
+
+
+def test_kernels_tell_their_attributes() -> None:
+    assert light(("known",)).outputs == [[(1024, 1, 1024)] * 2]
 
 
 def test_a_multicast_address_is_no_memory_of_the_runtime() -> None:
@@ -89,6 +130,7 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
 TWINS = {
     EXAMPLE: ("    meet(pads, rank, world);  // nobody writes", "    // nobody writes"),
     FILES / "1_allreduce_two_shot_cuda.py": ("atom.global.release.sys.cas", "atom.global.relaxed.sys.cas"),
+    FILES / "1_allreduce_triton_signals.py": ("    signals.wait(pads, 0, rank, world, step)\n", ""),
     FILES / "2_allgather_cuda.py": ("        __threadfence_system();\n        *reinterpret", "        *reinterpret"),
     FILES / "8_alltoall_cuda.py": ("< 2 * call) {}", "< 1) {}"),
     FILES / "13_gemm_allreduce_cuda.py": ("        wait_for_all<<<1, 32, 0, stream>>>(tables, rank, world);\n    }));", "    }));"),

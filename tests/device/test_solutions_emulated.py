@@ -72,7 +72,7 @@ TWINS = [
     (79, "clustered_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
-    (85, "uneven_fp32", "for rank in range(parts)", "for rank in reversed(range(parts))"),
+    (85, "uneven_fp32", "args.first + min((begin", "min((begin"),
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
     (75, "four_value_heads_fp32", "+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
     (86, "quintic_fp32", "kit.all_reduce(gram)", "step or kit.all_reduce(gram)"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,7 @@ from hatchling.builders.wheel import WheelBuilder
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from help_examples import COMMANDS, help_and_example
 from peerlane.common.version import __version__
 from peerlane.evaluate.selftest.table import load
 
@@ -29,10 +31,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
+def environment(installed: Path) -> dict[str, str]:
+    """That of processes which find the peerlane of the wheel, and no problems but its own."""
+    return {**os.environ, "PYTHONPATH": str(installed), "PEERLANE_PROBLEMS": "", "COLUMNS": "100"}
+
+
 def run(installed: Path, folder: Path, *arguments: str, status: int = 0) -> str:
     """Returns what ``python ARGUMENTS`` prints in an empty folder, with the peerlane of the wheel."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "PEERLANE_PROBLEMS": "", "COLUMNS": "100"}
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, cwd=folder)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment(installed), cwd=folder)
     assert done.returncode == status, done.stderr[-2000:]
     return done.stdout
 
@@ -68,7 +74,26 @@ def test_the_wheel_judges_its_kit_example_and_reports(installed: Path, tmp_path:
 @pytest.mark.long
 def test_the_wheel_runs_its_demonstration(installed: Path, tmp_path: Path) -> None:
     shown = json.loads(run(installed, tmp_path, "-m", "peerlane", "demo", "--all", "--world-size", "2", "--json"))
-    assert shown["as_expected"] and all(shown["as_expected"]) and {item["verdict"]["kind"] for item in shown["good"]} == {"correct"}
+    assert True in shown["as_expected"] and False not in shown["as_expected"]  # None: other programs kept the cores
+    assert {item["verdict"]["kind"] for item in shown["good"] if "overloaded" not in item["flags"]} == {"correct"}
+
+
+@pytest.mark.long
+def test_the_examples_of_all_helps_work_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """As a stranger tries them, without a GPU. What reads a run reads the one that the example of `generate` makes."""
+    need_gpus, serve, generate = {("noise",), ("plot",), ("bench",)}, ("serve",), ("generate",)
+    shown = {names: ["-m", "peerlane", *shlex.split(help_and_example(names)[1])] for names in COMMANDS}
+    run(installed, tmp_path, *shown.pop(generate))
+    run(installed, tmp_path, "-m", "peerlane", "eval", "runs/broken", "--preset", "small", "--world-size", "2", status=3)
+    with subprocess.Popen(
+        [sys.executable, *shown.pop(serve)], env=environment(installed), cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as it:
+        assert it.stderr is not None and any("listening on" in line for line in it.stderr)
+        it.terminate()
+        it.stderr.read()
+    assert it.returncode == 0
+    for names, words in shown.items():
+        run(installed, tmp_path, *words, status=2 if names in need_gpus else 0)
 
 
 def test_files_name_this_version() -> None:
@@ -83,6 +108,7 @@ def test_pinned_versions_are_those_of_the_lock() -> None:
     lock = tomllib.loads((ROOT / "uv.lock").read_text())
     packages = {package["name"]: package for package in lock["package"]}
     own = packages.pop("peerlane")
+    assert own["version"] == __version__
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#"))
     assert pins == {name: package["version"] for name, package in packages.items()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -39,6 +39,7 @@ from peerlane.cli import (
     trace,
 )
 from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.options import completed, example
 from peerlane.cli.output import print_error
 from peerlane.common.version import __version__
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
@@ -68,9 +69,9 @@ app = typer.Typer(
     cls=_Headed,
     help="Judge multi-GPU kernels: are they right, how fast are they against the reference and the hardware, and if they fail, why.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog=example("peerlane demo"),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -95,46 +96,58 @@ def _options(
         importlib.import_module("numpy")  # before torch, which takes an interrupt in there for a missing numpy
 
 
-_COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
+_COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str, str]]] = {
     "Start here": {
-        "doctor": (doctor.doctor, "Say what this machine has and what is missing."),
-        "list": (list_problems.list_problems, "List the problems."),
-        "show": (show.show, "Show one problem: signature, shapes, error model, limit."),
-        "demo": (demo.demo, "Judge a few examples, right and wrong, in half a minute."),
+        "doctor": (doctor.doctor, "Say what this machine has and what is missing.", "doctor"),
+        "list": (list_problems.list_problems, "List the problems.", "list --category tensor_parallel"),
+        "show": (show.show, "Show one problem: signature, shapes, error model, limit.", "show gemm_allreduce"),
+        "demo": (demo.demo, "Judge a few examples, right and wrong, in half a minute.", "demo"),
     },
     "Write a kernel": {
-        "new": (new.new, "Write a candidate that is correct from the start."),
-        "eval": (evaluation.evaluate_candidates, "Judge candidates: right or wrong and why, how fast."),
-        "race": (race.race, "Find races and deadlocks of a kernel, without a GPU."),
-        "compile": (compile_kernels.compile_kernels, "Compile kernels: registers, shared memory, SASS."),
-        "trace": (trace.trace, "Draw what every rank does when."),
+        "new": (new.new, "Write a candidate that is correct from the start.", "new 36 --backend kit"),
+        "eval": (
+            evaluation.evaluate_candidates,
+            "Judge candidates: right or wrong and why, how fast.",
+            "eval examples/pytorch/1_allreduce_pytorch.py --preset small --world-size 2",
+        ),
+        "race": (race.race, "Find races and deadlocks of a kernel, without a GPU.", "race examples/cuda/1_allreduce_cuda.py"),
+        "compile": (
+            compile_kernels.compile_kernels,
+            "Compile kernels: registers, shared memory, SASS.",
+            "compile examples/cuda/1_allreduce_cuda.py --gpu h200",
+        ),
+        "trace": (trace.trace, "Draw what every rank does when.", "trace examples/pytorch/13_gemm_allreduce_pytorch.py --preset small"),
     },
     "Read results": {
-        "report": (report.report, "Print stored results as a table."),
-        "noise": (report.noise, "Print how far the reference is from itself."),
-        "plot": (report.plot, "Draw times of a sweep against size."),
-        "page": (report.page, "Write a page of results for others."),
-        "bundle": (bundle.bundle, "Pack a judged run into one file."),
-        "verify": (bundle.verify, "Judge the candidates of a bundle anew."),
+        "report": (report.report, "Print stored results as a table.", "report peerlane-results"),
+        "noise": (report.noise, "Print how far the reference is from itself.", "noise peerlane-results"),
+        "plot": (report.plot, "Draw times of a sweep against size.", "plot peerlane-results --out sweep.pdf"),
+        "page": (report.page, "Write a page of results for others.", "page peerlane-results --out page.html"),
+        "bundle": (bundle.bundle, "Pack a judged run into one file.", "bundle runs/broken"),
+        "verify": (bundle.verify, "Judge the candidates of a bundle anew.", "verify runs/broken.peerlane.zip --sample 5"),
     },
     "Score a model": {
-        "prompt": (prompt.prompt, "Print the text that a model gets for a problem."),
-        "generate": (generate.generate, "Ask a model for candidates, one reply each."),
-        "agent": (agent.agent, "Let a model work on problems with tools."),
-        "metrics": (metrics.metrics, "Count what models solved, with intervals."),
+        "prompt": (prompt.prompt, "Print the text that a model gets for a problem.", "prompt 13 --backend triton"),
+        "generate": (
+            generate.generate,
+            "Ask a model for candidates, one reply each.",
+            "generate 1-8 --model peerlane/broken --track open --out runs/broken",
+        ),
+        "agent": (agent.agent, "Let a model work on problems with tools.", "agent 1 --model peerlane/expert --out runs/agent"),
+        "metrics": (metrics.metrics, "Count what models solved, with intervals.", "metrics runs/broken"),
     },
     "Operate": {
-        "serve": (serve.serve, "Judge candidates that arrive over HTTP."),
-        "bench": (bench.bench, "Measure how fast data moves between GPUs."),
-        "calibrate": (calibrate.calibrate, "Measure how far references are from the exact answers."),
-        "selftest": (selftest.selftest, "Judge the corpus of cheats and bugs."),
+        "serve": (serve.serve, "Judge candidates that arrive over HTTP.", "serve --port 8300"),
+        "bench": (bench.bench, "Measure how fast data moves between GPUs.", "bench mechanisms"),
+        "calibrate": (calibrate.calibrate, "Measure how far references are from the exact answers.", "calibrate --problem 1"),
+        "selftest": (selftest.selftest, "Judge the corpus of cheats and bugs.", "selftest --quick"),
     },
 }
-"""By the heading under which ``--help`` shows it: each command with its line there."""
+"""Each command with its line in ``--help`` and the example of its own help, by the heading there."""
 
 for _heading, _listed in _COMMANDS.items():
-    for _name, (_function, _line) in _listed.items():
-        app.command(_name, rich_help_panel=_heading, short_help=_line)(_function)
+    for _name, (_function, _line, _example) in _listed.items():
+        app.command(_name, rich_help_panel=_heading, short_help=_line, epilog=example(f"peerlane {_example}"))(completed(_function))
 app.add_typer(
     export.export, name="export", rich_help_panel="Score a model", short_help="Write the suite, or scores, for the Hugging Face Hub."
 )

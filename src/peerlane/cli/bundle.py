@@ -31,10 +31,7 @@ def bundle(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A judged run: of `generate`, of `agent`, or a folder of `eval --model`.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE.zip", help="By default RUN.peerlane.zip, beside the run.")] = None,
 ) -> None:
-    """Pack a judged run into one file that others can verify: candidates, results, and where they were judged.
-
-    Example: peerlane bundle runs/model-a
-    """
+    """Pack a judged run into one file that others can verify: candidates, results, and where they were judged."""
     from peerlane.publish.bundle import ENDING, write_bundle
 
     file = out if out is not None else run.resolve().with_name(run.resolve().name + ENDING)
@@ -60,8 +57,6 @@ def verify(
 
     The outcome is kept beside the bundle, where `peerlane page` finds it. A second run continues a stopped one. Exit codes: 0
     nothing differs, 1 something does, 2 the bundle cannot be read.
-
-    Example: peerlane verify model-a.peerlane.zip --sample 20
     """
     from peerlane.common.files import write_atomically
     from peerlane.publish.bundle import read_bundle

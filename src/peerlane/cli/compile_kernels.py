@@ -15,6 +15,7 @@ from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import ProblemFolders
 from peerlane.cli.output import print_error, print_json
 from peerlane.cli.race import imported, scenarios
+from peerlane.common.version import own_example
 from peerlane.errors import CompileError, UsageError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def compile_kernels(
     from peerlane.device.tools.listing import ptx_listing, sass_listing
     from peerlane.emulator.gpu_code import KernelNeeds, gpu_named
 
-    chosen = gpu_named(gpu)
+    file, chosen = own_example(file), gpu_named(gpu)
     disassembler = find_disassembler() if sass else None
     if sass and disassembler is None:
         raise UsageError("--sass needs nvdisasm, which is not here: install the CUDA toolkit, or pip install 'peerlane[triton]'")

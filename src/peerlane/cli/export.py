@@ -7,15 +7,21 @@ from typing import Annotated
 
 import typer
 
+from peerlane.cli.options import completed, example
 from peerlane.cli.output import print_error, read_result_files
 from peerlane.cli.prompt import BACKEND_HELP, TRACK_HELP
 from peerlane.common.words import counted
 from peerlane.errors import UsageError
 
-export = typer.Typer(help="Write the suite, or a model's scores, for the Hugging Face Hub.", no_args_is_help=True)
+export = typer.Typer(
+    help="Write the suite, or a model's scores, for the Hugging Face Hub.",
+    no_args_is_help=True,
+    epilog=example("peerlane export hf peerlane-dataset"),
+)
 
 
-@export.command()
+@export.command(epilog=example("peerlane export hf peerlane-dataset --hardware h100x8"))
+@completed
 def hf(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that is new or empty.")],
     problem: Annotated[str, typer.Option(help="Problems, such as 1-8,13, or all.")] = "all",
@@ -29,8 +35,6 @@ def hf(
     """Write the suite as a data set: a card, a row for each problem, eval.yaml, and a folder of tasks for Harbor.
 
     Nothing is uploaded. `hf upload OWNER/NAME DIR --repo-type dataset` does that.
-
-    Example: peerlane export hf peerlane-dataset --hardware h100x8
     """
     from peerlane import problems
     from peerlane.generate.machine import choose_machine
@@ -48,7 +52,7 @@ def hf(
     print(f"written: {counted(len(tasks), 'task')} of Harbor in {folder / TASKS_FOLDER}")
 
 
-@export.command()
+@export.command(epilog=example("peerlane export results runs/broken --dataset owner/peerlane"))
 def results(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A judged run: of `generate`, of `agent`, or a folder of `eval --model`.")],
     dataset: Annotated[str, typer.Option(metavar="OWNER/NAME", help="The repository of the data set on the Hub.")],
@@ -58,8 +62,6 @@ def results(
     """Write a run's scores as a file of .eval_results/ in a model's repository on the Hub.
 
     Scores are per cent of all problems of the suite; problems without a sample count as not solved.
-
-    Example: peerlane export results runs/model-a --dataset owner/peerlane
     """
     from peerlane.common.files import write_atomically
     from peerlane.generate.run_folder import RunFolder

@@ -1,10 +1,11 @@
-"""Values of options, as all commands read them."""
+"""Values of options: how all commands read them, and how shells complete them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -30,6 +31,56 @@ def takes(group: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return run
 
     return decorate
+
+
+def example(command: str) -> str:
+    """Returns the end of a command's help, which shows it in use; ``\\b`` keeps the lines as they are."""
+    return f"\b\nExample:\n  {command}"
+
+
+def completed(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command's parameters what shells complete them with, by their names; a list of values is completed behind its last comma."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    for name in _COMPLETIONS.keys() & parameters.keys():
+        (info,) = parameters[name].annotation.__metadata__
+        info.autocompletion = _COMPLETIONS[name]
+    command.__annotations__ = {name: item.annotation for name, item in parameters.items()} | {"return": None}
+    return command
+
+
+def _offer(*choices: str) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        before = incomplete[: incomplete.rfind(",") + 1]
+        return [before + choice for choice in choices]
+
+    return complete
+
+
+def _offer_problems(incomplete: str) -> list[tuple[str, str]]:
+    from peerlane.common.problem_files import slugs
+
+    return _offer_numbers(incomplete) if incomplete.isdecimal() else [(slug, str(number)) for number, slug in slugs().items()]
+
+
+def _offer_numbers(incomplete: str) -> list[tuple[str, str]]:
+    from peerlane.common.problem_files import slugs
+
+    before = re.sub(r"[^,-]*$", "", incomplete)
+    return [(f"{before}{number}", slug) for number, slug in slugs().items()]
+
+
+_COMPLETIONS: dict[str, Callable[[str], Any]] = {
+    "problem_name": _offer_problems,
+    "problem": _offer_numbers,
+    "preset": _offer("small", "pkb", "production", "production_first", "sweep", "bandwidth"),
+    "backend": _offer("kit", "cuda", "nvshmem", "nccl", "triton", "pytorch"),
+    "device": _offer("auto", "cpu", "cuda", "emulated"),
+    "mode": _offer("eager", "graph"),
+    "track": _offer("open", "custom"),
+    "variant": _offer("default", "pkb"),
+    "isolation": _offer("L0", "L1", "L2"),
+    "gpu": _offer("h100", "h200", "b200"),
+}
 
 
 def words(text: str, option: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import typer
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.options import ProblemFolders, positive_integers, words
 from peerlane.cli.output import print_error, print_json
+from peerlane.common.version import own_example
 from peerlane.errors import CompileError, DeviceError, LaunchError, PeerlaneError, UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def race(
     from peerlane.emulator.gpu_code import gpu_named
 
     asked = _Asked(
-        file=file,
+        file=(file := own_example(file)),
         world_sizes=positive_integers(world_size, "--world-size"),
         schedules=schedules,
         seed=seed,

@@ -27,8 +27,6 @@ def report(
     """Print recorded results as a table for every class of machine.
 
     On a terminal the table has the width of the screen; anywhere else it is Markdown.
-
-    Example: peerlane report peerlane-results
     """
     named, is_measurement = " ".join(map(str, files)), any(file.name == "mechanisms.json" for file in files)
     if html is not None or title is not None:
@@ -59,22 +57,14 @@ def noise(files: Files) -> None:
     """Print how far the reference is from itself: the accuracy of the node and the protocol.
 
     It reads results of `peerlane eval reference`; others are left out.
-
-    Example: peerlane noise peerlane-results
     """
     from peerlane.report.noise import noise_report
 
-    if results := read_result_files(files):
-        print_markdown(noise_report(results))
-    else:
-        print(f"no results in {', '.join(map(str, files))}", file=sys.stderr)
+    print_markdown(noise_report(read_result_files(files)))
 
 
 def plot(files: Files, out: Annotated[Path, typer.Option(metavar="FILE.svg|FILE.pdf", help="The picture.")] = Path("sweep.svg")) -> None:
-    """Draw times of a sweep against size, from results of `peerlane eval --preset sweep`.
-
-    Example: peerlane plot peerlane-results --out sweep.pdf
-    """
+    """Draw times of a sweep against size, from results of `peerlane eval --preset sweep`."""
     from peerlane.report.plots import sweep_plot, write_plot
 
     write_plot(sweep_plot(read_result_files(files)), out)
@@ -88,10 +78,7 @@ def page(
     out: Annotated[Path, typer.Option(metavar="PAGE.html", help="The page; it opens without a network.")] = Path("page.html"),
     title: Annotated[str, typer.Option(help="Title of the page.")] = "peerlane results",
 ) -> None:
-    """Write a page that others can open: leaderboards, plots and every candidate.
-
-    Example: peerlane page runs/model-a runs/model-b --out page.html
-    """
+    """Write a page that others can open: leaderboards, plots and every candidate."""
     from peerlane.publish.gather import gather
     from peerlane.publish.page import write_page
 

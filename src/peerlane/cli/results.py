@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import typer
 
-results = typer.Typer(help="Work with files of results: print their JSON Schema.", no_args_is_help=True)
+from peerlane.cli.options import example
+
+EXAMPLE = example("peerlane results schema")
+results = typer.Typer(help="Work with files of results: print their JSON Schema.", no_args_is_help=True, epilog=EXAMPLE)
 
 
-@results.command()
+@results.command(epilog=EXAMPLE)
 def schema() -> None:
     """Print the JSON Schema of a line of results.jsonl."""
     from peerlane.results.schema import SCHEMA_FILE

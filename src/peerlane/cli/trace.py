@@ -59,8 +59,6 @@ def trace(
     On CPU ranks one call is recorded, and its times say nothing about a GPU.
 
     Exit codes: as those of `peerlane eval`.
-
-    Example: peerlane trace examples/pytorch/13_gemm_allreduce_pytorch.py --device cpu --preset small
     """
     rank_device = choose_device(device)
     on_gpus = Place.of(rank_device).has_gpus
@@ -139,7 +137,7 @@ class _Files:
         self.timelines: list[Timeline] = []
         self.no_picture: str | None = None
         self.suffix = ""
-        """of the name of a side that is recorded again"""
+        """The suffix of the name of a side that is recorded again."""
 
     @property
     def has_kit_kernels(self) -> bool:

@@ -30,7 +30,7 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 MOST_LEVELS, MOST_ENTRIES = 32, 200_000
-"""of a folder that is searched"""
+"""The most levels and entries of a folder that is searched."""
 
 
 def lock(file: IO[Any], patience_s: float) -> bool:

@@ -37,7 +37,7 @@ from peerlane.device.host.group import current_group
 from peerlane.emulator.build import COMPILER, folder
 from peerlane.emulator.cuda_runtime import HEADERS, Module, Runtime, start
 from peerlane.emulator.emulated_rank import EmulatedRank
-from peerlane.emulator.ptx_front_end import Ptx
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.errors import CompileError, MissingDependency
 
 _TORCH = Path(torch.__file__).parent
@@ -49,11 +49,13 @@ _OF_CPP = "#include <torch/extension.h>\n"
 _BINDINGS = _OF_CPP + "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{}}}\n"
 _BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
 _OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
-_CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "c10d::")
+_CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "at::CUDA", "c10d::")
 _LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|no instance of|is ambiguous")
 """in what nvcc says of a source that may need more of torch's headers"""
 NO_TOOLKIT = "install the whole CUDA toolkit"
 """Part of the message of every MissingDependency of this module."""
+_UNDECLARED = re.compile(r'identifier "((?:cublas|CUBLAS_)\w+)" is undefined')
+_LIBRARY_OF_CUDA = re.compile(r"-l(cuda|cudart|cublas\w*|c10_cuda|torch_cuda|nvrtc|nvidia-ml|nccl)$")
 _MISSING_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
 _OWN_FLAGS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code", "-std", "--std")
 # Patches of torch's headers: what tensors say of their device is what a GPU's tensors say, and they are made where kernels see them.
@@ -149,6 +151,8 @@ def _run(command: Sequence[str], failure: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode and (header := _MISSING_HEADER.search(done.stderr)):
         raise MissingDependency(f"nvcc cannot compile the extension: {header[1]} is not here; {NO_TOOLKIT}")
+    if done.returncode and (name := _UNDECLARED.search(done.stderr)):
+        raise UnknownPtx(f"{name[1]} {NOT_KNOWN}; nothing was run")
     if done.returncode:
         raise CompileError(f"{failure}:\n{(done.stderr or done.stdout).strip()}")
     return done.stdout
@@ -304,10 +308,10 @@ def _inline(
 
 
 def _options(host: Any, device: Any, include_dirs: Any, libraries: Any) -> Iterator[tuple[str, ...]]:
-    """Yields the flags, folders and libraries of a source. Of flags for the host's compiler, macros and folders count."""
+    """Yields a source's flags, folders, and libraries but CUDA's. Of flags for the host's compiler, macros and folders count."""
     yield (*(flag for flag in _words(host) if flag.startswith(("-D", "-I"))), *_words(device))
     yield tuple(str(folder) for folder in include_dirs or () if folder)
-    yield _words(libraries)
+    yield tuple(word for word in _words(libraries) if not _LIBRARY_OF_CUDA.match(word))
 
 
 def _words(flags: Any) -> tuple[str, ...]:

@@ -21,17 +21,19 @@ import torch
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 from peerlane.emulator.build import COMPILER, made, version
-from peerlane.emulator.cuda_graphs import capturing, record_operation
+from peerlane.emulator.cuda_blas import Product, multiply
+from peerlane.emulator.cuda_graphs import CUDAGraph, capturing, recorded
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
 from peerlane.emulator.gpu_code import needs_of
 from peerlane.emulator.job import BASE, VARIABLES
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.emulator.ptx_operands import TYPES
 from peerlane.emulator.ptx_text import Function, parse
+from peerlane.emulator.stream_kernels import MOVING_THREADS, SIGNALS, WAIT, WRITE, moves
 from peerlane.errors import CompileError, LaunchError
 
 _HERE = Path(__file__).with_name("cuda_host")
-SOURCE, HEADERS = _HERE / "runtime.cpp", _HERE / "include"
+SOURCES, HEADERS = [_HERE / "runtime.cpp", _HERE / "blas.cpp"], _HERE / "include"
 _BEGIN, _BYTES = BASE + (1 << 28), 1 << 36
 _HOST_CODE = "of C++ host code"
 _TORCH = Path(torch.__file__).parent
@@ -45,12 +47,17 @@ _Launch = ctypes.CFUNCTYPE(
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_uint64,
     ctypes.c_uint32,
+    ctypes.c_int,
 )
-_Copy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
-_Set = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64)
+_Copy = ctypes.CFUNCTYPE(ctypes.c_int, *(6 * [ctypes.c_uint64]))
+_Set = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64)
 _Variable = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p)
 _Exported = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
 _Occupancy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint64)
+_Attributes = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_int))
+_Multiply = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Product))
+_Word = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_int)
+_Graph = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int)
 _Count = ctypes.CFUNCTYPE(ctypes.c_int)
 
 
@@ -62,6 +69,10 @@ class _Python(ctypes.Structure):
         ("variable", _Variable),
         ("exported", _Exported),
         ("occupancy", _Occupancy),
+        ("attributes", _Attributes),
+        ("multiply", _Multiply),
+        ("word", _Word),
+        ("graph", _Graph),
         ("sm_count", _Count),
         ("world_size", _Count),
         ("shared_bytes", ctypes.c_int),
@@ -98,6 +109,7 @@ class Runtime:
         self._library.peerlane_take.restype = ctypes.c_uint64
         self.modules: list[Module] = []
         self._pending = threading.local()
+        self._graphs: list[CUDAGraph] = []
         self._callbacks = _Python(
             _Launch(self._guarded(self._launch, 1)),
             _Copy(self._guarded(self._copy, 1)),
@@ -105,6 +117,10 @@ class Runtime:
             _Variable(self._guarded(self._variable, 0)),
             _Exported(self._guarded(self._exported, 1)),
             _Occupancy(self._guarded(self._occupancy, -1)),
+            _Attributes(self._guarded(self._attributes, 1)),
+            _Multiply(self._guarded(self._multiply, 1)),
+            _Word(self._guarded(self._word, 1)),
+            _Graph(self._guarded(self._graph, -1)),
             _Count(self._guarded(lambda: emulated_rank(_HOST_CODE).sm_count, 1)),
             _Count(self._guarded(lambda: emulated_rank(_HOST_CODE).team.world.size, 1)),
             SHARED_LIMIT_BYTES,
@@ -172,13 +188,16 @@ class Runtime:
 
         return guarded
 
-    def _launch(self, kernel: bytes, number: int, grid: Any, block: Any, arguments: Any, shared_bytes: int, cluster: int) -> int:
+    def _launch(self, kernel: bytes, number: int, grid: Any, block: Any, arguments: Any, shared: int, cluster: int, dependent: int) -> int:
         module, name = self.modules[number], kernel.decode()
         if name not in module.entries:
             raise LaunchError(f"kernel {name} is not among those that were compiled: {', '.join(module.entries)}")
         sizes = [(length or 1) * TYPES[kind][1] for kind, _, _, length in module.entries[name].parameters]
         values = [(ctypes.c_char * size).from_buffer_copy(ctypes.string_at(arguments[i], size)) for i, size in enumerate(sizes)]
-        launch = PtxLaunch(module.ptx, name, tuple(grid[:3]), tuple(block[:3]), values, shared_bytes, cluster)
+        if any(size > 1 for size in module.entries[name].cluster[1:]):
+            raise UnknownPtx(f"kernel {name}: a cluster of {module.entries[name].cluster} blocks {NOT_KNOWN}, which has clusters along x")
+        cluster = max([cluster, *module.entries[name].cluster[:1]])
+        launch = PtxLaunch(module.ptx, name, tuple(grid[:3]), tuple(block[:3]), values, shared, cluster, bool(dependent))
         group = emulated_rank(name)
         for word in (word for value in values for word in memoryview(bytes(value)[: len(value) // 8 * 8]).cast("Q")):
             if self.holds(word) and (part := group.team.world.space.at(word)) is not None and part.name == VARIABLES:
@@ -186,25 +205,66 @@ class Runtime:
         group.launch_ptx(launch)
         return 0
 
-    def _copy(self, to: int, source: int, nbytes: int) -> int:
-        self._move("cudaMemcpyAsync", [to, source], nbytes, lambda: ctypes.memmove(to, source, nbytes))
+    def _copy(self, to: int, to_pitch: int, source: int, from_pitch: int, width: int, height: int) -> int:
+        self.move("cudaMemcpyAsync", [(to, to_pitch), (source, from_pitch)], width, height)
         return 0
 
-    def _set(self, to: int, value: int, nbytes: int) -> int:
-        self._move("cudaMemsetAsync", [to], nbytes, lambda: ctypes.memset(to, value, nbytes), value)
+    def _set(self, to: int, pitch: int, value: int, width: int, height: int) -> int:
+        self.move("cudaMemsetAsync", [(to, pitch)], width, height, value)
         return 0
 
-    def _move(self, what: str, places: Sequence[int], nbytes: int, act: Callable[[], Any], value: int = 0) -> None:
-        """Does what a copy or memset does: by a kernel of every rank where others may use the memory, or else at once."""
+    def move(self, what: str, places: Sequence[tuple[int, int]], width: int, height: int = 1, value: int = 0) -> None:
+        """Copies rows of bytes to the first of the places, which have an address and a pitch, or sets them, if it is the only one.
+
+        Does so by a kernel of every rank where others may use the memory, or else at once.
+        """
+        if any(pitch == width for _, pitch in places) and all(pitch == width for _, pitch in places):
+            width, height = width * height, 1
         group = emulated_rank(what)
-        parts = [self._part(group, what, place, nbytes) for place in places if self.holds(place)]
+        parts = [self._part(group, what, at, (height - 1) * pitch + width) for at, pitch in places if self.holds(at)]
+        (to, to_pitch), (source, from_pitch) = places[0], places[-1]
+
+        def act() -> None:
+            for row in range(height):
+                if len(places) == 1:
+                    ctypes.memset(to + row * to_pitch, value, width)
+                else:
+                    ctypes.memmove(to + row * to_pitch, source + row * from_pitch, width)
+
         if len(parts) < len(places) or not any(part.symmetric for part in parts):
-            record_operation(act, (), {}) if capturing() else act()
+            if not recorded(act):
+                act()
             return
-        width = next(width for width in (8, 4, 1) if not any(number % width for number in (*places, nbytes)))
-        numbers = (places[0], places[-1], nbytes, value * 0x0101010101010101)
-        launch = PtxLaunch(_moves(what), f"{what}_{width}", (1,), (_MOVING_THREADS,), [ctypes.c_uint64(number) for number in numbers])
-        group.launch_ptx(launch)
+        numbers = (to, to_pitch, source, from_pitch, width, width * height, value * 0x0101010101010101)
+        size = next(size for size in (8, 4, 1) if not any(number % size for number in numbers[:-1]))
+        values = [ctypes.c_uint64(number) for number in numbers]
+        group.launch_ptx(PtxLaunch(moves(what, copies=len(places) > 1), f"{what}_{size}", (1,), (MOVING_THREADS,), values))
+
+    def _multiply(self, asked: Any) -> int:
+        multiply(asked.contents, self.move)
+        return 0
+
+    def _word(self, address: int, value: int, condition: int) -> int:
+        """Writes a word, or waits for one."""
+        name = "cuStreamWriteValue32" if condition < 0 else "cuStreamWaitValue32"
+        group = emulated_rank(name)
+        self._part(group, name, address, 4)
+        values = [ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint32(max(condition, 0))]
+        group.launch_ptx(PtxLaunch(SIGNALS, WRITE if condition < 0 else WAIT, (1,), (1,), values))
+        return 0
+
+    def _graph(self, act: int, number: int) -> int:
+        """Begins or ends a capture, replays a graph, or tells whether the thread captures one."""
+        if act == 0:
+            graph = self._pending.graph = CUDAGraph()
+            graph.capture_begin()
+        elif act == 1:
+            self._graphs.append(self._pending.graph)
+            self._graphs[-1].capture_end()
+            return len(self._graphs)
+        elif act == 2:
+            self._graphs[number - 1].replay()
+        return int(capturing())
 
     def _part(self, group: EmulatedRank, what: str, address: int, nbytes: int) -> Any:
         part = group.team.world.space.at(address)
@@ -222,52 +282,17 @@ class Runtime:
         return 0
 
     def _occupancy(self, number: int, kernel: bytes, threads: int, shared_bytes: int) -> int:
-        ptx = self.modules[number].ptx
-        known = needs_of(ptx).get(ptx.symbol(kernel.decode()), Resources())
+        known = self._resources(number, kernel)
         return BlockNeeds(threads, known.registers, known.static_bytes + shared_bytes).per_sm()
 
+    def _attributes(self, number: int, kernel: bytes, values: Any) -> int:
+        known = self._resources(number, kernel)
+        values[0], values[1], values[2] = known.registers, known.static_bytes, known.frame_bytes
+        return 0
 
-def _moves(what: str) -> Ptx:
-    """Returns PTX that copies, or sets if ``what`` says so, by one block, in words of 1, 4 and 8 bytes."""
-    return Ptx(_MOVES_HEAD.format(what) + "".join(_move_of(what, width) for width in (1, 4, 8)))
-
-
-def _move_of(what: str, width: int) -> str:
-    kind, word = {1: ("u8", "%r4"), 4: ("b32", "%r4"), 8: ("b64", "%rd7")}[width]
-    load = f"ld.global.{kind} {word}, [%rd6];" if what == "cudaMemcpyAsync" else f"ld.param.{kind} {word}, [value];"
-    return _MOVE.format(name=f"{what}_{width}", load=load, kind=kind, word=word, width=width, step=width * _MOVING_THREADS)
-
-
-_MOVING_THREADS = 128
-_MOVES_HEAD = """
-.version 8.0
-.target sm_90
-.address_size 64
-.file 1 "{}"
-"""
-_MOVE = """
-.visible .entry {name}(.param .u64 to, .param .u64 from, .param .u64 count, .param .u64 value)
-{{
-    .reg .pred %p<2>; .reg .b32 %r<5>; .reg .b64 %rd<8>;
-    .loc 1 1 0
-    ld.param.b64 %rd1, [to];
-    ld.param.b64 %rd2, [from];
-    ld.param.b64 %rd3, [count];
-    mov.u32 %r1, %tid.x;
-    mul.wide.u32 %rd4, %r1, {width};
-NEXT:
-    setp.ge.u64 %p1, %rd4, %rd3;
-    @%p1 bra DONE;
-    add.s64 %rd5, %rd1, %rd4;
-    add.s64 %rd6, %rd2, %rd4;
-    {load}
-    st.global.{kind} [%rd5], {word};
-    add.s64 %rd4, %rd4, {step};
-    bra NEXT;
-DONE:
-    ret;
-}}
-"""
+    def _resources(self, number: int, kernel: bytes) -> Resources:
+        ptx = self.modules[number].ptx
+        return needs_of(ptx).get(ptx.symbol(kernel.decode()), Resources())
 
 
 _runtime: Runtime | None = None
@@ -299,6 +324,7 @@ def _make_tensors_for_cuda() -> None:
     def empty_strided(size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):  # type: ignore[no-untyped-def]
         return torch.empty_strided(size, stride, dtype=dtype, device="cpu")
 
+    _factories.impl("record_stream", lambda tensor, stream: None, "CPU")  # type: ignore[no-untyped-call]
     _factories.impl("empty.memory_format", empty, "CUDA")  # type: ignore[no-untyped-call]
     _factories.impl("empty_strided", empty_strided, "CUDA")  # type: ignore[no-untyped-call]
 
@@ -310,7 +336,7 @@ def _compiled(cuda_include: Path) -> Path:
 
     def build(library: Path) -> None:
         includes = (HEADERS, _TORCH / "include", cuda_include, HEADERS.with_name("last"))
-        command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", *(f"-I{path}" for path in includes), str(SOURCE)]
+        command = [COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", *(f"-I{path}" for path in includes), *map(str, SOURCES)]
         command += [f"-L{_TORCH / 'lib'}", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}", "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

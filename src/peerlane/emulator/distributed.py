@@ -1,7 +1,8 @@
 """Functions of torch.distributed for emulated ranks: numbers of ranks, collectives of CPU tensors, and symmetric memory.
 
 Host code that calls them runs as written. A collective here is the host's: all ranks meet, and it is over. One in which every rank needs
-something of every other orders kernels as a barrier on the stream does; a broadcast does not. What it writes is the host's.
+something of every other orders kernels as a barrier on the stream does; a broadcast orders its root's before those of the others. What it
+writes is the host's.
 """
 
 import copy
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from peerlane.device.host.group import current_group
 from peerlane.emulator.cuda_graphs import recorded
 from peerlane.emulator.emulated_rank import EmulatedRank
+from peerlane.emulator.group_order import order_ranks
 from peerlane.emulator.symmetric_memory import SIGNAL_PAD_BYTES, SymmetricMemory, empty, write_value32
 from peerlane.errors import UsageError
 from peerlane.settings import multicast_allowed
@@ -93,16 +95,18 @@ def _meet(
     value: Any,
     act: Callable[[list[Any]], Any] = lambda values: None,
     orders: Callable[[list[Any]], bool] = lambda values: True,
+    root: int | None = None,
 ) -> Any:
-    """Returns ``act`` of all ranks' values. ``orders`` tells whether no rank's kernels may go on before all other ranks have come."""
+    """Returns ``act`` of all ranks' values. ``orders`` tells whether no rank's kernels may go on before all other ranks have come, or the
+    ``root``, if there is one."""
     own = _group(group)
-    if recorded(functools.partial(_meet, group, what, value, act, orders)):
+    if recorded(functools.partial(_meet, group, what, value, act, orders, root)):
         return None
     own.team.world.collectives[what.partition(" ")[0]] += 1
 
     def ordered(values: list[Any]) -> Any:
         if orders(values):
-            own.team.sequence.barrier(own.team.world.space.placed)
+            order_ranks(own.team, root)
         return act(values)
 
     return own.team.meeting.meet(own.member, what, value, ordered)
@@ -162,7 +166,7 @@ def _broadcast(
         for each in tensors:
             each.copy_(tensors[root or 0].clone())
 
-    _meet(group, f"dist.broadcast of {tuple(tensor.shape)}", tensor, act, _orders_nothing)
+    _meet(group, f"dist.broadcast of {tuple(tensor.shape)}", tensor, act, root=root or 0)
     return _work(async_op)
 
 
@@ -242,7 +246,7 @@ def _broadcast_object_list(
     objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
 ) -> None:
     root = group_src if src is None else _group(group).team.members.index(src)
-    objects[:] = copy.deepcopy(_meet(group, "dist.broadcast_object_list", objects, lambda values: list(values[root or 0]), _orders_nothing))
+    objects[:] = copy.deepcopy(_meet(group, "dist.broadcast_object_list", objects, lambda values: list(values[root or 0]), root=root or 0))
 
 
 def _members(group: Any = None) -> list[int]:

@@ -67,7 +67,7 @@ class KernelNeeds:
 
     @property
     def shared_bytes(self) -> int:
-        """of a block: static and dynamic"""
+        """The shared memory of a block, static and dynamic."""
         return self.resources.static_bytes + self.dynamic_shared_bytes
 
     def per_sm(self) -> int:

@@ -55,7 +55,7 @@ class Region:
     """offset, a multiple of PAGE_BYTES, and what lies there at first; elsewhere there are zeros"""
     expected: bytes | None = None
     multicast: Sequence[int] = ()
-    """of a multicast address: where the memory lies, on each rank, that it stands for"""
+    """Where the memory lies that a multicast address stands for, on each rank."""
     unwritten: bool = False
     """whether nobody has written it, so that reading it is an error"""
     within_rounding: bool = False
@@ -83,7 +83,7 @@ class Launch:
 
     @property
     def threads(self) -> int:
-        """of a block"""
+        """The threads of a block."""
         return _product(self.block)
 
 

@@ -65,7 +65,7 @@ class UnknownPtx(UsageError):
 
 
 _counted: dict[str, Counter[str]] = {}
-"""of the kernels that have been translated: how many instructions are approximate, by instruction, and exact ("")"""
+"""How many instructions of each translated kernel are approximate, by instruction, and exact ("")."""
 _APPROXIMATE = re.compile(r"\.approx\b|\.full\b|^(?:mma|wgmma)\b|^multimem\.(?:ld_reduce|red)\b.*f\d|^fma\.r[zmp]\b")
 """Instructions whose rounding is the CPU's, or whose sums have an order of their own."""
 

@@ -15,6 +15,7 @@ TYPES = {
 """PTX type: the C++ type that an instruction reads, and its bytes"""
 NUMBERS = {name for name in TYPES if name not in ("f16x2", "bf16x2", "f16", "bf16", "b128")}
 _AXES = {"tid": "threadIdx", "ntid": "blockDim", "ctaid": "blockIdx", "nctaid": "gridDim"}
+_CLUSTERS = {"clusterid": "blockIdx", "nclusterid": "gridDim"}
 _SPECIAL = {
     **{f"%{name}.{axis}": f"{cpp}.{axis}" for name, cpp in _AXES.items() for axis in "xyz"},
     "%laneid": "lane()",
@@ -28,11 +29,19 @@ _SPECIAL = {
     "%lanemask_gt": "(~((2u << lane()) - 1))",
     "%lanemask_ge": "(~((1u << lane()) - 1))",
     "%cluster_ctarank": "peerlane_cluster_rank()",
+    "%cluster_nctarank": "peerlane_cluster_size()",
+    "%is_explicit_cluster": "(peerlane_cluster_size() > 1)",
+    # A cluster is of neighbours along x.
+    "%cluster_ctaid.x": "peerlane_cluster_rank()",
+    "%cluster_nctaid.x": "peerlane_cluster_size()",
+    **{f"%cluster_{name}.{axis}": number for name, number in (("ctaid", "0u"), ("nctaid", "1u")) for axis in "yz"},
+    **{f"%{name}.x": f"({cpp}.x / peerlane_cluster_size())" for name, cpp in _CLUSTERS.items()},
+    **{f"%{name}.{axis}": f"{cpp}.{axis}" for name, cpp in _CLUSTERS.items() for axis in "yz"},
     "%envreg1": "u32(reinterpret_cast<u64>(grid_workspace) >> 32)",
     "%envreg2": "u32(reinterpret_cast<u64>(grid_workspace))",
     "WARP_SZ": "32u",
 }
-SPACES = {"global", "shared", "local", "const", "param", "shared::cta"}
+SPACES = {"global", "shared", "local", "const", "param", "shared::cta", "shared::cluster"}
 
 Modifiers = list[str]
 Operands = list[str]

@@ -37,7 +37,7 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
     """the parameter that the function returns"""
     is_kernel = True
     counts: Counter[str]
-    """of the function's instructions: the approximate ones by name, all others under no name"""
+    """The numbers of the function's instructions: the approximate ones by name, all others under no name."""
 
     def translated(self, text: str) -> str | None:
         """Returns the instruction in C++; None if it is not known."""
@@ -181,7 +181,20 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         return f"peerlane_barrier({self.value(operands[0], 'u32')}, {threads}, {'true' if kind == ['sync'] else 'false'}, __COUNTER__ + 1);"
 
     def _barrier(self, modifiers: Modifiers, operands: Operands) -> str | None:
-        return None if "cluster" in modifiers else self._bar(modifiers, operands)
+        if modifiers[0] != "cluster":
+            return self._bar(modifiers, operands)
+        flags = [item for item in modifiers[1:] if item != "aligned"]
+        if flags in (["arrive"], ["arrive", "release"], ["arrive", "relaxed"]):
+            return f"peerlane_cluster_arrive({'false' if flags[-1] == 'relaxed' else 'true'});"
+        return "peerlane_cluster_wait();" if flags in (["wait"], ["wait", "acquire"]) else None
+
+    def _mapa(self, modifiers: Modifiers, operands: Operands) -> str | None:
+        """The address of what another block of the cluster has where this one has what lies at an address."""
+        target, address, rank = operands
+        found = f"{{}}(peerlane_cluster_pointer({self.pointer(address, modifiers[0])}, {self.value(rank, 'u32')}))"
+        if modifiers[0] == "shared::cluster":
+            return f"set({name_of(target)}, {found.format('peerlane_shared_address')});"
+        return f"set({name_of(target)}, {found.format('reinterpret_cast<u64>')});" if modifiers == ["u64"] else None
 
     def _shfl(self, modifiers: Modifiers, operands: Operands) -> str | None:
         sync, how, kind = modifiers

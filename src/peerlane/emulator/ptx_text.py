@@ -13,6 +13,7 @@ _INLINED = re.compile(r"(\.loc\s+\d+\s+\d+\s+\d+)[ \t]*//[^\n@]*((?:@\[ [^\s:]+:
 _CALLER = re.compile(r"@\[ ([^\s:]+):(\d+)")
 CALLED_FROM = " <- "
 """Between a file and the places from which its line was inlined, each a file and a line."""
+_CLUSTER = re.compile(r"\.reqnctapercluster\s+(\d+(?:\s*,\s*\d+)*)")
 _LABEL = re.compile(r"([$\w]+):(?!:)")
 _VARIABLE = re.compile(
     r"(?:\.visible\s+|\.extern\s+|\.weak\s+|\.common\s+)*\.(global|shared|const|local)\s+(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?"
@@ -45,7 +46,7 @@ class Statement:
     kind: str
     text: str = ""
     place: Place = ("", 0)
-    """of a line"""
+    """The place of a line."""
     variable: Variable | None = None
 
 
@@ -61,6 +62,8 @@ class Function:
     parameters: list[Parameter]
     statements: list[Statement] = field(default_factory=list)
     result: Parameter | None = None
+    cluster: tuple[int, ...] = ()
+    """the blocks of a cluster along each axis, if the kernel says so"""
 
 
 @dataclass
@@ -133,7 +136,9 @@ def _function(head: str, body: str, files: dict[int, str], parents: dict[Locatio
     name = re.search(r"[$\w]+", head)
     assert name, "an entry has a name"
     returned = _parameters(result)
-    return Function(name[0], _parameters(head), list(_statements(body, files, parents)), returned[0] if returned else None)
+    said = _CLUSTER.search(head)
+    cluster = tuple(map(int, said[1].split(","))) if said else ()
+    return Function(name[0], _parameters(head), list(_statements(body, files, parents)), returned[0] if returned else None, cluster)
 
 
 def _parameters(text: str) -> list[Parameter]:

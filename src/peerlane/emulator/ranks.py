@@ -69,7 +69,7 @@ class World:
     space: AddressSpace = field(default_factory=AddressSpace)
     teams: list[Team] = field(default_factory=list)
     process_groups: dict[str, Any] = field(default_factory=lambda: {"0": None})
-    """of torch.distributed, by name"""
+    """The process groups of torch.distributed, by name."""
     builds: Builds = field(init=False)
     cluster: Cluster = field(init=False)
     kernels: dict[tuple[str, int], KernelNeeds] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class World:
     not_compiled: bool = False
     """whether a kernel was launched that nothing has compiled for a GPU"""
     collectives: Counter[str] = field(default_factory=Counter)
-    """of torch.distributed, by name, of all ranks together"""
+    """The number of calls of torch.distributed, by name, of all ranks together."""
 
     def __post_init__(self) -> None:
         self.turns, self.builds = Turns(self.size), Builds(self.gpu, self.from_ptx)
@@ -111,16 +111,18 @@ class Team:
         self.meeting = Meeting(world.turns, members)
         self.sequence = LaunchSequence(self.members, world.schedules, world.seed, world.time_left)
         self.parts: list[Part] = []
-        """of all arenas of the group, on all its ranks"""
+        """The parts of all arenas of the group, on all its ranks."""
         self.faults: list[Part] = []
         self.handles: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-        """of symmetric memory, by rank and tensor, as long as somebody has them"""
+        """The handles of symmetric memory, by rank and tensor, as long as they are in use."""
         self.workspaces: dict[int, Any] = {}
         """handles, by rank"""
         self.launches: Counter[str] = Counter()
         self.sources: set[str] = set()
         """hashes of the tokens of the launched kernels' sources"""
         """by kernel"""
+        self.order: list[Part] = []
+        """memory of signals, and where each rank finds it, once collectives of the group have needed it"""
         self._groups: dict[int, EmulatedGroup] = {}
         self._variables: dict[Path, list[Part]] = {}
 
@@ -152,13 +154,15 @@ class Team:
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
         # Host code asks the kit how many SMs there are. That of others is written for the whole GPU.
         sm_count = self.world.gpu.sm_count if compiled.modules else self.world.sm_count
-        made = [launch.made(number) for number, launch in enumerate(launches)]
+        # Code that is not the kit's runs among the launches of all ranks, whatever group launches it.
+        home = self.world.team(range(self.world.size)) if compiled.modules else self
+        made = [launch.made(home.members.index(member)) for member, launch in zip(self.members, launches, strict=True)]
         made = [replace(item, resident_blocks=resident_blocks(item, compiled.kernels, sm_count)) for item in made]
         found_needs = needs(made, compiled.kernels, self.world.gpu.arch)
         self.world.not_compiled |= found_needs is None
         for found in found_needs or ():
             self.world.kernels[found.name, found.threads] = found
-        parts = dict.fromkeys([*self.parts, *self.variables(compiled.program)])
+        parts = dict.fromkeys([*home.parts, *self.parts, *self.variables(compiled.program)])
         parts |= dict.fromkeys(self.world.space.reached(argument for item in made for argument in item.arguments))
         for member, item in zip(self.members, made, strict=True):
             if freed := next((part for part in self.world.space.reached(item.arguments) if part.freed_on(member)), None):
@@ -170,7 +174,7 @@ class Team:
         step = Step(made, {part: part.contents() for part in parts}, launches[0].kernel.name, unwritten)
         self.launches[launches[0].kernel.name] += len(launches)
         self.sources |= {launch.kernel.code.token_hash for launch in launches}
-        self.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)])
+        home.sequence.run(launches[0].kernel.name, compiled, step, self.faults[: len(self.members)] if home is self else [])
 
     def variables(self, program: Program) -> list[Part]:
         """Returns every rank's device variables of a program, which stay from launch to launch."""

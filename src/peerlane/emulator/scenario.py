@@ -30,7 +30,7 @@ class Buffer:
     initial: list[bytes] | None = None
     expected: list[bytes] | None = None
     multicast: list[list[int]] | None = None
-    """of multicast addresses: for each rank's, the addresses of the memory that it stands for"""
+    """The memory that multicast addresses stand for: a list of addresses for each rank."""
 
 
 GUARDED_TAKES = 256

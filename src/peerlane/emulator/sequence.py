@@ -62,12 +62,13 @@ class Compiled:
     """what it consists of, if that is PTX: then it can be joined with others"""
 
     def joined(self, other: "Compiled") -> "Compiled | None":
-        """Returns both in one program; None if there is none."""
+        """Returns both in one program; None if there is none, as where both have device variables."""
         if other is self or (self.modules and other.modules <= self.modules):
             return self
-        if not self.modules or not other.modules or self.program.globals or other.program.globals:
+        if not self.modules or not other.modules or (self.program.globals and other.program.globals):
             return None
-        return compile_ptx(self.modules | other.modules)
+        both = compile_ptx(self.modules | other.modules)
+        return both if both.program.globals == self.program.globals + other.program.globals else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -122,7 +123,7 @@ class Step:
     launches: list[Launch]
     before: dict[Part, Contents]
     name: str = ""
-    """of the kernel"""
+    """The name of the kernel."""
     unwritten: Mapping[Part, bool] = field(default_factory=dict)
     """the parts of ``before`` that host code had not written, and whether no kernel had, either"""
 
@@ -216,6 +217,21 @@ class LaunchSequence:
             self._steps.append(self._host_writes(step, changed))
         self.check()
         self._latest |= step.before
+
+    def signal(self, code: Compiled, signals: Step, parts: Iterable[Part]) -> None:
+        """Adds launches that order others, and leave memory as it is. ``parts``: as of a barrier."""
+        joined = code if self._code is None else self._code.joined(code)
+        if joined is None:
+            if self._code is not None and self._code.modules:
+                self.check()
+            return
+        self._code = joined
+        now = Step([], {part: part.contents() for part in parts if part.symmetric and part.shown})
+        if changed := self._changed(now):
+            self._steps.append(self._host_writes(now, changed))
+        self._steps.append(signals)
+        self._latest |= now.before
+        self._known |= {part: contents for part, contents in now.before.items() if part in self._known}
 
     def check(self) -> None:
         """Runs the launches so far in a row under many schedules, and begins anew."""

@@ -36,7 +36,7 @@ class Outcome:
     outputs: list[list[Any]]
     """by call, then by rank; of the calls that all ranks returned from"""
     reports: list[Report]
-    """of every sequence of launches, and of launches that went wrong by themselves"""
+    """The reports of every sequence of launches, and of launches that failed by themselves."""
     failure: tuple[int, BaseException] | None
     """the first rank that failed, and its error"""
     aliased: bool = False

@@ -13,91 +13,11 @@ import torch
 
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.host_memory import MulticastPart, Part
-from peerlane.emulator.ptx_front_end import Ptx
+from peerlane.emulator.stream_kernels import ALL, BARRIER, NONE, SIGNALS, WRITE
 from peerlane.errors import UsageError
 from peerlane.settings import multicast_allowed
 
 SIGNAL_PAD_BYTES = 2048
-_BARRIER, _WRITE = "symmetric_memory_barrier", "symmetric_memory_write"
-# As torch's kernel: thread t signals rank t by changing 0 to 1 in its pad, and takes rank t's signal by changing 1 to 0 in its own.
-# A write of no count comes behind a fence, as cuStreamWriteValue32 promises; with a count it is a memset.
-_SOURCE = Ptx(
-    f"""
-.version 8.0
-.target sm_90
-.address_size 64
-.file 1 "symmetric memory's barrier"
-.visible .entry {_BARRIER}(
-    .param .u64 pads, .param .u32 first, .param .u32 rank, .param .u32 ranks, .param .u32 target, .param .u32 source)
-{{
-    .reg .pred %p<2>; .reg .b32 %r<9>; .reg .b64 %rd<9>;
-    .loc 1 1 0
-    ld.param.b64 %rd1, [pads];
-    ld.param.b32 %r1, [first];
-    ld.param.b32 %r2, [rank];
-    ld.param.b32 %r3, [ranks];
-    mov.u32 %r4, %tid.x;
-    setp.ge.u32 %p1, %r4, %r3;
-    @%p1 bra DONE;
-    setp.eq.u32 %p1, %r4, %r2;
-    @%p1 bra DONE;
-    ld.param.b32 %r5, [target];
-    setp.ne.u32 %p1, %r5, %r4;
-    setp.ne.and.u32 %p1, %r5, -1, %p1;
-    @%p1 bra PUT_DONE;
-    mul.wide.u32 %rd2, %r4, 8;
-    add.s64 %rd2, %rd1, %rd2;
-    ld.global.b64 %rd3, [%rd2];
-    add.s32 %r6, %r1, %r2;
-    mul.wide.u32 %rd4, %r6, 4;
-    add.s64 %rd3, %rd3, %rd4;
-PUT:
-    atom.release.sys.global.cas.b32 %r7, [%rd3], 0, 1;
-    setp.ne.u32 %p1, %r7, 0;
-    @%p1 bra PUT;
-PUT_DONE:
-    ld.param.b32 %r5, [source];
-    setp.ne.u32 %p1, %r5, %r4;
-    setp.ne.and.u32 %p1, %r5, -1, %p1;
-    @%p1 bra DONE;
-    mul.wide.u32 %rd5, %r2, 8;
-    add.s64 %rd5, %rd1, %rd5;
-    ld.global.b64 %rd6, [%rd5];
-    add.s32 %r6, %r1, %r4;
-    mul.wide.u32 %rd7, %r6, 4;
-    add.s64 %rd6, %rd6, %rd7;
-WAIT:
-    atom.acquire.sys.global.cas.b32 %r8, [%rd6], 1, 0;
-    setp.ne.u32 %p1, %r8, 1;
-    @%p1 bra WAIT;
-DONE:
-    ret;
-}}
-.visible .entry {_WRITE}(.param .u64 at, .param .u32 value, .param .u32 count)
-{{
-    .reg .pred %p<2>; .reg .b32 %r<4>; .reg .b64 %rd<2>;
-    .loc 1 2 0
-    ld.param.b64 %rd1, [at];
-    ld.param.b32 %r1, [value];
-    ld.param.b32 %r2, [count];
-    setp.ne.u32 %p1, %r2, 0;
-    @%p1 bra NEXT;
-    fence.acq_rel.sys;
-    st.relaxed.sys.global.b32 [%rd1], %r1;
-    ret;
-NEXT:
-    setp.eq.u32 %p1, %r2, 0;
-    @%p1 bra WRITTEN;
-    st.global.b32 [%rd1], %r1;
-    add.s64 %rd1, %rd1, 4;
-    sub.s32 %r2, %r2, 1;
-    bra NEXT;
-WRITTEN:
-    ret;
-}}
-"""
-)
-_ALL, _NONE = 0xFFFFFFFF, 0xFFFFFFFE
 
 
 def empty(group: EmulatedRank, *size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -172,15 +92,15 @@ class SymmetricMemory:
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         """Launches a kernel that waits for all other ranks."""
-        self._signal(channel, _ALL, _ALL)
+        self._signal(channel, ALL, ALL)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Launches a kernel that signals one rank."""
-        self._signal(channel, dst_rank, _NONE)
+        self._signal(channel, dst_rank, NONE)
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         """Launches a kernel that waits for one rank's signal."""
-        self._signal(channel, _NONE, src_rank)
+        self._signal(channel, NONE, src_rank)
 
     def stream_write_value32(self, addr: int, val: int) -> None:
         """Writes a word behind a fence, in the order of the stream."""
@@ -189,7 +109,7 @@ class SymmetricMemory:
     def _signal(self, channel: int, target: int, source: int) -> None:
         numbers = (channel * self.world_size, self.rank, self.world_size, target, source)
         values = [ctypes.c_uint64(self.signal_pad_ptrs_dev), *map(ctypes.c_uint32, numbers)]
-        self._group.launch_ptx(PtxLaunch(_SOURCE, _BARRIER, (1,), (32,), values))
+        self._group.launch_ptx(PtxLaunch(SIGNALS, BARRIER, (1,), (32,), values))
 
 
 def write_value32(group: EmulatedRank, tensor: torch.Tensor, offset: int, value: int, count: int = 0) -> torch.Tensor:
@@ -203,7 +123,7 @@ def write_value32(group: EmulatedRank, tensor: torch.Tensor, offset: int, value:
 
 def _write(group: EmulatedRank, address: int, value: int, count: int = 0) -> None:
     values = [ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint32(count)]
-    group.launch_ptx(PtxLaunch(_SOURCE, _WRITE, (1,), (1,), values))
+    group.launch_ptx(PtxLaunch(SIGNALS, WRITE, (1,), (1,), values))
 
 
 def _view(part: Part, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:

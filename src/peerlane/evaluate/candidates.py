@@ -13,7 +13,7 @@ from typing import Literal
 from peerlane.common.files import find_files, read_regular, shown_path
 from peerlane.common.problem_files import slugs
 from peerlane.common.syntax import UNREADABLE, parse
-from peerlane.common.version import PACKAGE, __version__
+from peerlane.common.version import PACKAGE, __version__, own_example
 from peerlane.errors import CandidateChanged, CandidateNotFound, FileRefused
 from peerlane.evaluate.problem_names import resolve
 from peerlane.results.record import Track
@@ -32,7 +32,7 @@ _CUDA_NAMES = (
 )
 """modules and functions that only sources with CUDA kernels import or call"""
 _CPP_NAMES = {"torch.utils.cpp_extension", "torch.utils.cpp_extension.load_inline", "cpp_extension", "load_inline"}
-"""of these, the names that sources with C++ extensions alone have too"""
+"""Those of the names above that sources with C++ extensions alone have too."""
 _CUDA_HEADER = re.compile(r"#include\s*[<\"][^>\"]*(cuda|nccl|nvshmem)", re.IGNORECASE)
 _TRITON_NAMES = ("triton", "peerlane.device.triton")
 KIT = "peerlane.device"
@@ -217,7 +217,7 @@ def discover(
     for argument in arguments:
         if not argument:  # an unset variable of a shell, more likely than the working directory
             raise CandidateNotFound("got '' for a candidate: expected a .py file or a folder; '.' is the current one")
-        path = PACKAGE / SOLUTIONS if argument == SOLUTIONS else Path(argument)
+        path = PACKAGE / SOLUTIONS if argument == SOLUTIONS else own_example(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())
         elif os.path.isdir(path):

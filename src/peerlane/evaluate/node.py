@@ -40,7 +40,7 @@ class Node:
     peaks: tuple[Peaks, ...]
     memory_bytes: float
     rules_hash: str = ""
-    """of the settings that decide verdicts and speeds"""
+    """The hash of the settings that decide verdicts and speeds."""
 
     def shared_by(self, virtual: VirtualNode | None) -> "Node":
         """This machine where its ranks share GPUs as they do on ``virtual``: a rank has a part of the memory, and no link to a peer."""

@@ -94,11 +94,11 @@ class EvaluationPipeline:
     short_of_memory: bool = False
     """the evaluator's own ranks had too little memory on the GPU"""
     runners: list[CaseRunner] = field(default_factory=list)
-    """of the cases that were opened, in their order"""
+    """The runners of the cases that were opened, in their order."""
     late: bool = False
     """ranks did not answer in time, or the limit passed before a verdict, whoever is to blame"""
     kept_share: float = 0.0
-    """of the time of an evaluation that is late: in which other programs kept its ranks from their cores"""
+    """The share of a late evaluation's time in which other programs kept its ranks from their cores."""
     stuck: bool = False
     """ranks made no progress, however busy the machine was"""
     speeds: list[Speed] = field(default_factory=list)

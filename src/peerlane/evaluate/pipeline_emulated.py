@@ -41,13 +41,13 @@ class EmulatedPipeline(EvaluationPipeline):
     """Judges a candidate of the device kit whose ranks are threads, and whose kernels run in the emulator."""
 
     calls: int = 0
-    """of the candidate, on every rank"""
+    """The candidate's calls on every rank."""
     launches: dict[str, int] = field(default_factory=dict)
     """by kernel, of all ranks together"""
     library: set[str] = field(default_factory=set)
     """kernels of the kit's library that were launched"""
     collectives: dict[str, int] = field(default_factory=dict)
-    """of torch.distributed, by name, of all ranks together"""
+    """The number of calls of torch.distributed, by name, of all ranks together."""
     compiled: list[str] | None = None
     """what the launched kernels need of a GPU; None: not compiled for one"""
 

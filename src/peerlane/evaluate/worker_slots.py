@@ -1,7 +1,7 @@
-"""Worker slots, in which candidates are judged: on GPUs one, or as many as a setting says, elsewhere as many as cores allow. Each has a
-session of its own.
+"""Worker slots, in which candidates are judged. Each has a session of its own. On GPUs there is one slot, or as many as a setting says;
+elsewhere there are as many as the cores allow.
 
-An evaluation that takes long gives its place to another one, so that a hang holds up nobody. It goes on beside the others.
+A slow evaluation does not count as running: another one begins beside it, so a hang holds up nobody.
 """
 
 import math
@@ -22,20 +22,20 @@ from peerlane.evaluate.ranks.builds import Builds, builds_at_a_time
 from peerlane.results.result import Result
 from peerlane.sandbox.holdings import available_memory
 
-_PATIENCE_S = 3.0  # an evaluation that takes longer may well hang, as long as none has ended
+_PATIENCE_S = 3.0  # seconds after which an evaluation counts as slow, as long as none has ended
 _SLOW_FACTOR, _MIN_SLOW_S, _MAX_SLOW_S = 2.0, 1.0, 30.0
-"""An evaluation counts as slow once it takes this many times the median of the last ones, and no sooner or later than these seconds."""
-_REMEMBERED = 16  # durations of finished evaluations, of which the median is taken
-_BUSY_CORES = 0.67  # cores that one rank keeps busy: an evaluation waits for a third of its time
+"""An evaluation counts as slow after this many times the median of the last ones, within these limits in seconds."""
+_REMEMBERED = 16  # finished evaluations whose median duration is taken
+_BUSY_CORES = 0.67  # cores that one rank keeps busy on average: it waits for a third of its time
 _SESSION_BYTES = 1 << 30  # memory that the processes of one session need
 _MAX_SLOTS = 16
-_POLL_S = 0.1  # seconds between two looks at what runs
-_END_S = 15.0  # seconds that cancelled evaluations get to end
+_POLL_S = 0.1  # seconds between two looks at the running evaluations
+_END_S = 15.0  # seconds in which cancelled evaluations have to end
 
 
 @dataclass
 class WorkerSlot:
-    """A session, and what its last evaluation left there."""
+    """A session, and the state that its last evaluation left."""
 
     session: Session
     reference_group: RankGroup | None = None
@@ -52,7 +52,7 @@ class WorkerSlot:
 
 class WorkerSlots:
     """The worker slots of one number of ranks, and the builds of all. ``open_beside`` opens one more session, which shares the first one's
-    fork server. Whoever waits for a slot or a build waits for ``changed``, which also guards what is in here."""
+    fork server. The condition ``changed`` guards all state, and is notified when a slot or a build is free."""
 
     def __init__(self, first: Session, open_beside: Callable[[], Session], usual: int, maximum: int) -> None:
         self.world_size, self.usual, self.maximum = first.world_size, usual, maximum
@@ -63,31 +63,31 @@ class WorkerSlots:
         self._open_beside = open_beside
         self._idle, self._busy = [WorkerSlot(first)], list[WorkerSlot]()
         self._sessions = [first]
-        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)  # of the evaluations that ended last
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)  # durations of the last evaluations
 
     @classmethod
     def of(cls, first: Session, open_beside: Callable[[], Session]) -> "WorkerSlots":
-        """The slots that a machine has room for."""
+        """Returns the slots that the machine has room for."""
         setting = first.pool_settings.judged_at_a_time
         if first.place.has_gpus:
             setting = setting or 1
         if setting is not None:
             return cls(first, open_beside, setting, setting)
         cores, room = len(os.sched_getaffinity(0)), max(1, min(_MAX_SLOTS, available_memory() // _SESSION_BYTES))
-        if first.place.emulated:  # one busy process each, which is told at once that it hangs: what takes long is at work
+        if first.place.emulated:  # one process each, whose hangs are noticed at once: a slow one is at work
             return cls(first, open_beside, min(cores, room), min(cores, room))
         usual = max(1, math.ceil(cores / (_BUSY_CORES * first.world_size)))
         return cls(first, open_beside, min(usual, room), room)
 
     @property
     def capacity(self) -> int:
-        """Returns how many evaluations to have at hand: those that are judged, and those that are compiled meanwhile."""
+        """The number of evaluations that are judged, and of those that are compiled meanwhile."""
         with self.changed:
             slow = len(self._busy) - self._at_work() if self.maximum > 1 else 0
             return min(self.maximum, self.usual + slow) + max(1, self.builds.at_a_time)
 
     def _at_work(self) -> int:
-        """Evaluations that take no longer than most. The others leave the cores to them."""
+        """Returns the number of evaluations that are not slow. The slow ones leave the cores to them."""
         if self.maximum == 1:
             return len(self._busy)
         now, patience_s = time.monotonic(), _PATIENCE_S
@@ -101,11 +101,11 @@ class WorkerSlots:
 
     @property
     def idle(self) -> bool:
-        """Nothing is judged."""
+        """Returns whether no evaluation is running."""
         return not self._busy
 
     def take(self, *, alone: bool = False) -> WorkerSlot | None:
-        """An idle slot, if another evaluation may begin now. ``alone``: it is timed, so nothing else is judged meanwhile."""
+        """Returns an idle slot, if another evaluation may begin now. ``alone``: it is timed, so nothing else is judged meanwhile."""
         with self.changed:
             if self._busy and (alone or any(slot.alone for slot in self._busy)):
                 return None
@@ -118,13 +118,13 @@ class WorkerSlots:
             if alone:
                 for session in self._sessions:
                     if session is not slot.session:
-                        session.wait_for_starts()  # they take GPUs and cores from what is timed
+                        session.wait_for_starts()  # starts take GPUs and cores from the timed evaluation
             slot.begun, slot.slow, slot.alone = time.monotonic(), False, alone
             self._busy.append(slot)
             return slot
 
     def give(self, slot: WorkerSlot) -> None:
-        """The evaluation in this slot has ended."""
+        """Frees a slot whose evaluation has ended."""
         with self.changed:
             self._seconds.append(time.monotonic() - slot.begun)
             self._busy.remove(slot)
@@ -149,7 +149,7 @@ Judge: TypeAlias = Callable[[Limit | None], Result]
 
 
 class OneByOne:
-    """Judges in the thread of the caller, who may set one ``limit`` to it all."""
+    """Judges in the thread of the caller. ``limit`` is for all of its jobs together."""
 
     def __init__(self, slots: WorkerSlots, limit: Limit | None) -> None:
         self._slots, self._limit = slots, limit
@@ -157,12 +157,12 @@ class OneByOne:
 
     @property
     def running(self) -> bool:
-        """Something was begun, and has not been told to have ended."""
+        """Returns whether a job has begun that :meth:`ended` has not returned yet."""
         return bool(self._ended)
 
     @property
     def any_ended(self) -> bool:
-        """Something has ended that was not told."""
+        """Returns whether a job has ended that :meth:`ended` has not returned yet."""
         return bool(self._ended)
 
     def begin(self, job: Job, slot: WorkerSlot, judge: Judge) -> None:
@@ -176,7 +176,7 @@ class OneByOne:
             self._slots.give(slot)
 
     def ended(self) -> Ended:
-        """The jobs that have ended since the last call, waited for a moment if there is none; raises :class:`Cancelled`."""
+        """Returns the jobs that have ended since the last call; waits for a moment if there is none. Raises :class:`Cancelled`."""
         return _take(self._slots, self._limit, self._ended)
 
     def stop(self) -> bool:
@@ -194,13 +194,13 @@ class SideBySide:
 
     @property
     def running(self) -> bool:
-        """Something was begun, and has not been told to have ended."""
+        """Returns whether a job has begun that :meth:`ended` has not returned yet."""
         with self._slots.changed:
             return bool(self._limits or self._ended)
 
     @property
     def any_ended(self) -> bool:
-        """Something has ended that was not told."""
+        """Returns whether a job has ended that :meth:`ended` has not returned yet."""
         return bool(self._ended)
 
     def begin(self, job: Job, slot: WorkerSlot, judge: Judge) -> None:
@@ -226,11 +226,11 @@ class SideBySide:
             thread.start()
 
     def ended(self) -> Ended:
-        """The jobs that have ended since the last call, waited for a moment if there is none; raises :class:`Cancelled`."""
+        """Returns the jobs that have ended since the last call; waits for a moment if there is none. Raises :class:`Cancelled`."""
         return _take(self._slots, self._limit, self._ended)
 
     def stop(self) -> bool:
-        """Ends what runs; False if it does not end."""
+        """Cancels all running jobs. Returns whether they have ended in time."""
         with self._slots.changed:
             for limit in self._limits.values():
                 limit.cancel()

@@ -25,7 +25,7 @@ TRACKS = ("custom", "open")
 VARIANTS = ("default", "pkb")
 
 VERSION = 2
-"""Of the templates; raised when their meaning changes. :func:`template_version` also tells edits apart."""
+"""The version of the templates; raised when their meaning changes. :func:`template_version` also tells edits apart."""
 MAX_TOKENS = 12_000
 MAX_SHOTS = 3
 EXAMPLE_ARCH = "sm_90a"

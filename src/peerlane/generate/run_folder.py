@@ -36,7 +36,7 @@ from peerlane.results.sanitize import sanitize
 FORMAT = 1
 RUN_FILE = "run.json"
 MOST_CODE_BYTES, MOST_FACTS_BYTES = 2 << 20, 1 << 20
-"""of a candidate; of ``run.json``, ``sample.json`` and ``step.json``. Samples may be by strangers."""
+"""The most bytes of a candidate; and of ``run.json``, ``sample.json`` and ``step.json``. Samples may be by strangers."""
 _SAMPLE_FOLDER = re.compile(r"(\d{1,4})/(\d{1,6})", re.ASCII)
 
 Kind = Literal["generate", "agent", "candidates"]

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peerlane.device.host.jit import INCLUDE_DIR
+
 HBM_BUFFER_BYTES = 2 * 2**30
 LINK_BUFFER_BYTES = 256 * 2**20
 MATMUL_SIZE = 8192
@@ -31,22 +33,22 @@ NCCL_TIMEOUT_S = 15
 
 # Every wait gives up after 2^31 clocks, about one second, and then leaves 0 as the elapsed time.
 FLAG_EXCHANGE_SOURCE = r"""
-extern "C" __global__ void flag_exchange(unsigned* mine, unsigned* theirs, int warmup, int rounds, unsigned long long* elapsed_ns) {
-    unsigned long long start = 0, stop = 0;
+#include <peerlane/ptx.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void flag_exchange(u32* mine, u32* theirs, int warmup, int rounds, u64* elapsed_ns) {
+    u64 start = 0;
     const long long begin = clock64();
     *elapsed_ns = 0;
-    for (unsigned round = 1; round <= (unsigned)(warmup + rounds); ++round) {
-        asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(round) : "memory");
-        unsigned seen;
-        do {
-            asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+    for (u32 round = 1; round <= static_cast<u32>(warmup + rounds); ++round) {
+        ptx::fence_system();
+        ptx::store_relaxed_system(theirs, round);
+        while (ptx::load_relaxed_system(mine) < round)
             if (clock64() - begin > (1ll << 31)) return;
-        } while (seen < round);
-        asm volatile("fence.acq_rel.sys;" ::: "memory");
-        if (round == (unsigned)warmup) asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start) :: "memory");
+        ptx::fence_system();
+        if (round == static_cast<u32>(warmup)) start = ptx::globaltimer();
     }
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(stop) :: "memory");
-    *elapsed_ns = stop - start;
+    *elapsed_ns = ptx::globaltimer() - start;
 }
 """
 
@@ -224,7 +226,7 @@ def flag_exchange_us(peers: list[Peer], warmup: int = 100, rounds: int = 1000, n
     kernels = []
     for peer in peers:
         with torch.cuda.device(peer.device):
-            kernels.append(torch.cuda._compile_kernel(FLAG_EXCHANGE_SOURCE, "flag_exchange"))
+            kernels.append(torch.cuda._compile_kernel(FLAG_EXCHANGE_SOURCE, "flag_exchange", cuda_include_dirs=[INCLUDE_DIR]))
             # No round: loads the kernel, which could otherwise wait for a peer that waits for it.
             kernels[-1](args=[peer.flag, peer.flag, 0, 0, peer.elapsed_ns])
     # A ring of copies opens access between neighbours alone.

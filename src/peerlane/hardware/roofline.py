@@ -12,6 +12,8 @@ tensor    sum over tensor-core types of operations / peak: the types share the t
 vector    the same for the vector units
 ========= ==============================================================================================
 
+A problem may also name an algorithm, whose steps follow each other: its time at measured rates is *attainable*, a model and no bound.
+
 Every term is taken from the rank where it is largest. Two sets of peaks give two rooflines: the datasheet's, the same for everyone, and the
 measured ceilings of the node, which tell how far a kernel is from what plain copies and matrix products reach there.
 """
@@ -28,6 +30,7 @@ from peerlane.hardware.profiles import HardwareProfile
 
 if TYPE_CHECKING:
     from peerlane.problems import Cost
+    from peerlane.problems.contract.spec import Steps
 
 Resource = Literal["latency", "nvlink", "network", "hbm", "tensor", "vector"]
 
@@ -174,6 +177,21 @@ def roofline(costs: Sequence[Cost], peaks: Peaks) -> Roofline:
         vector_us=_busiest(_operations_us(cost, peaks.vector_tflops) for cost in costs),
         assumed=peaks.assumed,
     )
+
+
+def steps_us(steps: Sequence[Steps], ceilings: Ceilings, profile: HardwareProfile, *, launched: bool) -> list[float] | None:
+    """Returns the time of each step of an algorithm, of which ``steps`` has every rank's; None where a rate was not measured on the node.
+
+    ``launched``: the host launches every step, because calls cannot be captured in a graph: no step is shorter than a launch then.
+    """
+    peaks, together = measured_peaks(ceilings, profile), [[step.cost for step in ranks] for ranks in zip(*steps, strict=True)]
+    barrier_us, launch_us = ceilings.median("barrier_round_us"), ceilings.median("kernel_launch_us")
+    needed = {"hbm", "nvlink", "latency", *(unit for costs in together for cost in costs for unit in cost.flops)}
+    if needed & set(peaks.assumed) or barrier_us is None or launch_us is None:
+        return None
+    barriers = (max(step.barriers for step in ranks) for ranks in zip(*steps, strict=True))
+    bounds_us = (max(roofline(costs, peaks).bound_us, launched * launch_us) for costs in together)
+    return [bound_us + count * barrier_us for bound_us, count in zip(bounds_us, barriers, strict=True)]
 
 
 def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls: int = 1) -> float:

@@ -24,7 +24,7 @@ class DispatchConfig:
     """The sizes of a dispatch, the same on all ranks."""
 
     num_experts: int
-    """of all ranks, a multiple of their number"""
+    """The experts of all ranks, a multiple of the number of ranks."""
     num_max_tokens_per_rank: int
     """the most tokens that any rank gives"""
     capacity: int | None = None

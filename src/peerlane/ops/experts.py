@@ -23,7 +23,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.
 
 _grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # of PyTorch 2.10 on
 ALIGNMENT = 16
-"""of each expert's rows, so that grouped products that add over rows may read whole vectors"""
+"""Each expert's rows begin at a multiple of this, so that grouped products that add over rows may read whole vectors."""
 
 
 @operator("gated_experts")

@@ -32,7 +32,7 @@ FxNode = Any
 """A node of a graph: torch's own type makes each of its arguments a union of all that arguments can be."""
 _FUNCTIONAL_SUM, _WAIT = "_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"
 _ENGINE_SUMS = {"vllm.all_reduce.default": "vllm", "sglang.outplace_all_reduce.default": "sglang.srt"}
-"""By operator: the package whose ``distributed.parallel_state`` knows the group."""
+"""The package whose ``distributed.parallel_state`` knows the group, by operator."""
 _VIEWS = {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default"}
 _OF_QUANTISATION = {
     *_VIEWS, "prims.convert_element_type.default", "aten.abs.default", "aten.amax.default", "aten.div.Tensor", "aten.mul.Tensor",
@@ -103,7 +103,7 @@ class _Quantised:
     kind: str
     scale: FxNode
     shape: Any = None
-    """of the values, as the graph's view of the norm says; None for the norm's own"""
+    """The shape of the values, as the graph's view of the norm says; None for the norm's own."""
 
 
 def _name(node: Any) -> str:

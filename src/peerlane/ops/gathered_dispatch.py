@@ -11,7 +11,7 @@ from peerlane.ops.transport import transport
 
 
 def dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, group: str) -> Received:
-    """As :class:`peerlane.device.moe.dispatch.TokenDispatch`; rows that nobody sends are zero."""
+    """Does the same as :class:`peerlane.device.moe.dispatch.TokenDispatch`; rows that nobody sends are zero."""
     own, capacity, alignment = routing.num_local_experts, routing.capacity, routing.alignment
     local = _of_all(topk_idx, routing, group, -1) - rank(group) * own
     is_here = (local >= 0) & (local < own)
@@ -33,13 +33,13 @@ def dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
 
 
 def dispatch_again(x: torch.Tensor, sources: torch.Tensor, routing: Routing, group: str) -> torch.Tensor:
-    """As its method ``again``; rows that nobody sends are zero."""
+    """Does the same as its method ``again``; rows that nobody sends are zero."""
     tokens = _of_all(x, routing, group, 0).flatten(0, 1)
     return _placed(tokens, sources, routing.capacity)
 
 
 def dispatch_fp8(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, group: str) -> Received:
-    """As the kernel with ``fp8``; rows that nobody sends are zero."""
+    """Does the same as the kernel with ``fp8``; rows that nobody sends are zero."""
     parts = x.float().view(x.shape[0], -1, SCALE_COLUMNS)
     scales = (parts.abs().amax(-1) / LARGEST_FP8).clamp(min=SMALLEST_SCALE)
     values = (parts / scales.unsqueeze(2)).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).view(torch.uint8).view(x.shape)
@@ -56,7 +56,7 @@ def combine(
     scalars: torch.Tensor | None,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As :class:`peerlane.device.moe.dispatch.TokenCombine`, but sums are rounded once."""
+    """Does the same as :class:`peerlane.device.moe.dispatch.TokenCombine`, but sums are rounded once."""
     ranks, most, k = sources.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     token = torch.full((routing.capacity + 1,), ranks * most, device=x.device)

@@ -104,7 +104,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Three) -> None:
 
 
 def _gradients(ctx: Any, dy: torch.Tensor | None, dtotal: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
-    """Of one rank's rows, behind a sum of what all ranks made of them; then to all ranks, which are their terms."""
+    """Returns the gradients. That of the norm's input is computed for one rank's rows, and gathered: it is every rank's gradient."""
     if ctx.quantisation != "none":
         raise UsageError("the gradient of a reduce-scatter and RMSNorm in fp8: expected no quantisation where a gradient is wanted")
     weight, total = ctx.saved_tensors

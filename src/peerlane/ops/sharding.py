@@ -35,11 +35,11 @@ class Sharding:
     inputs: tuple[Placement, ...]
     result: Placement
     row_inputs: int = 1
-    """of the first so many inputs, and of the result, rows may be sharded along other mesh dimensions too"""
+    """The rows of the first so many inputs, and of the result, may be sharded along other mesh dimensions too."""
     row_axes: tuple[int, int | None] = (0, None)
     """the slice of axes that are rows"""
     terms: Mapping[str, Placement] = field(default_factory=dict)
-    """of what may be added to the result"""
+    """The placements of tensors that may be added to the result, by name."""
 
 
 _ROWS: Mapping[str, Any] = {"row_axes": (0, -1)}

@@ -210,6 +210,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    attainable="no rate of reads of rows in random places, in memory or over links, was measured",
     bandwidth="production_llama3_70b_vocab",
     presets=(
         pc.preset(

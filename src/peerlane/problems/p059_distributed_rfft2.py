@@ -124,6 +124,13 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def _transposed(case: pc.Case, rank: int) -> pc.Steps:
+    members, slices = group_members(case, rank), math.prod(case["lead"])
+    ranks, (_, columns), (n0, n1) = len(members), _sizes(case, len(members)), transform_sizes(case, len(members))
+    points, spectrum = slices * 4 * n0 * columns / ranks, slices * 8 * n0 / ranks * (n1 // 2 + 1)
+    return fft.transposed_steps(points, 2 * points, spectrum, ranks, cost(case, rank).flops["fp32"])
+
+
 TRANSFORM = fft.Transform(lambda field, case, args: _spectrum(field, args), 1, FP32, COMPLEX64)
 
 
@@ -235,6 +242,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=fft.fft_tolerance("spectrum"),
     cost=cost,
+    attainable=pc.Algorithm("passes of lines, transpose between", "a line of either axis fits in shared memory", _transposed),
     presets=PRESETS,
     known_wrong_answers=(
         TRANSFORM.other_norm,

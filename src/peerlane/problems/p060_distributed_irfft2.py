@@ -138,6 +138,14 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def _transposed(case: pc.Case, rank: int) -> pc.Steps:
+    ranks, slices = len(group_members(case, rank)), math.prod(case["lead"])
+    n0, n1 = sizes(case, ranks)
+    spectrum = slices * 8 * n0 / ranks * (n1 // 2 + 1)
+    points = slices * 4 * n0 * n1 / ranks
+    return fft.transposed_steps(spectrum, 2 * points, points, ranks, fft.fft_flops(slices, n0, n1) / ranks)
+
+
 def _field(spectrum: torch.Tensor, case: pc.Case, args: Sequence[Any]) -> torch.Tensor:
     return inverse(spectrum, case, len(group_members(case, 0)), args[3])
 
@@ -260,6 +268,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=fft.fft_tolerance("field"),
     cost=cost,
+    attainable=pc.Algorithm("passes of lines, transpose between", "a line of either axis fits in shared memory", _transposed),
     presets=PRESETS,
     known_wrong_answers=(
         TRANSFORM.other_norm,

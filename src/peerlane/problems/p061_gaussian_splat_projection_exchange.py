@@ -263,6 +263,16 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def _projected(case: pc.Case, rank: int) -> pc.Steps:
+    least, scene = cost(case, rank), scene_of(case)
+    return (
+        pc.step("exchange of cameras", barriers=1),
+        pc.step("projection and culling", hbm=scene.counts[rank] * 4 * (11 + case["channels"]), flops=least.flops),
+        pc.step("exchange of counts", barriers=1),
+        pc.step("exchange of projections", hbm=least.hbm_bytes, link=max(least.egress_bytes, least.ingress_bytes), barriers=1),
+    )
+
+
 def _small(label: str, **params: Any) -> pc.CaseSpec:
     defaults = {"gaussians": (64, 40, 90, 24), "cameras": 2, "width": 128, "height": 96, "channels": 3}
     return pc.case(label, FP32, variant=params.pop("variant", "default"), **{**defaults, **params})
@@ -345,6 +355,9 @@ PROBLEM = pc.Problem(
     tolerance=tolerance,
     compare=compare,
     cost=cost,
+    attainable=pc.Algorithm(
+        "projection by the owner, counts, rows", "Zhao et al., Grendel, 2024; what the host waits for sizes is left out", _projected
+    ),
     presets=PRESETS,
     variant_references={"pkb": public_reference},
     known_wrong_answers=(

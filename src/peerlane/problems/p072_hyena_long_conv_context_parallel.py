@@ -176,22 +176,43 @@ def _foreign_history(case: pc.Case, reader: int, owner: int, world: int, local: 
 def cost(case: pc.Case, rank: int) -> pc.Cost:
     """x1, x2 and v are read, the result written; filters are read by the rank that has their channels.
 
-    Either z travels to the ranks of its channels and y back, or z to the ranks of later positions within the filter's reach; of both, per
-    direction, the less. The transforms of z and y take 10 log2(2 S) operations a sample, a direct sum two a tap.
+    Either z travels to the ranks of its channels and y back, or z, or what it adds to y, to the ranks of later positions within reach; per
+    direction, the least of all. The transforms of z and y take 10 log2(2 S) operations a sample, a direct sum two a tap.
     """
     members = group_members(case, rank)
     place, world, local, taps = members.index(rank), len(members), _local_length(case, rank), _taps(case, rank)
     position = case["batch"] * _groups(case, rank) * case["group_dim"] * case.dtype.itemsize
     exchanged = pc.traffic.all_to_all(2 * position * local, world)
     peers = [peer for peer in range(world) if peer != place]
-    sent = position * sum(_foreign_history(case, peer, place, world, local, taps) for peer in peers)
-    received = position * sum(_foreign_history(case, place, peer, world, local, taps) for peer in peers)
+
+    def crossing(reader: int, owner: int) -> int:
+        """Positions of z, or of what it adds to y: zigzag shards are the same backwards, where readers and owners change places."""
+        pairs = ((reader, owner), (owner, reader)) if case["zigzag"] else ((reader, owner),)
+        return min(_foreign_history(case, *pair, world, local, taps) for pair in pairs)
+
+    sent = position * sum(crossing(peer, place) for peer in peers)
+    received = position * sum(crossing(place, peer) for peer in peers)
     samples = position // case.dtype.itemsize * local
     return pc.Cost(
         hbm_bytes=4 * position * local + _groups(case, rank) / world * taps * case.dtype.itemsize,
         egress_bytes=min(exchanged, sent),
         ingress_bytes=min(exchanged, received),
         flops={FLOP_UNIT[case.dtype]: samples * min(2 * taps, 10 * math.log2(2 * world * local))},
+    )
+
+
+def _four_step(case: pc.Case, rank: int) -> pc.Steps:
+    """Real transforms of 2 S points in float32, 8 S bytes of spectrum a channel, in two passes each way; products are part of a pass."""
+    world, local, size = len(group_members(case, rank)), _local_length(case, rank), case.dtype.itemsize
+    length, groups = world * local, _groups(case, rank) / world
+    channels, spectrum = case["batch"] * groups * case["group_dim"], 8 * length
+    moved = channels * length * size
+    operations = 2.5 * 2 * length * math.log2(2 * length)
+    return (
+        pc.step("z, to the ranks of its channels", hbm=4 * moved, link=pc.traffic.all_to_all(moved, world), barriers=1),
+        pc.step("transforms of filters", hbm=groups * (_taps(case, rank) * size + 3 * spectrum), flops={"fp32": groups * operations}),
+        pc.step("transforms there and back", hbm=2 * moved + (4 * channels + groups) * spectrum, flops={"fp32": 2 * channels * operations}),
+        pc.step("y, to the ranks of its positions", hbm=4 * moved, link=pc.traffic.all_to_all(moved, world), barriers=1),
     )
 
 
@@ -319,6 +340,7 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    attainable=pc.Algorithm("four-step transforms, z and y exchanged", "Bailey, FFTs in External or Hierarchical Memory, 1990", _four_step),
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("drop_first_rank", "zeros at the first rank's positions", lambda c: _keeping(c, lambda place, own: place > 0)),

@@ -177,6 +177,12 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def _chunked(case: pc.Case, rank: int) -> pc.Steps:
+    states, ranks = case["batch"] * _heads(case, rank)[1], len(group_members(case, rank))
+    depths = case["key_depth"], case["value_depth"]
+    return delta.chunked_steps(states, states * _local_length(case, rank), cost(case, rank).hbm_bytes, ranks, depths, case.dtype)
+
+
 def _small(label: str, dtype: torch.dtype, **params: Any) -> pc.CaseSpec:
     return pc.case(label, dtype, **{"batch": 2, "local": 11, "heads": 1, "key_depth": 24, "value_depth": 40, **params})
 
@@ -240,6 +246,9 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     tolerance=tolerance,
     cost=cost,
+    attainable=pc.Algorithm(
+        "chunked delta rule, states handed on", "Yang et al., Gated Delta Networks, 2024; latencies within a chunk are left out", _chunked
+    ),
     presets=PRESETS,
     known_wrong_answers=pc.FromProof(__name__, "KNOWN_WRONG_ANSWERS"),
     alternative_solutions=pc.FromProof(__name__, "ALTERNATIVE_SOLUTIONS"),

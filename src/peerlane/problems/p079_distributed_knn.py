@@ -294,6 +294,21 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def _selected(case: pc.Case, rank: int) -> pc.Steps:
+    """A pass of the selection takes 11 bits of the similarities."""
+    members, size, depth, k = group_members(case, rank), case.dtype.itemsize, case["depth"], case["k"]
+    ranks, own, rows, least = len(members), _queries(case, rank), _rows(case, rank), cost(case, rank)
+    total = sum(_queries(case, q) for q in members)
+    scores, candidates = rows * total * size, (ranks - 1) * k * (size + 4)
+    return (
+        pc.step("exchange of queries", link=(ranks - 1) * own * depth * size, barriers=1),
+        pc.step("product", hbm=(rows + total) * depth * size + scores, flops=least.flops),
+        pc.step("radix selection in the scores", hbm=-(-8 * size // 11) * scores),
+        pc.step("exchange of k candidates a shard", link=max(own, total - own) * candidates, barriers=1),
+        pc.step("merge", hbm=2 * own * (candidates + k * (size + 8))),
+    )
+
+
 def _nearest(case: pc.Case, inputs: pc.Inputs, rank: int, owners: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The k nearest rows of the owners' shards, chosen by float32 similarities."""
     train = torch.cat([inputs[q][1] for q in owners], dim=1).to(FP32)
@@ -390,6 +405,9 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     compare=compare,
     cost=cost,
+    attainable=pc.Algorithm(
+        "product, radix selection, candidates of all shards", "passes as in Zhang et al., Parallel Top-K Algorithms on GPU, 2023", _selected
+    ),
     presets=(
         pc.preset(
             "small",

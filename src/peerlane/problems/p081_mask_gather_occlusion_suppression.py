@@ -268,6 +268,20 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def _whole_masks(case: pc.Case, rank: int) -> pc.Steps:
+    """Masks travel whole: what is suppressed is known after the overlaps of all pairs."""
+    members, size = group_members(case, rank), case.dtype.itemsize
+    counts, pixels, least = object_counts(case, len(members)), case["size"][0] * case["size"][1], cost(case, rank)
+    total, own = sum(counts), counts[members.index(rank)]
+    return (
+        pc.step(
+            "bits of the own masks, to all ranks", hbm=own * pixels * (size + 1 / 8), link=(len(members) - 1) * own * pixels / 8, barriers=1
+        ),
+        pc.step("overlaps of all pairs", hbm=total * pixels / 8, flops=least.flops),
+        pc.step("masks to all ranks", hbm=least.hbm_bytes, link=(total - own) * pixels * size, barriers=1),
+    )
+
+
 def _by_counting(case: pc.Case, inputs: pc.Inputs, rank: int) -> Outputs:
     """Intersections counted in integers, pair by pair."""
     masks, scores = _gathered(inputs, group_members(case, rank))
@@ -394,6 +408,7 @@ PROBLEM = pc.Problem(
     inputs=inputs,
     oracle=oracle,
     cost=cost,
+    attainable=pc.Algorithm("overlaps of bits, then whole masks", "one bit a pixel decides", _whole_masks),
     bandwidth="production_high_resolution",
     presets=PRESETS,
     known_wrong_answers=(

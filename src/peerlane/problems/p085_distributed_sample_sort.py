@@ -154,6 +154,18 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
     )
 
 
+def _sorted_runs(case: pc.Case, rank: int) -> pc.Steps:
+    """A pass takes 8 bits of the key. A splitter's bits are found one after the other, each by counts of all ranks."""
+    members, size, least = group_members(case, rank), case.dtype.itemsize, cost(case, rank)
+    own = _sizes(case, len(members))[members.index(rank)] * size
+    return (
+        pc.step("radix sort of the shard", hbm=(2 * size + 1) * own),
+        pc.step("search for the splitters", barriers=8 * size),
+        pc.step("exchange", hbm=least.hbm_bytes, link=max(least.egress_bytes, least.ingress_bytes), barriers=1),
+        pc.step("merge of the runs", hbm=2 * (least.hbm_bytes - own)),
+    )
+
+
 def _parts(values: torch.Tensor, case: pc.Case, rank: int) -> torch.Tensor:
     members = group_members(case, rank)
     return torch.split(values, balanced(values.numel(), len(members)))[members.index(rank)].clone()
@@ -278,6 +290,9 @@ PROBLEM = pc.Problem(
     oracle=oracle,
     compare=compare,
     cost=cost,
+    attainable=pc.Algorithm(
+        "radix sort of the shard, exchange between exact splitters, merge", "passes as in Adinets and Merrill, Onesweep, 2022", _sorted_runs
+    ),
     presets=PRESETS,
     known_wrong_answers=(
         pc.wrong("unbalanced", "parts as long as the shards are", _unbalanced, _UNEVEN),

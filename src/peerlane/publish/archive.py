@@ -14,7 +14,7 @@ from peerlane.errors import UsageError
 
 _MOST_BYTES, _MOST_DIRECTORY_BYTES = 1 << 30, 16 << 20
 _END, _LONGER_END_BYTES, _END_BYTES, _MOST_COMMENT_BYTES = b"PK\5\6", 20, 22, 1 << 16
-"""of the records at the end of an archive, and of the comment behind them"""
+"""The mark and sizes of the records at the end of an archive, and of the comment behind them."""
 _METHODS = {zipfile.ZIP_BZIP2: "bzip2", zipfile.ZIP_LZMA: "LZMA"}
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError, EOFError, struct.error, zlib.error)
 

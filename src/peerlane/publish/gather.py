@@ -144,7 +144,7 @@ def _samples_of_results(results: Iterable[Result]) -> Iterator[Sample]:
 
 
 def _code(result: Result) -> bytes | None:
-    """Of the file that was judged, or of the package's own solution of that name, whichever has the result's hash."""
+    """Returns the code of the judged file, or of the package's own solution of that name, whichever has the result's hash."""
     if result.candidate.path is None:
         return None
     packaged = PACKAGE / "solutions" / Path(result.candidate.path).name

@@ -97,6 +97,7 @@ def problem_detail(
         "excused": dict(problem.excused),
         "world_size": world_size,
         "profile": profile.name,
+        "attainable": _attainable(problem, world_size, nodes),
         "presets": [_preset_detail(problem, preset, world_size, nodes, profile) for preset in selected],
         "clusters": [
             _cluster_detail(problem, cluster, preset, profile)
@@ -106,6 +107,20 @@ def problem_detail(
         ],
         "sweep": [{"name": item.name, "size": item.about} for item in problem.family("sweep")],
     }
+
+
+def _attainable(problem: Problem, world_size: int, nodes: int | None) -> Entry | None:
+    """Returns the problem's algorithm with its steps at the first size of a real model, or why there is none; None if neither is told."""
+    if isinstance(algorithm := problem.attainable, str):
+        return {"reason": algorithm} if algorithm else None
+    known: Entry = {"name": algorithm.name, "source": algorithm.source, "reason": "", "preset": None, "steps": []}
+    if case := next(
+        (case for preset in problem.family("production") for case in problem.cases(preset.name, world_size, nodes=nodes)), None
+    ):
+        ranks = zip(*(algorithm.steps(case, rank) for rank in range(world_size)), strict=True)
+        steps = [{"name": same[0].name, "barriers": same[0].barriers, "cost": _cost([step.cost for step in same])} for same in ranks]
+        known |= {"preset": case.preset, "steps": steps}
+    return known
 
 
 def clusters_of(problem: Problem) -> tuple[Cluster, ...]:

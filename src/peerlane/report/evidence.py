@@ -74,7 +74,7 @@ class Measured(Record):
 
 NOTHING = Measured()
 Evidence: TypeAlias = Mapping[int, Measured]
-"""By problem number; what is not there has not been measured."""
+"""Measurements by problem number. A problem without one has not been measured."""
 
 
 def packaged_evidence() -> Evidence:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from peerlane.errors import UsageError
 from peerlane.report.tables import TextTable, by_node, environment_lines
 
 if TYPE_CHECKING:
@@ -83,8 +84,10 @@ def reached(results: Iterable[Result], mode: Mode) -> Reached | None:
 
 
 def noise_report(results: Iterable[Result]) -> str:
-    """Returns for every class of machine its table, as Markdown, its accuracy and where it was taken."""
-    return "\n\n".join(f"{noise_table(mine).markdown()}\n{accuracy(mine)}" for mine in by_node(results).values())
+    """Returns for every class of machine its table, as Markdown, its accuracy and where it was taken; raises UsageError for none."""
+    if not (timed := [result for result in results if _measured([result])]):
+        raise UsageError("no result of the reference has a measured speed: expected results of `peerlane eval reference` on GPUs")
+    return "\n\n".join(f"{noise_table(mine).markdown()}\n{accuracy(mine)}" for mine in by_node(timed).values())
 
 
 def accuracy(results: Sequence[Result]) -> str:

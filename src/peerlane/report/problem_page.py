@@ -43,6 +43,7 @@ def sections(detail: Entry, measured: Measured, solution: str, minor: Callable[[
     return [
         f"## Our solution\n\n{solution}",
         _cost(detail),
+        *_attainable(detail),
         *_tiers(detail),
         f"## Facts\n\n{_facts(detail)}",
         *(minor(name, text) for name, text in parts.items()),
@@ -226,6 +227,27 @@ def _cost(detail: Entry) -> str:
         f"the bound. The bound is computed from the {detail['profile']} datasheet; it is not a measurement.\n\n"
         f"{table.markdown()}"
     )
+
+
+def _attainable(detail: Entry) -> list[str]:
+    """Returns the steps of the problem's algorithm, or why there is none."""
+    if (known := detail["attainable"]) is None:
+        return []
+    head = "## What is attainable\n\nThe bound is far below what is known to be reached. "
+    if known["reason"]:
+        return [f"{head}No algorithm is modelled: {known['reason']}.\n"]
+    columns = ("step", "operations", "device memory", "link", "barriers")
+    table = TextTable(columns, right={"device memory", "link", "barriers"})
+    for step in known["steps"]:
+        cost = step["cost"]
+        table.add(step["name"], _flops(cost["flops"]), _bytes(cost["hbm_bytes"]), _bytes(cost["egress_bytes"]), str(step["barriers"]))
+    return [
+        f"{head}This is a model of one algorithm and no bound: a better algorithm may beat it.\n\n"
+        f"* **Algorithm:** {known['name']} ({known['source']})\n"
+        f"* **Case:** the timed one of `{known['preset']}` on {detail['world_size']} ranks\n"
+        "* **Time:** the steps follow each other; [at measured rates](../measurements/production.md)\n\n"
+        f"{table.markdown()}"
+    ]
 
 
 def _tiers(detail: Entry) -> list[str]:

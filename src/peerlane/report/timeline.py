@@ -12,7 +12,7 @@ ROLE_COLOURS = {
     "compute": "#0072B2", "load": "#56B4E9", "reduce": "#009E73", "store": "#E69F00", "send": "#D55E00", "signal": "#CC79A7",
     "wait": "#BBBBBB",
 }  # fmt: skip
-"""Of the kit's spans; drawn in this order, for waits lie inside others."""
+"""The colours of the kit's spans, drawn in this order because waits lie inside others."""
 COLOURS = {"compute": "#0072B2", "communication": "#D55E00", "both": "#009E73", "host": "#808080"}
 LABELS = {"compute": "computes", "communication": "communicates", "both": "does both", "host": "host operators"}
 _CALLS_SHOWN = 2

@@ -148,14 +148,14 @@ def environment_hash(environment: Mapping[str, Any]) -> str:
 
 
 def hash_rules(*rules: Any, version: int) -> str:
-    """Of dataclasses of settings, by their names and values, and of the version of the protocol; see :mod:`peerlane.settings`."""
+    """Returns the hash of settings, by their names and values, and of the version of the protocol; see :mod:`peerlane.settings`."""
     assert all(fields(item) for item in rules)
     found = {"protocol": version, **{type(item).__name__: asdict(item) for item in rules}}
     return short_hash(json.dumps(found, sort_keys=True, default=str).encode())
 
 
 def source_hash(problem: Problem) -> str:
-    """Of the code that judges and times the problem, see :mod:`peerlane.results.judged_source`. Words and wrong answers do not count."""
+    """Returns the hash of the code that judges and times the problem, see :mod:`peerlane.results.judged_source`."""
     return _hash_file(problem_files().get(problem.id))
 
 

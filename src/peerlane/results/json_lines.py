@@ -13,7 +13,7 @@ _PATIENCE_S = 5.0  # with other runs that append to the file, which takes millis
 _BEGINNING = b'{"schema_version"'  # of every record
 _CONTROL = re.compile(rb"[\x00-\x1f]")
 MOST_BYTES = 4 << 30
-"""of a file: some hundred thousand results"""
+"""The most bytes of a file: some hundred thousand results."""
 MOST_LINE_BYTES = 16 << 20
 
 

@@ -23,7 +23,7 @@ _JUDGING = {
 """what the evaluator uses of the contract for every problem"""
 _JUDGING_METHODS = ("accepting", "answer", "begin", "cases", "changeable", "fixed", "is_replicated", "reference_of")
 _WORDS = frozenset(["category", "graph_reason", "notes", "origin", "parallelism", "speed_note", "summary", "title"])
-_NOT_JUDGING = _WORDS | {"alternative_solutions", "excused", "known_wrong_answers"}
+_NOT_JUDGING = _WORDS | {"alternative_solutions", "attainable", "excused", "known_wrong_answers"}
 """fields of a problem that decide on no verdict and on no time"""
 _SIGNED = ("reference", "variant_references")
 """fields of functions whose annotations are part of the interface"""

@@ -101,7 +101,8 @@ def read_results(path: Path, notes: list[str] | None = None, *, follow: bool = F
     if path.is_dir():
         path, follow = path / FILE, False
     if not os.path.lexists(path):
-        raise UsageError(f"there is no file {path}: expected a {FILE} that `peerlane eval` wrote, or its folder")
+        own = "; peerlane's own are in its source, not in its package" if path.parts[:1] == ("results",) else ""
+        raise UsageError(f"there is no file {path}: expected a {FILE} that `peerlane eval` wrote, or its folder{own}")
     reader = ResultsReader(path, follow=follow)
     found = reader.notes()
     if found and not reader.results:

@@ -30,7 +30,7 @@ NEEDS_MULTICAST: Final = "needs_multicast"
 OVERLOADED: Final = "overloaded"
 """The flag of an evaluation that other programs kept from its cores: it says nothing about the candidate."""
 SCHEMA_VERSION: Final = 2
-"""of the lines of a ``results.jsonl``"""
+"""The version of the lines of a ``results.jsonl``."""
 
 
 class CandidateInfo(Record):

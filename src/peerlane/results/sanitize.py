@@ -4,7 +4,7 @@ from typing import Any
 
 LINE_CHARACTERS = 1_000
 TEXT_CHARACTERS = 40_000
-"""of a text of several lines, its end"""
+"""The most characters that are kept of a text of several lines, from its end."""
 
 
 def printable(text: str, kept: str = "") -> str:

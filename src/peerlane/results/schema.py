@@ -15,7 +15,7 @@ _LINE: TypeAdapter[Any] = TypeAdapter(Annotated[Result | EnvironmentLine, Field(
 
 
 def schema_text() -> str:
-    """Of the models as they are; the committed file must be equal."""
+    """Returns the schema of the present models; the committed file must be equal."""
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, "title": "A line of results.jsonl"}
     return json.dumps({**head, **_without_titles(_LINE.json_schema(mode="serialization"))}, indent=1, ensure_ascii=False) + "\n"
 

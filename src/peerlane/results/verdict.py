@@ -78,7 +78,7 @@ class _InCase(Record):
 
     @property
     def _case(self) -> str:
-        """To be read behind the phase. Cases of ``small`` run with every preset, in other dtypes."""
+        """Returns the words about the case that follow the phase. Cases of ``small`` run with every preset, in other dtypes."""
         return f", case {self.case} ({self.dtype})" if self.case is not None else ""
 
 

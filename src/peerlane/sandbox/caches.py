@@ -125,7 +125,7 @@ class CacheSlot:
 
 
 def _status(folder: Path) -> os.stat_result:
-    """Of a folder itself; raises OSError for anything else in its place: what is around it was the candidate's too."""
+    """Returns the status of a folder, and follows no link. Raises OSError for anything else that a candidate put in its place."""
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{folder} is no folder")

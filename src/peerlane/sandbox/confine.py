@@ -61,7 +61,7 @@ class Confinement:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Confinement":
-        """From what ``dataclasses.asdict`` made of one."""
+        """Returns the confinement whose ``dataclasses.asdict`` is ``data``."""
         return cls(tuple(data["measures"]), int(data["uid"]), tuple(data["hidden"]))
 
     @property
@@ -70,14 +70,14 @@ class Confinement:
         return SHARED_MEMORY if PRIVATE_SHM in self.measures else None
 
     def enter_fork_server(self) -> None:
-        """For the process that starts all ranks, before it imports anything that starts threads."""
+        """Confines the process that starts all ranks. Call it before anything that starts threads is imported."""
         if LOOPBACK_ONLY in self.measures and BUBBLEWRAP not in self.measures:
             linux.enter_own_network()
         if NOT_DUMPABLE in self.measures:
             linux.set_dumpable(False)
 
     def enter_group(self, role: str, device: str, folder: str, writable: Sequence[str]) -> None:
-        """For the leader of a group, before it starts ranks.
+        """Confines the leader of a group, before it starts ranks.
 
         Args:
             role: ``trusted`` groups are not confined.
@@ -125,7 +125,7 @@ class Confinement:
             linux.landlock(None, keep_signals=True)
 
     def kill_group(self, role: str) -> None:
-        """For the leader: SIGKILL at one stroke for all other processes of its group, where a measure tells them from everybody else's."""
+        """Kills all other processes of the leader's group at once, where a measure tells them from everybody else's."""
         if role not in _UNTRUSTED:
             return
         if LANDLOCK_SIGNALS in self.measures:
@@ -134,7 +134,7 @@ class Confinement:
             kill_user(self.uid)
 
     def enter_rank(self, role: str, folder: str) -> None:
-        """For a rank, before anything in it starts a thread."""
+        """Confines a rank, before anything in it starts a thread."""
         if role not in _UNTRUSTED:
             return
         if OWN_UID in self.measures:

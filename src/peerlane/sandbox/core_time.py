@@ -13,7 +13,7 @@ class CoreTime(NamedTuple):
     """Seconds since a mark. ``longest_``: of the thread with most."""
 
     run_s: float
-    """of all threads, and of child processes that have ended"""
+    """The time on cores of all threads, and of child processes that have ended."""
     wait_s: float
     """in run queues, of all threads"""
     longest_run_s: float

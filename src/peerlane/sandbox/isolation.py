@@ -65,7 +65,7 @@ class Isolation:
         return self.confinement.measures
 
     def confine(self, role: str, taken: Collection[int]) -> Confinement:
-        """For one more group; where it has a user of its own, none of those that are ``taken``."""
+        """Returns the confinement of one more group. If it has a user of its own, that is none of ``taken``."""
         measures = self.builders if role == "builder" else self.measures
         hidden = tuple(hidden_paths()) if confine.LANDLOCK_FILES in measures else ()
         return Confinement(measures, draw_user(taken) if confine.OWN_UID in measures else 0, hidden)

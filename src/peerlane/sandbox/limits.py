@@ -28,7 +28,7 @@ _MOST_PROCESSES = 2048
 
 @dataclass(frozen=True)
 class Limits:
-    """Of all processes of one group together. Travels as JSON.
+    """The limits of all processes of one group together. Travels as JSON.
 
     Attributes:
         memory_bytes: memory that no file backs, memory files, page tables, and what lies in their shared-memory folder.
@@ -56,7 +56,7 @@ class Limits:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """From what ``dataclasses.asdict`` made of one."""
+        """Returns the limits whose ``dataclasses.asdict`` is ``data``."""
         return cls(int(data["memory_bytes"]), int(data["processes"]), int(data["disk_bytes"]), int(data["files"]))
 
 

@@ -61,7 +61,7 @@ def empty_file(fd: int) -> None:
 
 
 def no_new_privileges() -> None:
-    """From now on no program that is executed gains privileges. Cannot be undone; seccomp and Landlock need it."""
+    """Keeps every program that is executed from now on from gaining privileges. Cannot be undone; seccomp and Landlock need it."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 

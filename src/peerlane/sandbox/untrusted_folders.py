@@ -50,7 +50,7 @@ def remove_tree(folder: str | Path) -> None:
 
 
 def _make_writable(name: str, beside: int) -> None:
-    """For its owner; else a user who is not root could not empty it."""
+    """Makes a folder writable for its owner. Otherwise a user who is not root could not empty it."""
     fd = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=beside)
     try:
         with contextlib.suppress(OSError):

@@ -114,7 +114,7 @@ class Node:
         """by key"""
         self.verdicts: Counter[str] = Counter()
         self.seconds = 0.0
-        """of evaluations, all together"""
+        """The seconds of all evaluations together."""
         self.histograms = {name: Histogram() for name in ("waiting", "building", "judging")}
         """seconds of every job that was judged"""
         self._queue, self._open, self._check = queue, open_evaluator, check

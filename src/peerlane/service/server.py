@@ -116,6 +116,11 @@ def serve(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gp
         class Server(uvicorn.Server):
             """Answers until the running evaluation has ended."""
 
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                host, port = listener.getsockname()[:2]
+                print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
+
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
                 seconds = 0.0 if node.condition == "draining" else settings.drain_s  # a second signal ends the wait
                 loop = asyncio.get_running_loop()
@@ -125,8 +130,6 @@ def serve(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gp
                 await node.drain(seconds)
                 self.should_exit = True
 
-        host, port = listener.getsockname()[:2]
-        print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr, flush=True)
         server = Server(config)
         try:
             server.run(sockets=[listener])

@@ -1,8 +1,7 @@
-"""Problem 59, a two-dimensional transform of a field with sharded columns: cuFFT twice, and one kernel between.
+"""Problem 59, a two-dimensional transform of a field with sharded columns, in two kernels.
 
-The reference cuts, stacks, exchanges and joins; the kernel stores every run where it belongs. Large fields go in parts, so that a part is
-exchanged beside the transforms of others. Bound by HBM, which the transforms pass several times, and by the links, which carry (W - 1) / W
-of the spectrum. ``peerlane/collectives/strided.cuh`` has the exchange."""
+The first transforms columns and stores every bin where its row belongs; the second transforms rows and leaves out the conjugates.
+``families/fourier.py`` says what bounds them. Lengths that it can not cut go through cuFFT, with an exchange between."""
 
 from __future__ import annotations
 
@@ -12,21 +11,17 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.solutions.families.parted_exchange import exchange_between
+from peerlane.device.collectives.strided import exchange_axes
+from peerlane.solutions.families.fourier import transform_planes
 
 
 def solution(
     x: torch.Tensor, s: Sequence[int | None], dim: Sequence[int], norm: str = "ortho", group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    d0, d1 = (axis % x.dim() - x.dim() for axis in dim)
-
-    def columns(part: torch.Tensor) -> torch.Tensor:
-        spectrum: torch.Tensor = torch.fft.fft(part, n=s[0], dim=d0, norm=norm)
-        return spectrum
-
-    def rows(part: torch.Tensor) -> torch.Tensor:
-        spectrum: torch.Tensor = torch.fft.fft(part, n=s[1], dim=d1, norm=norm)
-        return spectrum.narrow(d1, 0, spectrum.shape[d1] // 2 + 1)
-
-    nbytes = x.numel() // max(1, x.shape[d0]) * (s[0] or x.shape[d0]) * torch.complex64.itemsize
-    return exchange_between(group_of(group), x, columns, rows, joined=d1, cut=d0, nbytes=nbytes)
+    ranks, (d0, d1) = group_of(group), (axis % x.dim() for axis in dim)
+    n0, n1 = s[0] or x.shape[d0], s[1] or x.shape[d1] * ranks.world_size
+    out = transform_planes(ranks, x, (n0, n1), (d0, d1), norm, inverse=False)
+    if out is None:
+        columns = exchange_axes(ranks, torch.fft.fft(x, n=n0, dim=d0, norm=norm), joined=d1, cut=d0)
+        out = torch.fft.fft(columns, n=n1, dim=d1, norm=norm).narrow(d1, 0, n1 // 2 + 1).contiguous()
+    return out

@@ -1,7 +1,9 @@
-"""Problem 79, neighbours in sharded features: one launch takes each shard's best and their labels to the query's candidates.
+"""Problem 79, neighbours in sharded features: one launch selects each shard's best and takes them, with labels, to the query's rank.
 
-One question to the device tells how many queries every rank has, and one launch gathers them. Products and selections are torch's; only
-the last selection sorts. Bound by that question, and at large sizes by the product and the selection, which reads all similarities."""
+One question to the device tells how many queries every rank has, and one launch gathers them. Products are torch's, of features whose rows
+begin at multiples of 16 bytes: a copy, where the shard's do not, costs less than a product without. A block finds a query's k-th
+similarity eleven bits at a time by counts in shared memory, then sends those above it; only the last selection sorts. Bound by that
+question, and at large sizes by the product and the selection, which reads similarities from HBM once, then from the L2 cache."""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from peerlane.device import (
     Epochs,
     Flags,
     Group,
+    LocalKernel,
     Pointer,
     array,
     communicator,
@@ -25,46 +28,149 @@ from peerlane.device import (
     per_group,
 )
 from peerlane.device.collectives.counts import share_counts
+from peerlane.device.host.group import MAX_RANKS
 
-SOURCE = r"""
+PAD = r"""
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
-// A warp takes a query. Places are free: a rank that has shared its number of queries has used what the launch before brought.
-extern "C" __global__ void __launch_bounds__(512)
-    return_best(const __grid_constant__ Arena arena, const __grid_constant__ ReturnBest args) {
+// Rows of `columns` elements, one behind the other, to rows of `stride`, filled with zeros.
+extern "C" __global__ void __launch_bounds__(512) pad_rows(const __grid_constant__ PadRows args) {
+    constexpr u32 each = 16;
+    const u32 together = each * blockDim.x, parts = (args.stride + together - 1) / together;
+    for (u32 item = blockIdx.x; item < args.rows * parts; item += gridDim.x) {
+        const u32 first = item % parts * together + threadIdx.x;
+        const u64 row = item / parts;
+        BITS value[each];
+#pragma unroll
+        for (u32 i = 0; i < each; ++i) {
+            const u32 column = first + i * blockDim.x;
+            value[i] = column < args.columns ? args.given[row * args.columns + column] : BITS(0);
+        }
+#pragma unroll
+        for (u32 i = 0; i < each; ++i) {
+            const u32 column = first + i * blockDim.x;
+            if (column < args.stride) args.padded[row * args.stride + column] = value[i];
+        }
+    }
+}
+"""
+PAD_ROWS = LocalKernel("pad_rows", PAD, given=Pointer("const BITS*"), padded=Pointer("BITS*"), rows=U32, columns=U32, stride=U32)
+
+SEND = r"""
+#include <peerlane/rows.cuh>
+using namespace peerlane;
+
+constexpr u32 digit_bits = 11, bins = 1 << digit_bits, key_bits = 8 * sizeof(BITS), in_flight = 4, in_vector = sizeof(Vec16) / sizeof(BITS);
+constexpr BITS sign = BITS(BITS(1) << (key_bits - 1));
+
+// use(key, column) for a row's similarities, as integers in their order. Rows begin at multiples of 16 bytes.
+template <class Use>
+__device__ inline void each_key(const BITS* row, u32 columns, const Use& use) {
+    struct Keys {
+        BITS bits[in_vector];
+    };
+    for (u32 first = threadIdx.x * in_vector; first < columns; first += in_flight * in_vector * THREADS) {
+        Vec16 vector[in_flight];
+#pragma unroll
+        for (u32 v = 0; v < in_flight; ++v) {
+            const u32 column = first + v * in_vector * THREADS;
+            if (column < columns) vector[v] = *reinterpret_cast<const Vec16*>(row + column);
+        }
+#pragma unroll
+        for (u32 v = 0; v < in_flight; ++v) {
+            const Keys keys = __builtin_bit_cast(Keys, vector[v]);
+#pragma unroll
+            for (u32 e = 0; e < in_vector; ++e) {
+                const u32 column = first + v * in_vector * THREADS + e;
+                if (column < columns) use(keys.bits[e] & sign ? BITS(~keys.bits[e]) : BITS(keys.bits[e] | sign), column);
+            }
+        }
+    }
+}
+
+// A block takes a query: its `k` best here go to the rank that asks, in any order. Places are free: a rank that has shared its queries' number
+// has used what the launch before brought.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    send_nearest(const __grid_constant__ Arena arena, const __grid_constant__ SendNearest args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
-    each_row(args.ends[WORLD_SIZE - 1], [&](u32 row) {
+    __shared__ u32 found[bins], of_warp[THREADS / warp_threads], digit, missing, above, equal;
+    for (u32 row = blockIdx.x; row < args.ends[WORLD_SIZE - 1]; row += gridDim.x) {
+        const BITS* const similarities = args.similarities + u64(row) * args.stride;
+        u32 wanted = args.k, largest = 0;  // the upper bits of the k-th similarity
+        for (u32 low = key_bits; low > 0;) {
+            const u32 high = low, shift = low = low > digit_bits ? low - digit_bits : 0;
+            for (u32 bin = threadIdx.x; bin < bins; bin += THREADS) found[bin] = 0;
+            __syncthreads();
+            each_key(similarities, args.columns, [&](u32 key, u32) {
+                if (high == key_bits || key >> high == largest) atomicAdd_block(found + (key >> shift) % bins, 1u);
+            });
+            __syncthreads();
+            // Threads have bins from the highest on.
+            constexpr u32 each = bins / THREADS;
+            const u32 top = bins - 1 - threadIdx.x * each;
+            u32 sum = 0;
+#pragma unroll
+            for (u32 i = 0; i < each; ++i) sum += found[top - i];
+            u32 before = sum;
+#pragma unroll
+            for (u32 by = 1; by < warp_threads; by *= 2) {
+                const u32 other = __shfl_up_sync(full_warp, before, by);
+                if (Warp{}.thread() >= by) before += other;
+            }
+            if (Warp{}.thread() == warp_threads - 1) of_warp[threadIdx.x / warp_threads] = before;
+            __syncthreads();
+            before -= sum;
+            for (u32 w = 0; w < threadIdx.x / warp_threads; ++w) before += of_warp[w];
+            if (before < wanted && wanted <= before + sum) {
+                u32 bin = top;
+                for (; before + found[bin] < wanted; --bin) before += found[bin];
+                digit = bin, missing = wanted - before;
+            }
+            __syncthreads();
+            largest = (high == key_bits ? 0 : largest << (high - shift)) | digit % (1u << (high - shift)), wanted = missing;
+        }
         u32 q = 0;
         while (row >= args.ends[q]) ++q;
-        const u64 to = (u64(row - (q == 0 ? 0 : args.ends[q - 1])) * WORLD_SIZE + arena.rank) * args.k, from = u64(row) * args.k;
-        BITS* values = reinterpret_cast<BITS*>(arena.peer(q, args.found)) + to;
-        long long* labels = reinterpret_cast<long long*>(arena.peer(q, args.found_labels)) + to;
-        for (u32 i = Warp{}.thread(); i < args.k; i += warp_threads) {
-            values[i] = args.values[from + i];
-            labels[i] = args.labels[args.indices[from + i]];
-        }
-    });
+        const u64 to = (u64(row - (q == 0 ? 0 : args.ends[q - 1])) * WORLD_SIZE + arena.rank) * args.k;
+        BITS* const values = reinterpret_cast<BITS*>(arena.peer(q, args.found)) + to;
+        long long* const labels = reinterpret_cast<long long*>(arena.peer(q, args.found_labels)) + to;
+        if (threadIdx.x == 0) above = 0, equal = args.k - wanted;
+        __syncthreads();
+        each_key(similarities, args.columns, [&](u32 key, u32 column) {
+            if (key < largest) return;
+            const u32 place = atomicAdd_block(key > largest ? &above : &equal, 1u);
+            if (place >= args.k) return;
+            values[place] = similarities[column];
+            labels[place] = args.labels[column];
+        });
+        __syncthreads();
+    }
     Peers<WORLD_SIZE>(arena, args.flags).barrier(blockIdx.x, epoch);
 }
 """
-RETURN_BEST = DeclaredKernel(
-    "return_best", SOURCE, epochs=Epochs(), flags=Flags(), found=Buffer(), found_labels=Buffer(), values=Pointer("const BITS*"),
-    indices=Pointer("const long long*"), labels=Pointer("const long long*"), k=U32, ends=array(U32, 8),
+SEND_NEAREST = DeclaredKernel(
+    "send_nearest", SEND, epochs=Epochs(), flags=Flags(), found=Buffer(), found_labels=Buffer(), similarities=Pointer("const BITS*"),
+    labels=Pointer("const long long*"), columns=U32, stride=U32, k=U32, ends=array(U32, MAX_RANKS),
 )  # fmt: skip
 
 
 @per_group
-def return_best(group: Group, capacity: int, max_k: int, itemsize: int) -> BoundKernel:
-    candidates = capacity * group.world_size * max_k
-    return RETURN_BEST.bind(
+def send_nearest(group: Group, capacity: int, max_k: int, itemsize: int) -> BoundKernel:
+    candidates, threads = capacity * group.world_size * max_k, min(1024, group.max_threads)
+    return SEND_NEAREST.bind(
         group,
         grid=group.sm_count,
-        block=min(512, group.max_threads),
-        defines={"BITS": f"u{8 * itemsize}"},
+        block=threads,
+        defines={"BITS": f"u{8 * itemsize}", "THREADS": threads},
         sizes={"flags": group.sm_count, "found": candidates * itemsize, "found_labels": 8 * candidates},
         k=max_k,
     )
+
+
+@per_group
+def pad_rows(group: Group, itemsize: int) -> BoundKernel:
+    return PAD_ROWS.bind(group, grid=4 * group.sm_count, block=min(512, group.max_threads), defines={"BITS": f"u{8 * itemsize}"})
 
 
 def solution(
@@ -77,17 +183,22 @@ def solution(
     if max_k > train_features_rank_T.shape[1]:
         raise ValueError(f"max_k is {max_k}, and the shard has {train_features_rank_T.shape[1]} rows: expected no more than the shard has")
     ranks, (own, depth), size = group_of(group), test_features_rank.shape, test_features_rank.itemsize
-    counts = [count for (count,) in share_counts(ranks, [own])]
-    ends, row_bytes = list(accumulate(counts)), depth * size
+    shard, columns = train_features_rank_T.contiguous(), train_features_rank_T.shape[1]
+    table = share_counts(ranks, [own, columns])
+    counts, ends, row_bytes = [count for count, _ in table], list(accumulate(count for count, _ in table)), depth * size
     queries = test_features_rank.new_empty((ends[-1], depth))
     if ends[-1]:
         places = [((end - count) * row_bytes, count * row_bytes) for count, end in zip(counts, ends, strict=True)]
         communicator(ranks).exchange(queries, test_features_rank.contiguous(), [(0, own * row_bytes)] * ranks.world_size, places)
-    best = torch.topk(queries @ train_features_rank_T, max_k, dim=1, sorted=False)
+    in_vector = 16 // size
+    stride = -(-columns // in_vector) * in_vector
+    if any(columns % in_vector for _, columns in table):
+        shard = shard.new_empty((depth, stride))
+        pad_rows(ranks, size)(given=train_features_rank_T.contiguous(), padded=shard, rows=depth, columns=columns, stride=stride)
     # Arenas grow by powers of two, on all ranks alike.
-    launch = return_best(ranks, 1 << max(counts).bit_length(), max_k, size)
-    labels = train_labels_rank.to(torch.int64).contiguous()
-    launch(values=best.values.contiguous(), indices=best.indices.contiguous(), labels=labels, ends=ends)
+    launch = send_nearest(ranks, 1 << max(counts).bit_length(), max_k, size)
+    similarities, labels = queries @ shard, train_labels_rank.to(torch.int64).contiguous()
+    launch(similarities=similarities, labels=labels, columns=columns, stride=stride, ends=ends)
     candidates = own, ranks.world_size * max_k
-    nearest = torch.topk(launch.tensor("found", candidates, best.values.dtype), max_k, dim=1)
+    nearest = torch.topk(launch.tensor("found", candidates, queries.dtype), max_k, dim=1)
     return nearest.values, launch.tensor("found_labels", candidates, torch.int64).gather(1, nearest.indices)

@@ -70,7 +70,7 @@ def defines(tiling: BackwardTiling, dtype: torch.dtype) -> dict[str, str | int]:
 
 
 def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
-    """For tiles of ``rows`` keys or queries."""
+    """Returns the tiling for ``rows`` keys or queries."""
     wanted = of_keys, 1 if rows <= 64 else 2, 2 * PANEL if depth > PANEL else PANEL
     return next(item for item in TILINGS if (item.of_keys, item.groups, item.depth) == wanted)
 

@@ -152,7 +152,7 @@ ATTENTION = LocalKernel(
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one call: ``q`` (B, S_q, h, D), ``k`` (B, S_k, h_kv, D)."""
+    """The sizes of one call: ``q`` (B, S_q, h, D), ``k`` (B, S_k, h_kv, D)."""
 
     batch: int
     queries: int

@@ -37,7 +37,7 @@ class FusedTiling:
 
     @property
     def piece_floats(self) -> int:
-        """Of the part of a block's dq that a group adds."""
+        """Returns the floats in the part of a block's dq that a group adds."""
         return self.columns * self.depth // _GROUPS
 
     def define(self, dtype: torch.dtype) -> str:

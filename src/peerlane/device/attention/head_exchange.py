@@ -117,7 +117,7 @@ def _block(counts: Sequence[int], source: Sequence[int], target: Sequence[int], 
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Of a contiguous tensor, without the innermost."""
+    """Returns the strides of a contiguous tensor, without the innermost."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape) - 1)]
 
 

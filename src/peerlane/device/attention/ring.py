@@ -80,7 +80,7 @@ class Share:
 
 
 def shares(shape: Shape, tiling: AttentionTiling, world_size: int, balanced: bool) -> list[Share]:
-    """By rank. Under a causal mask rank W - 1 - r has more to do than rank r, which takes over some of its last tiles."""
+    """Returns the share of each rank. Under a causal mask rank W - 1 - r has more work than rank r, which takes over some last tiles."""
     blocks, shard = tiling.tiles(shape.length), -(-shape.length // tiling.keys)
     result = [Share(blocks)] * world_size
     if not (shape.causal and balanced):
@@ -131,7 +131,7 @@ class RingPlan(ShardPlan):
 
     @property
     def pieces(self) -> int:
-        """Of all key heads."""
+        """Returns the pieces of all key heads."""
         return self.shape.batch * self.shape.key_heads * -(-self.shape.length // self.piece_tokens)
 
     @property

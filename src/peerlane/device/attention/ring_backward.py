@@ -151,7 +151,7 @@ def _deltas(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def _wide(
     ring: Group, own: tuple[torch.Tensor, ...], logarithms: torch.Tensor, delta: torch.Tensor, scale: float | None, causal: bool
 ) -> Gradients:
-    """By torch, in float32, some heads at a time. ``own``: dout, q, k and v, with one number of heads."""
+    """Returns the gradients by torch, in float32, some heads at a time. ``own``: dout, q, k and v, with one number of heads."""
     q = own[1]
     factor = q.shape[3] ** -0.5 if scale is None else scale
     shards, numbers = _gather(ring, torch.stack(own)), _gather(ring, torch.stack((logarithms, delta)))

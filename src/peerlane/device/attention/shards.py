@@ -16,7 +16,7 @@ from peerlane.device.products.gemm import ELEMENT_BYTES
 
 PARCEL_BYTES, PARCELS = 4096, 3  # of parcels.cuh
 _PIECE_BYTES = 64 << 10
-"""Of keys and values that one signal speaks for, if a block of keys is not more: a signal costs little, and pieces do not come late."""
+"""The bytes of keys and values that one signal covers, or a block of keys if that is more. A signal costs little, and pieces come early."""
 
 
 def parcel_tokens(depth: int) -> int:
@@ -44,7 +44,7 @@ class ShardPlan(ABC):
     @property
     @abstractmethod
     def result_shape(self) -> tuple[int, int, int, int]:
-        """Of a rank's result: (batch, tokens, heads, depth)."""
+        """Returns the shape of a rank's result: (batch, tokens, heads, depth)."""
 
     @property
     @abstractmethod

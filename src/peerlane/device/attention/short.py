@@ -15,7 +15,7 @@ from peerlane.device.host.element_types import element_type
 from peerlane.device.host.group import Group, per_group
 
 MAX_TOKENS = 32
-"""Of all ranks. Longer sequences are for the tensor cores."""
+"""The most tokens of all ranks. Longer sequences are for the tensor cores."""
 _DTYPES = torch.bfloat16, torch.float16, torch.float32
 
 SHORT_ATTENTION = DeclaredKernel(

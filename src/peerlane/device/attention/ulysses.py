@@ -54,7 +54,7 @@ class UlyssesPlan(ShardPlan):
     batch: int
     length: int
     heads: int
-    """of a rank"""
+    """The heads of a rank."""
     depth: int
     dtype: torch.dtype
     causal: bool

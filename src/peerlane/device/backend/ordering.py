@@ -192,7 +192,7 @@ class CudaLane:
         self._beside: list[torch.cuda.Stream] = []
         self._turn = 0
         self._ends: dict[Hashable, tuple[torch.cuda.Event, int]] = {}
-        """of the last call beside the lane with each key: its end, and the capture that it is in"""
+        """The last call beside the lane with each key: its end, and the capture that it is in."""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
         current_device = torch.cuda.current_device()

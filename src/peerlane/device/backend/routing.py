@@ -66,7 +66,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._provider, self._timeout = _provider, timeout
         self._ranks = list(ranks) or list(range(world_size))
         self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
-        """of the kit's kernels for this group"""
+        """The waits of the kit's kernels for this group."""
         self._kit: Collectives | None = None
         self._messages: Messages | None = None
         self._kit_device: torch.device | None = None

@@ -66,7 +66,7 @@ class Communicator:
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
         self._timeout_s = timeout_s
         self._stages: dict[int, tuple[Arena, Workspace]] = {}
-        """of staged all-reduces, by the largest tensor that they hold"""
+        """The memory of staged all-reduces, by the largest tensor that it holds."""
 
     def load(self, dtype: torch.dtype, most_bytes: int) -> None:
         """Collective: makes the kernels and memory of all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes."""

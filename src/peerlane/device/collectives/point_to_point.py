@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(256) point_to_point(
 """
 THREADS = 256
 MOST_TRANSFERS = 64
-"""of one launch; mirrors ``peerlane::most_transfers``"""
+"""The most transfers of one launch; mirrors ``peerlane::most_transfers``"""
 _TRANSFERS = 2  # the place of the argument
 
 

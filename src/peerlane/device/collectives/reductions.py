@@ -43,7 +43,7 @@ SUM = Reduction()
 
 @cache
 def _kinds() -> dict[int, tuple[Any, Reduction]]:
-    """By their hashes, PyTorch's kinds of reductions and ours."""
+    """Returns PyTorch's kinds of reductions and ours, by their hashes."""
     return {hash(kind): (kind, Reduction(name.lower())) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
 
 

@@ -38,7 +38,7 @@ DTYPES = torch.bfloat16, torch.float16
 _SECOND_TRIP_BYTES = 3 * 343_000 * 3 // 4
 """Data that a port takes in, as packets, while a second trip is on its way: 3 us at 343 GB/s."""
 Quantisation = Literal["none", "tensor", "token", "block"]
-"""Of y: not; by a scale that the caller gives; by one for every token, or for every 128 columns of one, which the kernel finds."""
+"""How y is quantised: not; by the caller's scale; by a scale that the kernel finds for every token, or for 128 columns of one."""
 BLOCK_COLUMNS, MOST_BLOCK_COLUMNS = 128, 1 << 15
 """Columns of a block, and of a token whose blocks have scales: what shared memory holds."""
 

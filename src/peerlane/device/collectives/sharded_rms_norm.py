@@ -33,7 +33,7 @@ DTYPES = torch.bfloat16, torch.float16
 BLOCK_COLUMNS = 128
 MOST_ROWS_OF_A_TILE = 8
 Quantisation = Literal["none", "row", "block"]
-"""Of y to e4m3: not; by a scale for every row; by one for every 128 columns of a row."""
+"""How y is quantised to e4m3: not; by a scale for every row; by one for every 128 columns of a row."""
 
 SHARDED_RMS_NORM = DeclaredKernel(
     "sharded_rms_norm", Path(__file__).with_name("sharded_rms_norm.cuh"), space=structure("CollectiveWorkspace", workspace.Workspace),

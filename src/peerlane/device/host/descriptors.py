@@ -29,7 +29,7 @@ class Mailbox:
         self._socket: socket.socket | None = None
 
     def open(self, world_size: int) -> str:
-        """From now on other ranks can send. Returns what they must know, in hexadecimal digits: the password and the name."""
+        """Lets other ranks send from now on. Returns the password and the name that they need, in hexadecimal digits."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(b"\0peerlane-" + secrets.token_hex(16).encode())
         self._socket.listen(world_size)

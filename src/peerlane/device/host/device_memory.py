@@ -30,7 +30,7 @@ def bytes_at(pointer: int, size: int, device: torch.device) -> torch.Tensor:
 
 
 def whole_granules(nbytes: int) -> int:
-    """As many bytes or more, in a number that the driver gives."""
+    """Returns at least so many bytes, in a size that the driver allocates."""
     return -(-nbytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
 
 

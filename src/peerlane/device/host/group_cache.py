@@ -1,11 +1,11 @@
-"""What a group keeps for later calls: one entry for each function of ``per_group`` and its arguments; those not used for longest go first.
+"""The cache of a group: one entry for each function of ``per_group`` and its arguments. The least recently used entry is evicted first.
 
-An entry is collective if making it took an exchange with the other ranks, as memory in an arena does. Making it again takes all ranks, so
-they evict it together: when another such entry asks for its first memory, each rank says which entries it could do without, least recently
-used first, and the first that all can do without goes. Other entries are a rank's own, and each rank evicts them for itself.
+An entry is collective if making it took an exchange with the other ranks, as memory in an arena does. All ranks evict such an entry
+together, because all are needed to make it again. When another collective entry asks for its first memory, each rank lists the entries that
+it can evict, the least recently used first. The first one that is on all lists is evicted. Each rank evicts other entries by itself.
 
-An entry stays as long as another entry needs that was made with it, and for ever if it was used while a CUDA graph was captured, since a
-replay reads its memory, or if it is the only one of its function.
+An entry stays while another entry that was made with it needs it. It stays for ever if it is the only one of its function, or if it was
+used while a CUDA graph was captured, because a replay reads its memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 MOST_COLLECTIVE = 128
 MOST_LOCAL = 2048
-"""Entries that are kept. Those without memory in an arena are small: a launch, its tensor maps, sometimes a workspace."""
+"""The most entries that are kept. Local ones are small: a launch, its tensor maps, sometimes a workspace."""
 
 _clock = itertools.count(1)
 
@@ -31,7 +31,7 @@ class Evictable(Protocol):
 
 
 class Entry:
-    """A value that is kept, and what it has to do with others."""
+    """A cached value, and the entries that it needs and that need it."""
 
     def __init__(self, home: GroupCache, key: Hashable, *, stays: bool) -> None:
         self.home, self.key, self.stays = home, key, stays
@@ -72,11 +72,11 @@ class GroupCache:
         self._numbers = itertools.count()
 
     def get(self, key: Hashable, make: Callable[[], Any], *, stays: bool = False) -> Any:
-        """The value of this key, which ``make`` makes if there is none. ``stays``: it is never evicted."""
+        """Returns the value of this key; ``make`` makes it if there is none. ``stays``: it is never evicted."""
         return self.use(self.entries.get(key) or self.make(key, make, stays=stays))
 
     def use(self, entry: Entry) -> Any:
-        """The entry's value."""
+        """Returns the entry's value, and counts the use."""
         entry.used = next(_clock)
         if self.captures():
             entry.stays = True
@@ -87,7 +87,7 @@ class GroupCache:
         return entry.value
 
     def make(self, key: Hashable, make: Callable[[], Any], *, stays: bool) -> Entry:
-        """The entry of a key that has none."""
+        """Makes the entry of a key that has none."""
         entry = Entry(self, key, stays=stays)
         _making.entries.append(entry)
         try:
@@ -106,14 +106,14 @@ class GroupCache:
         return entry
 
     def exchanged(self) -> None:
-        """The ranks of this group have met: for the entry in the making, if there is one, they are needed again."""
+        """Marks the entry in the making, if there is one, as collective: the ranks of this group have exchanged something for it."""
         if _making.entries:
             entry = _making.entries[-1]
             entry.collective = True
-            entry.stays = entry.stays or entry.home is not self  # the ranks of the two groups may be others
+            entry.stays = entry.stays or entry.home is not self  # the two groups may have different ranks
 
     def own(self, arena: Evictable) -> Entry | None:
-        """An arena of this group belongs to the entry in the making, if there is one, which is returned."""
+        """Gives an arena of this group to the entry in the making, and returns that entry; None if there is none."""
         if not _making.entries:
             return None
         self.exchanged()
@@ -121,7 +121,7 @@ class GroupCache:
         return _making.entries[-1]
 
     def make_room(self, exchange: Callable[[list[int]], list[list[int]]]) -> None:
-        """Collective, before the entry in the making gets its first arena: evict an entry for it, if there are too many."""
+        """Evicts an entry if there are too many. Collective, before the entry in the making gets its first arena."""
         if not _making.entries or _making.entries[-1].home is not self or _making.entries[-1].arenas:
             return
         while len(collective := {entry.number: entry for entry in self.entries.values() if entry.number is not None}) >= MOST_COLLECTIVE:
@@ -133,14 +133,14 @@ class GroupCache:
                 entry.home._remove(entry)
 
     def clear(self) -> None:
-        """Forget all entries and close their arenas, those for ever included. No kernel of any rank uses them."""
+        """Removes all entries, also those that stay for ever, and closes their arenas. No kernel of any rank may use them."""
         for entry in list(self.entries.values()):
             for arena in entry.arenas:
                 arena.close()
             self._remove(entry)
 
     def _drop_local(self) -> None:
-        """Evict the rank's own entry that was not used for longest, if there are too many."""
+        """Evicts the least recently used of the rank's own entries, if there are too many."""
         local = [entry for entry in self.entries.values() if entry.number is None]
         if len(local) >= MOST_LOCAL:
             unneeded = [entry for entry in local if not entry.stays and not entry.needed_by]
@@ -159,11 +159,11 @@ class GroupCache:
 
 
 def _evictable(entries: list[Entry]) -> list[int]:
-    """Numbers of the entries that this rank can do without, those not used for longest first."""
-    found = []
+    """Returns the numbers of the entries that this rank can evict, the least recently used first."""
+    evictable = []
     for entry in entries:
         above = list(entry.above())
         rest = above[1:]
         if not any(other.stays or other.in_making for other in above) and all(other.number is None for other in rest):
-            found.append((max(other.used for other in above), entry.number))
-    return [number for _, number in sorted(found) if number is not None]
+            evictable.append((max(other.used for other in above), entry.number))
+    return [number for _, number in sorted(evictable) if number is not None]

@@ -175,7 +175,7 @@ class StoreExchange:
         return found
 
     def _wait(self, keys: list[str], number: int) -> None:
-        """In short steps, for a rank may die meanwhile."""
+        """Waits in short steps, because a rank may die meanwhile."""
         begin = time.monotonic()
         step_s = min(_STEP_S, self._waits.host_limit_s)
         while True:

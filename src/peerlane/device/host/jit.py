@@ -47,7 +47,7 @@ class Cubin:
     compiled_here: bool
     """Whether this call compiled it, rather than finding it."""
     source_hash: str = ""
-    """of the source's tokens, see ``source_tokens``"""
+    """The hash of the source's tokens, see ``source_tokens``."""
 
     def ptx(self) -> str:
         """The PTX that it was assembled from."""

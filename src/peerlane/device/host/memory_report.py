@@ -13,7 +13,7 @@ class MemoryReport:
     reserved_bytes: int
     """taken from the device"""
     leased_bytes: int
-    """of it in arenas that are not closed"""
+    """The bytes in arenas that are not closed."""
     largest_lease_bytes: int
     allocations: int
     """how often memory was taken from the device so far, by all ranks together each time"""

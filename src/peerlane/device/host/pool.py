@@ -24,7 +24,7 @@ from peerlane.errors import DeviceError, UsageError
 LEASE_BYTES = 64 << 10
 """Leases begin at, and are as long as, multiples of this: no part of an arena asks for a larger alignment."""
 FIRST_BYTES = 8 << 20
-"""of a pool; a few kernels find room there"""
+"""The first bytes of a pool; a few kernels find room there."""
 
 
 class FreeList:

@@ -1,9 +1,9 @@
-"""How long kernels of a group wait for other ranks, and how all of these waits are ended.
+"""The time limit of a group's waits for other ranks, and the end of all of them.
 
-A kernel's wait ends early for one of two reasons: the group's time limit has passed, or somebody has set the group's stop word. A wait that
-runs out of time sets the word itself, so that all waits of the group end, in all kernels that follow too. Where ranks are processes of one
-machine they share the word; else each has its own, and the group's watch (``watch.py``) passes the news on. Behind that the group is of no
-use: launches raise what :meth:`Waits.check` says.
+A kernel's wait ends early if the group's time limit has passed, or if the group's stop word is set. A wait that runs out of time sets the
+word. Then all waits of the group end, also those of later kernels. Ranks that are processes of one machine share the word. Otherwise each
+has its own, and the group's watch (``watch.py``) tells the other ranks. A stopped group cannot be used any more: its launches raise the
+error of :meth:`Waits.check`.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ import torch
 from peerlane.errors import DeviceTimeout, UsageError
 
 DEFAULT_LIMIT_S = 600.0
-"""As NCCL's."""
+"""The same as NCCL's."""
 LONGEST_LIMIT_S = 12 * 3600.0
-"""Waits inside a block, which know no limit, trap after twice as long."""
+"""The longest limit. Waits inside a block have none, and trap after twice as long."""
 _HOST_PATIENCE_S = 300.0
-"""The time limit of a wait, in seconds, unless the job has its own."""
+"""The shortest time, in seconds, that host code waits for other ranks' host code where waits trap."""
 ENDED_AT = 4
-"""Where in an arena the word lies that says so; of arena.cuh."""
+"""The offset in an arena of the word that says that a wait has ended early, as in arena.cuh."""
 ROLES = ("block", "loader", "consumer", "storer", "communicator")
 """Names of ``peerlane::Role``, in order."""
 OUT_OF_TIME, TOLD_TO_STOP = 1, 2
@@ -32,7 +32,7 @@ _log = logging.getLogger("peerlane.device")
 
 
 class WaitRecord(ctypes.Structure):
-    """What the waits of an arena's kernels ask of the host, and what they leave behind. Mirrors ``peerlane::FaultRecord``."""
+    """The settings of an arena's waits, and the report of one that ran out of time. Mirrors ``peerlane::FaultRecord``."""
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("set", "rank", "role", "source", "block", "slot", "expected", "seen")),
@@ -57,7 +57,7 @@ class Waiting(Protocol):
 class Waits:
     """The waits of one group's kernels, on one of its ranks.
 
-    ``traps``: a wait that runs out of time traps, as it did before there was anybody to tell: for candidates of the evaluator."""
+    ``traps``: a wait that runs out of time traps, as candidates of the evaluator need it."""
 
     def __init__(self, limit_s: float = DEFAULT_LIMIT_S, *, traps: bool = False) -> None:
         self.limit_s, self.traps = limit_s, traps
@@ -75,18 +75,18 @@ class Waits:
         self._lock = threading.Lock()
 
     def share(self, words: Any, address: int) -> None:
-        """From now on ``words[0]`` is the stop word, which kernels find at ``address``."""
+        """Makes ``words[0]`` the stop word, which kernels find at ``address``."""
         self._words, self.stop_address = words, address
 
     def add(self, arena: Waiting, limit_s: float | None) -> None:
-        """An arena of the group has been made; ``limit_s`` is its own limit, if it has one."""
+        """Adds an arena of the group; ``limit_s`` is its own limit, if it has one."""
         arena.record.traps = int(self.traps)
         arena.record.limit_ns = int((self.limit_s if limit_s is None else limit_s) * 1e9)
         with self._lock:
             self._arenas.add(arena)
 
     def set_limit(self, seconds: float) -> None:
-        """From now on waits end after ``seconds``, those under way too."""
+        """Lets waits end after ``seconds``, those under way too."""
         if not 0 < seconds <= LONGEST_LIMIT_S:
             raise UsageError(f"a time limit of {seconds:g} s: expected more than 0 and at most {LONGEST_LIMIT_S:g} s")
         self.limit_s = seconds
@@ -96,16 +96,16 @@ class Waits:
 
     @property
     def host_limit_s(self) -> float:
-        """How long host code waits for other ranks' host code, which may have something to compile: as long as the job allows."""
+        """The seconds for which host code waits for other ranks' host code, which may have something to compile."""
         return max(self.limit_s, _HOST_PATIENCE_S) if self.traps else self.limit_s
 
     @property
     def stopped(self) -> bool:
-        """Whether waits have ended early, or are to."""
+        """Returns whether waits have ended early, or have to."""
         return bool(self._words[0])
 
     def stop(self, reason: str) -> None:
-        """End all waits of the group, now and from now on, on this rank at least."""
+        """Ends all waits of the group, now and later, at least on this rank."""
         with self._lock:
             first, self.reason = not self.reason, self.reason or reason
         self._words[0] = 1
@@ -115,7 +115,7 @@ class Waits:
             _log.error("%s", reason)
 
     def faults(self) -> list[str]:
-        """What waits of this rank that ran out of time have reported."""
+        """Returns the reports of this rank's waits that ran out of time."""
         return [message for arena in self._all() if (message := describe_fault(arena.record, arena.name))]
 
     def _all(self) -> list[Waiting]:
@@ -123,28 +123,28 @@ class Waits:
             return list(self._arenas)
 
     def why(self) -> str:
-        """Why the group has stopped."""
-        if known := self.known():
-            self.tell(known)
-        return known or self.told() or "a rank of the group has ended its waits"
+        """Returns why the group has stopped."""
+        if reason := self.known():
+            self.tell(reason)
+        return reason or self.told() or "a rank of the group has ended its waits"
 
     def known(self) -> str:
-        """What this rank knows of it by itself."""
+        """Returns what this rank itself knows about the stop."""
         return self.reason or "; ".join(self.faults())
 
     def check(self) -> None:
-        """Raise DeviceTimeout if the group has stopped: why, and what kernels of this rank waited for."""
+        """Raises DeviceTimeout if the group has stopped, with the reason and the waits of this rank's kernels."""
         if not self._words[0]:
             return
         waited = [
             f"{_waited(arena.record, arena.name)} {_missing(arena.record)}" for arena in self._all() if arena.record.set == TOLD_TO_STOP
         ]
-        said = "; ".join([self.why(), *waited])
-        raise DeviceTimeout(f"{said}; this group can not be used any more: destroy it and make a new one, on all ranks")
+        message = "; ".join([self.why(), *waited])
+        raise DeviceTimeout(f"{message}; this group can not be used any more: destroy it and make a new one, on all ranks")
 
 
 def describe_fault(record: WaitRecord | Sequence[int], kernel: str = "") -> str:
-    """What a record says of a wait that ran out of time, or an empty string. ``record`` may be its 32-bit words."""
+    """Returns the message of a record of a wait that ran out of time, or an empty string. ``record`` may be its 32-bit words."""
     if not isinstance(record, WaitRecord):
         record = WaitRecord.from_buffer_copy((ctypes.c_uint32 * RECORD_WORDS)(*(word & 0xFFFFFFFF for word in record)))
     if record.set != OUT_OF_TIME:
@@ -165,5 +165,5 @@ def _missing(record: WaitRecord) -> str:
 
 
 def record_in(words: torch.Tensor) -> WaitRecord:
-    """The record that lies in a tensor of the host, which has to be kept."""
+    """Returns the record in a tensor of the host, which the caller keeps alive."""
     return WaitRecord.from_address(words.data_ptr())

@@ -36,7 +36,7 @@ MAX_THREADS = 512  # of the sources
 DTYPES = torch.bfloat16, torch.float16, torch.float32
 FP8, SCALE_COLUMNS, LARGEST_FP8, SMALLEST_SCALE = torch.float8_e4m3fn, 128, 448.0, 1e-12  # of dispatch.cuh
 FP8_DTYPES = torch.bfloat16, torch.float16
-"""of tokens that may travel as fp8"""
+"""The dtypes of tokens that may travel as fp8."""
 
 DISPATCH = r"""
 #include <peerlane/moe/dispatch.cuh>
@@ -230,5 +230,5 @@ def token_dispatch(group: Group, num_max_tokens: int, k: int, own: int, row_byte
 
 
 def token_combine(group: Group, num_max_tokens: int, k: int, own: int, row_bytes: int) -> TokenCombine:
-    """As :func:`token_dispatch`."""
+    """Returns the combine with the arguments of :func:`token_dispatch`."""
     return with_room(_of_combine, group, max(1, num_max_tokens), k, own, row_bytes)

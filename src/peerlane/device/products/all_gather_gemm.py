@@ -44,7 +44,7 @@ FIELDS: Mapping[str, Field] = {
     "flags": Flags(),
     "epochs": Epochs(),
 }
-"""Of every kernel whose left operand is gathered."""
+"""The fields of every kernel whose left operand is gathered."""
 
 
 SOURCE = r"""

@@ -89,7 +89,7 @@ class Workspace:
 
     @property
     def a_rows(self) -> int:
-        """of the left operand of a rank"""
+        """The rows of a rank's left operand."""
         return self.m * (self.world_size if self.scatters else 1)
 
     @property
@@ -173,5 +173,5 @@ def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int
 
 
 def arena_sizes(m: int, local_k: int, world_size: int, pieces: int, header_bytes: int = 0) -> dict[str, int]:
-    """Of the fields in the arena, for shards of up to ``m`` rows in up to as many pieces."""
+    """Returns the sizes of the fields in the arena, for shards of up to ``m`` rows in up to as many pieces."""
     return {"gathered_memory": 2 * world_size * m * (gemm.row_stride(local_k) * ELEMENT_BYTES + header_bytes), "flags": pieces}

@@ -52,7 +52,7 @@ FIELDS: Mapping[str, Field] = {
     "bias": Pointer("const char*"),
     **dict.fromkeys(("a_scales", "b_scales"), structure("OperandScales", OperandScales)),
 }
-"""Of every product: its operands, its tiles and what its epilogue may have."""
+"""The fields of every product: its operands, its tiles and what its epilogue may have."""
 
 
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
@@ -257,7 +257,7 @@ def tilings_for(group: Group, batch_invariant: bool = False) -> Sequence[Tiling]
 
 
 TUNED_ELEMENTS = 1 << 18
-"""Of a result: smaller ones take what the model says."""
+"""The fewest elements of a result that is tuned. Smaller ones take the model's choice."""
 _TUNED_OPTIONS = 5
 
 
@@ -293,7 +293,7 @@ def tuned(
 
 
 TYPICAL_DEPTH = 2048
-"""For which tiles are chosen where ranks share a product, whatever k is: k may differ from rank to rank, the tiles may not."""
+"""The depth for which tiles are chosen where ranks share a product, whatever k is: k may differ from rank to rank, the tiles may not."""
 
 
 Sharded = TypeVar("Sharded")

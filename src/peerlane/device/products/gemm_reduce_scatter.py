@@ -28,7 +28,7 @@ GEMM_REDUCE_SCATTER = DeclaredKernel("gemm_reduce_scatter", SOURCE, out=Map(), l
 
 
 def _plan(group: Group, rows: int, n: int, dtype: torch.dtype, tiling: Tiling) -> SumPlan:
-    """For ``rows`` rows of the result on each rank."""
+    """Returns the plan for ``rows`` rows of the result on each rank."""
     tiles = tiling.grouped(rows, n, parts=group.world_size)
     count = tiles.rows * tiles.columns
     return SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64))

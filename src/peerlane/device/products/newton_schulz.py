@@ -163,7 +163,7 @@ class PartsProduct:
         self._bound = PARTS_PRODUCT.bind(group, **shape, defines=defines, tiles=tiles, n=n, k=m)
 
     def __call__(self, p: torch.Tensor, x: Parts, scale: float, share: float) -> Parts:
-        """Of a result in one part, the second is the first."""
+        """Launches the product. Returns both parts of the result; if it has one, the second is the first."""
         maps, tiling = self.maps, self.tiling
         out = gemm.empty_aligned(*self.shape, x[0] if self.result is None else x[0].new_empty(0, dtype=self.result))
         low = gemm.empty_aligned(*self.shape, x[0]) if self.result is None else out

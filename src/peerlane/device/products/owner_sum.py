@@ -25,7 +25,7 @@ FIELDS: Mapping[str, Field] = {
     "flags": Flags(),
     "epochs": Epochs(),
 }
-"""Of every such kernel."""
+"""The fields of every such kernel."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class OwnerSum:
         self.memory.reserved.close()
 
     def launch(self, m: int, a: torch.Tensor, b: torch.Tensor, terms: gemm.Terms, **fields: Any) -> None:
-        """Of operands (m, k), as ``gemm.aligned`` gives it, and (k, n) as it lies."""
+        """Launches the product of operands (m, k), as ``gemm.aligned`` gives it, and (k, n) as it lies."""
         plan, tiling = self.plan, self.plan.tiling
         gemm.check_operands(a, b)
         if a.shape[0] != m or b.shape[1] != plan.n or a.dtype != plan.dtype:

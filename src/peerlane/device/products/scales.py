@@ -8,7 +8,7 @@ import torch
 from peerlane.device.host.group import Group
 
 Scaling = Literal["none", "fp8", "fp8_promoted", "fp8_blocks"]
-"""Of a product's operands: 16 bits without scales; e4m3 with a scale for each or for its rows, with sums in the matrix units or promoted to
+"""A product's operands: 16 bits without scales; e4m3 with a scale for each or for its rows, with sums in the matrix units, or promoted to
 fp32 every 128 of k; e4m3 with scales of blocks, promoted."""
 
 BLOCK = 128

@@ -1,6 +1,8 @@
 // The CUDA runtime and torch's CUDA side as C++ of emulated ranks find them. Kernels are registered here and launched by Python; device memory
 // is mapped where the emulator has it, so that one address serves host and kernels. What a rank has asked for is over when the call returns.
 
+#include "product.h"
+
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -9,6 +11,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <sys/mman.h>
 
 #include <cstring>
@@ -22,18 +25,23 @@
 namespace {
 
 constexpr std::uint64_t page_bytes = 4096;
+enum Graph { graph_begins, graph_ends, graph_replays, graph_asks };
 
 // ---- what Python gives
 
 // Callbacks return 0, or 1 where Python has an exception to raise once the C++ code has returned.
 struct Python {
     int (*launch)(const char* kernel, int module, const unsigned* grid, const unsigned* block, void** arguments, std::uint64_t shared,
-                  unsigned cluster);
-    int (*copy)(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
-    int (*set)(std::uint64_t to, int value, std::uint64_t bytes);
+                  unsigned cluster, int dependent);
+    int (*copy)(std::uint64_t to, std::uint64_t to_pitch, std::uint64_t from, std::uint64_t from_pitch, std::uint64_t width, std::uint64_t height);
+    int (*set)(std::uint64_t to, std::uint64_t pitch, int value, std::uint64_t width, std::uint64_t height);
     std::uint64_t (*variable)(int module, const char* name);
     int (*exported)(std::uint64_t address);
     int (*occupancy)(int module, const char* kernel, int threads, std::uint64_t shared);
+    int (*attributes)(int module, const char* kernel, int* registers_static_and_local_bytes);
+    int (*multiply)(const Product* product);
+    int (*word)(std::uint64_t address, std::uint32_t value, int condition);  // -1: write
+    int (*graph)(int act, int number);
     int (*sm_count)();
     int (*world_size)();
     int shared_bytes;
@@ -160,13 +168,14 @@ const Kernel& kernel_at(const void* function) {
     return found->second;
 }
 
-cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments, std::size_t shared, unsigned cluster) {
+cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments, std::size_t shared, unsigned cluster = 1,
+                   bool dependent = false) {
     const Kernel& kernel = kernel_at(function);
     if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z) return error(cudaErrorInvalidConfiguration);
     if (std::uint64_t(block.x) * block.y * block.z > 1024) return error(cudaErrorInvalidConfiguration);
     if (shared > kernel.shared) return error(cudaErrorInvalidValue);
     const unsigned grids[] = {grid.x, grid.y, grid.z}, blocks[] = {block.x, block.y, block.z};
-    done(python.launch(kernel.name.c_str(), kernel.module, grids, blocks, arguments, shared, cluster));
+    done(python.launch(kernel.name.c_str(), kernel.module, grids, blocks, arguments, shared, cluster, dependent));
     return cudaSuccess;
 }
 
@@ -262,10 +271,10 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
     return cudaSuccess;
 }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, std::size_t shared, cudaStream_t) {
-    return launch(kernel, grid, block, arguments, shared, 1);
+    return launch(kernel, grid, block, arguments, shared);
 }
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, std::size_t shared, cudaStream_t) {
-    return launch(function, grid, block, arguments, shared, 1);
+    return launch(function, grid, block, arguments, shared);
 }
 cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return last_error; }
@@ -285,18 +294,25 @@ const char* cudaGetErrorString(cudaError_t code) { return code == cudaSuccess ? 
 
 // Launches.
 cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3 block, void** arguments, std::size_t shared, cudaStream_t) {
-    return launch(function, grid, block, arguments, shared, 1);
+    return launch(function, grid, block, arguments, shared);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
     unsigned cluster = 1;
+    bool dependent = false;
     for (unsigned i = 0; i < config->numAttrs; ++i) {
         const cudaLaunchAttribute& attribute = config->attrs[i];
         if (attribute.id == cudaLaunchAttributeClusterDimension) {
             const auto& size = attribute.val.clusterDim;
-            cluster = size.x * size.y * size.z;
+            if (size.y * size.z != 1) peerlane_missing("a cluster of several dimensions");
+            cluster = size.x;
+        } else if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+            dependent = attribute.val.programmaticStreamSerializationAllowed;
+        } else if (attribute.id == cudaLaunchAttributeProgrammaticEvent || attribute.id == cudaLaunchAttributeLaunchCompletionEvent ||
+                   attribute.id == cudaLaunchAttributeDeviceUpdatableKernelNode) {
+            peerlane_missing(("launch attribute " + std::to_string(attribute.id)).c_str());
         }
     }
-    return launch(function, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, cluster);
+    return launch(function, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, cluster, dependent);
 }
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
     kernel_at(function);
@@ -307,6 +323,16 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
     return cudaSuccess;
 }
 cudaError_t cudaFuncSetCacheConfig(const void*, cudaFuncCache) { return cudaSuccess; }
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
+    const Kernel kernel = kernel_at(function);
+    int known[3];
+    done(python.attributes(kernel.module, kernel.name.c_str(), known));
+    *attributes = {};
+    attributes->numRegs = known[0], attributes->sharedSizeBytes = known[1], attributes->localSizeBytes = known[2];
+    attributes->maxDynamicSharedSizeBytes = static_cast<int>(kernel.shared), attributes->maxThreadsPerBlock = 1024;
+    attributes->ptxVersion = attributes->binaryVersion = 90;
+    return cudaSuccess;
+}
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function, int threads, std::size_t shared, unsigned) {
     const Kernel kernel = kernel_at(function);
     const int found = python.occupancy(kernel.module, kernel.name.c_str(), threads, shared);
@@ -338,9 +364,10 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned) {
     *device = host;
     return memory.holds(host) ? cudaSuccess : error(cudaErrorInvalidValue);
 }
+cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width, std::size_t height,
+                         cudaMemcpyKind);
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
-    if (bytes) done(python.copy(number(to), number(from), bytes));
-    return cudaSuccess;
+    return cudaMemcpy2D(to, bytes, from, bytes, bytes, 1, cudaMemcpyDefault);
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
     return cudaMemcpy(to, from, bytes, kind);
@@ -349,21 +376,33 @@ cudaError_t cudaMemcpyPeer(void* to, int, const void* from, int, std::size_t byt
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, std::size_t bytes, cudaStream_t) {
     return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
 }
+cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width, std::size_t height,
+                         cudaMemcpyKind) {
+    if (width > to_pitch || width > from_pitch) return error(cudaErrorInvalidPitchValue);
+    if (width && height) done(python.copy(number(to), to_pitch, number(from), from_pitch, width, height));
+    return cudaSuccess;
+}
 cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width, std::size_t height,
                               cudaMemcpyKind kind, cudaStream_t) {
-    for (std::size_t row = 0; row < height; ++row)
-        cudaMemcpy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width, kind);
+    return cudaMemcpy2D(to, to_pitch, from, from_pitch, width, height, kind);
+}
+cudaError_t cudaMemset2D(void* to, std::size_t pitch, int value, std::size_t width, std::size_t height) {
+    if (width > pitch) return error(cudaErrorInvalidPitchValue);
+    if (width && height) done(python.set(number(to), pitch, value & 255, width, height));
     return cudaSuccess;
 }
-cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width, std::size_t height,
-                         cudaMemcpyKind kind) {
-    return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, height, kind, nullptr);
+cudaError_t cudaMemset2DAsync(void* to, std::size_t pitch, int value, std::size_t width, std::size_t height, cudaStream_t) {
+    return cudaMemset2D(to, pitch, value, width, height);
 }
-cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
-    if (bytes) done(python.set(number(to), value & 255, bytes));
-    return cudaSuccess;
-}
+cudaError_t cudaMemset(void* to, int value, std::size_t bytes) { return cudaMemset2D(to, bytes, value, bytes, 1); }
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t) { return cudaMemset(to, value, bytes); }
+void peerlane_multiply(const Product* product) { done(python.multiply(product)); }
+// Hints.
+cudaError_t cudaMemPrefetchAsync(const void*, std::size_t, cudaMemLocation, unsigned, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaMemAdvise(const void*, std::size_t, cudaMemoryAdvise, cudaMemLocation) { return cudaSuccess; }
+cudaError_t cudaStreamSetAttribute(cudaStream_t, cudaStreamAttrID, const cudaStreamAttrValue*) { return cudaSuccess; }
+cudaError_t cudaCtxResetPersistingL2Cache() { return cudaSuccess; }
+cudaError_t cudaDeviceSetLimit(cudaLimit, std::size_t) { return cudaSuccess; }
 cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) {
     *address = reinterpret_cast<void*>(address_of(symbol));
     return cudaSuccess;
@@ -432,6 +471,13 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int, int) {
+    if (attribute != cudaDevP2PAttrAccessSupported && attribute != cudaDevP2PAttrNativeAtomicSupported)
+        peerlane_missing(("cudaDeviceGetP2PAttribute(" + std::to_string(attribute) + ")").c_str());
+    *value = 1;
+    return cudaSuccess;
+}
+
 // Devices. Each rank has one, which has the number of the rank.
 cudaError_t cudaGetDevice(int* device) {
     *device = peerlane_device();
@@ -443,6 +489,7 @@ cudaError_t cudaGetDeviceCount(int* count) {
     return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaMemGetInfo(std::size_t*, std::size_t*) { peerlane_missing("cudaMemGetInfo"); }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     const std::unordered_map<int, int> known{
         {cudaDevAttrMaxThreadsPerBlock, 1024},
@@ -458,6 +505,24 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
         {cudaDevAttrComputeCapabilityMinor, 0},
         {cudaDevAttrCooperativeLaunch, 1},
         {cudaDevAttrUnifiedAddressing, 1},
+        {cudaDevAttrCanMapHostMemory, 1},
+        {cudaDevAttrCanUseHostPointerForRegisteredMem, 1},
+        {cudaDevAttrClusterLaunch, 1},
+        {cudaDevAttrConcurrentKernels, 1},
+        {cudaDevAttrGlobalL1CacheSupported, 1},
+        {cudaDevAttrLocalL1CacheSupported, 1},
+        {cudaDevAttrManagedMemory, 1},
+        {cudaDevAttrMaxBlockDimX, 1024},
+        {cudaDevAttrMaxBlockDimY, 1024},
+        {cudaDevAttrMaxBlockDimZ, 64},
+        {cudaDevAttrMaxGridDimX, 2147483647},
+        {cudaDevAttrMaxGridDimY, 65535},
+        {cudaDevAttrMaxGridDimZ, 65535},
+        {cudaDevAttrMaxRegistersPerMultiprocessor, 65536},
+        {cudaDevAttrMemoryPoolsSupported, 1},
+        {cudaDevAttrReservedSharedMemoryPerBlock, 1024},
+        {cudaDevAttrStreamPrioritiesSupported, 1},
+        {cudaDevAttrTotalConstantMemory, 64 << 10},
     };
     const auto found = known.find(attribute);
     if (found == known.end()) peerlane_missing(("cudaDeviceGetAttribute(" + std::to_string(attribute) + ")").c_str());
@@ -504,14 +569,76 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* argument) {
+    if (python.graph(graph_asks, 0)) peerlane_missing("cudaLaunchHostFunc in a capture");
     function(argument);
     return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-    *status = cudaStreamCaptureStatusNone;
+    *status = python.graph(graph_asks, 0) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
     return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+                                     const cudaGraphEdgeData**, std::size_t*) {
+    if (id) *id = 1;
+    return cudaStreamIsCapturing(stream, status);
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+    done(python.graph(graph_begins, 0) < 0);
+    return cudaSuccess;
+}
+// Graphs have numbers. One that is instantiated stays as it was captured.
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+    const std::intptr_t made = python.graph(graph_ends, 0);
+    done(made < 0);
+    *graph = reinterpret_cast<cudaGraph_t>(made);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
+    *made = reinterpret_cast<cudaGraphExec_t>(graph);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) { return cudaGraphInstantiate(made, graph, 0); }
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t) {
+    done(python.graph(graph_replays, static_cast<int>(number(graph))) < 0);
+    return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+// Words that a stream writes behind a fence, and waits for.
+CUresult cuStreamWriteValue32_v2(CUstream, CUdeviceptr address, cuuint32_t value, unsigned) {
+    done(python.word(address, value, -1));
+    return CUDA_SUCCESS;
+}
+CUresult cuStreamWaitValue32_v2(CUstream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
+    done(python.word(address, value, flags & 3));
+    return CUDA_SUCCESS;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* result) {
+    for (const char* version : {"_v2", ""})
+        if ((*function = dlsym(RTLD_DEFAULT, (std::string(name) + version).c_str()))) {
+            if (result) *result = cudaDriverEntryPointSuccess;
+            return cudaSuccess;
+        }
+    peerlane_missing(name);
+}
+cudaError_t cudaGetDriverEntryPoint(const char* name, void** function, unsigned long long flags, cudaDriverEntryPointQueryResult* result) {
+    return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, result);
+}
+CUresult cuGetErrorString(CUresult code, const char** said) {
+    *said = code == CUDA_SUCCESS ? "no error" : "an error of the CUDA driver";
+    return CUDA_SUCCESS;
+}
+CUresult cuGetErrorName(CUresult code, const char** said) { return cuGetErrorString(code, said); }
+CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* device, int number) {
+    *device = number;
+    return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+    return static_cast<CUresult>(cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device));
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
@@ -578,8 +705,60 @@ void c10_cuda_check_implementation(const std::int32_t code, const char* file, co
     }
 }
 namespace CUDACachingAllocator {
-std::atomic<CUDAAllocator*> allocator;
-}
+namespace {
+// Takes and gives back memory; no stream has to be recorded, and no cache emptied.
+struct RanksAllocator final : CUDAAllocator {
+    using Index = c10::DeviceIndex;
+    DataPtr allocate(std::size_t bytes) override { return ::allocator.allocate(bytes); }
+    DeleterFnPtr raw_deleter() const override { return &release; }
+    void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+    void* raw_alloc(std::size_t bytes) override { return memory.take(bytes); }
+    void* raw_alloc_with_stream(std::size_t bytes, cudaStream_t) override { return memory.take(bytes); }
+    void raw_delete(void* address) override { release(address); }
+    void recordStream(const DataPtr&, CUDAStream) override {}
+    void emptyCache(MempoolId_t) override {}
+    void init(int) override {}
+    bool initialized() override { return true; }
+    void enable(bool) override {}
+    bool isEnabled() const override { return true; }
+    std::string name() override { return "peerlane"; }
+    void enablePeerAccess(Index, Index) override {}
+    void* getBaseAllocation(void* address, std::size_t* bytes) override {
+        std::uint64_t begin = 0;
+        const Block* block = memory.find(number(address), begin);
+        if (!block) stop("getBaseAllocation got an address that is not of the rank's memory");
+        if (bytes) *bytes = block->bytes;
+        return reinterpret_cast<void*>(begin);
+    }
+    cudaError_t memcpyAsync(void* to, int, const void* from, int, std::size_t bytes, cudaStream_t, bool) override {
+        return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+    }
+#define MISSING(result, name, ...) \
+    result name(__VA_ARGS__) override { peerlane_missing("c10::cuda::CUDACachingAllocator::" #name); }
+    MISSING(CachingDeviceAllocator::DeviceStats, getDeviceStats, Index)
+    MISSING(void, resetAccumulatedStats, Index)
+    MISSING(void, resetPeakStats, Index)
+    MISSING(double, getMemoryFraction, Index)
+    MISSING(void, setMemoryFraction, double, Index)
+    MISSING(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, Index)
+    MISSING(void, cacheInfo, Index, std::size_t*)
+    MISSING(SnapshotInfo, snapshot, MempoolId_t, bool)
+    MISSING(void, beginAllocateToPool, Index, MempoolId_t, std::function<bool(cudaStream_t)>)
+    MISSING(void, endAllocateToPool, Index, MempoolId_t)
+    MISSING(void, releasePool, Index, MempoolId_t)
+    MISSING(ShareableHandle, shareIpcHandle, void*)
+    MISSING(std::shared_ptr<void>, getIpcDevPtr, std::string)
+    MISSING(void, recordHistory, bool, CreateContextFn, std::size_t, RecordContext, bool, const std::vector<std::string>&)
+    MISSING(void, attachOutOfMemoryObserver, OutOfMemoryObserver)
+    MISSING(void, attachOomRejectionObserver, OomRejectionObserver)
+    MISSING(void, attachAllocatorTraceTracker, AllocatorTraceTracker)
+    MISSING(std::shared_ptr<AllocatorState>, getCheckpointState, Index, MempoolId_t)
+    MISSING(CheckpointDelta, setCheckpointPoolState, Index, std::shared_ptr<AllocatorState>)
+#undef MISSING
+} ranks;
+}  // namespace
+std::atomic<CUDAAllocator*> allocator{&ranks};
+}  // namespace CUDACachingAllocator
 }  // namespace c10::cuda
 
 // Guards of torch's own operators, whose tensors are on the CPU. With a device, autograd would start a thread for it and forbid forks.

@@ -30,7 +30,7 @@ inline Block& Machine::owner(std::uint64_t offset, std::uint32_t site) {
     while (block && block->key != key) block = block->next;
     if (!block || !block->live) {
         current->site = site;
-        const char* what = block ? "shared memory of a block of the cluster that has ended" : "an mbarrier that is not in this cluster's shared memory";
+        const char* what = block ? "shared memory of a block of the cluster that has ended" : "an address that is not in this cluster's shared memory";
         fatal({"misuse", what, {side(*current, "uses it")}});
     }
     return *block;

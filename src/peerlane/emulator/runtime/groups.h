@@ -159,24 +159,40 @@ inline std::uint32_t Machine::live_in_cluster(const Block& block) {
     return live;
 }
 
-inline void Machine::cluster_concludes(Meeting& meeting) {
+inline void Machine::cluster_concludes(Block& first) {
+    Meeting& meeting = first.cluster_barrier;
     for (Fiber* fiber : meeting.waiting) {
         fiber->view.absorb(meeting.sum);
         enlist(*fiber, State::runnable);
     }
+    first.cluster_ended = meeting.sum;
+    ++first.cluster_phase;
     meeting = Meeting{};
     ++version_;
 }
 
-inline void Machine::cluster_barrier(std::uint32_t site) {
+// Orders all that came before, or only what came before an mbarrier_init_fence.
+inline void Machine::cluster_arrive(bool orders) {
     Fiber& fiber = *current;
-    Meeting& meeting = fiber.block->cluster->cluster_barrier;
-    if (fiber.initialised) meeting.sum.absorb(fiber.initialised->view);
-    meeting.waiting.push_back(&fiber);
-    if (++meeting.arrived == live_in_cluster(*fiber.block)) {
-        cluster_concludes(meeting);
+    Block& first = *fiber.block->cluster;
+    fiber.cluster_phase = first.cluster_phase;
+    if (orders) {
+        contribute(first.cluster_barrier, fiber);
+    } else {
+        if (fiber.initialised) first.cluster_barrier.sum.absorb(fiber.initialised->view);
+        ++first.cluster_barrier.arrived;
+    }
+    if (first.cluster_barrier.arrived == live_in_cluster(*fiber.block)) cluster_concludes(first);
+}
+
+inline void Machine::cluster_wait(std::uint32_t site) {
+    Fiber& fiber = *current;
+    Block& first = *fiber.block->cluster;
+    if (first.cluster_phase != fiber.cluster_phase) {
+        fiber.view.absorb(first.cluster_ended);
         leave(State::runnable);
     } else {
+        first.cluster_barrier.waiting.push_back(&fiber);
         wait("waits at a barrier of its cluster", site);
     }
 }
@@ -211,8 +227,8 @@ inline void Machine::thread_ends(Fiber& fiber) {
     for (const auto& known : warp.exchanges) {
         if (known->arrived && (known->arrived & warp.live) == (known->mask & warp.live)) warp_concludes(*known, false);
     }
-    Meeting& meeting = block.cluster->cluster_barrier;
-    if (meeting.arrived && meeting.arrived == live_in_cluster(block)) cluster_concludes(meeting);
+    const Meeting& meeting = block.cluster->cluster_barrier;
+    if (meeting.arrived && meeting.arrived == live_in_cluster(block)) cluster_concludes(*block.cluster);
     ++version_;
     if (block.live == 0) block_ends(block);
 }
@@ -232,7 +248,7 @@ inline void Machine::block_ends(Block& block) {
     }
     for (const auto& [actor, last] : block.arrivals) {
         if (at(block.end.sum.seen[View::ordinary], actor) >= last.first) continue;
-        Side arrives = side(*actors_[actor].fiber, "arrives at an mbarrier of another block, which may have ended for all that it knows");
+        Side arrives = side(*actors_[actor].fiber, "uses shared memory of another block, which may have ended for all that it knows");
         arrives.site = last.second;
         report({"misuse", "", {std::move(arrives)}});
         break;

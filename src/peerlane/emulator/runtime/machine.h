@@ -90,7 +90,9 @@ class Machine {
     void warp_barrier(std::uint32_t mask, std::uint32_t site);
     const unsigned long long* warp_exchange(std::uint32_t mask, unsigned long long value, std::uint32_t site);
     std::uint32_t cluster_rank() const;
-    void cluster_barrier(std::uint32_t site);
+    std::uint32_t cluster_size() const { return current->block->launch->cluster; }
+    void cluster_arrive(bool orders);
+    void cluster_wait(std::uint32_t site);
     void* cluster_pointer(const void* pointer, std::uint32_t rank, std::uint32_t site);
 
     // copies.h
@@ -156,7 +158,7 @@ class Machine {
     void warp_concludes(Warp::Exchange& exchange, bool orders);
     static Warp::Exchange& exchange(std::vector<std::unique_ptr<Warp::Exchange>>& exchanges, std::uint32_t mask);
     static std::uint32_t live_in_cluster(const Block& block);
-    void cluster_concludes(Meeting& meeting);
+    void cluster_concludes(Block& first);
     void thread_ends(Fiber& fiber);
     void block_ends(Block& block);
 

@@ -65,6 +65,7 @@ struct Fiber {
     Ref<Snapshot> initialised;                   // what came before the last mbarrier_init_fence
     std::vector<Ref<Snapshot>> pending[scopes];  // seen by relaxed loads, taken over by the next fence of at least this scope
     Groups groups[queues];
+    std::uint32_t cluster_phase = 0;   // of the cluster's barrier, at which it has arrived
     bool host = false;                 // it is host code, between two launches
     std::uint64_t halfway = ~0ull;     // the offset of 16 bytes of which it has stored half
     std::pair<std::uint32_t, std::uint32_t> torn{};  // sites of a load that saw half of such a store, and of the store; 0: the last load did not
@@ -148,7 +149,9 @@ struct Block {
     Meeting end;
     Actor heard_from = 0xffff;  // who sent the last flag that one of its threads saw
     Meeting cluster_barrier;  // of the cluster, in its first block
-    std::unordered_map<Actor, std::pair<Clock, std::uint32_t>> arrivals;  // of other blocks' threads at its mbarriers: the last of each, and its site
+    View cluster_ended;       // what was known at the end of its last phase
+    std::uint32_t cluster_phase = 0;
+    std::unordered_map<Actor, std::pair<Clock, std::uint32_t>> arrivals;  // of other blocks' threads at its mbarriers and memory: the last of each, and its site
 
     Mbarrier* mbarrier(std::uint64_t offset) {
         for (Mbarrier& barrier : mbarriers) {

@@ -144,6 +144,10 @@ inline void Machine::touch(std::uint64_t offset, std::uint32_t bytes, std::uint8
         locate(finding, offset);
         fatal(std::move(finding));
     }
+    if (fiber.block->launch->cluster > 1) {
+        const int key = memory.buffers()[memory.number_at(offset)].block;
+        if (key >= 0 && key != fiber.block->key) owner(offset, site).arrivals[fiber.id] = {fiber.clock, site};
+    }
     if (flags & writes) {
         memory.written(offset, bytes);
         wrote_ = true;

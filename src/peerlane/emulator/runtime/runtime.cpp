@@ -214,10 +214,13 @@ char* peerlane_dynamic_shared() { return machine->shared_base(); }
 unsigned peerlane_shared_address(const void* pointer) {
     return static_cast<unsigned>(static_cast<const char*>(pointer) - machine->shared_base());
 }
-void* peerlane_shared_pointer(unsigned address) { return machine->shared_base() + address; }
+// Shared memory of other blocks of the cluster lies before or behind the block's own.
+void* peerlane_shared_pointer(unsigned address) { return machine->shared_base() + static_cast<int>(address); }
 
 unsigned peerlane_cluster_rank() { return machine->cluster_rank(); }
-void peerlane_cluster_barrier() { machine->cluster_barrier(SITE); }
+unsigned peerlane_cluster_size() { return machine->cluster_size(); }
+void peerlane_cluster_arrive(bool orders) { machine->cluster_arrive(orders); }
+void peerlane_cluster_wait() { machine->cluster_wait(SITE); }
 void* peerlane_cluster_pointer(const void* pointer, unsigned rank) { return machine->cluster_pointer(pointer, rank, SITE); }
 
 void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals) {

@@ -117,7 +117,7 @@ def _copy_kind(source: str, target: str) -> str:
 
 
 def most_per_call(spans: Iterable[Mapping[str, int]], calls: Iterable[int]) -> dict[str, int]:
-    """For every key the largest count per call (rounded up) in any of the spans."""
+    """Returns for every key the largest count per call (rounded up) in any of the spans."""
     largest: dict[str, int] = {}
     for counts, number in zip(spans, calls, strict=True):
         for key, count in counts.items():

@@ -160,7 +160,7 @@ class Auditor:
         return None
 
     def record(self) -> Audit | None:
-        """For the result; None if no call was audited."""
+        """Returns the audit for the result; None if no call was audited."""
         if not self.audited:
             return None
         triton = {kernel.name for kernel in self.loaded if kernel.origin == "triton"}

@@ -71,7 +71,7 @@ def _choices() -> list[str]:
 
 
 def _triton_ptx() -> Iterator[str]:
-    """Of every kernel that Triton has compiled or found in its cache in this process, and that is alive."""
+    """Yields the PTX of every living kernel that Triton has compiled, or found in its cache, in this process."""
     compiler = sys.modules.get("triton.compiler.compiler")
     if compiler is None:
         return
@@ -108,7 +108,7 @@ def disassembled(file: Path) -> dict[str, frozenset[str]]:
 
 
 def _cuobjdump() -> str | None:
-    """On the path, in the usual folder of a toolkit, or in Triton's wheel."""
+    """Returns where cuobjdump is: on the path, in the usual folder of a toolkit, or in Triton's wheel."""
     if found := shutil.which("cuobjdump"):
         return found
     spec = importlib.util.find_spec("triton")

@@ -70,11 +70,11 @@ class Recording:
         self.roles: list[tuple[str, str, int, int, int]] | None = None
 
     def result(self) -> wire.Recording:
-        """As the supervisor gets it."""
+        """Returns the recording that the supervisor gets."""
         return wire.Recording(self.host, self.device, self.marks, self.collectives, self.functions, self.replaced, self.events, self.roles)
 
     def mark_calls(self) -> AbstractContextManager[Any]:
-        """Of a timeline: only what the device does for launches in here is kept, if this is entered."""
+        """Returns a context. If it is entered, a timeline keeps only the device's work for launches inside it."""
         return _Mark(f"{self._marker}:calls")
 
     def keep(self, events: list[Any], marker: str, before: int, after: int) -> None:

@@ -52,7 +52,7 @@ class RoleSpan:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of one side's spans on the device: microseconds per call on the busiest rank, and shares of that rank's time.
+    """The times of one side's spans on the device: microseconds per call on the busiest rank, and shares of that rank's time.
 
     Attributes:
         us_per_call: from the moment when all ranks have begun to the last span's end, over the number of calls. A profiler delays some
@@ -80,7 +80,7 @@ class Timeline:
     spans: tuple[Span, ...]
     labels: dict[str, Any] = field(default_factory=dict)
     roles: tuple[RoleSpan, ...] = ()
-    """of kernels of the kit that stamp them"""
+    """Spans that kernels of the kit have stamped."""
 
     @property
     def on_device(self) -> bool:
@@ -92,7 +92,7 @@ class Timeline:
         return not self.spans
 
     def timed_spans(self, rank: int) -> list[Span]:
-        """Of the device, or on CPU ranks of the host."""
+        """Returns the spans of the device, or on CPU ranks those of the host."""
         device = self.on_device
         return [span for span in self.spans if span.rank == rank and (span.lane != HOST_LANE) == device]
 

@@ -110,7 +110,7 @@ class CaseRunner:
     quiet_s: float = math.inf
     """after which a call at rest hangs if its ranks make no progress"""
     layouts: list[wire.CaseLayout] = field(default_factory=list)
-    """of every rank"""
+    """The layouts of every rank."""
     kinds: list[str] = field(default_factory=list)
     alike: list[int] = field(default_factory=list)
     """kinds of slots, see :func:`kinds_of_slots`"""
@@ -120,7 +120,7 @@ class CaseRunner:
     judge_s: float = 0.0
     """what comparing one slot took, last time"""
     samples_ranks: bool = False
-    """of every further call only the output of one rank is compared: an oracle takes long, and the ranks share a GPU. Every rank has its
+    """Whether further calls have the output of one rank compared: an oracle takes long, and the ranks share a GPU. Every rank has its
     turn, in random order."""
     reference_s: float = 0.0
     """the longest that one call of the reference took on a rank, at this time and on this machine"""

@@ -61,7 +61,7 @@ class EmulatedJudgement:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
         told = _cut(str(error).splitlines()).splitlines()
         if wants_distributed(str(error)):
-            told.append("emulated ranks have only a part of torch.distributed: docs/device/emulator.md lists it")
+            told.append("emulated ranks have only a part of torch.distributed: docs/device/emulator-code.md lists it")
         return f"rank {rank} raised {type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: " + "\n".join(told)
 
 

@@ -13,7 +13,7 @@ from peerlane.evaluate import wire
 from peerlane.evaluate.memory.slots import unplaced
 
 MOST_BYTES = 64 << 20
-"""Of a slot's inputs that are exchanged. Larger calls are bound by what they move: nothing is gained by doing many of them at once."""
+"""The most bytes of a slot's inputs that are exchanged. Larger calls are bound by memory, so nothing is gained by merging them."""
 
 _dice = random.SystemRandom()
 

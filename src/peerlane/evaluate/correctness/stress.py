@@ -55,7 +55,7 @@ def choose_compared(order: list[int], judge_s: float, rules: StressRules) -> lis
 
 
 def draw_jitter(world_size: int, calls: int, *, on_gpu: bool) -> list[list[tuple[int, str, float]]]:
-    """For every rank, what is to happen before which of its calls: ``(position, way, us)``. See :class:`jitter.Jitter` for the ways."""
+    """Returns the delays of every rank: ``(position of the call, way, us)``. See :class:`jitter.Jitter` for the ways."""
     plans: list[list[tuple[int, str, float]]] = [[] for _ in range(world_size)]
     shortest, longest = math.log(_SHORTEST_DELAY_US), math.log(_LONGEST_DELAY_US)
     holds_sms = on_gpu and _dice.random() < _HOLDING_PASSES

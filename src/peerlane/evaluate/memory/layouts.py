@@ -14,9 +14,9 @@ from peerlane.problems.contract.spec import Case, Problem
 from peerlane.problems.contract.tree import Description, Tree, describe
 
 FEWEST_SLOTS = 4
-"""of a case, as long as they take no more than ``MOST_OF_FEWEST_BYTES``"""
+"""The fewest slots of a case, as long as they take no more than ``MOST_OF_FEWEST_BYTES``."""
 FEWEST_LARGE_SLOTS = 2
-"""of a case, however much memory they take: what is right in one must not be right in the other"""
+"""The fewest slots of a case, however much memory they take: an answer that is right in one must not be right in the other."""
 MOST_OF_FEWEST_BYTES = 2 << 30
 
 
@@ -46,7 +46,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Of the slots of a case: the arguments of every rank, and this rank's outputs; the bytes that each takes on this rank.
+    """The layouts of a case's slots: the arguments of every rank, and this rank's outputs; the bytes that each takes on this rank.
     ``slot_bytes``: of the inputs or the outputs of a slot, on the rank that needs most. ``reference_s``: the longest that one call of the
     reference took, warm-up and waiting for peers included. ``quickest_s``: the shortest."""
 

@@ -43,7 +43,7 @@ class OutputCopies:
         return kind, [(region.shape, dtype) for region, dtype in zip(regions, dtypes, strict=True)], regions, unplaced(layout)
 
     def take(self, slot: int, output: Tree, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """As :meth:`OutputRegions.take`, and does the same."""
+        """Does the same as :meth:`OutputRegions.take`."""
         prepared = self._prepared[slot]
         if prepared is None or type(output) is not prepared[0]:
             return self._outputs.take(slot, output, args)

@@ -18,7 +18,7 @@ FRONT_BYTES = aligned(GUARD_BYTES)
 """Where the first tensor of a layout lies: behind a guard band of its own."""
 _HELD_BYTES = 64 << 20
 _SMALL_BYTES = 4 << 20
-"""Of a tensor that is copied together with others: the host would launch a copy of its own for longer than it takes."""
+"""The most bytes of a tensor that is copied together with others. Launching a copy of its own would take longer than the copy."""
 
 
 def strip_overlap(tree: Tree) -> Tree:
@@ -132,7 +132,7 @@ class ArgumentSlots:
         return exchange
 
     def swappers(self, steps: Iterable[tuple[int, int, int]]) -> dict[int, Callable[[], None]]:
-        """By position, what carries out the steps of :class:`SlotSwaps`."""
+        """Returns functions that carry out the steps of :class:`SlotSwaps`, by position."""
         return {position: self.swapper(slot, other) for position, slot, other in steps}
 
     def _regions(self, slot: int) -> Iterator[torch.Tensor]:
@@ -162,7 +162,7 @@ def waited_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]) -> Description:
-    """As :func:`describe`, for outputs: only plain tensors count, on the rank's device or (``host``) in host memory."""
+    """Describes outputs as :func:`describe` does inputs: only plain tensors count, on the rank's device or (``host``) in host memory."""
     if isinstance(tree, torch.Tensor):
         tree = waited_for(tree)
     kind = type(tree)
@@ -301,7 +301,7 @@ def updates_of(problem: Problem) -> dict[str, int]:
 
 
 def describe_answer(output: Tree) -> Description:
-    """As :func:`describe`, for what a region keeps of an output: row-major whatever its strides are."""
+    """Describes what a region keeps of an output, as :func:`describe` does: row-major whatever its strides are."""
     return _row_major(describe(output))
 
 

@@ -19,7 +19,7 @@ _access = threading.Lock()
 
 @contextlib.contextmanager
 def kept_between_sessions() -> Iterator[None]:
-    """In the block a session leaves its fork server to the next one; behind it, none waits any more. Blocks may lie in each other."""
+    """Lets sessions in the block leave their fork server to the next one. The end of the block closes it. Blocks may be nested."""
     global _blocks
     with _access:
         _blocks += 1

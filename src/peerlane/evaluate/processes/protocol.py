@@ -40,7 +40,7 @@ class Channel:
         return self.socket.fileno()
 
     def limit_sending(self, seconds: int) -> None:
-        """From now on :meth:`send` gives up, with an OSError, on a side that does not read for this long."""
+        """Makes :meth:`send` raise OSError from now on if the other side does not read for this long."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
 
     def send(self, message: Message) -> None:

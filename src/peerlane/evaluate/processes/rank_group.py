@@ -75,16 +75,16 @@ class RankGroup:
         self._quiet_s = math.inf
         self._counts_cpu = False
         self._asked: list[Request[Any]] = []
-        """of every rank, what it was asked last"""
+        """The last request of every rank."""
         self.building = BuildTime(0.0)
         self.spaces = set[str]()
         """in which its ranks have a case attached"""
         self.imported_ahead = False
         """its ranks need not import torch's slow part, see :mod:`~peerlane.evaluate.processes.import_ahead`"""
         self.pids: tuple[int, ...] = ()
-        """of the ranks, known once they are up"""
+        """The process ids of the ranks, known once they run."""
         self.limit: Limit | None = None
-        """of the evaluation that waits for this group: its end ends the wait, and leaves the group to be killed"""
+        """The limit of the evaluation that waits for this group. When it is over, the wait ends, and the group is to be killed."""
         self.tell_wait: Callable[[str, float], None] | None = None
         """hears every second of a long call of the candidate: the phase, and the seconds left until the call counts as a hang"""
 

@@ -132,7 +132,7 @@ class CandidateRank(Rank, CandidateInterface):
         self._jitter = Jitter(self.device)
 
     def initialize(self) -> int:
-        """As every rank's; and what :meth:`load_sm_holder` needs is imported, while nobody waits for it."""
+        """Initialises the rank, and imports what :meth:`load_sm_holder` needs while nobody waits for it."""
         if self.place.has_gpus:
             importlib.import_module("peerlane.device")
         pid = super().initialize()
@@ -203,7 +203,7 @@ class CandidateRank(Rank, CandidateInterface):
         return self._spaces[space].outputs.descriptions[:slots]
 
     def call(self, space: str, side: wire.Side, slots: list[int], marker: str | None = None, timeline: bool = False) -> wire.Called:
-        """As declared; poisons freed memory before each call, and takes snapshots.
+        """Calls the candidate, as declared. Poisons freed memory before each call, and takes snapshots.
 
         ``collectives`` in the answer is what the process groups counted in the calls, recorded or not.
         """
@@ -235,7 +235,7 @@ class CandidateRank(Rank, CandidateInterface):
         kept: list[int],
         swaps: tuple[tuple[int, int, int], ...],
     ) -> wire.Outputs:
-        """As declared. A call's inputs are overwritten in stream order after its snapshot, for what a peer reads then, it reads too late.
+        """Calls the candidate under stress. Inputs are overwritten behind a call's snapshot, so a peer that reads them later is caught.
 
         Inputs of the calls at the positions ``kept`` stay, to be looked at, and the last call's, so that what it returned, which may be its
         inputs, can be looked at again. When this rank has been held up after a call, what that returned is copied once more: it has to last

@@ -55,10 +55,10 @@ class OpenCase:
         self.guards = GuardBands(self.arena.data, regions, bands)
         self.reference = self.problem.reference_of(self.case.variant)
         self.kinds: Sequence[str] = ()
-        """of what was generated last, for the first slots"""
+        """The kinds of the inputs that were generated last, for the first slots."""
         self.snapshots: list[Snapshot] = []
         self.changes: list[tuple[str, torch.Tensor]] = []
-        """of arguments that were to stay as they were: name, and whether they did not"""
+        """Arguments that must not change: name, and whether they have changed."""
         self.saved: tuple[int, list[torch.Tensor]] = (0, [])
         """a slot, and copies of its outputs, to be compared with what lies there later"""
         self._generators = BlockGenerators(device)

@@ -63,7 +63,7 @@ class EmulatedCandidate(RankProcess, EmulatedInterface):
             attached.arena.close()
 
     def attach_case(self, space: str, problem: int, variant: str, layout: wire.CaseLayout) -> None:
-        """As declared, for the rank that follows those whose case is attached in this space."""
+        """Attaches the case, as declared, for the rank that follows those whose case is attached in this space."""
         attached = self._spaces.setdefault(space, [])
         if len(attached) == self._size:
             attached.clear()

@@ -37,7 +37,7 @@ class _Refuse(MetaPathFinder, InspectLoader):
 
 
 def refuse_answers(granted: Mapping[str, str]) -> None:
-    """From now on this process imports none of peerlane's answers, nor keeps any that it has.
+    """Keeps this process from importing peerlane's answers from now on, and drops those that it has.
 
     ``granted``: sources of those that may be imported all the same, by module (``hidden_files.family_sources``)."""
     for name in [name for name in sys.modules if _is_answer(name)]:

@@ -22,7 +22,7 @@ class _Checked:
     def __init__(self, accesses: Any, builder: Any) -> None:
         self._accesses, self._builder = accesses, builder
         self.ranges: list[Range] = []
-        """of the present launch; empty: nothing is known"""
+        """The ranges of the present launch; empty if nothing is known."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accesses, name)

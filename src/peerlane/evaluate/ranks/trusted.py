@@ -111,7 +111,7 @@ class TrustedRank(Rank, TrustedInterface):
         return wire.CopiesTime(copies_us, launch_us)
 
     def keep_device_busy(self, seconds: float) -> None:
-        """As declared. Only the rank that shares its GPU gets more than 0."""
+        """Keeps the device busy, as declared. Only the rank that shares its GPU gets more than 0."""
         keep_busy(seconds)
 
     def collect_outputs(self, space: str, slots: list[int], contents: list[int], outputs: wire.Outputs, intact: list[int]) -> int:
@@ -225,7 +225,7 @@ class TrustedRank(Rank, TrustedInterface):
         )
 
     def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot], offsets: list[int]) -> Iterator[list[tuple[Any, ...]]]:
-        """For one snapshot after the other the call's arguments on every rank, for the oracle; process groups stay references by name.
+        """Yields for each snapshot the call's arguments on every rank, for the oracle; process groups stay references by name.
         ``offsets``: where each snapshot's inputs lie in what is gathered from a rank, and behind them its size."""
         if len(snapshots) == 1:
             own = _padded(snapshots[0].inputs, offsets[-1])

@@ -171,7 +171,7 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
 
 
 def device_name(plan: CalibrationPlan) -> str:
-    """As records name the device; raises UsageError if the machine has too few GPUs."""
+    """Returns the name of the device in records; raises UsageError if the machine has too few GPUs."""
     if not Place.of(plan.device).has_gpus:
         return plan.device
     name, node = str(record_environment()["gpus"][0]["name"]), _shared_node(plan, max(plan.world_sizes))

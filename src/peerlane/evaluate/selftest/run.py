@@ -31,7 +31,7 @@ MOST_LANES = 8
 FEWEST_PER_LANE = 8
 """candidates; ranks take seconds to start, so that fewer are done sooner by one after the other"""
 BAD_PER_GOOD = 3
-"""At most so many cheats and bugs follow each other before a legitimate candidate must show that nothing is left of them."""
+"""The most cheats and bugs follow each other before a legitimate candidate must show that nothing is left of them."""
 
 
 @dataclass(frozen=True)

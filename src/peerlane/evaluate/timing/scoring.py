@@ -37,7 +37,7 @@ class BlockTimes:
 
     @staticmethod
     def of(answers: Sequence[wire.BlockRun], clock_us: float) -> BlockTimes:
-        """From the ranks' answers."""
+        """Returns the times of a block from the ranks' answers."""
         return BlockTimes(max(answer.events_us for answer in answers), clock_us, max(answer.launch_us for answer in answers))
 
 

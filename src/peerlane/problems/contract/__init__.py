@@ -6,6 +6,7 @@ from peerlane.problems.contract.judge import compare_close, compare_exact, expec
 from peerlane.problems.contract.proof import FromProof
 from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
+    Algorithm,
     AlternativeSolution,
     AnswerContext,
     Case,
@@ -18,12 +19,15 @@ from peerlane.problems.contract.spec import (
     Preset,
     Problem,
     Score,
+    Step,
+    Steps,
     Tolerance,
     Where,
     case,
     exactly,
     node_and_rail,
     preset,
+    step,
 )
 from peerlane.problems.contract.tree import GroupRef, Tree, describe, leaves, linear_over, map_leaves, resolve_groups, tensor_descriptions
 from peerlane.problems.contract.wrong_answers import (
@@ -39,10 +43,10 @@ from peerlane.problems.contract.wrong_answers import (
 )
 
 __all__ = [
-    "INTEGER", "RANDOM", "UNIT_ROUNDOFF", "AlternativeSolution", "AnswerContext", "BlockGenerators", "Case", "CaseSpec", "Cost", "Draw",
-    "Expected", "FromProof", "GroupLayout", "GroupRef", "Inputs", "KnownWrongAnswer", "Preset", "Problem", "Score", "Tolerance", "Tree",
-    "Where", "any_order", "case", "compare_close", "compare_exact", "constant", "describe", "exactly", "except_for", "expected_leaves",
-    "grouped", "is_excused", "known_wrong_answers", "leaves", "linear_over", "map_leaves", "names_of", "node_and_rail", "plainly", "preset",
-    "resolve_groups", "rounded", "same_bits", "score", "seeded_generator", "tensor_descriptions", "traffic", "transport_faults", "where",
-    "wrong",
+    "INTEGER", "RANDOM", "UNIT_ROUNDOFF", "Algorithm", "AlternativeSolution", "AnswerContext", "BlockGenerators", "Case", "CaseSpec",
+    "Cost", "Draw", "Expected", "FromProof", "GroupLayout", "GroupRef", "Inputs", "KnownWrongAnswer", "Preset", "Problem", "Score", "Step",
+    "Steps", "Tolerance", "Tree", "Where", "any_order", "case", "compare_close", "compare_exact", "constant", "describe", "exactly",
+    "except_for", "expected_leaves", "grouped", "is_excused", "known_wrong_answers", "leaves", "linear_over", "map_leaves", "names_of",
+    "node_and_rail", "plainly", "preset", "resolve_groups", "rounded", "same_bits", "score", "seeded_generator", "step",
+    "tensor_descriptions", "traffic", "transport_faults", "where", "wrong",
 ]  # fmt: skip

@@ -238,6 +238,35 @@ class Cost:
         return max(self.ingress_bytes, self.network_ingress_bytes) > 0
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of an algorithm on one rank, which ends on all ranks before the next one begins; what it moves and computes overlaps.
+
+    ``cost``: everything that the algorithm moves and computes, more than a bound counts. ``barriers``: of all ranks, one after the other.
+    """
+
+    name: str
+    cost: Cost
+    barriers: int = 0
+
+
+Steps = Sequence[Step]
+
+
+def step(name: str, *, hbm: float = 0.0, link: float = 0.0, barriers: int = 0, flops: Mapping[str, float] | None = None) -> Step:
+    """A step: bytes of device memory, bytes through the rank's link in its busier direction, barriers, and operations by unit."""
+    return Step(name, Cost(hbm, link, link, flops or {}), barriers)
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A known algorithm with its source. Its time at measured rates is *attainable*: a model and no bound, which a better one may beat."""
+
+    name: str
+    source: str
+    steps: Callable[[Case, int], Steps]
+
+
 @dataclass
 class AnswerContext:
     """What a wrong answer may be made from: everything a lazy candidate could know, and the right answers."""
@@ -342,6 +371,7 @@ class Problem:
             arithmetic counts, and not latency.
         graph: True if one call of the reference can be captured in a CUDA graph, so that shapes of outputs follow from those of arguments;
             else ``graph_reason`` says why not.
+        attainable: a known algorithm, where the bound is far below what one reaches; or the reason why none can be modelled.
         replicated: True: all outputs are bit-identical on all ranks, and are checked to be; or the names of those that are.
         updates: names of parameters that the call updates in place. Their contents afterwards are part of the answer, which is then
             everywhere the pair ``(returned, {name: contents})``; see :meth:`answer`.
@@ -378,6 +408,7 @@ class Problem:
     bandwidth: str = ""
     graph: bool = True
     graph_reason: str = ""
+    attainable: Algorithm | str = ""
     replicated: bool | tuple[str, ...] = False
     integer_exact: bool = False
     updates: tuple[str, ...] = ()

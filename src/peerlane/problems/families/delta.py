@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from peerlane.problems import contract as pc
-from peerlane.problems.families.matmul import BF16, FP32
+from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32
 
 # Tokens that are prepared together before the state runs through them: bounds memory. A multiple of every chunk's size.
 _SEGMENT = 2048
@@ -184,6 +184,24 @@ def _chunks(tokens: Tokens, matmul: Callable[[torch.Tensor, torch.Tensor], torch
     parts = (writes, erasers, readers, weights, carriers, decay, tokens.q, tokens.k)
     for one in zip(*(part.unbind(axis) for part in parts), strict=True):
         yield _Chunk(*one)
+
+
+def chunked_steps(states: int, tokens: float, moved: float, ranks: int, depths: tuple[int, int], dtype: torch.dtype) -> pc.Steps:
+    """Steps of a chunked delta rule along sharded sequences: a rank has so many states (K, V), and ``tokens`` of all of them.
+
+    Chunks have 64 tokens. Each rank finds the state that its tokens leave, with their transition (K, K), passes both on, and runs again
+    from the state before. Sources: Yang et al., "Gated Delta Networks", and flash-linear-attention, which has a kernel for each step.
+    ``moved``: bytes of all arguments and results. The latency of a chunk's dependent products is not measured, and left out.
+    """
+    (key, value), chunk, size, unit = depths, 64, dtype.itemsize, FLOP_UNIT[dtype]
+    solved, kept = tokens * (key + value) * size, tokens * key * value * size / chunk
+    return (
+        pc.step("chunks apart", hbm=moved + solved, flops={unit: tokens * (2 * chunk * (3 * key + value) + chunk**2)}),
+        pc.step("state and transition of the shard", hbm=solved + tokens * key * size, flops={unit: tokens * 4 * key * (key + value)}),
+        pc.step("states from rank to rank", link=states * key * (key + value) * size * (ranks > 1), barriers=ranks - 1),
+        pc.step("states of all chunks", hbm=2 * solved + kept, flops={unit: tokens * 4 * key * value}),
+        pc.step("outputs", hbm=2 * solved + kept, flops={unit: 2 * tokens * (key * value + chunk * (key + value))}),
+    )
 
 
 def rounded_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

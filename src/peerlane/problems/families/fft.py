@@ -96,6 +96,15 @@ def fft_flops(slices: int, rows: int, columns: int) -> float:
     return 2.0 * slices * rows * columns * math.log2(max(rows * columns, 2))
 
 
+def transposed_steps(read: float, between: float, written: float, ranks: int, operations: float) -> pc.Steps:
+    """Steps of a transform that reads, hands on and writes so many bytes a rank: the lines of one axis, a transpose, those of the other."""
+    return (
+        pc.step("lines of the whole axis", hbm=read + between, flops={"fp32": operations / 2}),
+        pc.step("transpose", hbm=2 * between, link=pc.traffic.all_to_all(between, ranks), barriers=1),
+        pc.step("lines of the sharded axis", hbm=between + written, flops={"fp32": operations / 2}),
+    )
+
+
 @dataclass(frozen=True)
 class Transform:
     """Right and wrong answers of a transform whose shards come in along one axis and leave along the other.

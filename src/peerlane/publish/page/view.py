@@ -94,14 +94,14 @@ class Item:
 
 
 class Cell(NamedTuple):
-    """Of one author in a group of tasks, the expected numbers solved with one sample. ``faster``: None where not measured."""
+    """The expected numbers of tasks that one author solves in a group with one sample. ``faster``: None where not measured."""
 
     correct: float
     faster: float | None
 
 
 Heat = dict[str, tuple[int, dict[str, Cell]]]
-"""By group of tasks: its size, and a cell for each author."""
+"""The size of each group of tasks, and a cell for each author."""
 
 
 class Row:

@@ -27,7 +27,7 @@ _NO_SOURCE = {
 URL = "PEERLANE_URL"
 """variable of the environment with the service's URL"""
 TIMEOUT_S = 60.0
-"""of one evaluation, unless the options say otherwise"""
+"""The seconds of one evaluation, unless the options say otherwise."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Conditions:
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Self:
-        """From what the check of a node says."""
+        """Returns the facts that the check of a node reports."""
         classes = {int(size): NodeClass.model_validate(item) for size, item in told["classes"].items()}
         return cls(classes, told["isolation"], told["rules_hash"])
 

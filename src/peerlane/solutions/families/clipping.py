@@ -113,7 +113,7 @@ class Clipping:
     max_norm: float
     norm_type: float
     divisor: int = 1
-    """of the experts' gradients, before all else"""
+    """The divisor of the experts' gradients, before everything else."""
 
 
 def clip_gradients(

@@ -193,7 +193,7 @@ class ChunkShape:
         }
 
     def scan_blocks(self, blocks: int) -> int:
-        """Of ``blocks`` those that scan, so that both roles end at about the same time."""
+        """Returns how many of ``blocks`` scan, so that both roles end at about the same time."""
         lines = self.batch * self.heads
 
         def time(at_once: int) -> float:

@@ -362,12 +362,12 @@ GATED_CONVOLUTION = DeclaredKernel(
 MATRIX_TYPES = {torch.bfloat16: "MmaType::bf16", torch.float16: "MmaType::f16"}
 WARPS = 8
 MOST_TAPS = 8192
-"""Of a filter that is worth convolving directly: 2 taps operations an element, against some 130 bytes of HBM for transforms."""
+"""The most taps of a filter that is convolved directly: 2 taps operations an element, against some 130 bytes of HBM for transforms."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a rank's part: zigzag parts have two ``pieces``, ``length`` positions each; ``filters`` serve ``group_dim`` channels each."""
+    """A rank's part. Zigzag parts have two ``pieces``, ``length`` positions each; ``filters`` serve ``group_dim`` channels each."""
 
     batch: int
     channels: int

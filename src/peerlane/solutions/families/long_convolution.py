@@ -2,20 +2,22 @@
 
     out = convolve_by_transforms(group, Inputs(x1, x2, v, h, bias), zigzag)
 
-Gated values are pushed to the owners of channels, at their final place, zigzag included. Owners transform some filters' rows at a
-time, which fit into the L2 cache, and leave results where the values were. Each rank fetches its positions from there, gated and
-transposed.
+Gated values are pushed to the owners of channels, at their final place, zigzag included. Owners convolve some filters' rows at a
+time and leave results where the values were. Each rank fetches its positions from there, gated and transposed.
 
-Two rows that share a filter are the real and imaginary parts of one transform. That saves the passes before and behind real ones. The
-factor of the inverse transform is in the filter. Transforms are as long as sequence and filter together.
+A row of S values is transformed at S frequencies, a quarter of a step beside the usual ones. The product's transform then holds what
+runs over the end as imaginary parts, so that a row needs no zeros behind it. A row is a matrix; its columns are transformed, then its
+rows, which are multiplied with the filter's and transformed back in one kernel, then its columns again. Complex rows pass memory four
+times. ``peerlane/tiles/fourier.cuh`` has the transform of a tile.
 
-Channels go in up to eight parts. Exchanges run on a stream of their own beside the transforms of the part before. Bound by HBM and L2,
-which transforms go through several times; the links carry values and results once each. Memory: one buffer of all positions of the rank's
-channels, and workspace: some tens of megabytes for transforms, and the filters' spectra of one part.
+Channels go in up to eight parts. Exchanges run on a stream of their own beside the transforms of the part before. Bound by HBM and the
+instructions of transforms; the links carry values and results once each. Memory: one buffer of all positions of the rank's channels,
+the complex rows of one part, and those of the rank's filters.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -23,13 +25,16 @@ import torch
 from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, LocalKernel, Pointer, element_type, per_group
 from peerlane.device.host.declare import Reserved
 from peerlane.device.host.side_stream import side_stream
+from peerlane.errors import UsageError
+from peerlane.solutions.families.fourier import Tiling, roots, twiddles
 
 EXCHANGE = r"""
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
 constexpr int bytes = 4 / ELEMENT::lanes;
-constexpr u32 tile_channels = 32, tile_positions = 64;
+constexpr int at_once = 2;  // vectors of a thread that are on their way
+constexpr u32 tile_channels = 64, tile_positions = 128;
 __device__ u32 place_of(int rank, u32 piece) { return piece == 0 ? rank : 2 * WORLD_SIZE - 1 - rank; }
 
 // Some channels' rows of all positions, (channel, batch, piece) each, of a rank's `own` ones. `rows` lie in the arena.
@@ -52,13 +57,18 @@ __device__ void send(const Arena& arena, const HyenaExchange& args) {
             const u64 from = Place{args}.of_rank(q, channel, b, piece);
             const u64 to = Place{args}.of_owner(channel, b, place_of(arena.rank, piece));
             const RowOf<ELEMENT> target(arena.peer(q, args.rows), to, args.length);
-            each_column(args.length, [&](u32 column) {
-                float value[row_lanes], gate[row_lanes];
-                RowOf<ELEMENT>(args.x, from, args.length).load(column, value);
-                RowOf<ELEMENT>(args.gate, from, args.length).load(column, gate);
-                for (int e = 0; e < row_lanes; ++e) value[e] *= gate[e];
-                target.store(column, value);
-            });
+            constexpr u32 step = row_lanes * warp_threads;
+            for (u32 first = Warp{}.thread() * row_lanes; first < args.length; first += at_once * step) {
+                const auto place = [&](int i, u32& row, u32& column) { row = 0, column = first + i * step; };
+                float value[at_once][row_lanes], gate[at_once][row_lanes];
+                load_together<ELEMENT, at_once>(args.x + from * args.length * bytes, args.length, place, value);
+                load_together<ELEMENT, at_once>(args.gate + from * args.length * bytes, args.length, place, gate);
+#pragma unroll
+                for (int i = 0; i < at_once; ++i) {
+                    for (int e = 0; e < row_lanes; ++e) value[i][e] *= gate[i][e];
+                    if (first + i * step < args.length) target.store(first + i * step, value[i]);
+                }
+            }
         });
     }
 }
@@ -72,18 +82,27 @@ __device__ void fetch(const Arena& arena, const HyenaExchange& args) {
         const u32 bundle = item / WORLD_SIZE % bundles, span = item / WORLD_SIZE / bundles % spans;
         const u32 piece = item / WORLD_SIZE / bundles / spans % PIECES, b = item / WORLD_SIZE / bundles / spans / PIECES;
         __syncthreads();
-        for (u32 i = threadIdx.x; i < tile_channels * tile_positions / row_lanes; i += blockDim.x) {
-            const u32 at = i % (tile_positions / row_lanes) * row_lanes, column = span * tile_positions + at;
-            const u32 c = i / (tile_positions / row_lanes), channel = bundle * tile_channels + c;
-            if (channel >= args.count || column >= args.length) continue;
-            float value[row_lanes], gate[row_lanes];
-            const u64 row = Place{args}.of_owner(channel, b, place_of(arena.rank, piece));
-            RowOf<ELEMENT>(arena.peer(q, args.rows), row, args.length).load(column, value);
-            RowOf<ELEMENT>(args.gate, Place{args}.of_rank(q, channel, b, piece), args.length).load(column, gate);
-            for (int e = 0; e < row_lanes; ++e) turned[at + e][c] = value[e] * gate[e];
+        const u32 width = min(tile_channels, args.count - bundle * tile_channels);
+        for (u32 first = threadIdx.x; first < tile_channels * tile_positions / row_lanes; first += at_once * blockDim.x) {
+            const auto channel = [&](int i) { return (first + i * blockDim.x) / (tile_positions / row_lanes); };
+            const auto at = [&](int i) { return (first + i * blockDim.x) % (tile_positions / row_lanes) * row_lanes; };
+            const auto column = [&](int i) { return channel(i) < width ? span * tile_positions + at(i) : args.length; };
+            float value[at_once][row_lanes], gate[at_once][row_lanes];
+            const u64 theirs = Place{args}.of_owner(bundle * tile_channels, b, place_of(arena.rank, piece));
+            const u64 ours = Place{args}.of_rank(q, bundle * tile_channels, b, piece);
+            load_together<ELEMENT, at_once>(
+                arena.peer(q, args.rows) + theirs * args.length * bytes, args.length,
+                [&](int i, u32& row, u32& from) { row = channel(i) * args.batch * WORLD_SIZE * PIECES, from = column(i); }, value);
+            load_together<ELEMENT, at_once>(
+                args.gate + ours * args.length * bytes, args.length,
+                [&](int i, u32& row, u32& from) { row = channel(i) * PIECES, from = column(i); }, gate);
+#pragma unroll
+            for (int i = 0; i < at_once; ++i) {
+                if (column(i) >= args.length) continue;
+                for (int e = 0; e < row_lanes; ++e) turned[at(i) + e][channel(i)] = value[i][e] * gate[i][e];
+            }
         }
         __syncthreads();
-        const u32 width = min(tile_channels, args.count - bundle * tile_channels);
         for (u32 i = threadIdx.x; i < tile_channels / row_lanes * tile_positions; i += blockDim.x) {
             const u32 c = i % (tile_channels / row_lanes) * row_lanes;
             const u32 at = i / (tile_channels / row_lanes), position = span * tile_positions + at;
@@ -91,7 +110,7 @@ __device__ void fetch(const Arena& arena, const HyenaExchange& args) {
             const u64 row = (u64(b) * PIECES + piece) * args.length + position;
             const u32 channels = WORLD_SIZE * args.own, first = q * args.own + args.first + bundle * tile_channels;
             float value[row_lanes];
-            for (int e = 0; e < row_lanes; ++e) value[e] = turned[at][c + e];
+            for (int e = 0; e < row_lanes; ++e) value[e] = c + e < width ? turned[at][c + e] : 0.0f;
             // A row that ends with the tile, so that nothing behind it is written.
             RowOf<ELEMENT>(args.out + (row * channels + first) * bytes, 0, width).store(c, value);
         }
@@ -121,43 +140,114 @@ HYENA_EXCHANGE = DeclaredKernel(
     out=Pointer(), batch=U32, own=U32, length=U32, first=U32, count=U32, fetches=U32,
 )  # fmt: skip
 
-AROUND = r"""
+COLUMNS = r"""
 #include <peerlane/rows.cuh>
+#include <peerlane/tiles/fourier.cuh>
 using namespace peerlane;
 
-// PARTS rows of values at a time become the parts of numbers, with zeros behind them; or such numbers become rows, with their bias.
-extern "C" __global__ void __launch_bounds__(512) hyena_rows(const __grid_constant__ HyenaRows args) {
-    const u32 limit = BACK ? args.length : args.size, step = 4 * blockDim.x, spans = (limit + step - 1) / step;
-    for (u64 item = blockIdx.x; item < u64(args.count / PARTS) * spans; item += gridDim.x) {
-        const u64 set = item / spans;
-        char* rows = args.rows + set * PARTS * args.length * (4 / ELEMENT::lanes);
-        float* numbers = args.numbers + set * args.size * PARTS;
-        float bias[PARTS];
-        for (u32 p = 0; p < PARTS; ++p) {
-            bias[p] = BACK ? element_of<ELEMENT>(args.bias, args.first + (set * PARTS + p) / args.batch) : 0.0f;
-        }
+// Rows of values, as matrices of POINTS x SECOND, to rows of numbers whose columns are transformed and turned; or such numbers back.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) hyena_columns(const __grid_constant__ HyenaColumns args) {
+    constexpr u32 bundles = (SECOND + LINES - 1) / LINES, bytes = 4 / ELEMENT::lanes;
+    const FourierTile<POINTS, LINES, false, THREADS> tile(ptx::dynamic_shared());
+    const u64 row = blockIdx.x / bundles;
+    const u32 first = blockIdx.x % bundles * LINES;
+    char* const values = args.values + row * args.length * bytes;
+    Complex* const numbers = args.numbers + row * (POINTS * SECOND);
+    // e^(-2 pi i index / (4 POINTS SECOND)).
+    const auto root = [&](u32 index) { return args.turns[index / FINE] * args.turns[COARSE + index % FINE]; };
+    // use(i, place, turn) for R places of a column: its point k is turned by column (k + 1 / 4) of POINTS SECOND.
+    const auto each_turned = [&](int count, u32 line, u32 point, u32 step, const auto& use) {
+        const u32 column = first + line;
+        if (column >= SECOND) return;
+        Complex turn = root(column * (4 * point + 1));
+        const Complex next = root(column * 4 * step);
 #pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-            const u32 at = u32(item % spans) * step + i * blockDim.x + threadIdx.x;
-            if (at >= limit) break;
-#pragma unroll
-            for (u32 p = 0; p < PARTS; ++p) {
-                const u64 place = u64(p) * args.length + at;
-                float& number = numbers[u64(at) * PARTS + p];
-                if (BACK) set_element<ELEMENT>(rows, place, number + bias[p] * element_of<ELEMENT>(rows, place));
-                else number = at < args.length ? element_of<ELEMENT>(rows, place) : 0.0f;
-            }
+        for (int i = 0; i < count; ++i) {
+            use(i, (point + i * step) * SECOND + column, turn);
+            turn = turn * next;
         }
+    };
+    // use(i, place, turn) for R places of a column that are inside: its value k is turned by k / 4 of POINTS.
+    const auto each_value = [&](int count, u32 line, u32 point, u32 step, const auto& use) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            const u32 at = (point + i * step) * SECOND + first + line;
+            if (first + line < SECOND && at < args.length) use(i, at, args.quarters[point + i * step]);
+        }
+    };
+    if constexpr (BACK) {
+        const float bias = element_of<ELEMENT>(args.bias, args.first + row / args.batch);
+        tile.transform<LINES, 1, RADICES>(
+            args.twiddles,
+            [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
+                each_turned(R, line, point, step, [&](int i, u32 at, Complex turn) { x[i] = numbers[at] * turn; });
+            },
+            [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
+                each_value(R, line, point, step, [&](int i, u32 at, Complex turn) {
+                    set_element<ELEMENT>(values, at, (x[i] * turn).x + bias * element_of<ELEMENT>(values, at));
+                });
+            });
+    } else {
+        tile.transform<LINES, 1, RADICES>(
+            args.twiddles,
+            [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
+#pragma unroll
+                for (int i = 0; i < R; ++i) x[i] = {};
+                each_value(R, line, point, step, [&](int i, u32 at, Complex turn) { x[i] = element_of<ELEMENT>(values, at) * turn; });
+            },
+            [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
+                each_turned(R, line, point, step, [&](int i, u32 at, Complex turn) { numbers[at] = x[i] * turn; });
+            });
     }
 }
 """
-HYENA_ROWS = LocalKernel(
-    "hyena_rows", AROUND, rows=Pointer(), numbers=Pointer("float*"), bias=Pointer("const char*"), count=U32, length=U32, size=U32,
-    first=U32, batch=U32,
+HYENA_COLUMNS = LocalKernel(
+    "hyena_columns", COLUMNS, values=Pointer(), numbers=Pointer("Complex*"), bias=Pointer("const char*"),
+    twiddles=Pointer("const Complex*"), quarters=Pointer("const Complex*"), turns=Pointer("const Complex*"), length=U32, first=U32,
+    batch=U32,
 )  # fmt: skip
 
-WORKSPACE_BYTES = 24 * 2**20
-"""Of one buffer of transforms: two of them and their filter are in the L2 cache together."""
+PRODUCT = r"""
+#include <peerlane/tiles/fourier.cuh>
+using namespace peerlane;
+
+// Row `k` of LINES matrices is transformed, multiplied with that of their filter and transformed back, all conjugated.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) hyena_product(const __grid_constant__ HyenaProduct args) {
+    constexpr u64 size = u64(FIRST) * POINTS;
+    const FourierTile<POINTS, LINES + 1, true, THREADS> tile(ptx::dynamic_shared());
+    const u32 bundles = (args.rows + LINES - 1) / LINES, first = blockIdx.x % bundles * LINES;
+    const u32 k = blockIdx.x / bundles % FIRST, filter = blockIdx.x / bundles / FIRST;
+    Complex* const numbers = args.numbers + (u64(filter) * args.rows + first) * size + k * POINTS;
+    const Complex* const taps = args.filters + filter * size + k * POINTS;
+    tile.transform<LINES + 1, 1, RADICES>(
+        args.twiddles,
+        [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
+            const Complex* const from = line < LINES ? numbers + line * size : taps;
+#pragma unroll
+            for (int i = 0; i < R; ++i) x[i] = line == LINES || first + line < args.rows ? from[point + i * step] : Complex{};
+        },
+        tile.into());
+    __syncthreads();
+    tile.transform<LINES, 1, RADICES>(
+        args.twiddles,
+        [&]<int R>(u32 line, u32 point, u32 step, Complex(&x)[R]) {
+#pragma unroll
+            for (int i = 0; i < R; ++i) {
+                const u32 p = point + i * step;
+                x[i] = 1.0f / size * conjugate(tile.at(line, p) * tile.at(LINES, p));
+            }
+        },
+        [&]<int R>(u32 line, u32 point, u32 step, const Complex(&x)[R]) {
+            if (first + line >= args.rows) return;
+#pragma unroll
+            for (int i = 0; i < R; ++i) numbers[line * size + point + i * step] = x[i];
+        });
+}
+"""
+HYENA_PRODUCT = LocalKernel(
+    "hyena_product", PRODUCT, numbers=Pointer("Complex*"), filters=Pointer("const Complex*"), twiddles=Pointer("const Complex*"), rows=U32,
+)  # fmt: skip
+
 BLOCKS_BESIDE = 48
 """Blocks of an exchange that runs beside transforms."""
 
@@ -198,14 +288,6 @@ def exchange_of(group: Group, shape: tuple[int, int, int], pieces: int, parts: i
     return Exchange(group, shape, pieces, parts, dtype)
 
 
-@per_group
-def _around(group: Group, parts: int, back: bool, dtype: torch.dtype) -> BoundKernel:
-    return HYENA_ROWS.bind(
-        group, grid=8 * group.sm_count, block=min(256, group.max_threads),
-        defines={"PARTS": parts, "BACK": int(back), "ELEMENT": element_type(dtype)},
-    )  # fmt: skip
-
-
 def transform_length(least: int) -> int:
     """Returns the smallest even number of at least this that cuFFT likes: a power of two times 1, 3, 5, 9 or 15."""
     return min(factor << max(1, (-(-least // factor) - 1).bit_length()) for factor in (1, 3, 5, 9, 15))
@@ -225,11 +307,18 @@ def convolve_by_transforms(group: Group, inputs: Inputs, zigzag: bool) -> torch.
         for part in range(parts):
             exchange.send(x=v, gate=x2, first=part * count)
             arrived.append(side.behind())
-    per_part = filters // parts
-    transforms = Transforms(group, inputs, exchange, per_part)
+    per_filter, per_part = exchange.rows_shape[0] // filters, filters // parts
+    transforms = transforms_of(group, exchange.rows_shape[1], per_part, per_filter, v.dtype, h.dtype, filters)
+    spectra = v.new_empty((filters, transforms.size), dtype=torch.complex64)
+    numbers = v.new_empty((per_part * per_filter, transforms.size), dtype=torch.complex64)
+    transforms.of_filters(values=h[group.rank * filters :], length=h.shape[1], numbers=spectra)
+    bias = inputs.bias[group.rank * exchange.own :]
     for part in range(parts):
         arrived[part]()
-        transforms.convolve(part * per_part, per_part)
+        rows = exchange.rows[part * count * batch : (part + 1) * count * batch]
+        transforms.forth(values=rows, numbers=numbers)
+        transforms.product(numbers=numbers, filters=spectra[part * per_part :])
+        transforms.back(values=rows, numbers=numbers, bias=bias, first=part * count, batch=batch)
         side.follow()
         with side():
             exchange.fetch(gate=x1, out=out, first=part * count)
@@ -238,33 +327,40 @@ def convolve_by_transforms(group: Group, inputs: Inputs, zigzag: bool) -> torch.
 
 
 class Transforms:
-    """Transforms of some rows at a time, and their workspace for one call."""
+    """The launches for ``filters`` filters at a time, with ``rows`` rows of ``length`` values each."""
 
-    def __init__(self, group: Group, inputs: Inputs, exchange: Exchange, most: int) -> None:
-        self.rows, (_, self.length) = exchange.rows, exchange.rows_shape
-        self.h, self.batch = inputs.h, inputs.v.shape[0]
-        filters = inputs.h.shape[0] // group.world_size
-        self.first, self.per_filter = group.rank * filters, exchange.rows_shape[0] // filters
-        self.parts = 2 - self.per_filter % 2  # rows of one filter in a transform
-        self.size = transform_length(self.length + inputs.h.shape[1] - 1)
-        fit = max(1, WORKSPACE_BYTES // (4 * self.size * self.per_filter))
-        self.step = next(count for count in range(min(most, fit), 0, -1) if most % count == 0)  # filters at a time
-        self.bias = inputs.bias[group.rank * exchange.own : (group.rank + 1) * exchange.own]
-        self.numbers = inputs.v.new_empty((self.step, self.per_filter // self.parts, self.size, self.parts), dtype=torch.float32)
-        self.before, self.behind = (_around(group, self.parts, back, inputs.v.dtype) for back in (False, True))
+    def __init__(
+        self, group: Group, length: int, filters: int, rows: int, dtype: torch.dtype, of_taps: torch.dtype, all_filters: int
+    ) -> None:
+        self.size = transform_length(length)
+        first = next(divisor for divisor in range(math.isqrt(self.size), 0, -1) if self.size % divisor == 0)
+        second, fine = self.size // first, 1 << self.size.bit_length() // 2 + 1
+        coarse = -(-4 * self.size // fine)
+        columns, lines = Tiling.of(group, first, False, 16), Tiling.of(group, second, True, 1 << max(0, rows - 1).bit_length(), beside=1)
+        if columns is None or lines is None:
+            raise UsageError(f"a convolution of {length} positions: expected fewer; cut the sequence")
+        self.tables = [roots(first, 4 * first), torch.cat((roots(coarse * fine, 4 * self.size)[::fine], roots(fine, 4 * self.size)))]
+        self.tables = [table.to(group.device) for table in self.tables]
 
-    def convolve(self, first: int, count: int) -> None:
-        """Convolves the rows of ``count`` of this rank's filters, from ``first`` on, in place."""
-        fft, ifft = (torch.fft.fft, torch.fft.ifft) if self.parts == 2 else (torch.fft.rfft, torch.fft.irfft)
-        step, numbers = self.step, self.numbers
-        # Of all filters at once: with three launches a step more, the host would take longer than the GPU.
-        taps = fft(self.h[self.first + first : self.first + first + count].to(torch.float32) * (1 / self.size), n=self.size).unsqueeze(1)
-        for begin in range(first, first + count, step):
-            rows = self.rows[begin * self.per_filter : (begin + step) * self.per_filter]
-            sizes = {"rows": rows, "count": rows.shape[0], "length": self.length, "size": self.size, "batch": self.batch}
-            self.before(numbers=numbers, bias=None, first=0, **sizes)
-            spectrum = fft(torch.view_as_complex(numbers) if self.parts == 2 else numbers.squeeze(-1), n=self.size)
-            spectrum *= taps[begin - first : begin - first + step]
-            y = ifft(spectrum, n=self.size, norm="forward")
-            y = torch.view_as_real(y) if self.parts == 2 else y
-            self.behind(numbers=y, bias=self.bias, first=begin * self.per_filter // self.batch, **sizes)
+        def of_columns(rows: int, dtype: torch.dtype, back: bool) -> BoundKernel:
+            macros = {"SECOND": second, "FINE": fine, "COARSE": coarse, "ELEMENT": element_type(dtype), "BACK": int(back)}
+            return HYENA_COLUMNS.bind(
+                group, grid=rows * -(-second // columns.lines), block=columns.threads, shared_bytes=columns.shared_bytes, length=length,
+                defines={**columns.defines(first), **macros}, twiddles=twiddles(group, first), quarters=self.tables[0],
+                turns=self.tables[1],
+            )  # fmt: skip
+
+        self.of_filters = of_columns(all_filters, of_taps, False)
+        self.forth, self.back = (of_columns(filters * rows, dtype, back) for back in (False, True))
+        self.product = HYENA_PRODUCT.bind(
+            group, grid=filters * first * -(-rows // lines.lines), block=lines.threads, shared_bytes=lines.shared_bytes, rows=rows,
+            defines={**lines.defines(second), "FIRST": first}, twiddles=twiddles(group, second),
+        )  # fmt: skip
+
+
+@per_group
+def transforms_of(
+    group: Group, length: int, filters: int, rows: int, dtype: torch.dtype, of_taps: torch.dtype, all_filters: int
+) -> Transforms:
+    """Returns the launches for one shape."""
+    return Transforms(group, length, filters, rows, dtype, of_taps, all_filters)

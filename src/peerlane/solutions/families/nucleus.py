@@ -71,7 +71,7 @@ THREADS, TEAMS = 1024, 4
 CANDIDATES = 4096
 """Numbers of a token among which the largest are sought."""
 ROUND_PACKETS, LONGEST_LIST, HISTOGRAM_BINS = 32, 93, 6144
-"""As the headers have them."""
+"""The same numbers as in the headers."""
 SEARCH_ROUNDS = 9
 """The most of a filter: one for a window that must be moved, and two for each of four divisions."""
 

@@ -129,7 +129,7 @@ SPHERE_SEND = DeclaredKernel(
 )  # fmt: skip
 
 PARTS = 4
-"""Of the images, which are sent while the part before is convolved."""
+"""The parts of the images. A part is sent while the one before is convolved."""
 
 
 def shares(size: int, count: int) -> list[int]:

@@ -207,7 +207,7 @@ SPHERE_TAPS = LocalKernel(
 )  # fmt: skip
 
 RESPONSE_BYTES = 64 * 2**20
-"""Of responses that lie in memory at a time."""
+"""The most bytes of responses in memory at a time."""
 MOST_SUMS, MOST_FILTERS, MOST_MIXED = 72, 9, 32
 """Sums that a thread has in registers, filters among them, and responses that it mixes itself."""
 

@@ -70,7 +70,7 @@ class Guests:
 
     tokens: torch.Tensor
     weights: torch.Tensor
-    """of the rows"""
+    """The weights of the rows."""
     origin: torch.Tensor
     """the token of each row"""
 

@@ -91,8 +91,10 @@ void* peerlane_shared_pointer(unsigned address);
 
 // ---- clusters
 unsigned peerlane_cluster_rank();
-// All threads of the cluster's blocks meet. Orders what came before an mbarrier_init_fence, and nothing else.
-void peerlane_cluster_barrier();
+unsigned peerlane_cluster_size();
+// All threads of the cluster's blocks meet. Orders what came before the arrival, or only what came before an mbarrier_init_fence.
+void peerlane_cluster_arrive(bool orders);
+void peerlane_cluster_wait();
 // Where block `rank` of the cluster has what lies at `pointer` in this block's shared memory.
 void* peerlane_cluster_pointer(const void* pointer, unsigned rank);
 

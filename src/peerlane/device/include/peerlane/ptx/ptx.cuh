@@ -47,6 +47,16 @@ __device__ inline bool elect_one() {
 // A value that is the same in all lanes of a converged warp, so that the compiler knows it.
 __device__ inline u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
 
+// Those of the lanes `among` whose `value` has the same bit as the caller's; for all lanes of a warp. Half the instructions of a ballot and a choice.
+__device__ inline u32 lanes_alike(u32 among, u32 value, u32 bit) {
+    asm volatile(
+        "{\n\t.reg .pred set;\n\t.reg .b32 own, lanes;\n\tand.b32 own, %1, %2;\n\tsetp.ne.u32 set, own, 0;\n\t"
+        "vote.sync.ballot.b32 lanes, set, 0xffffffff;\n\t@!set not.b32 lanes, lanes;\n\tand.b32 %0, %0, lanes;\n\t}"
+        : "+r"(among)
+        : "r"(value), "r"(bit));
+    return among;
+}
+
 // A barrier among `threads` threads (a multiple of 32) of the block; number 0 is __syncthreads's. `arrive` does not wait.
 __device__ inline void barrier_sync(u32 number, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 __device__ inline void barrier_arrive(u32 number, u32 threads) { asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }

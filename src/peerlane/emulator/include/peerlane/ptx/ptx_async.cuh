@@ -19,7 +19,7 @@ PEERLANE_INLINE bool mbarrier_try_wait(u64* barrier, u32 parity) { return emulat
 // ---- clusters
 
 PEERLANE_INLINE u32 cluster_rank() { return emulator::peerlane_cluster_rank(); }
-PEERLANE_INLINE void cluster_barrier() { emulator::peerlane_cluster_barrier(); }
+PEERLANE_INLINE void cluster_barrier() { emulator::peerlane_cluster_arrive(false), emulator::peerlane_cluster_wait(); }
 PEERLANE_INLINE void mbarrier_arrive_at(u64* barrier, u32 rank) {
     emulator::peerlane_mbarrier_arrive(static_cast<u64*>(emulator::peerlane_cluster_pointer(barrier, rank)), 0);
 }

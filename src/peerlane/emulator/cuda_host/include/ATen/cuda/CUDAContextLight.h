@@ -1,10 +1,11 @@
-// What host code of kernels takes from torch's header: streams, devices and their properties. Handles of libraries are not here.
+// What host code of kernels takes from torch's header: streams, devices and their properties. Of the libraries' handles there is cuBLAS'.
 #pragma once
 
 #include <c10/core/Allocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cublas_v2.h>
 #include <cuda_runtime_api.h>
 
 namespace at::cuda {
@@ -16,5 +17,6 @@ cudaDeviceProp* getDeviceProperties(c10::DeviceIndex device);
 int warp_size();
 bool canDeviceAccessPeer(c10::DeviceIndex device, c10::DeviceIndex peer_device);
 c10::Allocator* getCUDADeviceAllocator();
+cublasHandle_t getCurrentCUDABlasHandle(bool setup = true);
 
 }  // namespace at::cuda

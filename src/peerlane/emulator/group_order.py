@@ -1,0 +1,45 @@
+"""What collectives of some ranks order: signals among the launches of all ranks, as the kernels of torch's symmetric memory send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from peerlane.emulator.host_memory import Part
+from peerlane.emulator.job import Launch
+from peerlane.emulator.sequence import Code, Step, compile_ptx
+from peerlane.emulator.stream_kernels import ALL, BARRIER, NONE, SIGNALS
+
+
+def order_ranks(team: Any, root: int | None = None) -> None:
+    """Orders what all ranks of a group have done before what they do from now on; with ``root`` only what this one has done."""
+    everyone, space = team.world.team(range(team.world.size)), team.world.space
+    if root is None:
+        team.sequence.barrier(space.placed)
+        if team is everyone:
+            return
+    if not team.order:
+        team.order = [_part(team, member, bytes(4 * len(team.members))) for member in team.members]
+        table = b"".join(pad.address.to_bytes(8, "little") for pad in team.order)
+        team.order += [_part(team, member, table) for member in team.members]
+    launches = []
+    for rank, member in enumerate(team.members):
+        target, source = (ALL, ALL) if root is None else (ALL, NONE) if rank == root else (NONE, root)
+        numbers = (0, rank, len(team.members), target, source)
+        arguments = (
+            team.order[len(team.members) + rank].address.to_bytes(8, "little"),
+            *(number.to_bytes(4, "little") for number in numbers),
+        )
+        launches.append(Launch(Code(SIGNALS).symbol(BARRIER), member, 0, (1, 1, 1), (32, 1, 1), 0, 1, arguments))
+    step = Step(launches, {part: part.contents() for part in team.order})
+    everyone.sequence.signal(compile_ptx(frozenset([SIGNALS])), step, space.placed)
+
+
+def _part(team: Any, member: int, content: bytes) -> Part:
+    """Returns memory of a rank that the host never sees."""
+    memory, space = torch.frombuffer(bytearray(content), dtype=torch.uint8).clone(), team.world.space
+    part = Part("signals of a collective", member, space.address_of_new(memory), memory, symmetric=True)
+    part.show()
+    space.place(part)
+    return part
