@@ -5,8 +5,8 @@ Single tests, and cases of a test, are marked ``slow`` or ``long`` where they st
 import pytest
 
 _EMULATED_KERNELS = """
-attention attention_backward capacity collective_protocols convolutions corpus_races delta_chunks dispatch ended_waits fp8_products
-grouped_products kernels matrix_products_emulated moe multicast_emulated newton_schulz nucleus ops parallel_layers parted_exchange
+attention attention_backward capacity collective_protocols convolutions corpus_races delta_chunks dispatch ended_waits fourier fp8_products
+grouped_products kernels matrix_products_emulated moe multicast_emulated newton_schulz nucleus ops parallel_layers
 patterns perceptron point_to_point random_kernels raw_cuda_emulated reductions ring_attention ring_backward rms_norm row_gather
 sharded_rms_norm shared_pieces solutions_emulated triton_emulated two_tiers ulysses_attention
 """

@@ -35,13 +35,18 @@ def production_section(path: Path) -> str:
     """
     if not path.is_file():
         return NO_RUN
-    every = read_results(path)
+    every = [result for result in read_results(path) if result.timing_protocol != "kittens"]
     results, libraries = last_right(every), path.with_name("libraries.jsonl")
     rivals, measured = read_results(libraries) if libraries.is_file() else [], path.with_name("ceilings.json")
     ceilings = Ceilings.from_json(json.loads(measured.read_text(encoding="utf-8"))) if measured.is_file() else None
     parts = [*summary(results), *_wrong(results), "", comparison_report(results, rivals, ceilings), "", *slower_lines(results)]
     parts += [*algorithm_lines(results, ceilings), *changes_lines(every)] if ceilings else changes_lines(every)
     return "\n".join(parts).rstrip()
+
+
+def public_protocol_section(path: Path) -> str:
+    """Returns the table of a file of results by the public timing protocol."""
+    return comparison_report(read_results(path)) if path.is_file() else NO_RUN
 
 
 def algorithm_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:

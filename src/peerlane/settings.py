@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from peerlane.errors import UsageError
 
@@ -358,6 +358,13 @@ class PoolSettings:
 
 TIMING_PROTOCOL = 2
 """The version of the timing protocol. Figures of different versions are never in one mean; docs/judging.md has their differences."""
+Protocol = Literal["peerlane", "kittens"]
+"""the evaluator's own timing protocol, and the public one of ParallelKittens"""
+
+
+def timing_protocol(protocol: Protocol) -> int | Literal["kittens"]:
+    """Returns what results name a protocol by: the version of the evaluator's own, or the name of the other one."""
+    return TIMING_PROTOCOL if protocol == "peerlane" else protocol
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ PUBLISHED = {
 }
 
 
-def convolved(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | None = None) -> float:
-    """The largest error of all ranks, relative to the largest result; ``tiling`` is of blocks of four warps, channels and steps."""
+def convolved(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | str | None = None) -> float:
+    """The largest error of all ranks, relative to the largest result; ``tiling`` is of blocks of four warps, channels and steps, or a word
+    for transforms."""
     torch.manual_seed(0)
     local, zigzag = shape.length * shape.pieces, shape.pieces == 2
     ranks, drawn = range(world_size), (shape.batch, shape.channels, local)
@@ -40,6 +41,8 @@ def convolved(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | No
 
     def call(x1: torch.Tensor, x2: torch.Tensor, v: torch.Tensor, h: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         group, out = group_of(), v.new_empty((shape.batch, local, shape.channels))
+        if isinstance(tiling, str):
+            return long_convolution.convolve_by_transforms(group, long_convolution.Inputs(x1, x2, v, h, bias), zigzag)
         chosen = None
         if tiling is not None:
             group.max_threads = 256
@@ -70,10 +73,12 @@ def convolved(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | No
         (3, direct.Shape(2, 6, 152, 2, 3, 127, BF16), None, 0.01),
         (4, direct.Shape(1, 4, 77, 1, 2, 200, torch.float32), None, 1e-6),
         (2, direct.Shape(1, 4, 700, 2, 4, 1300, BF16), (2, 2), 0.01),
+        (2, direct.Shape(1, 34, 36, 2, 2, 144, torch.float32), "transforms", 1e-6),
+        (4, direct.Shape(2, 4, 250, 1, 4, 999, torch.float32), "transforms", 1e-6),
     ],
-    ids=["inner_tiles", "shared_filters", "history_of_several_ranks", "several_tiles_of_a_channel"],
+    ids=["inner_tiles", "shared_filters", "history_of_several_ranks", "several_tiles_of_a_channel", "many_rows", "longer_transforms"],
 )
-def test_a_direct_convolution_is_right(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | None, most: float) -> None:
+def test_a_convolution_is_right(world_size: int, shape: direct.Shape, tiling: tuple[int, int] | str | None, most: float) -> None:
     assert convolved(world_size, shape, tiling) < most
 
 

@@ -71,7 +71,7 @@ def test_a_graph_of_the_runtime_is_replayed() -> None:
     assert [[float(x) for x in pair] for pair in outcome.outputs[0]] == [[6.0, 5.0], [7.0, 6.0]] and not outcome.findings
 
 
-def test_a_streams_wait_for_a_word_orders_what_was_written_before_the_word() -> None:
+def test_a_streams_wait_for_a_word_orders_earlier_writes() -> None:
     right = light(("signalled", 1))
     assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [3.0, 3.0]
     assert "race" in [finding.kind for finding in light(("signalled", 0)).findings]
@@ -81,6 +81,12 @@ def test_a_streams_wait_for_a_word_orders_what_was_written_before_the_word() -> 
 def test_what_some_ranks_do_together_orders_these_ranks(what: str) -> None:
     right, twin = (light(("read_behind", what, ranks), ranks=3) for ranks in ([0, 1], [1, 2]))
     assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [0.0, 1.0, 0.0]
+    assert "race" in [finding.kind for finding in twin.findings]
+
+
+def test_a_dependent_launch_knows_of_the_one_before_once_it_has_waited() -> None:
+    right, twin = (light(("followed", waits), ranks=1) for waits in (1, 0))
+    assert [float(out) for out in right.outputs[0]] == [1.0] and not right.findings
     assert "race" in [finding.kind for finding in twin.findings]
 
 
@@ -102,9 +108,9 @@ def test_a_multicast_address_is_no_memory_of_the_runtime() -> None:
 
 
 def test_a_function_that_is_not_there_is_named() -> None:
-    outcome = light(("elapsed",))
+    outcome = light(("linked",))
     assert outcome.failure is not None
-    assert str(outcome.failure[1]) == "cudaEventElapsedTime is not known to the emulator; nothing was run"
+    assert str(outcome.failure[1]) == "cudaGraphAddDependencies is not known to the emulator; nothing was run"
 
 
 def test_lines_are_those_of_the_python_file() -> None:
@@ -124,6 +130,16 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text("int a;")
     files = SOURCES["load"]("x.py", "x", [str(tmp_path / "a.cu")], None, ["-O2"])
     assert (files.text, files.flags, files.include_dirs) == ('#line 1 "a.cu"\nint a;', ("-O2",), (str(tmp_path),))
+
+
+@pytest.mark.slow
+def test_torchs_cuda_side_in_cpp_is_served() -> None:
+    x, a, b = torch.arange(20.0), torch.randn(3, 4), torch.randn(4, 5)
+    outcome = run(FILES / "torch_cpp_cuda.py", [[(x.clone(), a.clone(), b.clone()) for _ in range(2)]])
+    assert outcome.failure is None and not outcome.findings
+    for doubled, product, replayed in outcome.outputs[0]:
+        assert torch.equal(doubled, 2 * x) and torch.allclose(product, 3 * a @ b, atol=1e-5)
+        assert torch.allclose(replayed, 6 * a @ b, atol=1e-5)
 
 
 # A candidate, and the change that makes its twin, which is right at rest and races.

@@ -44,6 +44,7 @@ def test_cuda_devices_and_graphs_run_as_written() -> None:
     config, add_one = LaunchConfig(grid=1, block=32), _kernel("add_one")
     launch(stream, config, add_one, x.data_ptr(), 8)
     assert x.tolist() == list(range(1, 9)) and x.cuda() is x
+    x.record_stream(torch.cuda.current_stream())
     before, graph = x.cpu(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch(stream, config, add_one, x.data_ptr(), 8)

@@ -17,7 +17,7 @@ from peerlane.emulator import sequence
 from peerlane.emulator.build import Program
 from peerlane.emulator.ranks import EmulatedRanks
 from peerlane.problems import Case
-from peerlane.solutions.families import clipping, delta_rule, fp8_history, gated_convolution, nucleus, training_step
+from peerlane.solutions.families import clipping, delta_rule, fourier, fp8_history, gated_convolution, nucleus, training_step
 
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
@@ -55,8 +55,8 @@ TWINS = [
     (82, "both_bf16", "args.target[token] / args.columns", "args.target[token] % WORLD_SIZE"),
     (83, "partial_chunk_bf16", "(blockIdx.x * TEAMS + number) * round_packets", "number * round_packets"),
     (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
-    (59, "plain", "joined=d1, cut=d0, nbytes=nbytes)", "joined=d1, cut=d0, nbytes=nbytes).flip(d0)"),
-    (60, "plain", "weights[:1].fill_(1.0)", "pass"),
+    (59, "plain", "(POINTS - point) % POINTS", "point"),
+    (60, "plain", "p > 0 && 2 * p", "2 * p"),
     (64, "two_hops", "ranges[order] = torch.cat", "ranges[:] = torch.cat"),
     (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
     (66, "uneven", "index_add_(0, seed_inverse_ids, received)", "index_add_(0, seed_inverse_ids.flip(0), received)"),
@@ -83,7 +83,8 @@ TWINS = [
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
 SHARED = {
     **dict.fromkeys((21, 22), clipping), 35: counts, **dict.fromkeys((41, 42, 47), training_step), **dict.fromkeys((52, 53), fp8_history),
-    72: gated_convolution, **dict.fromkeys((74, 75), delta_rule), **dict.fromkeys((82, 83, 84), nucleus),
+    **dict.fromkeys((59, 60), fourier), 72: gated_convolution, **dict.fromkeys((74, 75), delta_rule),
+    **dict.fromkeys((82, 83, 84), nucleus),
 }  # fmt: skip
 
 

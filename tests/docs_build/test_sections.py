@@ -7,7 +7,7 @@ import pytest
 from docs.build import production, sections
 from docs.build.findings import gains, rungs_table
 from docs.build.generated import stale, write
-from docs.build.production import NO_RUN, changes_lines, production_section, slower_lines
+from docs.build.production import NO_RUN, changes_lines, production_section, public_protocol_section, slower_lines
 from docs.build.sentences import below_half, figures_by_hand, headline
 from peerlane.errors import UsageError
 from peerlane.evaluate.selftest.table import load
@@ -140,3 +140,11 @@ def test_figures_by_hand_are_found_outside_of_sections_and_code(tmp_path: Path) 
     found = [line.partition(": a figure")[0] for line in figures_by_hand(tmp_path)]
     assert found == ["README.md:1", "docs/device/one.md:2", "docs/device/one.md:2"]
     assert figures_by_hand(ROOT) == []
+
+
+def test_figures_of_the_public_protocol_have_a_table_of_their_own(tmp_path: Path) -> None:
+    assert public_protocol_section(tmp_path / "none.jsonl") == NO_RUN
+    store = ResultsStore(tmp_path)
+    for item in (result(), result(problem=SECOND, timing_protocol="kittens")):
+        store.append(item)
+    assert "allgather" not in production_section(store.path) and "timing protocol kittens" in public_protocol_section(store.path)

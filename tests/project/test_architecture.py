@@ -30,6 +30,14 @@ def test_no_solution_uses_another_one() -> None:
     assert [number for number, path in files().items() if other.search(path.read_text())] == []
 
 
+def test_inline_assembly_of_kernels_is_below_ptx() -> None:
+    """That of the emulator is for the CPU; a message and a prompt show some, and helpers of the public benchmark have it."""
+    apart = ("emulator/", "generate/prompts/", "evaluate/ranks/public_helpers/", "device/host/standard_headers.py")
+    sources = [path for ending in ("py", "cu", "cuh", "h") for path in PACKAGE.rglob(f"*.{ending}")]
+    found = [path.relative_to(PACKAGE).as_posix() for path in sources if re.search(r"\basm\s+volatile\b|\basm\(", path.read_text())]
+    assert found and [name for name in found if not name.startswith(("device/include/peerlane/ptx/", *apart))] == []
+
+
 def test_the_kit_has_at_most_five_modules_outside_its_rooms() -> None:
     assert len(list((PACKAGE / "device").glob("*.py"))) <= 5
 

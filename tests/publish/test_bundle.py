@@ -49,6 +49,7 @@ OTHER_NODE = {"environment": {**ENVIRONMENT, "driver": "570.1"}}
         (timed(2.0), timed(1.2), "differs", "eager: claimed 2.00 [1.96, 2.04], found 1.20 [1.18, 1.22]"),
         (timed(2.0), timed(1.2, **OTHER_NODE), "verdict_only", "judged on 4x NVIDIA H200, NVLink, driver 570"),
         (timed(2.0), on_cpu(), "verdict_only", "judged on CPU ranks"),
+        (timed(2.0, timing_protocol="kittens"), timed(1.2), "verdict_only", "timed by protocol kittens, judged by 1"),
         (timed(2.0), hung(), "differs", "claimed correct, found hang: first_call"),
         (timed(2.0), hung(flags=("overloaded",)), "not_judged", "hang: first_call"),
         (wrong(), wrong(**OTHER_NODE), "confirmed", ""),

@@ -39,7 +39,7 @@ def test_a_result_below_its_bound_is_found() -> None:
     assert not beats_bound(result()) and beats_bound(result(speed=(measured("eager", 40.0, 20.0), measured("graph", 40.0, 0.5))))
 
 
-def test_the_bound_is_todays_or_the_stored_one_where_the_case_is_gone() -> None:
+def test_the_bound_is_todays_or_else_the_stored_one() -> None:
     stored = result().speeds[0].utilisation[0].bound_us
     assert bound_us(result(preset="production_gone")) == stored != bound_us(result())
 
@@ -80,7 +80,7 @@ def test_an_algorithm_does_what_every_implementation_must(problem: Problem) -> N
             assert sum(sum(cost.flops.values()) for cost in done) >= sum(least.flops.values())
 
 
-def test_times_of_algorithms_belong_to_the_node_that_was_measured() -> None:
+def test_times_of_algorithms_belong_to_the_measured_node() -> None:
     stored = next(item for item in ResultsReader(PRODUCTION).results if item.problem.id == 85)
     times = attainable_us(stored, CEILINGS)
     assert times is not None and sum(times.values()) > (bound_us(stored) or 0) and "merge of the runs" in times

@@ -5,15 +5,18 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from docs.build.sections import acceptance_table
 from peerlane import problems
+from peerlane.generate.samples import Setting
 from peerlane.report.markdown import for_terminal
 from peerlane.report.noise import acceptance_lines, deviation, noise_table
 from peerlane.report.tables import (
     RESULT_COLUMNS,
     TextTable,
+    by_node,
     environment_lines,
     mechanism_lines,
     percent,
@@ -22,9 +25,10 @@ from peerlane.report.tables import (
     results_report,
 )
 from peerlane.report.tiers import TIERS_FILE, TIERS_SOURCE, bound_us, regime, tiers, tiers_of
-from peerlane.results.reader import read_results
+from peerlane.results.reader import last_right, read_results
 from peerlane.results.result import CandidateInfo, Mechanism, ProblemInfo, Result
 from peerlane.results.speed_record import ModeSpeed
+from peerlane.settings import TIMING_PROTOCOL
 from sample_results import ENVIRONMENT, hung, measured, on_cpu, own_audit, result, wrong
 
 
@@ -283,3 +287,16 @@ def test_runs_side_by_side_say_what_was_promised_and_met() -> None:
     first, second = (line.strip("| ").split(" | ") for line in lines)
     assert first == ["good", "graph", "1", "100% within 2%", "95%", "0.0%", "4%", "yes", str(int(speed_of(good).faster))]
     assert second[2:4] == ["2", "50% within 2%"] and second[5] == "30.0%" and second[7] == "no"
+
+
+def test_results_of_the_public_protocol_stay_apart() -> None:
+    own = result(timing_protocol=TIMING_PROTOCOL)
+    public = result(timing_protocol="kittens", rules_hash="another")
+    stored = Result.model_validate_json(public.model_dump_json())
+    assert own.other_protocol is None and public.other_protocol == stored.other_protocol == "kittens"
+    assert [name.endswith("timing protocol kittens") for name in by_node([own, public])] == [False, True]
+    assert last_right([public, own, public]) == [own]
+    assert Setting.of(own) != Setting.of(public) and str(Setting.of(public)).endswith("timing protocol kittens")
+    assert "timing protocol kittens." in environment_lines([public])[0]
+    with pytest.raises(ValidationError):
+        result(timing_protocol="cats")

@@ -77,6 +77,7 @@ def test_rules_are_those_that_decide() -> None:
     now = hash_rules(*_rules(plan), version=TIMING_PROTOCOL)
     assert plan.rules_hash == replace(plan, pool_settings=PoolSettings(warm_groups=5)).rules_hash == now
     assert now != hash_rules(*_rules(plan), version=TIMING_PROTOCOL - 1)
+    assert plan.rules_hash != replace(plan, protocol="kittens").rules_hash
     assert plan.rules_hash != replace(plan, deadlines=Deadlines(exit=7.0)).rules_hash
     assert environment_hash({"a": 1, "b": 2}) == environment_hash({"b": 2, "a": 1}) != environment_hash({"a": 1})
 

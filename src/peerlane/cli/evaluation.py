@@ -27,6 +27,7 @@ Mode: TypeAlias = Literal["eager", "graph"]
 Track: TypeAlias = Literal["open", "custom"]
 Tier: TypeAlias = Literal["L0", "L1", "L2"]
 Baseline: TypeAlias = Literal["peerlane", "nccl"]
+Protocol: TypeAlias = Literal["peerlane", "kittens"]
 
 CANDIDATES_HELP = (
     "Files named <id>_<name>_<backend>.py, folders of them, the words reference and solutions (peerlane's own), or a run of "
@@ -43,6 +44,10 @@ NODES_HELP = "Number of nodes that the ranks are in. Several are a virtual clust
 RANKS_PER_GPU_HELP = (
     "How many ranks may share a GPU: a number, or auto: as many as needed. Ranks that share GPUs are a virtual node, whose times are not a "
     "node's."
+)
+PROTOCOL_HELP = (
+    "How speed is timed: peerlane, or kittens, the public protocol of ParallelKittens: 500 warm-up calls, then 100 back to back. Timed "
+    "calls are not checked then, and results stay apart."
 )
 BASELINE_HELP = "What serves torch.distributed: nccl, or on virtual nodes peerlane, the kit's collectives (there the default)."
 
@@ -70,6 +75,7 @@ def evaluate_candidates(
     ] = "auto",
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
+    protocol: Annotated[str, typer.Option(help=PROTOCOL_HELP)] = "peerlane",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     model: Annotated[
         str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py, or of numbered files; makes it a run.")
@@ -132,6 +138,7 @@ def evaluate_candidates(
             device=rank_device,
             ranks_per_gpu=shared,
             baseline=None if baseline is None else cast(Baseline, one_of(baseline, ("peerlane", "nccl"), "--baseline")),
+            protocol=cast(Protocol, one_of(protocol, ("peerlane", "kittens"), "--protocol")),
             out=folder,
             timeout=timeout,
             rerun=rerun,

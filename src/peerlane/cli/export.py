@@ -16,7 +16,7 @@ from peerlane.errors import UsageError
 export = typer.Typer(
     help="Write the suite, or a model's scores, for the Hugging Face Hub.",
     no_args_is_help=True,
-    epilog=example("peerlane export hf peerlane-dataset"),
+    epilog=example("peerlane export hf peerlane-suite"),
 )
 
 

@@ -19,7 +19,7 @@ Move = Callable[[str, Sequence[tuple[int, int]], int, int], None]
 
 
 class Product(ctypes.Structure):
-    """What a call of cuBLAS asks for (``cuda_host/product.h``). Matrices are stored by columns, one behind the other by strides."""
+    """The operands of a call of cuBLAS (``cuda_host/product.h``). Matrices are stored by columns, one behind the other by strides."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),

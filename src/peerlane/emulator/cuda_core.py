@@ -25,7 +25,7 @@ from peerlane.device.host import cuda_bindings
 from peerlane.device.host.declare import written_in
 from peerlane.emulator.build import folder
 from peerlane.emulator.emulated_rank import PtxLaunch, emulated_rank
-from peerlane.emulator.ptx_front_end import Ptx
+from peerlane.emulator.ptx_front_end import Ptx, cluster_of
 from peerlane.emulator.ptx_operands import TYPES
 from peerlane.emulator.ptx_text import Function, parse
 from peerlane.emulator.torch_cuda import TORCH_CUDA, Stream
@@ -119,7 +119,8 @@ def launch(stream: Any, config: Any, kernel: CoreKernel, *args: Any) -> None:
         for index, ((kind, _, _, length), value) in enumerate(zip(parameters, args, strict=True))
     ]
     cluster = 1 if config.cluster is None else config.cluster[0] * config.cluster[1] * config.cluster[2]
-    group.launch_ptx(PtxLaunch(kernel.ptx, kernel.entry.name, config.grid, config.block, values, config.shmem_size, cluster))
+    blocks = cluster_of(kernel.entry, cluster)
+    group.launch_ptx(PtxLaunch(kernel.ptx, kernel.entry.name, config.grid, config.block, values, config.shmem_size, blocks))
 
 
 def _packed(group: Any, kernel: str, index: int, nbytes: int, value: Any) -> Any:

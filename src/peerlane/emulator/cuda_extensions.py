@@ -35,6 +35,7 @@ from peerlane.common.toolkit import find_nvcc
 from peerlane.device.host.declare import written_in
 from peerlane.device.host.group import current_group
 from peerlane.emulator.build import COMPILER, folder
+from peerlane.emulator.cuda_graphs import operators_recorded
 from peerlane.emulator.cuda_runtime import HEADERS, Module, Runtime, start
 from peerlane.emulator.emulated_rank import EmulatedRank
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
@@ -49,14 +50,17 @@ _OF_CPP = "#include <torch/extension.h>\n"
 _BINDINGS = _OF_CPP + "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{}}}\n"
 _BINDING = 'm.def("{0}", torch::wrap_pybind_function({0}), "{1}");\n'
 _OF_CUDA = re.compile(r"^(__)?(cuda|cu[A-Z]|cublas|cusparse|cusolver|curand|cufft|nccl|nvml|nvrtc|nvtx|nvshmem)")
+_LIBRARY_OF_CUDA = re.compile(
+    r"-l(cuda|cudart|cudart_static|cudadevrt|c10_cuda|torch_cuda|nv\S+|nccl|cu(blas|blasLt|fft|rand|solver|sparse))$"
+)
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "at::CUDA", "c10d::")
 _LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|no instance of|is ambiguous")
 """in what nvcc says of a source that may need more of torch's headers"""
 NO_TOOLKIT = "install the whole CUDA toolkit"
 """Part of the message of every MissingDependency of this module."""
 _UNDECLARED = re.compile(r'identifier "((?:cublas|CUBLAS_)\w+)" is undefined')
-_LIBRARY_OF_CUDA = re.compile(r"-l(cuda|cudart|cublas\w*|c10_cuda|torch_cuda|nvrtc|nvidia-ml|nccl)$")
 _MISSING_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
+_OF_THE_COMPILER = "-D_GLIBCXX_USE_CXX11_ABI="  # torch's own
 _OWN_FLAGS = ("-gencode", "-arch", "--gpu-architecture", "arch=", "-code", "--generate-code", "-std", "--std")
 # Patches of torch's headers: what tensors say of their device is what a GPU's tensors say, and they are made where kernels see them.
 _PATCHES = {
@@ -256,7 +260,7 @@ def _guarded(value: Any, found_runtime: Runtime) -> Any:
 
     @functools.wraps(value)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with found_runtime.entered(_member()):
+        with found_runtime.entered(_member()), operators_recorded():
             _adopt((*args, *kwargs.values()), found_runtime)
             try:
                 returned = value(*args, **kwargs)
@@ -264,6 +268,7 @@ def _guarded(value: Any, found_runtime: Runtime) -> Any:
                 found_runtime.raise_pending()
                 raise
         found_runtime.raise_pending()
+        _adopt([returned], found_runtime)
         return returned
 
     return call
@@ -273,6 +278,8 @@ def _adopt(values: Iterable[Any], found_runtime: Runtime) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
             found_runtime.adopt(value)
+            if isinstance(group := current_group(), EmulatedRank) and (part := group.team.world.space.part_of(value)) is not None:
+                part.dtype = value.dtype
         elif isinstance(value, list | tuple):
             _adopt(value, found_runtime)
 
@@ -308,8 +315,9 @@ def _inline(
 
 
 def _options(host: Any, device: Any, include_dirs: Any, libraries: Any) -> Iterator[tuple[str, ...]]:
-    """Yields a source's flags, folders, and libraries but CUDA's. Of flags for the host's compiler, macros and folders count."""
-    yield (*(flag for flag in _words(host) if flag.startswith(("-D", "-I"))), *_words(device))
+    """Yields flags, folders and libraries of a source. Of flags for the host's compiler, macros and folders count; no library of CUDA."""
+    kept = (flag for flag in _words(host) if flag.startswith(("-D", "-I")) and not flag.startswith(_OF_THE_COMPILER))
+    yield (*kept, *_words(device))
     yield tuple(str(folder) for folder in include_dirs or () if folder)
     yield tuple(word for word in _words(libraries) if not _LIBRARY_OF_CUDA.match(word))
 

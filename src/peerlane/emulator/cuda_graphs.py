@@ -3,16 +3,33 @@
 As in a capture on a GPU, what the captured code computes is there after a replay. Arguments of launches are those at the capture.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from peerlane.errors import UsageError
 
 _state = threading.local()
-_READS = frozenset(("item", "tolist", "numpy", "cpu", "nonzero", "equal", "allclose", "__bool__", "__float__", "__int__", "__index__"))
+_READS = frozenset(
+    (
+        "item",
+        "_local_scalar_dense",
+        "tolist",
+        "numpy",
+        "cpu",
+        "nonzero",
+        "equal",
+        "allclose",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+    )
+)
 _UNDEFINED = ("empty", "new_empty")
 _METADATA = ("requires_grad_", "__set__", "__delete__")
 
@@ -34,7 +51,7 @@ def record_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     """Returns an operation's result, or the tensor that it would change, and adds the operation to the graph that the thread captures.
 
     Raises UsageError if the host would read what is not computed yet."""
-    name = getattr(function, "__name__", "")
+    name = getattr(function, "__name__", "").partition(".")[0]  # of an operator without its overload
     if name in _READS:
         raise UsageError(f"{name} reads a tensor while a CUDA graph is captured; read it after the replay")
     target = kwargs.get("out")
@@ -55,6 +72,16 @@ def record_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
 
         recorded(again)
     return result
+
+
+class _Operators(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return record_operation(function, args, kwargs or {})
+
+
+def operators_recorded() -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, operators of torch that C++ code calls are added to the graph that the thread captures, if it does."""
+    return _Operators() if capturing() else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def _changes_its_first(name: str) -> bool:

@@ -26,7 +26,7 @@ from peerlane.emulator.cuda_graphs import CUDAGraph, capturing, recorded
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
 from peerlane.emulator.gpu_code import needs_of
 from peerlane.emulator.job import BASE, VARIABLES
-from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx, cluster_of
 from peerlane.emulator.ptx_operands import TYPES
 from peerlane.emulator.ptx_text import Function, parse
 from peerlane.emulator.stream_kernels import MOVING_THREADS, SIGNALS, WAIT, WRITE, moves
@@ -194,9 +194,7 @@ class Runtime:
             raise LaunchError(f"kernel {name} is not among those that were compiled: {', '.join(module.entries)}")
         sizes = [(length or 1) * TYPES[kind][1] for kind, _, _, length in module.entries[name].parameters]
         values = [(ctypes.c_char * size).from_buffer_copy(ctypes.string_at(arguments[i], size)) for i, size in enumerate(sizes)]
-        if any(size > 1 for size in module.entries[name].cluster[1:]):
-            raise UnknownPtx(f"kernel {name}: a cluster of {module.entries[name].cluster} blocks {NOT_KNOWN}, which has clusters along x")
-        cluster = max([cluster, *module.entries[name].cluster[:1]])
+        cluster = cluster_of(module.entries[name], cluster)
         launch = PtxLaunch(module.ptx, name, tuple(grid[:3]), tuple(block[:3]), values, shared, cluster, bool(dependent))
         group = emulated_rank(name)
         for word in (word for value in values for word in memoryview(bytes(value)[: len(value) // 8 * 8]).cast("Q")):

@@ -1,4 +1,4 @@
-"""What collectives of some ranks order: signals among the launches of all ranks, as the kernels of torch's symmetric memory send them."""
+"""The order that collectives of some ranks make, as signals among all ranks' launches: torch's symmetric memory sends them too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from peerlane.emulator.host_memory import Part
 from peerlane.emulator.job import Launch
-from peerlane.emulator.sequence import Code, Step, compile_ptx
+from peerlane.emulator.sequence import Code, Step
 from peerlane.emulator.stream_kernels import ALL, BARRIER, NONE, SIGNALS
 
 
@@ -33,7 +33,7 @@ def order_ranks(team: Any, root: int | None = None) -> None:
         )
         launches.append(Launch(Code(SIGNALS).symbol(BARRIER), member, 0, (1, 1, 1), (32, 1, 1), 0, 1, arguments))
     step = Step(launches, {part: part.contents() for part in team.order})
-    everyone.sequence.signal(compile_ptx(frozenset([SIGNALS])), step, space.placed)
+    everyone.sequence.signal(SIGNALS, step, space.placed)
 
 
 def _part(team: Any, member: int, content: bytes) -> Part:

@@ -205,6 +205,7 @@ class AddressSpace:
             return None
         memory = torch.frombuffer((ctypes.c_uint8 * block.nbytes).from_address(block.begin), dtype=torch.uint8)
         part = Part(name or f"memory of {block.nbytes} bytes", block.rank, block.begin, memory, symmetric=block.exported)
+        part.dtype = torch.float32  # most that C++ code computes; a tensor that Python sees says its own
         part.show()
         self.place(part)
         return part

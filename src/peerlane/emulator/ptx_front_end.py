@@ -64,6 +64,13 @@ class UnknownPtx(UsageError):
     """PTX that the emulator cannot run."""
 
 
+def cluster_of(kernel: Function, launched: int) -> int:
+    """Returns the blocks of a kernel's cluster: as it says itself, or as ``launched``. Raises UnknownPtx if they are not along x."""
+    if any(size > 1 for size in kernel.cluster[1:]):
+        raise UnknownPtx(f"kernel {kernel.name}: a cluster of {kernel.cluster} blocks {NOT_KNOWN}, which has clusters along x")
+    return kernel.cluster[0] if kernel.cluster else launched
+
+
 _counted: dict[str, Counter[str]] = {}
 """How many instructions of each translated kernel are approximate, by instruction, and exact ("")."""
 _APPROXIMATE = re.compile(r"\.approx\b|\.full\b|^(?:mma|wgmma)\b|^multimem\.(?:ld_reduce|red)\b.*f\d|^fma\.r[zmp]\b")

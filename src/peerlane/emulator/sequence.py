@@ -218,16 +218,18 @@ class LaunchSequence:
         self.check()
         self._latest |= step.before
 
-    def signal(self, code: Compiled, signals: Step, parts: Iterable[Part]) -> None:
-        """Adds launches that order others, and leave memory as it is. ``parts``: as of a barrier."""
+    def signal(self, module: Ptx, signals: Step, parts: Iterable[Part]) -> None:
+        """Adds launches of a module that order others, and leave memory as it is. ``parts``: as of a barrier."""
+        now = Step([], {part: part.contents() for part in parts if part.symmetric and part.shown})
+        changed = self._changed(now)
+        if (not self._steps and not changed) or (self._code is not None and not self._code.modules):
+            return
+        code = compile_ptx(frozenset([module]))
         joined = code if self._code is None else self._code.joined(code)
         if joined is None:
-            if self._code is not None and self._code.modules:
-                self.check()
-            return
-        self._code = joined
-        now = Step([], {part: part.contents() for part in parts if part.symmetric and part.shown})
-        if changed := self._changed(now):
+            self.check()
+        self._code = joined or code
+        if changed:
             self._steps.append(self._host_writes(now, changed))
         self._steps.append(signals)
         self._latest |= now.before

@@ -264,4 +264,5 @@ def _data_ptr(original: Any) -> Any:
 def torch_stand_ins() -> list[tuple[Any, dict[str, Any]]]:
     """Returns modules and classes of torch with what stands for their members on emulated ranks."""
     members = {"Generator": Generator, "set_default_device": _set_default_device}
-    return [(torch.cuda, TORCH_CUDA), (torch, members), (torch.Tensor, {"data_ptr": _data_ptr(torch.Tensor.data_ptr)})]
+    of_tensors = {"data_ptr": _data_ptr(torch.Tensor.data_ptr), "record_stream": _nothing}
+    return [(torch.cuda, TORCH_CUDA), (torch, members), (torch.Tensor, of_tensors)]

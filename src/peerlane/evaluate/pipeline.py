@@ -36,6 +36,7 @@ from peerlane.evaluate.rank_interface import CandidateInterface
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node, needs_gpu, needs_multicast
+from peerlane.evaluate.timing.back_to_back import input_groups
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.problems.contract.spec import Case
 from peerlane.problems.contract.tree import dtype_name
@@ -45,7 +46,7 @@ from peerlane.results.sanitize import sanitize
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TooSlow, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
-from peerlane.settings import CANDIDATE_WAIT_S, TIMING_PROTOCOL, StressRules, TimingRules
+from peerlane.settings import CANDIDATE_WAIT_S, StressRules, TimingRules, timing_protocol
 
 CHECKED_SLOTS = 4
 CHECKED_SLOW_SLOTS, _SLOW_JUDGING_S = 2, 1.0
@@ -388,11 +389,17 @@ class EvaluationPipeline:
         with self._in("timing"):
             if self.session.pool_settings.timed_alone:
                 self.session.wait_for_starts()
-            runner = self._open(checked.case, "timed", slots_to_time(checked.quickest_s, self.rules))
-            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, end)
+            runner = self._open(checked.case, "timed", self._slots_to_time(checked))
+            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, end, job.protocol)
             speed.unmeasurable |= unmeasurable
             speed.baseline()
         return speed
+
+    def _slots_to_time(self, checked: CaseRunner) -> int:
+        if self.job.protocol == "kittens":
+            group_bytes = max(layout.input_bytes for layout in checked.layouts) / checked.slots
+            return input_groups(group_bytes, None if self.node.profile is None else self.node.profile.l2_mib)
+        return slots_to_time(checked.quickest_s, self.rules)
 
     def _measure(self, speed: Benchmark, mode: Mode) -> Speed:
         """Measures a mode; returns the record, or why there is none. Flags what is remarkable."""
@@ -483,7 +490,7 @@ class EvaluationPipeline:
             **job.asked(self.node.node_class, self.session.isolation.tier, self.node.rules_hash)._asdict(),
             run_id=self.node.run_id,
             device=self.node.device,
-            timing_protocol=TIMING_PROTOCOL,
+            timing_protocol=timing_protocol(job.protocol),
             verdict=verdict,
             correctness=tuple(CaseEvidence(case=case, **vars(evidence)) for case, evidence in self.evidence.items() if evidence.slots),
             speed=tuple(self.speeds) if correct else (),

@@ -21,7 +21,7 @@ from peerlane.results.identity import Identity, NodeClass, hash_rules, source_ha
 from peerlane.results.record import Mode, Track
 from peerlane.results.result import Asked, ProblemInfo
 from peerlane.sandbox.isolation import Tier
-from peerlane.settings import TIMING_PROTOCOL, Deadlines, PoolSettings, StressRules, TimingRules
+from peerlane.settings import Deadlines, PoolSettings, Protocol, StressRules, TimingRules, timing_protocol
 
 Cases = Literal["all", "timed"]
 MAX_RANKS_PER_GPU = 8
@@ -50,6 +50,7 @@ class EvaluationPlan:
         isolation: ``L0``, ``L1`` or ``L2``, see docs/isolation.md; None: the best of L0 and L1 that this machine gives.
         ranks_per_gpu: how many ranks may share a GPU; 0: as many as needed. Where some do, the machine is a virtual node.
         baseline: what serves torch.distributed: ``nccl``, or on virtual nodes ``peerlane``, the kit's collectives; None: the latter there.
+        protocol: how speed is timed: ``peerlane``, or ``kittens``, the public protocol; see docs/judging.md.
         out: folder of ``results.jsonl``; None keeps nothing.
         timeout: seconds that one evaluation may take, waiting and compiling apart; None: no limit but the deadlines of its phases.
         rerun: judge again what ``out`` already holds.
@@ -68,6 +69,7 @@ class EvaluationPlan:
     device: Device = "cpu"
     ranks_per_gpu: Annotated[int, Field(ge=0, le=MAX_RANKS_PER_GPU, strict=True)] = 0
     baseline: Baseline | None = None
+    protocol: Protocol = "peerlane"
     out: Path | None = None
     variant: Annotated[str, Field(pattern="default|pkb")] = "default"
     track: Track = "open"
@@ -100,7 +102,7 @@ class EvaluationPlan:
     @property
     def rules_hash(self) -> str:
         """Names the settings that decide verdicts and speeds."""
-        return hash_rules(self.deadlines, self.rules, self.stress, version=TIMING_PROTOCOL)
+        return hash_rules(self.deadlines, self.rules, self.stress, version=timing_protocol(self.protocol))
 
 
 @functools.cache
@@ -123,6 +125,7 @@ class Job:
     timeout: float | None = None
     timelines: Path | None = None
     nodes: int = 1
+    protocol: Protocol = "peerlane"
 
     def asked(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Asked:
         """Returns the fields by which its result names the question, on such a machine and under these settings."""
@@ -176,7 +179,7 @@ def make_jobs(plan: EvaluationPlan, note: Callable[[str], None] = lambda _: None
                     problem.cases(preset, world_size, nodes=plan.nodes)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
                     track = candidate.track or plan.track
-                    common = plan.cases, plan.timeout, plan.timelines, plan.nodes
+                    common = plan.cases, plan.timeout, plan.timelines, plan.nodes, plan.protocol
                     jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant, track, *common))
     if not jobs:
         raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")

@@ -91,10 +91,14 @@ class CaseLayout:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The calls of a block, and the steps of :class:`SlotSwaps` between them. The output of every call is copied."""
+    """The calls of a block, and the steps of :class:`SlotSwaps` between them. The output of every call is copied.
+
+    With ``warm_up`` calls before it a block uses all slots in turn, and nothing is between its calls.
+    """
 
     calls: int
     swaps: tuple[tuple[int, int, int], ...]
+    warm_up: int = 0
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Board:
         parts = [key.preset, f"{key.world_size} rank{'' if key.world_size == 1 else 's'}", f"{key.track} track"]
         parts += [f"variant {key.variant}"] if key.variant != "default" else []
         parts += ["timed case only"] if key.cases == "timed" else []
-        return ", ".join(parts + ([f"timing protocol {key.superseded_protocol}"] if key.superseded_protocol else []))
+        return ", ".join(parts + ([f"timing protocol {key.other_protocol}"] if key.other_protocol else []))
 
     @property
     def main_mode(self) -> str | None:
@@ -218,7 +218,7 @@ def boards(samples: Iterable[Sample]) -> list[Board]:
 
     def rank(board: Board) -> tuple[int, int, str, bool, bool, int, int]:
         key, size = board.setting, sizes[id(board)]
-        node, older = key.node_class, key.superseded_protocol is not None
+        node, older = key.node_class, key.other_protocol is not None
         return _KINDS.index(node.kind), -largest[node], str(node), older, key.preset == SWEEP, -size, -len(board.samples)
 
     return sorted(unsorted, key=rank)

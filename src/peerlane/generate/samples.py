@@ -79,19 +79,19 @@ class Setting:
     world_size: int
     variant: str = "default"
     cases: str = "all"
-    superseded_protocol: int | None = None
-    """version of the timing protocol, where it is not the current one"""
+    other_protocol: int | str | None = None
+    """version or name of the timing protocol, where it is not the current one"""
 
     @classmethod
     def of(cls, result: Result) -> Self:
         """Returns the setting under which a candidate was judged."""
         variant, cases = result.problem.variant, result.cases
-        return cls(result.track, result.node, result.preset, result.world_size, variant, cases, result.superseded_protocol)
+        return cls(result.track, result.node, result.preset, result.world_size, variant, cases, result.other_protocol)
 
     def __str__(self) -> str:
         variant = "" if self.variant == "default" else f", variant {self.variant}"
         cases = "" if self.cases == "all" else f", {self.cases} case only"
-        timing = "" if self.superseded_protocol is None else f", timing protocol {self.superseded_protocol}"
+        timing = "" if self.other_protocol is None else f", timing protocol {self.other_protocol}"
         return f"track {self.track}, preset {self.preset}, {self.world_size} ranks, {self.node_class}{variant}{cases}{timing}"
 
 

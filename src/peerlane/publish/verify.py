@@ -163,6 +163,8 @@ def _agreement(claim: Result, check: Result) -> tuple[Agreement, str]:
         return "confirmed", ""
     if claim.node != check.node:
         return "verdict_only", f"claimed on {claim.node}, judged on {check.node}"
+    if "kittens" in (protocols := (claim.timing_protocol, check.timing_protocol)) and protocols[0] != protocols[1]:
+        return "verdict_only", f"timed by protocol {protocols[0]}, judged by {protocols[1]}"
     said: list[str] = []
     coarse: list[str] = []
     for mode, speed in claimed.items():

@@ -247,7 +247,7 @@ def environment_lines(results: Iterable[Result]) -> list[str]:
 
 
 def by_node(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Groups results by class of machine and, where it is not the current one, version of the timing protocol.
+    """Groups results by class of machine and, where it is not the current one, the timing protocol.
 
     Results that a later one replaces are left out. Only results of one group may be compared.
     """
@@ -255,7 +255,7 @@ def by_node(results: Iterable[Result]) -> dict[str, list[Result]]:
 
     groups: dict[str, list[Result]] = {}
     for result in newest(results):
-        older = result.superseded_protocol
+        older = result.other_protocol
         groups.setdefault(f"{result.node}" + (f", timing protocol {older}" if older else ""), []).append(result)
     return groups
 

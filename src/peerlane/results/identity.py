@@ -147,8 +147,8 @@ def environment_hash(environment: Mapping[str, Any]) -> str:
     return short_hash(json.dumps(environment, sort_keys=True, separators=(",", ":")).encode())
 
 
-def hash_rules(*rules: Any, version: int) -> str:
-    """Returns the hash of settings, by their names and values, and of the version of the protocol; see :mod:`peerlane.settings`."""
+def hash_rules(*rules: Any, version: int | str) -> str:
+    """Returns the hash of settings, by their names and values, and of the protocol's version or name; see :mod:`peerlane.settings`."""
     assert all(fields(item) for item in rules)
     found = {"protocol": version, **{type(item).__name__: asdict(item) for item in rules}}
     return short_hash(json.dumps(found, sort_keys=True, default=str).encode())

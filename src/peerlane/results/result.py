@@ -6,7 +6,7 @@ A result that contradicts itself cannot be constructed.
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -178,7 +178,9 @@ class Result(Record):
     track: Track
     node: NodeClass
     rules_hash: str | None = Field(default=None, description="of the settings of timing, stress and deadlines; None: not recorded")
-    timing_protocol: int = Field(default=1, ge=1, description="version of the timing protocol; 1: not every output was copied")
+    timing_protocol: Annotated[int, Field(ge=1)] | Literal["kittens"] = Field(
+        default=1, description="version of the timing protocol, 1: not every output was copied; kittens: the public protocol"
+    )
     environment_hash: str = Field(default="", description="names the line of type environment that describes the machine and its software")
     verdict: Verdict
     correctness: tuple[CaseEvidence, ...] = ()
@@ -224,8 +226,8 @@ class Result(Record):
         return isinstance(self.verdict, Correct)
 
     @property
-    def superseded_protocol(self) -> int | None:
-        """Returns the version of the timing protocol if it is not the current one and speed was asked for. Such figures stay apart."""
+    def other_protocol(self) -> int | str | None:
+        """Returns the timing protocol's version or name if it is not the current one and speed was asked for. Such figures stay apart."""
         return self.timing_protocol if self.modes and self.timing_protocol != TIMING_PROTOCOL else None
 
     @property

@@ -90,6 +90,26 @@ static PyObject* replayed(PyObject*, PyObject* args) {  // a graph of two launch
     Py_RETURN_NONE;
 }
 
+__global__ void follow(const float* in, float* out, int waits) {
+    if (waits) asm volatile("griddepcontrol.wait;" ::: "memory");
+    *out = *in;
+}
+
+static PyObject* followed(PyObject*, PyObject* args) {  // a launch that may begin before the one before it has ended
+    unsigned long long in, out;
+    int waits;
+    if (!PyArg_ParseTuple(args, "KKi", &in, &out, &waits)) return nullptr;
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = config.blockDim = dim3(1);
+    config.attrs = &early, config.numAttrs = 1;
+    add_one<<<1, 1>>>(reinterpret_cast<float*>(in));
+    cudaLaunchKernelEx(&config, follow, reinterpret_cast<const float*>(in), reinterpret_cast<float*>(out), waits);
+    Py_RETURN_NONE;
+}
+
 static PyObject* signalled(PyObject*, PyObject* args) {  // writes into a peer's memory, and then a word that its stream waits for
     unsigned long long data, word, own_word;
     int waits;
@@ -129,10 +149,8 @@ static PyObject* known(PyObject*, PyObject*) {  // of a kernel
     return Py_BuildValue("iii", attributes.maxThreadsPerBlock, attributes.numRegs > 0, threads);
 }
 
-static PyObject* elapsed(PyObject*, PyObject*) {
-    float ms = 0;
-    cudaEventElapsedTime(&ms, nullptr, nullptr);
-    return PyFloat_FromDouble(ms);
+static PyObject* linked(PyObject*, PyObject*) {
+    return PyLong_FromLong(cudaGraphAddDependencies(nullptr, nullptr, nullptr, nullptr, 0));
 }
 
 template <PyObject* (*function)(PyObject*, PyObject*)> PyObject* caught(PyObject* self, PyObject* args) try {
@@ -145,9 +163,10 @@ template <PyObject* (*function)(PyObject*, PyObject*)> PyObject* caught(PyObject
 static PyMethodDef functions[] = {
     {"sum_of_firsts", caught<sum_of_firsts>, METH_VARARGS, ""},
     {"shared_bytes", caught<shared_bytes>, METH_VARARGS, ""},
-    {"elapsed", caught<elapsed>, METH_NOARGS, ""},
+    {"linked", caught<linked>, METH_NOARGS, ""},
     {"product", caught<product>, METH_VARARGS, ""},
     {"replayed", caught<replayed>, METH_VARARGS, ""},
+    {"followed", caught<followed>, METH_VARARGS, ""},
     {"signalled", caught<signalled>, METH_VARARGS, ""},
     {"swapped", caught<swapped>, METH_VARARGS, ""},
     {"known", caught<known>, METH_NOARGS, ""},
@@ -230,6 +249,12 @@ def swapped(x, broken):
     given, out = torch.arange(128.0), torch.zeros(128)
     extension.swapped(given.data_ptr(), out.data_ptr(), broken)
     return bool((out == given.view(2, 2, 32).flip(1).flatten() * 3).all())
+
+
+def followed(x, waits):
+    out = torch.zeros(1)
+    extension.followed(x.data_ptr(), out.data_ptr(), waits)
+    return out
 
 
 def signalled(x, waits):

@@ -147,3 +147,15 @@ def test_on_a_gpu_swaps_take_what_the_device_takes_for_them_and_not_the_host(mon
     monkeypatch.setattr(timed_block, "Unowned", lambda tensor: tensor)
     assert timed_block.copies_time(solution, inputs, outputs, torch.device("cuda"), PLAN)[0] == 250.0
     assert "graph" in LOG and ("replay", 0) in LOG, "launched by the host they would take longer than beside what the device computes"
+
+
+def test_a_block_of_the_public_protocol_uses_all_slots_in_turn_and_copies_nothing() -> None:
+    inputs, outputs = slots_of(3)
+    block = timed_block.make_block("eager", solution, inputs, outputs, CPU, BlockPlan(5, (), warm_up=4))
+    block.ready()
+    block.warm()
+    assert [item for item in LOG if isinstance(item, int)] == [0, 1, 2, 0]
+    LOG.clear()
+    assert block.run().events_us == 250.0
+    assert LOG == ["barrier", "event", 0, 1, 2, 0, 1, "event", "idle"], "the warm-up is outside of both clocks"
+    assert not any(outputs.descriptions) and block.latest() == []

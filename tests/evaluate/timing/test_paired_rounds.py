@@ -16,10 +16,11 @@ from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.timing import paired_rounds
+from peerlane.evaluate.timing.back_to_back import input_groups
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable, slots_to_time
 from peerlane.evaluate.timing.paired_rounds import draw_compared, draw_plan
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds, choose_calls
-from peerlane.settings import Deadlines, TimingRules
+from peerlane.settings import Deadlines, Protocol, TimingRules
 from sample_results import wrong_result
 
 HAND_OFF_US = 300.0
@@ -143,10 +144,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[World]:
     return worlds
 
 
-def measure(worlds: list[World], mode: str = "graph", rules: TimingRules | None = None, *, end_s: float = math.inf, **script: Any) -> Any:
+def measure(
+    worlds: list[World],
+    mode: str = "graph",
+    rules: TimingRules | None = None,
+    *,
+    end_s: float = math.inf,
+    protocol: Protocol = "peerlane",
+    **script: Any,
+) -> Any:
     world = World(**script)
     worlds.append(world)
-    benchmark = Benchmark(world, (mode,), rules or TimingRules(), None, (), 80e9, end_s)  # type: ignore[arg-type]
+    benchmark = Benchmark(world, (mode,), rules or TimingRules(), None, (), 80e9, end_s, protocol)  # type: ignore[arg-type]
     benchmark.baseline()
     world.loaded = True
     benchmark.measure(mode)  # type: ignore[arg-type]
@@ -167,6 +176,31 @@ def test_a_reference_against_itself_is_as_fast_and_a_candidate_of_half_the_time_
     assert twice.speedup.median == pytest.approx(2.0, rel=0.04) and twice.faster
     assert twice.reference_us.median / twice.candidate_us.median == pytest.approx(twice.speedup.median)
     assert clock[-1].collected, "outputs are compared"
+
+
+def test_the_public_protocol_times_a_hundred_calls_behind_their_warm_up(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And subtracts nothing, for there are no copies; nothing is compared."""
+    warmed: list[str] = []
+    for side in (TrustedSide, CandidateSide):
+        monkeypatch.setattr(side, "warm_up_block", lambda self, *_: warmed.append(type(self).__name__))
+    speed = measure(clock, "eager", candidate_us=50.0, protocol="kittens", slots=3)
+    assert speed.calls_per_block == 100 and clock[-1].plan == wire.BlockPlan(100, (), 500)
+    assert speed.copies_us == 0.0 and clock[-1].collected == []
+    assert speed.candidate_us.median == pytest.approx(50.4, rel=0.05) and speed.speedup.median == pytest.approx(2.0, rel=0.04)
+    assert warmed.count("CandidateSide") >= speed.rounds <= warmed.count("TrustedSide"), "before each block"
+
+
+def test_the_public_protocol_has_no_graphs_and_leaves_slow_references_out(clock: list[World]) -> None:
+    with pytest.raises(Unmeasurable, match="no graphs"):
+        measure(clock, protocol="kittens")
+    with pytest.raises(Unmeasurable, match="600 calls of the reference would take 60 s"):
+        measure(clock, "eager", protocol="kittens", reference_us=100_000.0)
+    assert clock[-1].now_s == 0.0
+
+
+def test_groups_of_inputs_do_not_fit_into_the_cache_together() -> None:
+    assert input_groups(30 * 2**20, 60.0) == 3 and input_groups(31 * 2**20, 60.0) == input_groups(1e9, 60.0) == 2
+    assert input_groups(8.0, 60.0) == 128 and input_groups(50 * 2**20, None) == 3
 
 
 def test_all_that_timing_collected_is_judged(clock: list[World], monkeypatch: pytest.MonkeyPatch) -> None:

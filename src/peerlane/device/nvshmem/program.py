@@ -11,9 +11,9 @@ from types import ModuleType
 
 from peerlane.device.host import cuda_bindings, jit
 from peerlane.device.host.jit import Compiled, Cubin
-from peerlane.device.host.nvidia_wheels import compile_by_nvcc, nvcc_identity
+from peerlane.device.host.nvidia_wheels import Installation, compile_by_nvcc, nvcc_identity
 from peerlane.device.host.source_tokens import token_hash
-from peerlane.device.nvshmem.installation import DEVICE_LIBRARY, INSTALL, Installation, installation
+from peerlane.device.nvshmem.installation import DEVICE_LIBRARY, INSTALL, installation
 from peerlane.errors import CompileError, MissingDependency
 
 INCLUDE_DIR = Path(__file__).parent / "include"

@@ -24,15 +24,15 @@ _PIECES_AHEAD = 4  # the GPU need not wait for the host, and has nothing left to
 # One block fills half of an SM's threads and all but a little of its shared memory: no second one fits, nor any block that needs much.
 _THREADS, _SHARED_BYTES_LEFT, _SHARE_OF_SMS = 1024, 28 << 10, 0.5
 SM_HOLDER = r"""
-extern "C" __global__ void hold_sm(unsigned long long nanoseconds) {
+#include <peerlane/ptx.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void hold_sm(u64 nanoseconds) {
     extern __shared__ char unused[];
-    unsigned long long begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin) :: "memory");
-    const long long start = clock64(), most = (long long)nanoseconds * 4;  // cycles, if the timer stood still
-    do {
-        __nanosleep(200);
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
-    } while (now - begin < nanoseconds && clock64() - start < most);
+    const u64 begin = ptx::globaltimer();
+    const long long start = clock64(), most = static_cast<long long>(nanoseconds) * 4;  // cycles, if the timer stood still
+    do ptx::sleep(200);
+    while (ptx::globaltimer() - begin < nanoseconds && clock64() - start < most);
 }
 """
 

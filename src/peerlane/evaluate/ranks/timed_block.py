@@ -126,6 +126,19 @@ class EagerBlock(Block):
         return self._kept
 
 
+class BackToBackBlock(EagerBlock):
+    """Calls on all slots in turn, with nothing between them; the warm-up is apart, and behind it the caches are as calls leave them."""
+
+    def _enqueue(self, slots: Iterable[int], keep: Callable[[list[torch.Tensor]], list[Any]]) -> None:
+        count = len(self._inputs.args)
+        for call in slots:
+            self._solution(*self._outputs.fresh(self._inputs.args[call % count]))
+
+    def warm(self) -> None:
+        self._enqueue(range(self.plan.warm_up), list)
+        _synchronize()
+
+
 class GraphBlock(Block):
     """Replays the calls as CUDA graphs, with swaps and copies of outputs among them.
 
@@ -192,7 +205,8 @@ def make_block(
     mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: BlockPlan
 ) -> Block:
     """The block of a launch mode, ``eager`` or ``graph``."""
-    return (EagerBlock if mode == "eager" else GraphBlock)(solution, inputs, outputs, device, plan)
+    kind = GraphBlock if mode == "graph" else BackToBackBlock if plan.warm_up else EagerBlock
+    return kind(solution, inputs, outputs, device, plan)
 
 
 def copies_time(

@@ -160,13 +160,14 @@ class _Run:
 
 def attributed(corpus: Corpus, outcomes: Sequence[Outcome]) -> list[tuple[Entry, Outcome]]:
     """Returns the outcomes of files that are in the corpus as they were judged, with their entries."""
-    by_sha256 = {_candidate(corpus, entry).sha256: entry for entry in corpus.entries}
+    versions = {item.evaluator_version for item in outcomes}
+    by_sha256 = {_candidate(corpus, entry, version).sha256: entry for version in versions for entry in corpus.entries}
     return [(by_sha256[item.sha256], item) for item in outcomes if item.sha256 in by_sha256]
 
 
-def _candidate(corpus: Corpus, entry: Entry) -> CandidateFile:
+def _candidate(corpus: Corpus, entry: Entry, version: str = __version__) -> CandidateFile:
     path = corpus.path(entry)
-    candidate = replace(reference_candidate(), problem=entry.problem) if path is None else candidate_file(path)
+    candidate = replace(reference_candidate(version), problem=entry.problem) if path is None else candidate_file(path)
     return replace(candidate, track=entry.track)
 
 

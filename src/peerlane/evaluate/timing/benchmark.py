@@ -11,6 +11,7 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate import wire
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.timing.back_to_back import CALLS, LONGEST_BLOCK_S, WARM_UP_CALLS, BackToBackRounds
 from peerlane.evaluate.timing.paired_rounds import CaptureFailed, PairedRounds
 from peerlane.evaluate.timing.scoring import choose_calls
 from peerlane.hardware.profiles import HardwareProfile
@@ -18,7 +19,7 @@ from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
 from peerlane.results.record import Mode
 from peerlane.results.speed_record import Estimate, ModeSpeed, Utilisation
 from peerlane.results.verdict import IntegrityFailure
-from peerlane.settings import TimingRules
+from peerlane.settings import Protocol, TimingRules
 
 _PROBE_CALLS = 8
 _FEWEST_CALLS, _MOST_CALLS = 4, 128  # per block: fewer leave no room for swaps, more take long to capture
@@ -63,6 +64,7 @@ class Benchmark:
     peaks: tuple[Peaks, ...]
     memory_bytes: float
     end: float = math.inf
+    protocol: Protocol = "peerlane"
     baselines: dict[str, PairedRounds] = field(default_factory=dict)
     measured: dict[str, PairedRounds] = field(default_factory=dict)
     unmeasurable: dict[str, str] = field(default_factory=dict)
@@ -79,6 +81,9 @@ class Benchmark:
         runner.most_bytes, begin = _ARENA_SHARE * self.memory_bytes, time.monotonic()
         end = begin + _BASELINE_SHARE * (self.end - begin)
         runner.open()
+        if self.protocol == "kittens":
+            self.long_calls = True  # its blocks warm themselves up, and use all slots
+            self._refuse_kittens()
         modes = sorted(set(self.modes) - set(self.unmeasurable))  # eager first
         probed = min(_PROBE_CALLS if runner.reference_s < _LONG_CALL_US / 1e6 else _FEWEST_LONG_CALLS, runner.slots)
         runner.generate_inputs(slots=probed)
@@ -92,7 +97,7 @@ class Benchmark:
                 self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, fewest)
             self._call_every_slot("reference")
             for mode in modes:
-                rounds = self._new_rounds(mode, "reference", calls=self.calls[mode])
+                rounds = self._timed_rounds(mode, "reference")
                 rounds.run(rules.baseline_s, end, warm=not self.long_calls)
                 self.baselines[mode] = rounds
         except CaptureFailed as failure:
@@ -145,6 +150,18 @@ class Benchmark:
     def _new_rounds(self, mode: wire.LaunchMode, side: wire.Side, *, calls: int) -> PairedRounds:
         return PairedRounds(runner=self.runner, mode=mode, side=side, rules=self.rules, calls=calls)
 
+    def _timed_rounds(self, mode: wire.LaunchMode, side: wire.Side) -> PairedRounds:
+        if self.protocol == "kittens":
+            return BackToBackRounds(runner=self.runner, mode=mode, side=side, rules=self.rules)
+        return self._new_rounds(mode, side, calls=self.calls[mode])
+
+    def _refuse_kittens(self) -> None:
+        """Notes what the public protocol does not time: graphs, and references whose blocks would take too long."""
+        self.unmeasurable["graph"] = "the public protocol has no graphs"
+        if (block_s := self.runner.reference_s * (WARM_UP_CALLS + CALLS)) > LONGEST_BLOCK_S:
+            why = f"{WARM_UP_CALLS + CALLS} calls of the reference would take {block_s:.0f} s, which is more than {LONGEST_BLOCK_S:.0f} s"
+            self.unmeasurable |= dict.fromkeys(self.modes, why)
+
     def slowdown(self, mode: str, rounds: PairedRounds) -> float:
         """The reference's time beside the candidate over its time before."""
         return rounds.reference_us() / self.baselines[mode].reference_us()
@@ -158,7 +175,7 @@ class Benchmark:
         while len(tries) < 2 and not (tries and self.slowdown(mode, tries[-1]) <= 1 + self.rules.slowdown_limit[mode]):
             if tries and 2 * time.monotonic() - begin > end:
                 break
-            rounds = self._new_rounds(mode, "candidate", calls=self.calls[mode])
+            rounds = self._timed_rounds(mode, "candidate")
             try:
                 rounds.run(self.rules.budget_s, end, warm=not self.long_calls)
             except CaptureFailed as failure:

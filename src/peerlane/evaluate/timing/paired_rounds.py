@@ -73,12 +73,17 @@ class PairedRounds(Rounds):
     _rounds_since: int = 0
     """How many rounds there were since the plan was drawn."""
 
+    @property
+    def slots(self) -> int:
+        """Returns how many slots the calls of a block use."""
+        return self.calls
+
     def run(self, budget_s: float, end: float = math.inf, *, warm: bool = True) -> None:
         """Warm-up, then rounds until the interval is narrow, the budget is spent, or it is ``end`` on the clock ``time.monotonic``. Raises
         :class:`CaptureFailed`, :class:`Rejected` and GroupFailure."""
         runner = self.runner
         runner.discard()
-        runner.refresh_inputs(self.calls)
+        runner.refresh_inputs(self.slots)
         self.prepare()
         begin = time.monotonic()
         for number in range(_WARM_ROUNDS if warm else 0):
@@ -172,18 +177,20 @@ class PairedRounds(Rounds):
         core, changeable = _dice.randrange(1 << 16), bool(self.runner.problem.changeable)
         refreshed = self.side == "candidate" or changeable
         if refreshed:
-            self.runner.generate_inputs(slots=self.calls)
+            self.runner.generate_inputs(slots=self.slots)
         if _dice.random() < 0.5:
             other = self._other_block(core, refreshed=refreshed, compared=compared)
             return self._trusted_block(core), other
         reference = self._trusted_block(core)
         if changeable:
-            self.runner.generate_inputs(slots=self.calls)
+            self.runner.generate_inputs(slots=self.slots)
         return reference, self._other_block(core, refreshed=refreshed, compared=compared)
 
     def _trusted_block(self, core: int) -> BlockTimes:
         trusted = self.runner.trusted
         trusted.ready_block(core)
+        if self._plan.warm_up:
+            trusted.warm_up_block()
         answers, clock_us = _timed(trusted.run_block)
         trusted.undo_swaps()
         return BlockTimes.of(answers, clock_us)
@@ -191,8 +198,10 @@ class PairedRounds(Rounds):
     def _other_block(self, core: int, *, refreshed: bool, compared: bool) -> BlockTimes:
         runner, limit_s = self.runner, self._block_s
         if refreshed:
-            runner.publish_inputs(self.calls)
+            runner.publish_inputs(self.slots)
         runner.candidate.ready_block(core)
+        if self._plan.warm_up:
+            runner.candidate.warm_up_block(limit_s)
         answers, clock_us = _timed(lambda: runner.candidate.run_block(limit_s))
         ended = time.monotonic()
         times = BlockTimes.of(answers, clock_us)
@@ -204,7 +213,7 @@ class PairedRounds(Rounds):
     @property
     def _block_s(self) -> float:
         """Returns the timeout of a block of the other side."""
-        return self.runner.deadline(self.runner.session.deadlines.calls, self.calls)
+        return self.runner.deadline(self.runner.session.deadlines.calls, self._plan.calls + self._plan.warm_up)
 
     def _compare(self, ended: float) -> None:
         """Keeps outputs, to be judged after all rounds, or now where they are large. After some blocks, at random, the last output is

@@ -73,5 +73,7 @@ def _require_same(node: dict[str, object], plan: EvaluationPlan) -> None:
     if plan.world_sizes != (node["world_size"],):
         asked = ",".join(map(str, plan.world_sizes))
         raise UsageError(f"--world-size got {asked}: the service judges on {node['world_size']} ranks")
+    if plan.protocol != "peerlane":
+        raise UsageError(f"--protocol got {plan.protocol}: a service times by its own protocol; leave out --on, or give ray or slurm")
     if plan.isolation is not None and plan.isolation != node["isolation"]:
         raise UsageError(f"--isolation got {plan.isolation}: the service judges in {node['isolation']}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -188,7 +188,7 @@ Strides = tuple[int, int, int]
 
 
 class Planes(NamedTuple):
-    """What a rank is given: planes of a field, rows x columns, whose columns are sharded; or of a half spectrum, whose rows are."""
+    """The shape of a rank's part: planes of a field, rows x columns, whose columns are sharded; or of a half spectrum, whose rows are."""
 
     inverse: bool
     slices: int
@@ -218,7 +218,7 @@ class Passes:
         )
 
         def bind(
-            first: bool, points: int, tiling: Tiling, given: int, taken: int, reads: Strides, writes: Strides, **values: object
+            first: bool, points: int, tiling: Tiling, given: int, taken: int, reads: Strides, writes: Strides, **values: Any
         ) -> BoundKernel:
             macros = {"INVERSE": int(inverse), "FIRST": int(first), "SHARE": share, "GIVEN": given, "TAKEN": taken}
             strides = {"READS": ",".join(map(str, reads)), "WRITES": ",".join(map(str, writes))}
@@ -250,8 +250,11 @@ class Passes:
 
 @per_group
 def plane_passes(group: Group, given: Planes, lengths: tuple[int, int]) -> Passes | None:
-    """Collective: returns the launches; None if a length is too long for shared memory, or has a prime factor above the largest radix."""
+    """Collective: returns the launches; None if a length is too long for shared memory, or has a prime factor above the largest radix, or
+    if the axis that is cut does not divide by the ranks."""
     order = lengths[::-1] if given.inverse else lengths
+    if order[0] % group.world_size:
+        return None
     first, second = (Tiling.of(group, points, along == given.inverse, 8) for points, along in zip(order, (True, False), strict=True))
     return None if first is None or second is None else Passes(group, given, lengths, (first, second))
 
