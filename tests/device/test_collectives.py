@@ -143,14 +143,16 @@ def test_packets_carry_more_than_the_buffers_hold_in_rounds(world_size: int) -> 
             continue
         kernels = [plan(size, machine).kernel for size in (held, held + 1, most, most + 1)]
         assert kernels == [f"{name}_packets", f"{name}_packets_rounds", f"{name}_packets_rounds", f"{name}_ring"]
-    in_two_trips = [(plans.all_reduce, "all_reduce", workspace.PACKET_BUFFER_TENSOR_BYTES)]
-    if world_size > 2:
-        in_two_trips += [(plans.reduce, "reduce", held * (world_size - 1)), (plans.broadcast, "broadcast", held * (world_size - 1))]
-    for plan, name, most_at_once in in_two_trips:
+    in_two_trips = [
+        (plans.all_reduce, "all_reduce", workspace.PACKET_BUFFER_TENSOR_BYTES),
+        (plans.reduce, "reduce", held * (world_size - 1)),
+        (plans.broadcast, "broadcast", held * (world_size - 1)),
+    ]
+    for plan, name, most_at_once in in_two_trips if world_size > 2 else []:
         # A packet buffer holds whole packets of every share: a few more than the tensor that it is made for.
-        assert plan(most_at_once, machine).kernel == ("all_reduce_one_shot" if world_size == 2 else f"{name}_two_shot")
+        assert plan(most_at_once, machine).kernel == f"{name}_two_shot"
         assert plan(most_at_once + 12 * world_size, machine).kernel == f"{name}_two_shot_rounds"
-        most = plans.TWO_SHOT_LIMIT_BYTES if world_size > 2 else plans.TWO_SHOT_LIMIT_BYTES_OF_TWO
+        most = plans.TWO_SHOT_LIMIT_BYTES
         assert [plan(size, machine).kernel for size in (most, most + 1)] == [f"{name}_two_shot_rounds", f"{name}_relay"]
 
 
@@ -198,8 +200,8 @@ def test_small_tensors_take_packets_and_large_ones_rings() -> None:
         "all_reduce_two_shot",
         "all_reduce_relay",
     ]
-    staged = [plans.all_reduce(size, Machine(4, 132, stages=True)).kernel for size in (4 << 20, (4 << 20) + 1, 64 << 20, (64 << 20) + 1)]
-    assert staged == ["all_reduce_two_shot", plans.STAGED, plans.STAGED, "all_reduce_relay"]
+    staged = [plans.all_reduce(size, Machine(2, 132)).kernel for size in (4 << 20, (4 << 20) + 1, 16 << 20, (16 << 20) + 1)]
+    assert staged == ["all_reduce_one_shot", plans.STAGED, plans.STAGED, "all_reduce_relay"]
     assert plans.all_reduce(2 << 20, Machine(2, 132)).kernel == "all_reduce_one_shot"
     assert [plans.exchange(size, machine).kernel for size in (2048, 2 << 20, 4 << 20, 9 << 20)] == [
         "exchange_packets",

@@ -192,7 +192,7 @@ def check_dispatch(rank: int, world: int) -> Iterator[Row]:
 
 
 def check_all_reduce(rank: int, world: int) -> Iterator[Row]:
-    kit = Communicator(stages=True)
+    kit = communicator()
     for nbytes in few((4 << 20) + 6, 16 << 20, 5_000_002, 64 << 20):
         wrong = 0
         for call in range(4):
@@ -557,6 +557,8 @@ def all_reduce(rank: int, world: int) -> Iterator[Row]:
         x, out = torch.randn(nbytes // 2, device="cuda").to(BF16), torch.empty(nbytes // 2, device="cuda", dtype=BF16)
         calls: dict[str, Call] = {}
         for kind, plan in forced.items():
+            if kind == "staged_us" and nbytes > machine.staged_bytes:  # for which there is no memory
+                continue
             kit = kits.setdefault(kind, Communicator())
             plans.all_reduce = lambda nbytes, machine, packets_fit=True, plan=plan: plan(nbytes)
             kit.all_reduce(x, out)  # keeps the launch of this size

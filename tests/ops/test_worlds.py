@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from peerlane import ops
-from peerlane.device import Communicator, communicator, group_of
+from peerlane.device import communicator, group_of
 from peerlane.device.host.group import current_group
 from peerlane.emulator.ranks import EmulatedGroup, EmulatedLaunch, EmulatedRanks
 from peerlane.emulator.solution_run import run
@@ -289,9 +289,6 @@ def test_a_world_of_one_rank_takes_no_memory() -> None:
 
 def test_staged_all_reduces_share_memory_that_close_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = Counter(monkeypatch)
-    defaults = Communicator.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "stages", True)
 
     def solution() -> list[Any]:
         ops.prepare(max_tokens=MOST, hidden=512, products=())

@@ -61,15 +61,13 @@ SEND = r"""
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
-constexpr u32 digit_bits = 11, bins = 1 << digit_bits, key_bits = 8 * sizeof(BITS), in_flight = 4, in_vector = sizeof(Vec16) / sizeof(BITS);
-constexpr BITS sign = BITS(BITS(1) << (key_bits - 1));
+constexpr u32 digit_bits = 11, bins = 1 << digit_bits, in_flight = 4, lanes = 4 / sizeof(BITS), in_vector = 4 * lanes;
+constexpr u32 key_bits = 8 * sizeof(BITS), most = BITS(~BITS(0)), ones = lanes == 2 ? 0x10001 : 1;
 
-// use(key, column) for a row's similarities, as integers in their order. Rows begin at multiples of 16 bytes.
+// use(key, column, is_one) for a row's similarities, as integers in their order, and for some behind the last. Rows begin at
+// multiples of 16 bytes.
 template <class Use>
 __device__ inline void each_key(const BITS* row, u32 columns, const Use& use) {
-    struct Keys {
-        BITS bits[in_vector];
-    };
     for (u32 first = threadIdx.x * in_vector; first < columns; first += in_flight * in_vector * THREADS) {
         Vec16 vector[in_flight];
 #pragma unroll
@@ -79,31 +77,33 @@ __device__ inline void each_key(const BITS* row, u32 columns, const Use& use) {
         }
 #pragma unroll
         for (u32 v = 0; v < in_flight; ++v) {
-            const Keys keys = __builtin_bit_cast(Keys, vector[v]);
+            const u32 column = first + v * in_vector * THREADS, count = column < columns ? min(columns - column, in_vector) : 0;
 #pragma unroll
-            for (u32 e = 0; e < in_vector; ++e) {
-                const u32 column = first + v * in_vector * THREADS + e;
-                if (column < columns) use(keys.bits[e] & sign ? BITS(~keys.bits[e]) : BITS(keys.bits[e] | sign), column);
+            for (u32 i = 0; i < in_vector; ++i) {
+                const u32 word = vector[v].word[i / lanes], negative = word >> (key_bits - 1) & ones;
+                const u32 ordered = word ^ (negative * most | ones << (key_bits - 1));
+                use(lanes == 1 ? ordered : ordered >> (i % lanes * 16) & 0xffff, column + i, i < count);
             }
         }
     }
 }
 
-// A block takes a query: its `k` best here go to the rank that asks, in any order. Places are free: a rank that has shared its queries' number
-// has used what the launch before brought.
+// A block takes a query: its `k` best here go to the rank that asks, in any order. Places are free: a rank that has shared how many queries
+// it has has used what the launch before brought.
 extern "C" __global__ void __launch_bounds__(THREADS)
     send_nearest(const __grid_constant__ Arena arena, const __grid_constant__ SendNearest args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
-    __shared__ u32 found[bins], of_warp[THREADS / warp_threads], digit, missing, above, equal;
+    __shared__ u32 found[bins + warp_threads], of_warp[THREADS / warp_threads], digit, missing, above, equal;
     for (u32 row = blockIdx.x; row < args.ends[WORLD_SIZE - 1]; row += gridDim.x) {
         const BITS* const similarities = args.similarities + u64(row) * args.stride;
-        u32 wanted = args.k, largest = 0;  // the upper bits of the k-th similarity
-        for (u32 low = key_bits; low > 0;) {
-            const u32 high = low, shift = low = low > digit_bits ? low - digit_bits : 0;
-            for (u32 bin = threadIdx.x; bin < bins; bin += THREADS) found[bin] = 0;
+        u32 wanted = args.k, kth = 0, known = 0;  // the k-th similarity, as far as its bits are known
+        for (u32 shift = key_bits; shift > 0;) {
+            shift = shift > digit_bits ? shift - digit_bits : 0;
+            for (u32 bin = threadIdx.x; bin < bins + warp_threads; bin += THREADS) found[bin] = 0;
             __syncthreads();
-            each_key(similarities, args.columns, [&](u32 key, u32) {
-                if (high == key_bits || key >> high == largest) atomicAdd_block(found + (key >> shift) % bins, 1u);
+            each_key(similarities, args.columns, [&](u32 key, u32, bool is_one) {
+                const bool counts = is_one && (key & known) == kth;  // the others count too, behind the bins: that costs less than a branch
+                atomicAdd_block(found + (counts ? (key >> shift) % bins : bins + Warp{}.thread()), 1u);
             });
             __syncthreads();
             // Threads have bins from the highest on.
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 digit = bin, missing = wanted - before;
             }
             __syncthreads();
-            largest = (high == key_bits ? 0 : largest << (high - shift)) | digit % (1u << (high - shift)), wanted = missing;
+            kth |= digit << shift, known |= (bins - 1) << shift, wanted = missing;
         }
         u32 q = 0;
         while (row >= args.ends[q]) ++q;
@@ -137,9 +137,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         long long* const labels = reinterpret_cast<long long*>(arena.peer(q, args.found_labels)) + to;
         if (threadIdx.x == 0) above = 0, equal = args.k - wanted;
         __syncthreads();
-        each_key(similarities, args.columns, [&](u32 key, u32 column) {
-            if (key < largest) return;
-            const u32 place = atomicAdd_block(key > largest ? &above : &equal, 1u);
+        each_key(similarities, args.columns, [&](u32 key, u32 column, bool is_one) {
+            if (!is_one || key < kth) return;
+            const u32 place = atomicAdd_block(key > kth ? &above : &equal, 1u);
             if (place >= args.k) return;
             values[place] = similarities[column];
             labels[place] = args.labels[column];

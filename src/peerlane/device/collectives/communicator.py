@@ -46,13 +46,10 @@ class Communicator:
     Tensors are contiguous, on that device and of any shape. Reductions take bfloat16, float16, float32, both float8 types and integers;
     moves take any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape
     compiles and loads; do that before a graph is captured. A wait of more than ``timeout_s`` (default: the group's limit) ends in
-    DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks. ``stages``: sums of
-    4 to 64 MiB go by ordinary stores in place of packets and rings, in memory of twice the tensor (docs/device/collectives.md).
+    DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks.
     """
 
-    def __init__(
-        self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS, stages: bool = False
-    ) -> None:
+    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float | None = None, rings: Rings = RINGS) -> None:
         self._serves_backend = False
         self.group = group_of(group)
         sm_count = self.group.waiting_blocks
@@ -61,18 +58,18 @@ class Communicator:
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)
-        self.machine = Machine(self.arena.world_size, sm_count, rings, stages)
+        self.machine = Machine(self.arena.world_size, sm_count, rings)
         self._launches: dict[Hashable, DeviceLaunch] = {}
         self._kernels: dict[tuple[str, torch.dtype, str], DeviceKernel] = {}
         self._timeout_s = timeout_s
-        self._stages: dict[int, tuple[Arena, Workspace]] = {}
-        """The memory of staged all-reduces, by the largest tensor that it holds."""
+        self._stages: list[tuple[Arena, Workspace]] = []
+        """The memory of staged all-reduces, once there are any."""
 
     def load(self, dtype: torch.dtype, most_bytes: int) -> None:
         """Collective: makes the kernels and memory of all-reduces, reduce-scatters, all-gathers and all-to-alls of up to so many bytes."""
         fits = fills_packets(dtype)
-        if self.machine.stages and most_bytes > plans.STAGED_FROM_BYTES:
-            self._stage(min(most_bytes, plans.STAGED_LIMIT_BYTES))
+        if self.machine.staged_bytes and most_bytes > plans.STAGED_FROM_BYTES:
+            self._stage()
         octaves = [1 << power for power in range(2, most_bytes.bit_length() + 1)]
         for nbytes in {size for octave in octaves for size in (octave, octave + 12, octave * 3 // 2)}:
             sums = (plan(nbytes, self.machine, packets_fit=fits) for plan in (plans.all_reduce, plans.reduce_scatter))
@@ -96,7 +93,7 @@ class Communicator:
         if self._serves_backend:
             self.group.close()
             return
-        for arena, _ in self._stages.values():
+        for arena, _ in self._stages:
             arena.close()
         self._stages.clear()
         self.arena.close()
@@ -311,7 +308,7 @@ class Communicator:
         if launch is None:
             plan, messages, root = make()
             pointers = (ctypes.c_void_p(), ctypes.c_void_p())
-            arena, shared = self._stage(tensor.nbytes) if plan.kernel == plans.STAGED else (self.arena, self.workspace)
+            arena, shared = self._stage() if plan.kernel == plans.STAGED else (self.arena, self.workspace)
             workspace = Workspace.from_buffer_copy(shared)
             workspace.factor = reduction.factor
             args = (arena.view, workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
@@ -334,16 +331,15 @@ class Communicator:
                 excuse(kernel)
         return self._kernels[name, dtype, reduction]
 
-    def _stage(self, nbytes: int) -> tuple[Arena, Workspace]:
-        """Collective for a larger tensor than all before: the arena of staged all-reduces, with room for the next power of two of bytes."""
-        most = next((kept for kept in sorted(self._stages) if kept >= nbytes), 1 << (nbytes - 1).bit_length())
-        if most not in self._stages:
-            world_size, blocks = self.machine.world_size, self.machine.sm_count
+    def _stage(self) -> tuple[Arena, Workspace]:
+        """Collective at first: the arena of staged all-reduces."""
+        if not self._stages:
+            world_size, most, blocks = self.machine.world_size, self.machine.staged_bytes, self.machine.sm_count
             arena = Arena(staged_bytes(world_size, most, blocks), self.group, timeout_s=self._timeout_s, name="collectives")
-            self._stages[most] = arena, Workspace.take_staged(arena, world_size, most, blocks)
+            self._stages.append((arena, Workspace.take_staged(arena, world_size, most, blocks)))
             arena.seal()
             arena.belong_to(self.arena)
-        return self._stages[most]
+        return self._stages[0]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         require_contiguous(source, target)

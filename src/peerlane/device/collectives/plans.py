@@ -17,11 +17,10 @@ PORT_PACKET_LIMIT_BYTES = 24 << 20
 what fits at once."""
 ROOTED_PACKET_LIMIT_BYTES = 6 << 20
 """The same where all is for one rank, or from one."""
-TWO_SHOT_LIMIT_BYTES, TWO_SHOT_LIMIT_BYTES_OF_TWO = 16 << 20, 8 << 20
-"""Largest tensor that goes by packets in two trips, in as many rounds as that takes, and the same for two ranks."""
-STAGED_FROM_BYTES, STAGED_LIMIT_BYTES = workspace.PACKET_BUFFER_TENSOR_BYTES, 64 << 20
-"""Sizes that may be staged. Above the first, what packets carry besides data should take longer than the signals of a staged all-reduce;
-from the second on its memory, twice the tensor, is better spent on rings."""
+TWO_SHOT_LIMIT_BYTES = 16 << 20
+"""Largest tensor that goes by packets in two trips, in as many rounds as that takes; of two ranks by stores."""
+STAGED_FROM_BYTES, STAGED_LIMIT_BYTES = workspace.PACKET_BUFFER_TENSOR_BYTES, TWO_SHOT_LIMIT_BYTES
+"""Sizes between which sums of two ranks are staged: packets are ahead below, and rings above (results/h100x2/layers.jsonl)."""
 STAGED = "all_reduce_staged"
 """The kernel whose memory is an arena of its own, made when a tensor first needs one of its size."""
 
@@ -43,13 +42,16 @@ class Machine:
     world_size: int
     sm_count: int
     rings: Rings = RINGS
-    stages: bool = False
-    """whether all-reduces of 4 to 64 MiB are staged"""
+
+    @property
+    def staged_bytes(self) -> int:
+        """The largest all-reduce that is staged; 0 if none is."""
+        return STAGED_LIMIT_BYTES if self.world_size == 2 else 0
 
 
 def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Plan:
     """Plans a sum of ``nbytes`` > 0 on every rank. ``packets_fit``: no element lies in two packets; else sums take rings."""
-    if machine.stages and STAGED_FROM_BYTES < nbytes <= STAGED_LIMIT_BYTES:
+    if STAGED_FROM_BYTES < nbytes <= machine.staged_bytes:
         return Plan(STAGED, machine.sm_count, 512)
     if not packets_fit:
         return _ring("all_reduce_relay", machine)
@@ -59,7 +61,7 @@ def all_reduce(nbytes: int, machine: Machine, *, packets_fit: bool = True) -> Pl
     excess = others * (1 - 2 / machine.world_size) * packets * workspace.PACKET_BYTES
     if excess <= ONE_SHOT_EXCESS_BYTES and packets <= _room(machine):
         return Plan("all_reduce_one_shot", *_spread(packets, machine))
-    if nbytes <= (TWO_SHOT_LIMIT_BYTES if machine.world_size > 2 else TWO_SHOT_LIMIT_BYTES_OF_TWO):
+    if nbytes <= TWO_SHOT_LIMIT_BYTES and machine.world_size > 2:
         # Places for terms, and as many for sums.
         return _by_packets("all_reduce_two_shot", -(-packets // machine.world_size), _room(machine) // 2, machine)
     return _ring("all_reduce_relay", machine)
