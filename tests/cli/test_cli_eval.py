@@ -1,7 +1,5 @@
 """``peerlane eval`` and ``peerlane demo`` from end to end, on two CPU ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

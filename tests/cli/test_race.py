@@ -1,7 +1,5 @@
 """``peerlane race``: what the GPU's compiler says, findings that people can read, and options to run less."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tables and figures in documents come from the committed results, and say so when they do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

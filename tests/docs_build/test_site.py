@@ -76,10 +76,7 @@ def test_every_page_of_the_site_is_in_its_navigation_or_linked(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("page", "problem"),
-    [
-        ("[gone](nowhere.md)", "docs/page.md: nowhere.md"),
-        ("[source](../src/peerlane)", "docs/page.md: ../src/peerlane"),
-    ],
+    [("[gone](nowhere.md)", "docs/page.md: nowhere.md"), ("[source](../src/peerlane)", "docs/page.md: ../src/peerlane")],
 )
 def test_a_page_that_the_site_cannot_show_is_refused(page: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=problem):

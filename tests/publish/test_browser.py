@@ -1,7 +1,5 @@
 """The page in headless Chromium: drawn, sorted, filtered, switched, and inert when names and code are hostile."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

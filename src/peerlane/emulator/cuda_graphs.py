@@ -3,8 +3,6 @@
 As in a capture on a GPU, what the captured code computes is there after a replay. Arguments of launches are those at the capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator

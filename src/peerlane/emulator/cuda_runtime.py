@@ -4,8 +4,6 @@ There is one for a process, once an extension has been loaded. From then on tens
 ``data_ptr()`` is one address for C++, for Python and for the emulator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
