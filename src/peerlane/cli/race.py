@@ -287,8 +287,8 @@ def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]
         kinds = [type(item).__name__ for item in given]
         raise UsageError(f"race({world_size}) of {file} gave {kinds}; expected one or more peerlane.emulator.Scenario")
     for scenario in given:
-        if isinstance(scenario.source, str) and (place := written_in(str(file), scenario.source))[0] == file.name:
-            scenario.source = f'#line {place[1]} "{place[0]}"\n{scenario.source}'
+        if isinstance(source := scenario.source, str) and source and (place := written_in(str(file), source))[0] == file.name:
+            scenario.source = f'#line {place[1]} "{place[0]}"\n{source}'
     return given
 
 
