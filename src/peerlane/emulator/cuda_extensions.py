@@ -54,8 +54,11 @@ _LIBRARY_OF_CUDA = re.compile(
     r"-l(cuda|cudart|cudart_static|cudadevrt|c10_cuda|torch_cuda|nv\S+|nccl|cu(blas|blasLt|fft|rand|solver|sparse))$"
 )
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "at::CUDA", "c10d::")
-_LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|no instance of|is ambiguous")
+_LACKS = re.compile(
+    r"has no member|undefined|not declared|(not|already) been (declared|defined)|incomplete type|no instance of|is ambiguous"
+)
 """in what nvcc says of a source that may need more of torch's headers"""
+_ALL_OF_TORCH = re.compile(r"#\s*include\s*[<\"]torch/(torch|all|script|nn)\.h")
 NO_TOOLKIT = "install the whole CUDA toolkit"
 """Part of the message of every MissingDependency of this module."""
 _UNDECLARED = re.compile(r'identifier "((?:cublas|CUBLAS_)\w+)" is undefined')
@@ -104,10 +107,11 @@ def build(source: Source) -> Built:
     library, ptx, cubin = place / f"{source.name}.so", place / "device.ptx", place / "device.cubin"
     if not library.exists():
         with tempfile.TemporaryDirectory() as scratch:
+            light = [] if _ALL_OF_TORCH.search(source.text) else [_LIGHT_THRUST, LIGHT_HEADERS]
             try:
-                _compile(nvcc, source, Path(scratch), [_LIGHT_THRUST, LIGHT_HEADERS])
+                _compile(nvcc, source, Path(scratch), light)
             except CompileError as error:
-                if not _LACKS.search(str(error)):
+                if not light or not _LACKS.search(str(error)):
                     raise
                 _compile(nvcc, source, Path(scratch), [])
             place.mkdir(parents=True, exist_ok=True)
