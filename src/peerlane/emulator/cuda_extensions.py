@@ -59,6 +59,8 @@ _LACKS = re.compile(
 )
 """in what nvcc says of a source that may need more of torch's headers"""
 _ALL_OF_TORCH = re.compile(r"#\s*include\s*[<\"]torch/(torch|all|script|nn)\.h")
+_CLASSES = re.compile(r"\b(class_|enum_)\s*<")
+"""of pybind11"""
 NO_TOOLKIT = "install the whole CUDA toolkit"
 """Part of the message of every MissingDependency of this module."""
 _UNDECLARED = re.compile(r'identifier "((?:cublas|CUBLAS_)\w+)" is undefined')
@@ -213,7 +215,7 @@ def _load(source: Source) -> ModuleType:
     assert found_runtime is not None, "nvcc has compiled the extension"
     with found_runtime.loading(Module(built.ptx)):
         library = Path(tempfile.mkdtemp(dir=_copies())) / built.library.name
-        shutil.copyfile(built.library, library)
+        library.write_bytes(_of_a_rank(built.library.read_bytes(), source, len(found_runtime.modules)))
         # pybind11 would return a module that it has made under the same name.
         spec = importlib.util.spec_from_file_location(f"peerlane_copy_{len(found_runtime.modules)}.{source.name}", library)
         assert spec is not None and spec.loader is not None, "a path of a library has a loader"
@@ -221,6 +223,13 @@ def _load(source: Source) -> ModuleType:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
     return _Guarded(module, found_runtime)
+
+
+def _of_a_rank(content: bytes, source: Source, number: int) -> bytes:
+    """Returns a library whose classes pybind11 registers apart from those of other copies: it finds what is registered by a name."""
+    if not _CLASSES.search(source.text):
+        return content
+    return content.replace(b"__pybind11_internals_", b"__pybind11_int%06d_" % number)
 
 
 @functools.cache
