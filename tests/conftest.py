@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 
 # Before torch is imported: tests run side by side, and threads of theirs would only wait for each other.

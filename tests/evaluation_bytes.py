@@ -9,8 +9,6 @@ contents decide it. Reference attention by PyTorch's operator counts as on a CPU
 A problem that exceeds the memory is marked, with the largest part.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings

@@ -2,8 +2,6 @@
 
 Single tests, and cases of a test, are marked ``slow`` or ``long`` where they stand. CONTRIBUTING.md says what is held where."""
 
-from __future__ import annotations
-
 import pytest
 
 _EMULATED_KERNELS = """
@@ -53,12 +51,7 @@ problems/test_disguise.py::test_references_of_disguised_problems_meet_their_orac
 ranks/test_backend.py::test_gradients_of_fsdp_and_ddp_stay_on_the_kit ranks/test_ops_groups.py
 selftest/test_selftest.py::test_false_verdicts_on_honest_candidates_are_counted
 """
-SLOW = (
-    *(f"device/test_{name}.py" for name in _EMULATED_KERNELS.split()),
-    *_EVALUATIONS.split(),
-    *_TRAINING.split(),
-    *_OTHERS.split(),
-)
+SLOW = (*(f"device/test_{name}.py" for name in _EMULATED_KERNELS.split()), *_EVALUATIONS.split(), *_TRAINING.split(), *_OTHERS.split())
 """Files of tests, and tests with all their cases. A kernel compiled for the emulator takes three CPU seconds, an evaluation one to ten."""
 
 

@@ -5,8 +5,6 @@
 The kernels are not part of this repository. Files whose hash differs are said, and not run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import os

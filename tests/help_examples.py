@@ -1,7 +1,5 @@
 """The commands of the command line, and the example that each one's help ends with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fork servers that outlive a test, so that the next one does not import torch anew."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

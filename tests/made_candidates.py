@@ -1,7 +1,5 @@
 """Makes candidates for problem 1 in the style of published ones, and knows the verdict that each must get. No two have the same source."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `make mutants` runs the table of ``mutants.toml``. ``python tests/mutants.py stress`` runs the rows whose file or text holds that word.
 Exit code 0: all are caught; 1: some are not; 2: the table does not fit the source, or tests fail without any fault."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import resource

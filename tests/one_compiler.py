@@ -1,7 +1,5 @@
 """The emulator without the GPU's compiler beside it, for folders whose tests are about what happens in the emulator."""
 
-from __future__ import annotations
-
 import pytest
 
 from peerlane.emulator import gpu_code, ranks

@@ -1,7 +1,5 @@
 """What tests of problems share: the arguments of every rank, their answers, and the small cases."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parameters of tests of which some represent the others in the default run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Results made by hand, for tests of what is printed about them. No figure here was measured."""
 
-from __future__ import annotations
-
 import json
 import math
 from datetime import UTC, datetime

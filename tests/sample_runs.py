@@ -1,7 +1,5 @@
 """Runs of models made by hand, for tests of what is published about them. No figure here was measured."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,9 +78,7 @@ def judged(problem: int, candidate: CandidateInfo, draw: random.Random, good: fl
         lambda: result(speed=(), verdict=BuildError(phase="build", message='kernel.cu(7): error: identifier "nope" is undefined'), **about),
         lambda: result(speed=(), verdict=RuntimeFailure(phase="first_call", rank=1, message="RuntimeError: sizes differ"), **about),
         lambda: result(
-            speed=(),
-            verdict=Unstable(case="c", rank=0, output="sum", detail="differs", wrong_slots=1, compared_slots=9),
-            **about,
+            speed=(), verdict=Unstable(case="c", rank=0, output="sum", detail="differs", wrong_slots=1, compared_slots=9), **about
         ),
     )
     return draw.choices(failures, weights=(5, 1, 3, 2, 1))[0]()

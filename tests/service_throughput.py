@@ -5,8 +5,6 @@
 Not a test: it takes two minutes, and wants an idle machine and root. The three ways take turns, a round each, on CPU ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

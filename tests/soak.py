@@ -8,8 +8,6 @@ Prints figures from the run's second and last fifth and from after its end, and 
 there is one, if a broken candidate passed, or if something grew or stayed; 130 if it was interrupted, with the same of what was done.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -44,17 +42,10 @@ from peerlane.settings import SELFTEST_POOL_SETTINGS, SELFTEST_RULES, Deadlines,
 
 BROKEN_SHARE = 0.2
 BROKEN = (
-    "1_endless_loop_pytorch",
-    "1_collective_skipped_pytorch",
-    "1_killed_by_signal_pytorch",
-    "1_exits_with_status_0_pytorch",
-    "1_raises_on_one_rank_pytorch",
-    "1_allocates_too_much_pytorch",
-    "1_forges_messages_pytorch",
-    "1_prints_a_lot_pytorch",
-    "1_leaves_daemon_pytorch",
-    "1_returns_nan_pytorch",
-)
+    "1_endless_loop_pytorch", "1_collective_skipped_pytorch", "1_killed_by_signal_pytorch", "1_exits_with_status_0_pytorch",
+    "1_raises_on_one_rank_pytorch", "1_allocates_too_much_pytorch", "1_forges_messages_pytorch", "1_prints_a_lot_pytorch",
+    "1_leaves_daemon_pytorch", "1_returns_nan_pytorch",
+)  # fmt: skip
 BOMBED = ("recursion", "lists", "processes", "disk", "memory file")
 """of the bombs, on CPU: limits as small as theirs leave ranks on GPUs no room"""
 BROKEN_ON_GPU = ("1_illegal_address_cuda", "1_spins_in_kernel_cuda")

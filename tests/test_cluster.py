@@ -1,7 +1,5 @@
 """Ranks in nodes: who is where, which groups there are, and what cannot be divided so."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

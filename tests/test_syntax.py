@@ -1,7 +1,5 @@
 """Python's parser for several threads."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

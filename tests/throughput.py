@@ -9,8 +9,6 @@ slice of its own: ``CUDA_VISIBLE_DEVICES=1 taskset -c 16-31 python tests/through
 Not a test: it takes minutes. Builds count; the sources of every seed are new, so no candidate's cache is warm.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -55,7 +53,7 @@ class GpuBusy:
         while not self._end.wait(0.5):
             self._seen.append(statistics.mean(map(float, subprocess.run(command, capture_output=True, text=True).stdout.split())))
 
-    def __enter__(self) -> GpuBusy:
+    def __enter__(self) -> "GpuBusy":
         self._thread = threading.Thread(target=self._look) if shutil.which("nvidia-smi") else None
         if self._thread is not None:
             self._thread.start()

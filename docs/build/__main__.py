@@ -1,7 +1,5 @@
 """``python -m docs.build``: writes or checks what is generated in the documentation, or lays out its site."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

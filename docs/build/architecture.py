@@ -3,8 +3,6 @@
 ``lint-imports`` proves that the code obeys these contracts, and ``make check`` that the picture shows them.
 """
 
-from __future__ import annotations
-
 import textwrap
 import tomllib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Compares the lines of each room with its ceiling in AGENTS.md: ``python -m docs.build.budget``, which ``make check`` runs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping

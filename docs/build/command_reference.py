@@ -1,7 +1,5 @@
 """The page of all commands, generated from the command line itself."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

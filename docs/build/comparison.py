@@ -1,7 +1,5 @@
 """Kernels beside their references: one row a problem, both launch modes side by side, and a picture of all speedups."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Sequence
 from statistics import geometric_mean

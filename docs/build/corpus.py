@@ -1,7 +1,5 @@
 """The adversarial corpus as the documentation shows it: its rules, the candidates of each, and the outcomes of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from docs.build.tables import table

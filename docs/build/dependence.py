@@ -4,8 +4,6 @@ Nothing is declared for it. Inputs and oracle of a small case say who holds what
 messages no implementation can avoid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Evidence about every problem, read from the results below a checkout; the package takes a copy of it along."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ These are not committed. A page names one in a comment, ``<!-- ![words](picture.
 the repository sees neither a picture nor a broken link.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache, partial

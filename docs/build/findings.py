@@ -1,7 +1,5 @@
 """Tables and a picture of the page of findings: what CUDA graphs alone change, and which rung finds which race."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +18,7 @@ from peerlane.results.result import Result
 
 MODES_FILES = ("h200x4/references.jsonl", "h200x2/references.jsonl", "h100x2/solutions.jsonl", "h200x4/production.jsonl")
 SWEEP = "h200x2/sweep.jsonl"
-RUNGS = {
-    "virtual node": ("h100x1/selftest_virtual.jsonl", "h200x1/selftest_virtual.jsonl"),
-    "node": ("h200x2/selftest.jsonl",),
-}
+RUNGS = {"virtual node": ("h100x1/selftest_virtual.jsonl", "h200x1/selftest_virtual.jsonl"), "node": ("h200x2/selftest.jsonl",)}
 SAME = 0.05
 """Relative difference of two times below which they count as equal."""
 

@@ -1,7 +1,5 @@
 """All files of a checkout that are generated: pages of problems, the command line, tables, small pictures, and the site's navigation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Columns of the tables of what scripts in tests/gpu measured: the kit's kernels and operators beside NCCL, cuBLAS and torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path

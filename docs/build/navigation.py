@@ -1,7 +1,5 @@
 """The problems in the navigation of the site: the lines of ``mkdocs.yml`` between two comments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path

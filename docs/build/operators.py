@@ -1,7 +1,5 @@
 """The table of what the operators of ``peerlane.ops`` support, and the declarations that it shows. Tests verify them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -80,13 +78,7 @@ SUPPORT: Mapping[str, Support] = {
     "dispatch": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),
     "dispatch_fp8": Support(_DISPATCHED_FP8, "a cast, collectives that move, and indexing", False, _ROUTED, "no"),
     "combine": Support(_DISPATCHED, "collectives that move, and indexing", False, _ROUTED),
-    "gated_experts": Support(
-        _PRODUCTS,
-        "dispatch, torch and combine",
-        True,
-        "with tokens and hidden size",
-        graph="in one-kernel dtypes",
-    ),
+    "gated_experts": Support(_PRODUCTS, "dispatch, torch and combine", True, "with tokens and hidden size", graph="in one-kernel dtypes"),
 }
 
 

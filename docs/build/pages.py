@@ -1,7 +1,5 @@
 """The documentation pages of the problems, generated from the problems themselves: one page each, and an overview."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

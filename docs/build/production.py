@@ -1,7 +1,5 @@
 """Production sizes: verdict, speed, bound and best library of every problem, and why some kernels are slower than the reference."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -23,9 +21,7 @@ SLOWER = 0.95
 """A speedup below this is explained."""
 
 WHY_ON_SHARES = "probably that its blocks hold a share of the SMs and launch no clusters; the reference's products have all SMs in turn"
-REASONS: Mapping[str, Mapping[int, str]] = {
-    "virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES),
-}
+REASONS: Mapping[str, Mapping[int, str]] = {"virtual": dict.fromkeys((11, 13, 15, 16, 32, 49, 50, 51), WHY_ON_SHARES)}
 """Why a kernel is slower than the reference at a production size, by kind of node and problem. Written by hand, here and nowhere else."""
 
 NO_RUN = "No run is recorded here."

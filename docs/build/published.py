@@ -1,7 +1,5 @@
 """Tables of the page on published kernels: verdicts on kernels of language models that others judged, without their code."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -15,11 +13,7 @@ from docs.build.tables import table
 from peerlane import problems
 
 AUTHORS = Path("src/peerlane/generate/published.json")
-MODELS = {
-    "openai/gpt-5.5": "GPT-5.5",
-    "anthropic/claude-opus-4-7": "Claude Opus 4.7",
-    "google/gemini-3-pro-preview": "Gemini 3 Pro",
-}
+MODELS = {"openai/gpt-5.5": "GPT-5.5", "anthropic/claude-opus-4-7": "Claude Opus 4.7", "google/gemini-3-pro-preview": "Gemini 3 Pro"}
 WORLD_SIZE = {"openai/gpt-5.5": 4}
 """Ranks of the evaluations that the tables show, where they are not two."""
 OUTCOMES: Mapping[str, Sequence[str]] = {

@@ -1,7 +1,5 @@
 """Sections of documents that show committed results: what stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Sentences with figures, made from stored results, and the search for figures that were written by hand."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

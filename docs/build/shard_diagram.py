@@ -1,7 +1,5 @@
 """The picture on a problem's page: what every rank holds before a call, which messages its answers need, and what it holds afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The documentation as a site: a folder of pages that a static site generator builds, with the same relative links as in the repository."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 import shutil

@@ -1,7 +1,5 @@
 """One function that makes every table of measurements: the page declares the columns, a stored row has the figures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures of the tutorials that show measurements: drawn from committed results, as SVG for light and dark pages."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

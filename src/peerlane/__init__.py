@@ -3,8 +3,6 @@
 Names are imported when they are first used: ``import peerlane`` takes no time, and no torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from peerlane.common.version import __version__ as __version__

@@ -1,7 +1,5 @@
 """The entry point by which ``import torch`` learns of the backend ``peerlane``. It imports nothing of the package but this module."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

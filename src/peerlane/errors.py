@@ -20,8 +20,6 @@ PeerlaneError
 Every message says what was wrong, what was got, what was expected and what to do next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

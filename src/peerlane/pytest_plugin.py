@@ -3,8 +3,6 @@
 Loads nothing but the standard library until such a test runs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from peerlane import testing

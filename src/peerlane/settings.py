@@ -1,7 +1,5 @@
 """The one place that reads environment variables and holds defaults."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -268,12 +266,7 @@ def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, st
     NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets.
     """
     local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if one_host else {}
-    return {
-        "NCCL_HOSTID": label,
-        **local,
-        **MULTICAST_OFF,
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    }
+    return {"NCCL_HOSTID": label, **local, **MULTICAST_OFF, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 VIRTUAL_HOST = "PEERLANE_VIRTUAL_HOST"

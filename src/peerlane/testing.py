@@ -72,10 +72,10 @@ def race(
 
 
 def _run(act: Callable[[], Any], world_size: int, schedules: int, seed: int | None, gpu: str | None, limit_s: float) -> None:
-    from peerlane.emulator.findings import RaceNote
+    from peerlane.emulator.findings import RaceNote, merged
     from peerlane.emulator.gpu_code import gpu_named
     from peerlane.emulator.ranks import EmulatedRanks, RankFailure
-    from peerlane.emulator.sequence import findings, merged
+    from peerlane.emulator.sequence import findings
     from peerlane.errors import EmulatedFault, PeerlaneError
 
     ranks = EmulatedRanks(

@@ -1,7 +1,5 @@
 """The adversarial corpus: its table is whole, its files are what they say, and on CPU ranks every candidate gets its verdict."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import os

@@ -4,8 +4,6 @@ Every attack is tried wherever the tests run, and has to fail where a measure th
 the kernel, the container and the user: the evaluator says so, and the tests hold it to its word.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The corpus's CUDA protocols in the emulator: honest ones hold under many schedules, and every race is found, those too that GPUs hide."""
 
-from __future__ import annotations
-
 import ast
 import ctypes
 
@@ -18,13 +16,9 @@ SCHEDULES = 60
 
 HONEST = ("1_a04_persistent_workspace_cuda", "1_a07_double_buffered_push_cuda")
 RACES = (
-    "1_b01_no_entry_barrier_cuda",
-    "1_b02_no_exit_barrier_cuda",
-    "1_b03_stale_epoch_cuda",
-    "1_b04_flag_without_release_cuda",
-    "1_b04_wait_without_acquire_cuda",
-    "1_b05_one_buffer_cuda",
-)
+    "1_b01_no_entry_barrier_cuda", "1_b02_no_exit_barrier_cuda", "1_b03_stale_epoch_cuda", "1_b04_flag_without_release_cuda",
+    "1_b04_wait_without_acquire_cuda", "1_b05_one_buffer_cuda",
+)  # fmt: skip
 
 
 def source_of(file: str) -> str:

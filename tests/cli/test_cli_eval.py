@@ -1,7 +1,5 @@
 """``peerlane eval`` and ``peerlane demo`` from end to end, on two CPU ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -121,7 +119,7 @@ def test_the_short_demonstration_shows_what_is_wrong_with_each() -> None:
     assert done.exit_code == ExitCode.OK, done.output
     shown = {item["name"]: item for item in json.loads(done.stdout)["shown"]}
     assert len(shown) == 6 and all(item["got"] == item["expected"] and item["sentence"] for item in shown.values())
-    lines = [line for line in shown["missing_release"]["reason"].splitlines() if ": source.cu:" in line]
+    lines = [line for line in shown["missing_release"]["reason"].splitlines() if ": missing_release.py:" in line]
     assert len(lines) == 2 and "writes" in lines[0] and "reads" in lines[1]
 
 

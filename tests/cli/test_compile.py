@@ -1,7 +1,5 @@
 """``peerlane compile``: what the GPU's compiler makes of a file's kernels."""
 
-from __future__ import annotations
-
 import json
 import stat
 from collections.abc import Callable
@@ -75,18 +73,8 @@ def test_headers_of_the_host_and_of_other_folders_are_found(peerlane: Run, tmp_p
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "by.h").write_text("#define BY 3\n")
     names = (
-        "algorithm",
-        "cassert",
-        "cstdint",
-        "cstdio",
-        "limits",
-        "stdint.h",
-        "stdio.h",
-        "type_traits",
-        "vector",
-        "cuda_runtime.h",
-        "by.h",
-    )
+        "algorithm", "cassert", "cstdint", "cstdio", "limits", "stdint.h", "stdio.h", "type_traits", "vector", "cuda_runtime.h", "by.h",
+    )  # fmt: skip
     body = "assert(n > 0); x[std::min<int>(threadIdx.x, n)] = UINT32_MAX + std::is_same<int, int>::value + BY;"
     file = tmp_path / "foreign.cu"
     includes = "".join(f"#include <{name}>\n" for name in names)

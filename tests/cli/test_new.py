@@ -1,7 +1,5 @@
 """``peerlane new``: files with the problem's signature."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from pathlib import Path

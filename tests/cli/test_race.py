@@ -1,7 +1,5 @@
 """``peerlane race``: what the GPU's compiler says, findings that people can read, and options to run less."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -94,7 +92,7 @@ def test_what_the_gpu_s_compiler_refuses_is_no_success(
     said = capsys.readouterr().out
     assert "build error" in said and says in said and time.monotonic() - begin < 20
     if "shared" not in says:
-        assert "source.cu(6): error" in said or "source.cu:6" in said
+        assert "mine.py(11): error" in said or "mine.py:11" in said
 
 
 def test_without_a_compiler_for_gpus_the_result_says_so(
@@ -115,7 +113,7 @@ def test_a_missing_release_is_one_finding_of_few_lines(tmp_path: Path, peerlane:
     said = capsys.readouterr().out
     assert "1 findings" in said and len(said.splitlines()) < 10
     assert "arena allocation 0+0 to +512 of ranks 0, 1" in said
-    assert "source.cu:6" in said and "source.cu:15" in said
+    assert "mine.py:11" in said and "mine.py:20" in said
 
 
 def test_cases_are_chosen_and_the_first_failure_ends_the_run(tmp_path: Path, peerlane: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """`peerlane serve` keeps its own files from the candidates that it judges."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``peerlane trace`` on CPU ranks, from the command to the files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

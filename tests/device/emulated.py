@@ -1,8 +1,6 @@
 """Scenarios of matrix products for the emulator: operands of small integers, so that every sum is exact and any order gives the same
 bits."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Sequence
@@ -132,11 +130,7 @@ def all_gather_gemm_calls(space: gathering.Workspace, n: int, plan: gathering.Pl
     scenario = Scenario("all_gather_gemm", declared.source, world, defines=defines)
     gathered_bytes, flag_bytes = 2 * world * space.slot_bytes, space.pieces.count * world * LINE_BYTES
     arena = scenario.arena(gathered_bytes + flag_bytes + 4096)
-    offsets = {
-        "gathered_memory": arena.take(gathered_bytes, align=1024),
-        "flags": arena.take(flag_bytes),
-        "epochs": arena.take(4 * 256),
-    }
+    offsets = {"gathered_memory": arena.take(gathered_bytes, align=1024), "flags": arena.take(flag_bytes), "epochs": arena.take(4 * 256)}
     for call in range(calls):
         a, _ = products(m, [local_k] * world, n, call)
         _, b = products(m, [world * local_k] * world, n, call)

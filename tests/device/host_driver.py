@@ -1,7 +1,5 @@
 """The CUDA driver calls behind arenas, on memory files of this machine: processes share them as they share a GPU's memory."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

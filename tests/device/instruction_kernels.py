@@ -3,8 +3,6 @@
 The emulator is compared with these numbers here, a GPU by tests/gpu/check_random_kernels.py.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import struct

@@ -1,7 +1,5 @@
 """Small cases of solutions on emulated ranks."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An all-reduce by NVLink multicast, launched through cuda.core: ``BROKEN`` 0 is right, 1 and 2 lack a barrier."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The examples of NCCL's device API, and a broken twin of each: by one change, with the verdicts that it may get on emulated ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from device.nvshmem_candidates import Twin

@@ -1,7 +1,5 @@
 """The NVSHMEM examples, and broken twins of them: each by one changed line, with the verdicts that it may get on GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

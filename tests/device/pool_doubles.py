@@ -1,7 +1,5 @@
 """A source of memory on the host, for pools whose ranks are threads."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels that call every public function of CUDA's headers for device code, as few sources: what the emulator has to know."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path
@@ -154,20 +152,9 @@ def others() -> str:
             "__sinf", "__expf", "__logf",
             "__frcp_rn", "normcdff", "j0f", "exp", "log", "sin", "erf", "rsqrt", "cbrt", "tgamma")  # fmt: skip
     two = (
-        "powf",
-        "fmodf",
-        "atan2f",
-        "hypotf",
-        "remainderf",
-        "fdimf",
-        "copysignf",
-        "nextafterf",
-        "__fdividef",
-        "__powf",
-        "pow",
-        "fmod",
+        "powf", "fmodf", "atan2f", "hypotf", "remainderf", "fdimf", "copysignf", "nextafterf", "__fdividef", "__powf", "pow", "fmod",
         "atan2",
-    )
+    )  # fmt: skip
     integers = ("__popc(v)", "__clz(v)", "__ffs(v)", "__brev(v)", "__byte_perm(v, w, 0x3210)", "__dp4a(v, w, v)", "__dp2a_lo(v, w, v)",
                 "__dp2a_hi(v, w, v)", "__sad(v, w, 1)", "__mul24(v, w)", "__mulhi(v, w)", "__hadd(v, w)", "__rhadd(v, w)",
                 "__funnelshift_l(v, w, 3)",

@@ -1,7 +1,5 @@
 """Small random kernels, the same for the same number on every machine."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Five kernels of several ranks in plain CUDA C++, launched through cuda.core: ``BROKEN`` 0 is right, 1 and 2 have one fault each."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fused products of many sizes: how much memory they take, and how often it is asked for."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention on one rank: within its registers and shared memory, right numbers in the emulator, and broken twins are caught."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gradients of attention on one rank: within registers and shared memory, right numbers in the emulator, and broken twins are caught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The backend's order on a GPU, with stand-ins for streams; which ranks share GPUs; what the report says."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -26,12 +24,12 @@ from peerlane.errors import UsageError
 class Stream:
     """A stream that knows which calls are ordered before its next one. ``capture`` is the graph that it is captured into, or 0."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: "Machine") -> None:
         self.machine, self.before, self.device, self.cuda_stream = machine, set[str](), torch.device("cpu"), self
         self.stream_id, self.device_index, self.device_type = self, 0, 1
         self.capture = 0
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self.wait_event(other.record_event())
 
     def record_event(self, event: Any = None) -> Any:

@@ -1,7 +1,5 @@
 """PEERLANE_CHECK=1: calls in different orders on the ranks are told, with both places; calls in one order go on."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

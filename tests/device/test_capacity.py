@@ -1,7 +1,5 @@
 """Fused products of many sizes take memory for a few capacities, and launches of other sizes behind each other do not meet in it."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import accumulate

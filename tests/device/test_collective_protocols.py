@@ -3,8 +3,6 @@
 The device source is that of the GPU, but for rings of smaller tiles, so that a little data goes round them several times.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import re
@@ -428,23 +426,12 @@ TWINS = {
     "no_wait_for_tiles": Twin("all_reduce_relay", RELAY, "givers.wait_all(terms.arrived_slot(), number + 1, known_arrived)", "team.sync()"),
     "sums_sent_without_credit": Twin("all_reduce_relay", RELAY, "turn + 1 - rings.depth", "turn + 1 - 8 * rings.depth", nbytes=20832),
     "passed_on_without_credit": Twin(
-        "broadcast_relay",
-        RELAY,
-        "number + 1 - rings.depth, seen",
-        "number + 1 - 8 * rings.depth, seen",
-        world_size=3,
-        nbytes=20832,
+        "broadcast_relay", RELAY, "number + 1 - rings.depth, seen", "number + 1 - 8 * rings.depth, seen", world_size=3, nbytes=20832
     ),
     "ring_without_credit": Twin("exchange_ring", EXCHANGE, CREDIT, "__syncwarp()"),
     "one_packet_buffer": Twin("all_reduce_one_shot", "collectives/workspace.cuh", BUFFERS, "packets", found="deadlock"),
     "root_waits_for_nobody": Twin(
-        "broadcast_two_shot",
-        TWO_SHOT,
-        "others_begun(rounds[rounds.count() - 1]);",
-        "",
-        found="deadlock",
-        world_size=3,
-        root=0,
+        "broadcast_two_shot", TWO_SHOT, "others_begun(rounds[rounds.count() - 1]);", "", found="deadlock", world_size=3, root=0
     ),
     "signal_owed_for_a_step_too_few": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait<in_flight + 1>()"),
     "signal_when_the_tile_was_read": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait_read<in_flight>()"),

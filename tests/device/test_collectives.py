@@ -1,7 +1,5 @@
 """The host side of the collectives: layouts, messages and plans. No GPU is needed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The convolutions of problems 62 and 72 on emulated ranks: shapes that the problems' small cases leave out, and broken twins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The corpus' kernels with a broken protocol, which a GPU may well call right: the emulator finds them in every schedule."""
 
-from __future__ import annotations
-
 import ctypes
 import runpy
 
@@ -15,13 +13,9 @@ CORPUS = load().folder
 RANKS, BLOCKS, COUNT = 2, 2, 200
 ROOM = 256  # elements of a rank's terms, in the one kernel that keeps those of all ranks
 NAMES = (
-    "b01_no_entry_barrier",
-    "b02_no_exit_barrier",
-    "b03_stale_epoch",
-    "b04_flag_without_release",
-    "b04_wait_without_acquire",
+    "b01_no_entry_barrier", "b02_no_exit_barrier", "b03_stale_epoch", "b04_flag_without_release", "b04_wait_without_acquire",
     "b05_one_buffer",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,5 @@
 """Launches of declared kernels on a group that launches nothing: what is loaded once, kept, told apart and forgotten."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,7 @@ class Loads:
     defines: list[Mapping[str, str | int]] = field(default_factory=list)
     launched: list[bytes] = field(default_factory=list)
 
-    def __call__(self, source: str, name: str, *, defines: Mapping[str, str | int], on_failure: object = None) -> Loads:
+    def __call__(self, source: str, name: str, *, defines: Mapping[str, str | int], on_failure: object = None) -> "Loads":
         self.defines.append(defines)
         return self
 

@@ -1,7 +1,5 @@
 """The gated delta rule in chunks: its algebra in float64, and its kernel on emulated ranks, as it is and with one thing broken."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -123,10 +121,7 @@ def test_a_broken_kernel_is_refused(number: int, local: int, old: str, new: str,
     assert not judge(solutions.files()[number], number, case_of(number, "carried_bf16", 2, heads=2, local=local), schedules=3).correct
 
 
-SHAPES = {
-    "kimi": ChunkShape(1, 8192, 32, 128, 32, 128, True, 1, 8256),
-    "qwen": ChunkShape(1, 8192, 32, 128, 16, 128, False, 4, 32),
-}
+SHAPES = {"kimi": ChunkShape(1, 8192, 32, 128, 32, 128, True, 1, 8256), "qwen": ChunkShape(1, 8192, 32, 128, 16, 128, False, 4, 32)}
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Dispatch and combine: rows where they belong and exact sums at home on emulated ranks, for any routes; broken twins are refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -196,12 +194,7 @@ TWINS = {
         "u64 row_at(u32 token) const { return args.rows + (u64(token))",
         {"race", "wrong_result"},
     ),
-    "rows numbered from one": (
-        "TOKEN_DISPATCH",
-        "((1u << lane) - 1)",
-        "((2u << lane) - 1)",
-        {"wrong_result"},
-    ),
+    "rows numbered from one": ("TOKEN_DISPATCH", "((1u << lane) - 1)", "((2u << lane) - 1)", {"wrong_result"}),
     "rows above the capacity": ("TOKEN_DISPATCH", "if (row >= args.capacity) row = dropped_row;", "", {"wrong_result", "illegal_address"}),
     "sums over those of the call before": (
         "TOKEN_COMBINE",

@@ -1,7 +1,5 @@
 """Whole solutions on emulated ranks: right ones are right and clean, and a bug in host or device code is found."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The emulator itself: CUDA's names mean what they should, what is wrong is told in the words of the source, and runs can be repeated."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

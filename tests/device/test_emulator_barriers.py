@@ -1,7 +1,5 @@
 """Barriers that not all of their threads reach, grids that a GPU does not hold, and device variables of several ranks."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

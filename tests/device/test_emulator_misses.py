@@ -1,7 +1,5 @@
 """Faults that a GPU may forgive or that show late: each broken kernel beside its right twin, from C++ and from PTX."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """Protocols that are right run clean under every schedule; broken twins are caught under every one: by order, not by luck."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Waits that end early: kernels run to their end, take no address from what has not come, and leave other memory alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

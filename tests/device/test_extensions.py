@@ -89,7 +89,7 @@ def test_what_some_ranks_do_together_orders_these_ranks(what: str) -> None:
     assert "race" in [finding.kind for finding in twin.findings]
 
 
-def test_a_dependent_launch_knows_of_the_one_before_once_it_has_waited() -> None:
+def test_a_dependent_launch_knows_the_one_before_once_it_waited() -> None:
     right, twin = (light(("followed", waits), ranks=1) for waits in (1, 0))
     assert [float(out) for out in right.outputs[0]] == [1.0] and not right.findings
     assert "race" in [finding.kind for finding in twin.findings]

@@ -1,7 +1,5 @@
 """Transforms of planes on emulated ranks: lengths of all radices, and an exchange with a step left out."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

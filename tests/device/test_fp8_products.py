@@ -1,8 +1,6 @@
 """Products of operands in e4m3 with scales, on the CPU: exact where sums are, within an error model where they are not, nothing unordered;
 and twins with one thing wrong are refused."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Groups: exchange without a device, shares of devices that ranks share, and what a group keeps."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

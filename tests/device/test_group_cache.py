@@ -1,7 +1,5 @@
 """What a group keeps: bounded, least recently used first, the same on all ranks; and what is never evicted."""
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 from typing import Any

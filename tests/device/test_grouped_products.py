@@ -1,7 +1,5 @@
 """Products of groups of rows, and the products' core for Blackwell."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Every device header and every kernel of the examples compiles for every world size; host structures match the device's."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import re
@@ -119,13 +117,7 @@ def test_host_structures_have_the_device_s_layout() -> None:
         assert bytes(structure) in image, name
 
 
-@pytest.mark.parametrize(
-    ("header", "structures"),
-    [
-        ("roles", {"GroupedTiles": gemm.GroupedTiles}),
-        ("remote", {"Remote": RemoteView}),
-    ],
-)
+@pytest.mark.parametrize(("header", "structures"), [("roles", {"GroupedTiles": gemm.GroupedTiles}), ("remote", {"Remote": RemoteView})])
 def test_host_parameters_have_the_devices_layout(header: str, structures: dict[str, type[ctypes.Structure]]) -> None:
     places = []
     for name, twin in structures.items():

@@ -3,8 +3,6 @@
 # cuda.core has no types here.
 # mypy: disable-error-code="attr-defined,no-untyped-call,import-untyped"
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

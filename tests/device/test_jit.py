@@ -1,7 +1,5 @@
 """The compiler and its cache. No GPU is needed: everything ends at the cubin."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os
@@ -47,9 +45,7 @@ def test_the_second_use_finds_the_first_ones_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"defines": {"FACTOR": 3}}, {"arch": "sm_90"}, {"flags": ("--use_fast_math",)}],
-    ids=["define", "arch", "flag"],
+    "change", [{"defines": {"FACTOR": 3}}, {"arch": "sm_90"}, {"flags": ("--use_fast_math",)}], ids=["define", "arch", "flag"]
 )
 def test_what_goes_into_the_compiler_goes_into_the_key(change: dict[str, object]) -> None:
     usual = compile_cubin(KERNEL, defines={"FACTOR": 2})

@@ -1,7 +1,5 @@
 """Every kernel of the repository compiles, stays within its registers and obeys the rules of memory order; broken samples do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

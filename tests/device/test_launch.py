@@ -1,7 +1,5 @@
 """Shared memory of a launch, with a stand-in for the driver that refuses what the driver refuses, and descriptions of tensor maps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

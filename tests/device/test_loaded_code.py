@@ -1,7 +1,5 @@
 """Mechanisms by instruction, in the PTX that NVRTC and Triton really make, and in the machine code made from it. No GPU is needed."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The matrix products compile within their register budget, and host and device agree on every structure and size. No GPU is needed."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from dataclasses import replace

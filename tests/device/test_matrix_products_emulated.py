@@ -1,8 +1,6 @@
 """Matrix products, alone and fused with communication, on the CPU: right numbers, nothing unordered, and twins with one line wrong are
 caught."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -171,11 +169,7 @@ TWINS = {
         "plain_of_pairs", "tiles/roles.cuh", "            if constexpr (blocks > 1) in.drain();\n", "", frozenset({"misuse"})
     ),
     "both blocks load the same part": Twin(
-        "plain_of_pairs",
-        "tiles/tile.cuh",
-        "static_cast<int>(ptx::cluster_rank()) * part;",
-        "0;",
-        frozenset({"race", "wrong_result"}),
+        "plain_of_pairs", "tiles/tile.cuh", "static_cast<int>(ptx::cluster_rank()) * part;", "0;", frozenset({"race", "wrong_result"})
     ),
     "operand steps too short": Twin(
         "plain", "tiles/tile.cuh", "step * (mma_depth * 128)", "step * (mma_depth * 64)", frozenset({"wrong_result"})

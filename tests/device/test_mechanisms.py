@@ -1,7 +1,5 @@
 """Kernels of ``peerlane bench mechanisms`` compile, obey the rules, and do what they are measured at; the timeline's trace."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import struct

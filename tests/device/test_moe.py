@@ -1,7 +1,5 @@
 """Dispatch and combination of experts' rows: right on emulated ranks, compiled for GPUs, and caught with one line lost."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shutil

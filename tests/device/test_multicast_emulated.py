@@ -1,7 +1,5 @@
 """NVLink multicast on emulated ranks: a right kernel is clean, lacking barriers are told, other uses of the addresses are errors."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

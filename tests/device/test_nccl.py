@@ -1,7 +1,5 @@
 """NCCL's device API without a GPU, its wheel or nvcc: a header of our own has the names that kernels use, and NVRTC reads it."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products of Newton-Schulz iterations on the CPU: symmetric results of half of the tiles, results in two parts, and broken twins."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Filters of sharded logits on emulated ranks, with numbers that no problem draws; and the kernels with one thing broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock

@@ -1,7 +1,5 @@
 """NVSHMEM without a GPU and without its wheel: a made folder stands for the installation, and headers with the names that kernels call."""
 
-from __future__ import annotations
-
 import ctypes
 import runpy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`peerlane.ops`: results, gradients and shapes, on emulated ranks and on one CPU rank."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

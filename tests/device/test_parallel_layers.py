@@ -1,7 +1,5 @@
 """Sharded linear layers equal the whole ones, forward and backward, and copy no weight. On emulated ranks and on one CPU rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Faults of one-sided communication as the literature names them: those that the page says are found are found, and no repair is."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

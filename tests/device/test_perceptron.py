@@ -1,7 +1,5 @@
 """A perceptron of two layers in one launch: right numbers, nothing unordered, and twins with one line wrong are caught."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

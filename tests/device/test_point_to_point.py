@@ -1,7 +1,5 @@
 """Messages between two ranks under the emulator: no race, no deadlock, every byte right; with one line broken, caught."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

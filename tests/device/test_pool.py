@@ -1,7 +1,5 @@
 """A group's pool of memory: where leases lie, when memory is used again, and what ranks that disagree are told."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

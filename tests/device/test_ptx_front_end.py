@@ -1,7 +1,5 @@
 """Kernels run from PTX as they do from C++: the same results, the same findings; what is not known is quoted."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """PTX instructions leave the numbers that PTX defines, and every public function of CUDA's device headers is known."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest
@@ -84,8 +82,7 @@ extern "C" __global__ void kernel(const __grid_constant__ Arena arena, u64 at, i
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader", "found"),
-    [("release", "acquire", set()), ("acquire", "acquire", {"race"}), ("release", "release", {"race"})],
+    ("writer", "reader", "found"), [("release", "acquire", set()), ("acquire", "acquire", {"race"}), ("release", "release", {"race"})]
 )
 def test_half_a_fence_orders_one_side(writer: str, reader: str, found: set[str]) -> None:
     assert _findings(FENCES.replace("RELEASE", writer).replace("ACQUIRE", reader), 1, 1, [7], ranks=2) == found

@@ -1,7 +1,5 @@
 """Tensor copies run from PTX as they do from C++: the same bytes, the same findings, one to five dimensions."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """``@peerlane.race``: tests of kernels in other projects, on runners without a GPU."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Random kernels leave the same bits in the emulator, run from their source and from the PTX that NVRTC makes of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

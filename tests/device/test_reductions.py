@@ -1,7 +1,5 @@
 """Reductions of the collectives: which there are, and their results by packets and by rings under the emulator."""
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest

@@ -1,7 +1,5 @@
 """Ring attention on emulated ranks: right numbers, nothing unordered, and twins with one thing wrong are caught."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

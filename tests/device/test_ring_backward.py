@@ -1,7 +1,5 @@
 """Gradients of attention over emulated ranks: heads travel in pieces, numbers are right, and twins with one thing wrong are caught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

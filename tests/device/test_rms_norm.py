@@ -1,8 +1,6 @@
 """All-reduce and RMSNorm in one kernel: exact sums, right norms and scales in one shot and in two, nothing unordered, broken twins
 refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

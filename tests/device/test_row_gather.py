@@ -1,7 +1,5 @@
 """Row all-gather and products on the CPU: exact results, nothing unordered, and twins with one thing wrong are refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

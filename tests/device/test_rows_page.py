@@ -1,7 +1,5 @@
 """Pages agree with the code: the kernels that they show run, and their calls and lines are those of the headers."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Shards of several tiles on emulated ranks, which the cases of problem 85 are too small for: sorted and merged, broken twins refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """RMSNorm between a reduce-scatter and an all-gather in one kernel: exact sums, right norms and scales, nothing unordered, broken twins
 refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -92,11 +90,7 @@ CALLS: list[Call] = [
 
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
-    [
-        (2, torch.bfloat16),
-        pytest.param(3, torch.float16, marks=pytest.mark.long),
-        pytest.param(4, torch.bfloat16, marks=pytest.mark.long),
-    ],
+    [(2, torch.bfloat16), pytest.param(3, torch.float16, marks=pytest.mark.long), pytest.param(4, torch.bfloat16, marks=pytest.mark.long)],
 )
 def test_sums_norms_and_scales_of_sharded_rows_are_right(world_size: int, dtype: torch.dtype) -> None:
     """Launches of all kinds follow each other in the same rings."""

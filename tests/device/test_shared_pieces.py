@@ -1,7 +1,5 @@
 """Declared kernels, rows and strided pushes: right as they are, and caught with one thing broken."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

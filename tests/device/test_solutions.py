@@ -1,7 +1,5 @@
 """Expert solutions are found as candidates and have their problems' signatures."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Solutions on emulated ranks: right as they are, and refused with one thing broken."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,23 +82,10 @@ TWINS = [
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
 SHARED = {
-    21: clipping,
-    22: clipping,
-    35: counts,
-    41: training_step,
-    42: training_step,
-    47: training_step,
-    52: fp8_history,
-    53: fp8_history,
-    59: fourier,
-    60: fourier,
-    72: gated_convolution,
-    82: nucleus,
-    74: delta_rule,
-    75: delta_rule,
-    83: nucleus,
-    84: nucleus,
-}
+    **dict.fromkeys((21, 22), clipping), 35: counts, **dict.fromkeys((41, 42, 47), training_step), **dict.fromkeys((52, 53), fp8_history),
+    **dict.fromkeys((59, 60), fourier), 72: gated_convolution, **dict.fromkeys((74, 75), delta_rule),
+    **dict.fromkeys((82, 83, 84), nucleus),
+}  # fmt: skip
 
 
 def case_of(number: int, label: str, world_size: int) -> Case:

@@ -1,7 +1,5 @@
 """The Triton functions compile to PTX that obeys the rules. No GPU is needed; the interpreter can not run them."""
 
-from __future__ import annotations
-
 import pytest
 import triton
 import triton.language as tl

@@ -1,70 +1,76 @@
-"""Triton's kernels on emulated ranks: right ones are right and clean, and faults are found with both source lines."""
-
-from __future__ import annotations
+"""Triton's kernels, and plain CUDA with host code in Python, on emulated ranks: right ones are right and clean, and faults are found with
+both source lines."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import peerlane
-from device import symmetric_kernels
-from device import triton_kernels as kernels
+from device import raw_cuda_kernels, symmetric_kernels, triton_kernels
 from peerlane.emulator.findings import Finding
 from peerlane.emulator.host_libraries import launches_differ
 from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.emulator.sequence import findings
 from peerlane.emulator.solution_run import run
 
-NAMES = ("one_shot", "two_shot", "gather_gemm", "moe_push", "ring_sum")
-CALLS = 2
-RANKS = {"ring_sum": 3}
+TRITON = ("one_shot", "two_shot", "gather_gemm", "moe_push", "ring_sum")
+CUDA = ("one_shot", "two_shot", "gather", "push", "ring")
+RANKS = {"ring_sum": 3, "ring": 3}
 """with two, the ring has one step alone"""
 
 
-def slow_but(names: Sequence[str], *quick: str) -> list[Any]:
-    """Returns the names as parameters of a test, of which all but some are slow."""
-    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+def slow_but(names: Sequence[str], *quick: str, of: Sequence[ModuleType] = ()) -> list[Any]:
+    """Returns the names, behind the module that they are ``of``, as parameters of a test, of which all but some are slow."""
+    return [pytest.param(*of, name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 
 
-def raced(name: str, broken: int, schedules: int = 6) -> tuple[list[torch.Tensor], list[Finding]]:
-    """Returns what the last call gave on each rank, and what was found."""
+def raced(kernels: ModuleType, name: str, broken: int) -> tuple[list[torch.Tensor], list[Finding]]:
+    """Returns what the last of two calls gave on each rank, and what was found."""
     given = kernels.inputs(name, RANKS.get(name, 2))
-    world = EmulatedRanks(len(given), schedules=schedules)
+    world = EmulatedRanks(len(given), schedules=6 if kernels is triton_kernels else 8)
     world.load(lambda rank: kernels.solution(name, broken))
     outputs: list[torch.Tensor] = []
     try:
-        for _ in range(CALLS):
+        for _ in range(2):
             outputs = world.call(given, lambda rank, output: output.clone())
     except RankFailure:
         outputs = []
     return outputs, findings(world.reports())
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES, "one_shot", "gather_gemm", "moe_push"))
-def test_a_right_triton_kernel_is_right_and_clean(name: str) -> None:
-    outputs, found = raced(name, 0)
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [
+        *slow_but(TRITON, "one_shot", "gather_gemm", "moe_push", of=[triton_kernels]),
+        *slow_but(CUDA, "one_shot", "push", of=[raw_cuda_kernels]),
+    ],
+)
+def test_a_right_kernel_is_right_and_clean(kernels: ModuleType, name: str) -> None:
+    outputs, found = raced(kernels, name, 0)
     assert outputs and not found, "\n".join(map(str, found))
     for output, wanted in zip(outputs, kernels.expected(name, kernels.inputs(name, len(outputs))), strict=True):
         assert torch.equal(output, wanted)
 
 
 TWINS = [
-    pytest.param(f"{name}-{broken}", marks=pytest.mark.slow if broken == 1 + number % 2 else pytest.mark.long)
-    for number, name in enumerate(NAMES)
+    pytest.param(triton_kernels, f"{name}-{broken}", marks=pytest.mark.slow if broken == 1 + number % 2 else pytest.mark.long)
+    for number, name in enumerate(TRITON)
     for broken in (1, 2)
 ]
+TWINS += slow_but([f"{name}-{broken}" for name in CUDA for broken in (1, 2)], "gather-2", of=[raw_cuda_kernels])
 
 
-@pytest.mark.parametrize("twin", TWINS)
-def test_a_broken_twin_is_told_with_both_lines(twin: str) -> None:
+@pytest.mark.parametrize(("kernels", "twin"), TWINS)
+def test_a_broken_twin_is_told_with_both_lines(kernels: ModuleType, twin: str) -> None:
     name, _, broken = twin.partition("-")
-    _, found = raced(name, int(broken))
+    _, found = raced(kernels, name, int(broken))
     told = [finding for finding in found if finding.kind in ("race", "lost_update")]
     assert told, [str(finding) for finding in found]
-    file = Path(kernels.__file__).name
+    file = f"{kernels.__name__.rpartition('.')[2]}.py"
     assert any(str(finding).count(f"{file}:") >= 2 for finding in told), "\n".join(map(str, told))
 
 

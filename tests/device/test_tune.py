@@ -1,7 +1,5 @@
 """A choice is measured once, kept, the same on all ranks, and left to the model where it must not be measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +30,7 @@ class Clock:
         assert option in self.open and len(self.open) <= 2
         self.now_us += self.us[option]
 
-    def event(self, enable_timing: bool) -> Event:
+    def event(self, enable_timing: bool) -> "Event":
         return Event(self)
 
 
@@ -48,7 +46,7 @@ class Event:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         return (end.us - self.us) / 1e3
 
 

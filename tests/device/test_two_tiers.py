@@ -1,7 +1,5 @@
 """Two tiers in the emulator: right protocols run clean, and broken twins are caught, over memory that no load or store reaches."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ulysses attention on emulated ranks: right numbers, nothing unordered, and twins with one thing wrong are caught."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

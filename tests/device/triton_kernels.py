@@ -3,8 +3,6 @@
 # Device functions have no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels with one thing wrong, which tests expect to be caught."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from peerlane.device.host.declare import DeclaredKernel

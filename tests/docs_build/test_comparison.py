@@ -1,7 +1,5 @@
 """Kernels beside their references: one row a problem, nothing that is the same in every row, and a reason for every empty cell."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Any
 

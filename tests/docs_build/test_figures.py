@@ -1,7 +1,5 @@
 """Pictures: pages name all of them, they agree with the committed results, and that of the architecture has every room."""
 
-from __future__ import annotations
-
 import posixpath
 import re
 import xml.etree.ElementTree as ElementTree

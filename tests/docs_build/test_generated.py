@@ -1,7 +1,5 @@
 """Files that are made say so, stale ones are named, and AGENTS.md names every room with its ceiling."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

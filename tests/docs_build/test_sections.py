@@ -1,7 +1,5 @@
 """Tables and figures in documents come from the committed results, and say so when they do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -144,7 +142,7 @@ def test_figures_by_hand_are_found_outside_of_sections_and_code(tmp_path: Path) 
     assert figures_by_hand(ROOT) == []
 
 
-def test_figures_of_the_public_protocol_have_a_table_of_their_own(tmp_path: Path) -> None:
+def test_figures_of_the_public_protocol_have_their_own_table(tmp_path: Path) -> None:
     assert public_protocol_section(tmp_path / "none.jsonl") == NO_RUN
     store = ResultsStore(tmp_path)
     for item in (result(), result(problem=SECOND, timing_protocol="kittens")):

@@ -1,7 +1,5 @@
 """The picture on a problem's page: what depends on whose data is found by asking the oracle, and drawn as it was found."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -33,18 +31,11 @@ def texts(picture: ET.Element) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "needs"),
     [
-        (1, [ALL] * 4),
-        (3, [{0}] * 4),
-        (4, [ALL, {1}, {2}, {3}]),
-        (54, [{0}, {0, 1}, {0, 1, 2}, ALL]),
-        (60, [ALL] * 4),
-        (64, [ALL] * 4),
-        (70, [ALL] * 4),
-        (74, [{0, 1}, {0, 1}, ALL, ALL]),
-        (87, [{0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3}]),
+        (1, [ALL] * 4), (3, [{0}] * 4), (4, [ALL, {1}, {2}, {3}]), (54, [{0}, {0, 1}, {0, 1, 2}, ALL]), (60, [ALL] * 4), (64, [ALL] * 4),
+        (70, [ALL] * 4), (74, [{0, 1}, {0, 1}, ALL, ALL]), (87, [{0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3}]),
     ],
     ids=("all_reduce", "broadcast", "reduce", "causal", "complex", "graph", "integers", "as_costs_say", "halo"),
-)
+)  # fmt: skip
 def test_needs_are_those_of_the_operation(number: int, needs: list[set[int]]) -> None:
     assert list(dependence(number).needs) == needs
 

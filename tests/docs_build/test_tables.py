@@ -1,7 +1,5 @@
 """Tables of measurements: the newest row of each size, the smallest of several figures, and an error for a file without such rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rank processes whose timed blocks are on CPU and have the host's clock for events, so that all stages can be run without a GPU."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Short evaluations on gloo ranks, and the search for processes that outlive them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

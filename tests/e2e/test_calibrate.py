@@ -1,7 +1,5 @@
 """Calibration on real ranks: records, resumption, and a complaint where something is unsound."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from peerlane import problems

@@ -1,7 +1,5 @@
 """No process of a candidate is there once its group has ended, whatever it starts and whatever tells the group from everybody else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

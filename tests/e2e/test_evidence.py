@@ -1,7 +1,5 @@
 """What stands behind a verdict: fresh inputs everywhere, known wrong answers refused, no speed where none was measured."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A candidate that takes too much of the machine costs one evaluation, and nobody else anything."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

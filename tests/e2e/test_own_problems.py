@@ -1,7 +1,5 @@
 """Problems outside the package, as docs/your-own-problems.md describes them: named by a folder, or offered by an installed package."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

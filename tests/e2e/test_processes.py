@@ -1,7 +1,5 @@
 """No process outlives a run, however the run ends; a run that was cut short is taken up where it stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Confined ranks share memory with trusted ones, and a run says so when they cannot."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs side by side: each has GPUs and cores of its own, and none is left when any of them ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
@@ -62,16 +60,10 @@ def lazy(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("gpus", "cores", "world_size", "most", "runs"),
     [
-        (4, 64, 2, 8, 2),
-        (8, 128, 2, 8, 4),
-        (8, 128, 2, 3, 3),
-        (4, 64, 4, 8, 1),
-        (4, 15, 2, 8, 1),
-        (5, 64, 2, 8, 2),
-        (0, 64, 2, 8, 1),
+        (4, 64, 2, 8, 2), (8, 128, 2, 8, 4), (8, 128, 2, 3, 3), (4, 64, 4, 8, 1), (4, 15, 2, 8, 1), (5, 64, 2, 8, 2), (0, 64, 2, 8, 1),
         (4, 64, 2, 0, 1),
     ],
-)
+)  # fmt: skip
 def test_a_machine_is_divided_by_gpus_and_cores(gpus: int, cores: int, world_size: int, most: int, runs: int) -> None:
     found = divide([f"GPU-{number}" for number in range(gpus)], set(range(cores)), world_size, most)
     assert len(found) == runs

@@ -1,7 +1,5 @@
 """The stress phase on gloo ranks: enough calls in it, its evidence, and what fails in it only."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -31,11 +29,7 @@ def solution(tensor):
 """
 
 
-FAILURES = {
-    "hang": "threading.Event().wait()",
-    "runtime_error": "raise ValueError",
-    "unstable": "total *= 1.5",
-}
+FAILURES = {"hang": "threading.Event().wait()", "runtime_error": "raise ValueError", "unstable": "total *= 1.5"}
 
 
 @pytest.fixture(scope="module")

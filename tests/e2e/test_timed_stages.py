@@ -1,7 +1,5 @@
 """All stages of a timed evaluation on CPU ranks, whose blocks are timed by the host's clock: what is opened, and what is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

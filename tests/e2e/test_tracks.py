@@ -1,7 +1,5 @@
 """Tracks on gloo ranks: what calls communicate is found by recording calls, whatever the source looks like."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,16 +128,10 @@ def solution(tensor):
     ),
 }
 CUSTOM = {
-    "own": "correct",
-    "set_up_by_gloo": "correct",
-    "library": "track_violation",
-    "decoy": "track_violation",
-    "in_a_thread": "track_violation",
-    "own_while_watched": "track_violation",
-    "stops_the_profiler": "integrity_failure",
-    "replaces_the_profiler": "integrity_failure",
-    "wrong_later": "wrong_result",
-}
+    "own": "correct", "set_up_by_gloo": "correct", "library": "track_violation", "decoy": "track_violation",
+    "in_a_thread": "track_violation", "own_while_watched": "track_violation", "stops_the_profiler": "integrity_failure",
+    "replaces_the_profiler": "integrity_failure", "wrong_later": "wrong_result",
+}  # fmt: skip
 RECORDED = ("library", "decoy", "in_a_thread")
 
 

@@ -1,7 +1,5 @@
 """Parameters that a call updates in place are part of its answer: right norms do not help a candidate that leaves its gradients alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from e2e.runs import judge

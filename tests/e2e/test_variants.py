@@ -1,7 +1,5 @@
 """A candidate with the public benchmark's semantics is right in the ``pkb`` variant and wrong in the default one; results say which."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every broken example gets the verdict that it is made for, and the good candidate after it is not affected."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

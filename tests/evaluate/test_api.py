@@ -1,7 +1,5 @@
 """The Python API: one Evaluator, warm, for many candidates, threads and tasks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os
@@ -236,24 +234,11 @@ def test_a_request_that_cannot_be_is_told(request_: dict[str, Any], told: str, e
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("out", ""),
-        ("out", 3),
-        ("presets", "small"),
-        ("presets", ()),
-        ("modes", ("fast",)),
-        ("world_sizes", (0,)),
-        ("world_sizes", 2),
-        ("isolation", "L9"),
-        ("device", "tpu"),
-        ("cases", "some"),
-        ("track", "closed"),
-        ("timeout", -1),
-        ("timeout", "1 s"),
-        ("problems", 13),
-        ("candidates", ["1_x.py"]),
-        ("deadlines", 5),
+        ("out", ""), ("out", 3), ("presets", "small"), ("presets", ()), ("modes", ("fast",)), ("world_sizes", (0,)), ("world_sizes", 2),
+        ("isolation", "L9"), ("device", "tpu"), ("cases", "some"), ("track", "closed"), ("timeout", -1), ("timeout", "1 s"),
+        ("problems", 13), ("candidates", ["1_x.py"]), ("deadlines", 5),
     ],
-)
+)  # fmt: skip
 def test_a_plan_checks_what_it_gets(field: str, value: Any) -> None:
     with pytest.raises(UsageError, match=rf"^{field}=.*expected"):
         pl.EvaluationPlan(**{"candidates": [], field: value})

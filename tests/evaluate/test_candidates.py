@@ -1,7 +1,5 @@
 """What is judged is what was hashed, and only what a record and a message can hold is taken."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

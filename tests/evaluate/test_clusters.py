@@ -1,7 +1,5 @@
 """Virtual clusters of CPU ranks: what is right, what crosses between nodes, and what cannot be mapped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`--device emulated`: whole candidates of the kit, host code included, judged and raced without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -102,8 +100,7 @@ def test_a_twin_is_refused(evaluator: pl.Evaluator, old: str, new: str, kind: ty
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
-    [("M_PI", 'identifier "M_PI" is undefined'), ("std::max(1, 2)", "std"), ("sizeof(all)", "too much shared data")],
+    ("value", "says"), [("M_PI", 'identifier "M_PI" is undefined'), ("std::max(1, 2)", "std"), ("sizeof(all)", "too much shared data")]
 )
 def test_a_kernel_that_no_gpu_runs_is_a_build_error(evaluator: pl.Evaluator, value: str, says: str) -> None:
     epoch = "    const u32 epoch = next_epoch("

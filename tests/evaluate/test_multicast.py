@@ -1,7 +1,5 @@
 """NVLink multicast is off in every rank where a machine's owner forbids it, and records say so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

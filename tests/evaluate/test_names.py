@@ -1,7 +1,5 @@
 """File names of candidates that were written for the public benchmark mean the problems that they answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a candidate needs that this machine lacks, as its source and its verdict show."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order of an evaluation's stages, with scripted ranks: what a failure costs, and what state a group is left in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

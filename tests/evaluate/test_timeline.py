@@ -1,7 +1,5 @@
 """Timelines: what is read of ranks' recordings, what is computed from them, and the files that people open."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

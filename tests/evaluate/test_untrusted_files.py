@@ -1,7 +1,5 @@
 """Folders of strangers: no link is followed, nothing that is not a regular file is opened, and the rest is judged."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Evaluations on a virtual node: who is placed where, what results say, and that no candidate pays for another one's fault."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The wire: what is sent is what is read, every request has a handler, and nothing that a candidate answers gets past its declaration."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from typing import Any

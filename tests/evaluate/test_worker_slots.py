@@ -1,7 +1,5 @@
 """Nobody waits for another's hang: where nothing is timed, evaluations run side by side, and one that takes long gives up its place."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -1,7 +1,5 @@
 """A scripted server on loopback that speaks the protocols of OpenAI (chat) and Anthropic (messages)."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -29,7 +27,7 @@ class FakeServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
-    def __enter__(self) -> FakeServer:
+    def __enter__(self) -> "FakeServer":
         threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 

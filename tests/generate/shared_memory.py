@@ -1,7 +1,5 @@
 """Stands for torch's symmetric memory where there is no GPU: files that all ranks map, and gloo for barriers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Episodes of agents: with the real client and the real evaluator, and with a stub of the latter where speed decides."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -69,11 +67,7 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
     assert "release at system scope" in said[5] and "valid Python" in said[7] and "correct" in said[8] and "communicates" in said[9]
     run = RunFolder.open(tmp_path / "run")
     (key,) = run.sample_keys()
-    assert [(step.tool, step.verdict) for step in run.steps(key)] == [
-        ("test", "wrong_result"),
-        ("test", "correct"),
-        ("submit", "correct"),
-    ]
+    assert [(step.tool, step.verdict) for step in run.steps(key)] == [("test", "wrong_result"), ("test", "correct"), ("submit", "correct")]
     record = run.sample(key)
     assert record.stop_reason == "submitted" and record.calls == 11 and record.limit is None
     assert (tmp_path / "run" / "001" / "0" / "candidate.py").read_text() == RIGHT

@@ -1,7 +1,5 @@
 """The worked examples of prompts are run: on CPU ranks, in the emulator, or compiled where only a GPU could run them."""
 
-from __future__ import annotations
-
 import os
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """peerlane generate with the real client against servers on loopback: retries, limits, kills, more samples, clear errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Results are joined with samples by the candidate's hash, and results of other settings are told apart."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics against hand-counted figures, brute force and properties."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Tables for a paper: raw numbers a program reads, and LaTeX that compiles whatever a model is called."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prompts of all problems and backends: complete, short enough, without answers; three of them are pages of the documentation."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a provider answers besides replies: a sentence each, and no sample of the model."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Replies of many shapes, and what is taken from each. Most shapes are those with which other harnesses lost or cut a right answer."""
 
-from __future__ import annotations
-
 import ast
 import textwrap
 import time
@@ -181,33 +179,12 @@ STYLES: dict[str, Callable[[str], str]] = {
     "usage behind it": lambda code: f"```python\n{code}```\nUse:\n```python\nfrom candidate import solution\n```\n```bash\nrun\n```",
 }
 LINES = [
-    "```",
-    "```python",
-    "    ```",
-    "~~~",
-    "````",
-    "> ```",
-    "</think>",
-    "<think>",
-    "",
-    "  ",
-    "it's",
-    "\ufeff```",
-    "def solution(y):",
+    "```", "```python", "    ```", "~~~", "````", "> ```", "</think>", "<think>", "", "  ", "it's", "\ufeff```", "def solution(y):",
     "é ```",
-]
+]  # fmt: skip
 STATEMENTS = [
-    "import torch",
-    "A = 1",
-    "# ```",
-    "# </think>",
-    "B = '```'",
-    "C = '</think>'",
-    "",
-    "    ",
-    "if A:\n    A = 2",
-    "x = (\n~~~\n1)",
-]
+    "import torch", "A = 1", "# ```", "# </think>", "B = '```'", "C = '</think>'", "", "    ", "if A:\n    A = 2", "x = (\n~~~\n1)",
+]  # fmt: skip
 
 
 @st.composite
@@ -233,19 +210,10 @@ def test_a_program_comes_back_byte_for_byte(style: Callable[[str], str], program
 @pytest.mark.parametrize(
     "part",
     [
-        "```\n",
-        "```python\n",
-        "```\nx y\n",
-        '```\n"""a\n',
-        "```cpp\n</think>\n",
-        "<think>\n",
-        "</think>",
-        "~~~py\n(\n",
-        "> ```\n",
-        "a ```python\n(",
-        "```md\n",
+        "```\n", "```python\n", "```\nx y\n", '```\n"""a\n', "```cpp\n</think>\n", "<think>\n", "</think>", "~~~py\n(\n", "> ```\n",
+        "a ```python\n(", "```md\n",
     ],
-)
+)  # fmt: skip
 def test_a_hostile_reply_takes_no_long_time(part: str) -> None:
     began = time.process_time()
     extract(part * (100_000 // len(part)))

@@ -1,7 +1,5 @@
 """Doubles from prompt to metrics on CPU ranks, candidates from elsewhere, and settings that are not mixed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

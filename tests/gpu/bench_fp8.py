@@ -9,8 +9,6 @@ take turns, each with several sets of random operands. Prints a line for each ca
 result is wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterator

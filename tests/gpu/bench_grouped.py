@@ -6,8 +6,6 @@ Each call is a CUDA graph, replayed; the three take turns, and the median of fiv
 equally likely experts draws them. Results are compared with cuBLAS's element by element. Exits with 1 if one is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

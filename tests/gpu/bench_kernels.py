@@ -8,8 +8,6 @@ slowest rank's, in microseconds, the median of five stretches of calls, which ta
 `launches` is for one GPU: two ranks of one process share it, and the host's time for a call is shown beside the time of the call.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

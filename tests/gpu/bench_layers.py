@@ -8,8 +8,6 @@ With PEERLANE_BENCH=quick two cases of each. Times are of replayed graphs: the s
 where there are fewer GPUs than ranks: then times are a virtual node's, whose links are its memory. Every line of output is a JSON object;
 ``--out FILE`` appends them to a file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -582,17 +580,9 @@ def everything(rank: int, world: int) -> Iterator[Row]:
 
 
 BENCHES = {
-    "everything": everything,
-    "gather": gather,
-    "check": check,
-    "product": product,
-    "fp8": in_fp8,
-    "mlp": mlp,
-    "decode": decode,
-    "norm_prefill": norm_prefill,
-    "dispatch": dispatch,
-    "all_reduce": all_reduce,
-}
+    "everything": everything, "gather": gather, "check": check, "product": product, "fp8": in_fp8, "mlp": mlp, "decode": decode,
+    "norm_prefill": norm_prefill, "dispatch": dispatch, "all_reduce": all_reduce,
+}  # fmt: skip
 
 
 def rows_of(what: str, rank: int, ranks: int) -> Iterator[Row]:

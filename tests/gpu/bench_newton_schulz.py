@@ -7,8 +7,6 @@ Then times the last two at sizes of real models on one GPU, by medians of replay
 alone. Prints a line for each case; ``--out`` gets them as JSON lines. Takes under a minute. Exits with 1 where a result is wrong.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

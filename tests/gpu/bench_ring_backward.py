@@ -7,8 +7,6 @@ library does, and ``products_us`` are the products of a rank's heads alone. Time
 stretches. ``error`` is the largest one of a gradient of the first head relative to its norm, ``wrong`` counts those above 1e-2. Every line
 is a JSON object; ``--out`` appends them to a file. Exits with 1 where a gradient is wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

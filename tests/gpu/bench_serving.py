@@ -6,8 +6,6 @@ Checks sums, norms, unequal parts and captured calls of the communicator first; 
 graphs: the slowest rank's median of five stretches, microseconds. Ranks share GPUs where there are fewer GPUs than ranks: then times are a
 virtual node's, whose links are its memory. Every line of output but the last table's is a JSON object; ``--out`` appends them to a file."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -14,8 +14,6 @@ Contents are -1, 0 and 1, so that every result is exact. The table has a line fo
 was wrong, or if memory was asked for behind the largest m, with 3 at the time limit, which ends all ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -9,8 +9,6 @@ failures.txt if something is wrong. It exits with 1 if a result was wrong.
 ``--ring`` checks and times ring attention instead, of ranks that share the GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

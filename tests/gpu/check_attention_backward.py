@@ -11,8 +11,6 @@ prints every step before it begins, and ends where a step takes longer than STEP
 backward_failures.txt if something is wrong. It exits with 1 then.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import json

@@ -11,8 +11,6 @@ on the slowest rank: median and quartiles of ``STRETCHES`` stretches, in microse
 was found is in FILE after every row. Exits with 1 if an answer was wrong, with 3 at the time limit, which ends all ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import functools

@@ -8,8 +8,6 @@ looked at. Then both modes are timed: the slowest rank's median of replayed grap
 ``tiles``: whether the shape of tiles changes the bits of a product of one rank. Prints lines of JSON and a table; exits with 1 where bits
 differ in the mode."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping

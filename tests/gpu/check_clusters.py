@@ -5,8 +5,6 @@
 Prints a line for every evaluation, with the bytes between nodes over the bound. Ranks may share one GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -5,8 +5,6 @@
 A right file must be correct. A twin's race may or may not show on a GPU: its verdict is printed, and a right one is no failure.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -12,8 +12,6 @@
 Every step of training is an all-reduce by ``peerlane.ops`` and one by the backend, both checked. Exits with 1 if a scene failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ soaks: replayed graphs with contents that change from launch to launch, random r
 Prints a line per kernel; exits with 1 if a word was wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -139,10 +137,7 @@ def fused_workloads(ranks: LocalRanks, m: int, n: int, k: int) -> Iterator[Workl
         return [(whole @ b.to(ranks.groups[0].device).float()).to(BF16).to(b.device) for b in pairs[1]]
 
     yield Workload(
-        f"gemm_reduce_scatter {m}x{n}x{k}",
-        lambda: (matrices(m, k), matrices(k, n)),
-        lambda rank, a, b: multiply[rank](a, b),
-        rows_of_sum,
+        f"gemm_reduce_scatter {m}x{n}x{k}", lambda: (matrices(m, k), matrices(k, n)), lambda rank, a, b: multiply[rank](a, b), rows_of_sum
     )
     yield Workload(
         f"gemm_all_reduce {m}x{n}x{k}",

@@ -7,8 +7,6 @@
 Needs `pip install 'peerlane[nccl]'` or NCCL_HOME, and nvcc. Exits with 1 if anything failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

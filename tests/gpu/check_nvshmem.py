@@ -6,8 +6,6 @@
 Needs `pip install 'peerlane[nvshmem]'`; the first form a GPU, and MPS for ranks that share it. Exits with 1 if anything failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

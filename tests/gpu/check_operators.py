@@ -6,8 +6,6 @@ Ranks share GPUs where there are fewer GPUs than ranks. Every rank draws all ran
 number is the norm of an error over the norm of the value, on rank 0. Exits with 1 where one is above 2 % on any rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

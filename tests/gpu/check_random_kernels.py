@@ -6,8 +6,6 @@ what PTX defines.
 Prints the kernels and results that differ; exits with 1 if there are any.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -10,8 +10,6 @@
 Sums are of small integers, hence exact; all of every step are compared on the GPU. Exits with 1 if one was wrong, or a rank did not end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -168,11 +166,7 @@ def main_of(rank: int, options: argparse.Namespace, environments: list[dict[str,
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group(
-        "peerlane",
-        init_method=f"file://{options.folder}/store",
-        rank=rank,
-        world_size=options.ranks,
-        timeout=timedelta(seconds=30),
+        "peerlane", init_method=f"file://{options.folder}/store", rank=rank, world_size=options.ranks, timeout=timedelta(seconds=30)
     )
     results: dict[str, Any] = {}
     for scene in options.scenes:

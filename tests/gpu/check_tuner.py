@@ -8,8 +8,6 @@ every option of the kernel is made again and timed, in stretches that take turns
 choice is more than 5 % slower, or took more than 3 s.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

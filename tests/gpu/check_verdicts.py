@@ -6,8 +6,6 @@
 Prints a line per candidate, then the checks; exits with 1 if any of them failed. ``--device cpu`` shows the same on gloo ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os
@@ -33,26 +31,13 @@ from peerlane.settings import SELFTEST_RULES, Deadlines
 DEADLINES = Deadlines(exit=5.0).with_calls(8.0)
 MEMORY_MB = 100
 QUICK_WITH_GOOD = (
-    "spins_in_kernel",
-    "endless_loop_pytorch",
-    "collective_skipped",
-    "illegal_address",
-    "index_out_of_range",
-    "exits_with_status_0",
-    "raises_on_one_rank",
-    "wrong_dtype",
-    "right_on_rank_0",
-)
+    "spins_in_kernel", "endless_loop_pytorch", "collective_skipped", "illegal_address", "index_out_of_range", "exits_with_status_0",
+    "raises_on_one_rank", "wrong_dtype", "right_on_rank_0",
+)  # fmt: skip
 QUICK_ALONE = (
-    "caches_first_output",
-    "stream_not_joined",
-    "returns_constants",
-    "patches_clock",
-    "allocates_too_much",
-    "jit_syntax_error",
-    "endless_loop_at_exit",
-    "leaves_daemon",
-)
+    "caches_first_output", "stream_not_joined", "returns_constants", "patches_clock", "allocates_too_much", "jit_syntax_error",
+    "endless_loop_at_exit", "leaves_daemon",
+)  # fmt: skip
 SLOW = "1_patches_clock_pytorch"
 """Works eight times as much as the reference and forges its times: a true measurement shows it slower."""
 

@@ -6,8 +6,6 @@ Every edit changes a number in the source, so that no cache knows it. The first 
 Prints seconds; ``--out`` writes them with the environment.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import statistics

@@ -1,7 +1,5 @@
 """What the scripts here share: options, ranks that share GPUs, replayed graphs that take turns, wrong words, and files of rows."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Ranks of one process: each has a stream, on a GPU of its own or on its part of one. For checks of kernels, not for solutions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -57,7 +55,7 @@ class LocalMemory:
     def exchange(self, value: Small) -> list[Small]:
         return [value] * self._world_size
 
-    def add(self, nbytes: int) -> LocalRegion:
+    def add(self, nbytes: int) -> "LocalRegion":
         if self._first():
             devices = map(self._shared.device, range(self._world_size))
             self._shared.regions.append([torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices])

@@ -9,8 +9,6 @@ the same command goes on. All ends --budget seconds after the start, or up to 20
 by the next call. Prints a line for every problem that has a result. Exit code 1 if a result is missing or not correct.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

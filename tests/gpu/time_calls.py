@@ -7,8 +7,6 @@ A line of JSON a call, then a table: median microseconds of a call, over blocks 
 ranks where it takes them, else a group of one rank. ``cpu_us`` is the CPU time of the thread.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import warnings

@@ -6,8 +6,6 @@ Prints every verdict with the time it took, and the averages. Exits with 1 if on
 without builds is beyond the limit.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

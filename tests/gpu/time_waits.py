@@ -7,8 +7,6 @@ half of the SMs, go through ROUNDS barriers in one launch, `blocks` blocks each.
 barrier: median and quartiles over the repeats.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 

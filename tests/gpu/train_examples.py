@@ -7,8 +7,6 @@ Prints what each example prints. ``--out`` appends a JSON object for each, with 
 example trains with one library after the other. Exits with 1 where one fails or runs longer than the limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ a setting that breaks a rule of the rings or cannot be launched, a column for wh
 settings that are left when the budget is spent; the first one is always timed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Rooflines, the profiles of GPUs that they take peaks from, and the names of architectures."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Virtual nodes, with a stand-in for the MPS daemon: a process that lives until it is told to quit."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

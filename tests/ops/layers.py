@@ -1,7 +1,5 @@
 """Checks of ``peerlane.nn`` on CPU ranks, beside ``torch.nn.Linear`` in one place. ``on_ranks.py`` runs them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import tempfile

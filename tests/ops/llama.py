@@ -1,7 +1,5 @@
 """A Llama of two layers, its projections sharded over ranks: what the compiler's pass is tested on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

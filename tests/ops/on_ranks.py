@@ -6,8 +6,6 @@ or on all.
 Every rank draws all ranks' inputs, so results are compared with the whole computation in one place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

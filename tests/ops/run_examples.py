@@ -6,8 +6,6 @@ Numbers go to FOLDER/NAME[+][:MODEL].json. With a + layers are sharded, and the 
 A model of a real size is trained with smaller layers and more of them than Dynamo would compile.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import runpy

@@ -1,8 +1,6 @@
 """The batch-invariant mode on emulated ranks: a row has the same bits first, in the middle and last, beside few others and many; what has
 no kernel that keeps them is refused. ``tests/gpu/check_batch_invariance.py`` looks at every number of rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

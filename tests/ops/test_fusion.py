@@ -1,7 +1,5 @@
 """The compiler's pass on graphs of two ranks: what it replaces, and what it leaves. Sums of the fake group are one rank's own terms."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace

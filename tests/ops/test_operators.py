@@ -1,7 +1,5 @@
 """`peerlane.ops` on CPU ranks: results, gradients, compilation, autocast, DTensors and what is told of wrong calls."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -12,29 +10,11 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "on_ranks.py"
 CHECKS = (
-    "results_and_gradients",
-    "compiled",
-    "autocast",
-    "compiled_autocast",
-    "opcheck",
-    "replicated_losses",
-    "unequal_parts",
-    "dtensors",
-    "two_dimensional_mesh",
-    "styles",
-    "layers_train_as_whole_ones",
-    "layers_are_drawn_again_and_load_whole_ones",
-    "layers_are_saved",
-    "layers_compile_and_take_no_tokens",
-    "dispatch_and_combine",
-    "dispatch_in_fp8",
-    "dispatch_and_combine_obey_torch",
-    "products_in_fp8",
-    "experts_in_fp8",
-    "wrong_shapes_are_told_alike",
-    "different_calls_are_told",
-    "forgotten_groups_are_told_once",
-)
+    "results_and_gradients", "compiled", "autocast", "compiled_autocast", "opcheck", "replicated_losses", "unequal_parts", "dtensors",
+    "two_dimensional_mesh", "styles", "layers_train_as_whole_ones", "layers_are_drawn_again_and_load_whole_ones", "layers_are_saved",
+    "layers_compile_and_take_no_tokens", "dispatch_and_combine", "dispatch_in_fp8", "dispatch_and_combine_obey_torch", "products_in_fp8",
+    "experts_in_fp8", "wrong_shapes_are_told_alike", "different_calls_are_told", "forgotten_groups_are_told_once",
+)  # fmt: skip
 
 
 def outcomes(*arguments: str) -> dict[str, str | None]:

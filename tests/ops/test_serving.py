@@ -1,7 +1,5 @@
 """The communicator for inference engines, driven as vLLM and SGLang drive theirs."""
 
-from __future__ import annotations
-
 import pkgutil
 import re
 import sys

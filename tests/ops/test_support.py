@@ -1,7 +1,5 @@
 """The declarations behind docs/ops-support.md name what the checks of the operators see."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,13 +11,8 @@ from peerlane.ops.sharding import SHARDINGS
 
 NO_OPERATORS = {"DispatchConfig", "DispatchHandle", "ExpertLayers", "close", "memory_report", "prepare", "replicate", "set_batch_invariant"}
 OF_PRODUCTS_IN_FP8 = {
-    "quantize_fp8",
-    "quantize_transposed_fp8",
-    "grouped_gemm_fp8",
-    "row_gather_gemm_fp8",
-    "gemm_reduce_scatter_fp8",
-    "gemm_all_reduce_fp8",
-}
+    "quantize_fp8", "quantize_transposed_fp8", "grouped_gemm_fp8", "row_gather_gemm_fp8", "gemm_reduce_scatter_fp8", "gemm_all_reduce_fp8",
+}  # fmt: skip
 OF_NORMS_IN_FP8 = {"all_reduce_rms_norm_fp8", "reduce_scatter_rms_norm_fp8"}
 TESTED_BY_THEMSELVES = {"dispatch", "dispatch_fp8", "combine", "all_gatherv", "reduce_scatterv"} | OF_NORMS_IN_FP8 | OF_PRODUCTS_IN_FP8
 

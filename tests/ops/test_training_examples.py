@@ -1,7 +1,5 @@
 """The examples of training and decoding, a few steps each on two CPU ranks: losses and tokens are those of gloo, and times are told."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Operators on emulated ranks: groups of one to eight, reductions, axes and outputs that stay, memory that is bounded."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Operators of ``peerlane.ops`` beside the whole computation in one place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Problems 15, 55-58 and 77 beyond the contract: costs against published figures, oracles against independent computations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

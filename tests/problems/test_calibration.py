@@ -1,7 +1,5 @@
 """Margins: what makes a case unsound is found and named."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -74,15 +72,10 @@ def test_wrong_types_are_far_and_empty_outputs_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("key", "excused"),
     [
-        ("zeros", True),
-        ("zeros/sum", True),
-        ("zeros/other", False),
-        ("zeros@small/ragged_bf16", True),
-        ("zeros@small/ragged_bf16/w4", False),
-        ("zeros/sum@small/ragged_bf16/w2", True),
-        ("ones", False),
+        ("zeros", True), ("zeros/sum", True), ("zeros/other", False), ("zeros@small/ragged_bf16", True),
+        ("zeros@small/ragged_bf16/w4", False), ("zeros/sum@small/ragged_bf16/w2", True), ("ones", False),
     ],
-)
+)  # fmt: skip
 def test_excuses_hold_where_they_say(key: str, excused: bool) -> None:
     null = next(item for item in known_wrong_answers(SUM) if item.name == "zeros")
     assert is_excused(dataclasses.replace(SUM, excused={key: "a reason"}), null, CASE, "sum") is excused

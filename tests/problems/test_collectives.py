@@ -1,7 +1,5 @@
 """What the contract test cannot see in problems 2 to 8, 27 and 36: layout rules element by element, groups, roots and costs."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
@@ -31,17 +29,10 @@ def small_cases(number: int, world_size: int) -> list[Case]:
     ("number", "busiest_port_bytes"),
     # Payload of the public shapes on 8 ranks: 2 MiB per rank in 2 to 8 and 27, 256 KiB in 36.
     [
-        (2, 7 * 2**21),
-        (3, 2**21),
-        (4, 2**21),
-        (5, 7 * 2**21),
-        (6, 7 * 2**21),
-        (7, 7 * 2**21),
-        (8, 7 * 2**21),
-        (27, 7 * 2**18),
+        (2, 7 * 2**21), (3, 2**21), (4, 2**21), (5, 7 * 2**21), (6, 7 * 2**21), (7, 7 * 2**21), (8, 7 * 2**21), (27, 7 * 2**18),
         (36, 7 * 2**16 // 2),
     ],
-)
+)  # fmt: skip
 def test_cost_of_the_public_shapes_on_eight_ranks(number: int, busiest_port_bytes: int) -> None:
     problem = problems.get(number)
     case = problem.cases("pkb", 8)[0]

@@ -1,7 +1,5 @@
 """Problems 71, 72, 76, 78, 86 and 87 beyond the contract: costs against published figures, oracles against independent computations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Problems 74 and 75 beyond the contract: the chunked delta rule against the recurrence, oracles against the definition, costs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

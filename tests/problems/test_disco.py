@@ -1,7 +1,5 @@
 """Problem 62 beyond the contract: the oracle against the whole sphere, the split rule, the supports, costs against published figures."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

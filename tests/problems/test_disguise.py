@@ -1,7 +1,5 @@
 """Disguised problems: the mathematics of the suite under other names, orders and shapes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What draws promise beyond the distribution that they name."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Transport faults are made from a problem's own oracle: what each changes, where it applies, and that one which passes is found."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

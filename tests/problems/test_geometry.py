@@ -1,7 +1,5 @@
 """Problems 59, 60, 61, 63, 80 and 81 beyond the contract: costs against published figures, oracles against literal definitions."""
 
-from __future__ import annotations
-
 import cmath
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Problems 64-70 and 85 beyond the contract: against their definitions element by element, against each other, and published figures."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

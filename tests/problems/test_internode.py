@@ -1,7 +1,5 @@
 """Problems 101 to 105 beyond the contract: oracles and costs against independent computations, one loop at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

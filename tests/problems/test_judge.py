@@ -1,7 +1,5 @@
 """The error model: which error counts, element by element, over the whole and row by row; where infinities and NaN must be."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

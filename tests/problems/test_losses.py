@@ -1,7 +1,5 @@
 """Problems 23, 24, 25 and 30 beyond the contract: losses against their definitions and autograd, ties, error models, published costs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Problems 11-14, 16, 18 and 54 beyond the contract: costs against published figures, oracles against independent float64 arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -170,8 +168,7 @@ def dense_attention(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tens
 
 
 @pytest.mark.parametrize(
-    "label",
-    ["causal_bf16", "full_bf16", "scaled_causal_bf16", "one_kv_head_bf16", "narrow_values_bf16", "growing_bf16", "spike_last_bf16"],
+    "label", ["causal_bf16", "full_bf16", "scaled_causal_bf16", "one_kv_head_bf16", "narrow_values_bf16", "growing_bf16", "spike_last_bf16"]
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_attention_oracle_agrees_with_torch(label: str, world_size: int) -> None:

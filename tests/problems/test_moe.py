@@ -1,7 +1,5 @@
 """Problems 26, 28, 29, 31, 32 and 49-51 beyond the contract: costs against published figures, oracles against independent arithmetic."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problems 9, 21, 22, 40-43, 47 and 48 beyond the contract: costs against published figures, oracles against independent arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problems 19, 20, 44, 52 and 53 beyond the contract: costs against published figures, codes against exact arithmetic, ties."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Sequence

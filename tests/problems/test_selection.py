@@ -1,7 +1,5 @@
 """Problems 79 and 82 against their definitions, token by token and row by row, and what their comparisons let pass."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

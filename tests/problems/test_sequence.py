@@ -1,7 +1,5 @@
 """Problems 10, 17, 33 to 35, 37 to 39, 45 and 46 beyond the contract: published costs, layouts element by element, second computations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The suite as a whole: its size, its categories, and that nothing recorded about it beats the hardware."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Problems 83 and 84 beyond the contract: against the definition token by token and autograd, and what their comparisons let pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

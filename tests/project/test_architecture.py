@@ -1,7 +1,5 @@
 """The house: no circle of imports, no module that is found by a string alone, files of strangers opened in one place."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The documentation says what is true: its links lead somewhere, its tables are complete, its first candidate works."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json

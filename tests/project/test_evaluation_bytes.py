@@ -1,7 +1,5 @@
 """The bytes of evaluations, as far as they can be known without a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

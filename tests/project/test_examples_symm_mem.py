@@ -1,7 +1,5 @@
 """The candidates in examples/symm_mem: what can be known of them without GPUs."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

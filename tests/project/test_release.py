@@ -1,7 +1,5 @@
 """What users get: a wheel that works outside a checkout, and files that say the same version."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

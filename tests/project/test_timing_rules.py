@@ -1,7 +1,5 @@
 """The table of timing settings in docs/judging.md is that of the code."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

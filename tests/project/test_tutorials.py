@@ -1,7 +1,5 @@
 """Tutorials say what happens: their commands run, their kernel is right, and breaks as they show; quoted messages and figures are real."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

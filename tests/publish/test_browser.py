@@ -1,7 +1,5 @@
 """The page in headless Chromium: drawn, sorted, filtered, switched, and inert when names and code are hostile."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time
@@ -182,10 +180,14 @@ def test_a_figure_becomes_a_file_of_its_own(browser: Any, mixed_page: Path, tmp_
     card = page.locator("#board-0 .plot", has=page.locator("figure[data-plot=sizes]"))
     with page.expect_download() as saved:
         card.locator("[data-save=svg]").click()
-    assert saved.value.suggested_filename == "share-of-the-bound-against-message-size-pkb-4-ranks-open-track.svg"
+    assert saved.value.suggested_filename == "share-of-the-bound-against-message-size-pkb-4-ranks-open-track-timing-protocol-1.svg"
     svg = ElementTree.parse(saved.value.path())
     texts = [element.text for element in svg.iter(f"{SVG}text")]
-    assert texts[0] == "Share of the bound against message size: pkb, 4 ranks, open track" and "a" * 60 in texts and "reference" in texts
+    assert (
+        texts[0] == "Share of the bound against message size: pkb, 4 ranks, open track, timing protocol 1"
+        and "a" * 60 in texts
+        and "reference" in texts
+    )
     assert len(list(svg.iter(f"{SVG}circle"))) > 10 and not list(svg.iter(f"{SVG}a")), "a link would lead nowhere from a file"
     width, height = (int(svg.getroot().get(name, "")) for name in ("width", "height"))
     page.evaluate("window.print = () => {}")

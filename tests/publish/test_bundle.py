@@ -1,7 +1,5 @@
 """Bundles hold what they say, hostile ones are refused, and verification tells claims that hold from claims that do not."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable

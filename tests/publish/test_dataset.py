@@ -1,7 +1,5 @@
 """The suite and scores in the formats of the Hugging Face Hub, whose readers are not needed here: the formats are plain YAML and JSON."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bundles of strangers: forged figures are found, malformed files are usage errors that name the file and what is wrong."""
 
-from __future__ import annotations
-
 import json
 import lzma
 import os

@@ -1,7 +1,5 @@
 """The page without a browser: complete, inert and self-contained. tests/publish/test_browser.py opens it in one."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -65,16 +63,9 @@ def test_a_page_of_runs_has_every_section(runs: Path) -> None:
     html = render_page(gather([runs]), "The title").html
     text = "".join(Elements(html).text)
     headings = (
-        "Leaderboard",
-        "Speedup of each task",
-        "Share of the bound against message size",
-        "Tasks above a speedup",
-        "How samples ended",
-        "Categories",
-        "How data moved",
-        "Progress of agents",
-        "Against the roofline",
-    )
+        "Leaderboard", "Speedup of each task", "Share of the bound against message size", "Tasks above a speedup", "How samples ended",
+        "Categories", "How data moved", "Progress of agents", "Against the roofline",
+    )  # fmt: skip
     assert [heading for heading in headings if heading not in text] == []
     first = data_of(html)[0]
     assert sorted(first["authors"]) == ["model-a", "model-b"]  # type: ignore[call-overload]

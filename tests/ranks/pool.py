@@ -1,7 +1,5 @@
 """A pool of gloo ranks for tests: processes forked once, fed with function names."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing as mp
 import tempfile

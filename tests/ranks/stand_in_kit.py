@@ -3,14 +3,14 @@
 Every call says what it is, and every rank compares what the others said: ranks that disagree about the next call get an error at once.
 """
 
-from __future__ import annotations
-
+import contextlib
 import ctypes
 import mmap
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from peerlane.device.backend import routing
 from peerlane.device.backend.neighbours import Seat
 from peerlane.device.backend.ordering import NO_TIMEOUT, FinishedWork
 from peerlane.device.collectives.checks import part_bytes, require_contiguous, require_fit, require_part, require_parts, require_root
 from peerlane.device.collectives.point_to_point import Transfer
 from peerlane.device.collectives.reductions import SUM, Reduction
 from peerlane.errors import DeviceError, DeviceTimeout
+from ranks.pool import RankPool
 
 WAIT_S = 10.0
 SLOT_BYTES, TITLE_BYTES = 1 << 18, 128
@@ -313,3 +315,16 @@ class StandInProvider:
     def lane(self, device: torch.device) -> ThreadLane:
         self._lane = self._lane or ThreadLane()  # not before the fork
         return self._lane
+
+
+@contextlib.contextmanager
+def ranks_with_the_kit(count: int, **options: Any) -> Iterator[RankPool]:
+    """Ranks of the backend whose kit is a stand-in."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = routing.use_provider(StandInProvider(Path(folder), **options))
+        try:
+            pool = RankPool(count, "peerlane")
+        finally:
+            routing.use_provider(before)
+        yield pool
+        pool.close()

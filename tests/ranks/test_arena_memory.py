@@ -1,7 +1,5 @@
 """Arenas of processes that map each other's memory, on memory files instead of GPUs: growth, reuse, and what is left when a call fails."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,10 +1,7 @@
 """torch.distributed on the backend ``peerlane``: on gloo alone, and with a stand-in for the kit that serves CPU tensors."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -22,7 +19,7 @@ from peerlane.device import backend
 from peerlane.device.backend import routing, symmetric
 from peerlane.errors import UsageError
 from ranks.pool import RankPool
-from ranks.stand_in_kit import StandInProvider
+from ranks.stand_in_kit import StandInProvider, ranks_with_the_kit
 
 # PyTorch 2.13 says that all_gather_into_tensor and reduce_scatter_tensor have newer names; programs use these.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -41,14 +38,8 @@ def gloo_ranks() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module")
 def kit_ranks() -> Iterator[RankPool]:
-    with tempfile.TemporaryDirectory() as folder:
-        before = routing.use_provider(StandInProvider(Path(folder)))
-        try:
-            pool = RankPool(KIT_RANKS, "peerlane")
-        finally:
-            routing.use_provider(before)
+    with ranks_with_the_kit(KIT_RANKS) as pool:
         yield pool
-        pool.close()
 
 
 def numbers(rank: int, count: int = 6, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -275,10 +266,7 @@ def bad_calls(rank: int, world: int) -> list[str]:
     said = []
     group = dist.group.WORLD
     assert isinstance(group, backend.PeerlaneGroup)
-    for call in (
-        lambda: group.allreduce([torch.ones(1), torch.ones(1)]),
-        lambda: group.allreduce([torch.ones(1, device="meta")]),
-    ):
+    for call in (lambda: group.allreduce([torch.ones(1), torch.ones(1)]), lambda: group.allreduce([torch.ones(1, device="meta")])):
         try:
             call()
         except UsageError as error:

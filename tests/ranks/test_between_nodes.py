@@ -1,7 +1,5 @@
 """Solutions between nodes on CPU ranks: right in every small case."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

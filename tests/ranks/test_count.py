@@ -1,7 +1,5 @@
 """The independent count: every collective's bytes, matrix products, and a cost model that asks for too much."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

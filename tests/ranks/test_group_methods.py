@@ -1,12 +1,9 @@
 """What PyTorch calls besides collectives: every method of ProcessGroup, splits, profilers, sparse tensors, and the way to the backend."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,11 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peerlane import ops
 from peerlane.device import backend
-from peerlane.device.backend import routing
 from peerlane.errors import UsageError
 from peerlane.ops import collectives
 from ranks.pool import RankPool
-from ranks.stand_in_kit import StandInProvider
+from ranks.stand_in_kit import ranks_with_the_kit
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 RANKS = 2
@@ -102,14 +98,8 @@ ENDS = {"abort", "shutdown"}
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with tempfile.TemporaryDirectory() as folder:
-        before = routing.use_provider(StandInProvider(Path(folder)))
-        try:
-            pool = RankPool(RANKS, "peerlane")
-        finally:
-            routing.use_provider(before)
+    with ranks_with_the_kit(RANKS) as pool:
         yield pool
-        pool.close()
 
 
 def call_all(rank: int, world: int) -> None:

@@ -1,7 +1,5 @@
 """Ranks that share a GPU judge large answers in turns: each sees the inputs of all, and one at a time holds them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,11 +1,7 @@
 """Messages of torch.distributed where the kit serves them: one by one and in batches, of every tag, order, dtype and size."""
 
-from __future__ import annotations
-
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,24 +10,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import peerlane.device.backend as backend
-from peerlane.device.backend import routing
 from peerlane.errors import UsageError
-from tests.ranks.pool import RankPool
-from tests.ranks.stand_in_kit import StandInProvider
+from ranks.pool import RankPool
+from ranks.stand_in_kit import ranks_with_the_kit
 
 RANKS = 3
 
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    with tempfile.TemporaryDirectory() as folder:
-        before = routing.use_provider(StandInProvider(Path(folder), messages=True))
-        try:
-            pool = RankPool(RANKS, "peerlane")
-        finally:
-            routing.use_provider(before)
+    with ranks_with_the_kit(RANKS, messages=True) as pool:
         yield pool
-        pool.close()
 
 
 def numbers(rank: int, count: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:

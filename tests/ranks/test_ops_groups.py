@@ -1,7 +1,5 @@
 """What ``group=`` of an operator takes, and where operators run without the kit, on CPU ranks."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

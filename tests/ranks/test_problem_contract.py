@@ -1,8 +1,6 @@
 """Every problem, every small case, world sizes 2 and 4: the reference passes its oracle, known wrong answers fail, alternative
 solutions pass. Every change runs one case of each problem."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The printed source of every reference, executed on its own, gives what the reference gives."""
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Groups of processes whose waits end: when one runs out of time, and when a rank dies. On memory files instead of GPUs."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing as mp
 import os

@@ -6,8 +6,6 @@ The suite is ``torch/testing/_internal/distributed/distributed_test.py``, which 
 another one here needs a reason in ``torch_suite.toml``; an entry there without a difference fails too.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """Bounds of stored results, and times of known algorithms at measured rates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A problem as data and as a page, shown on a problem made for these tests."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -132,7 +130,7 @@ def test_page() -> None:
 def test_overview_escapes_what_would_break_the_table() -> None:
     rows = [line for line in overview([problem_detail(SAMPLE, world_size=4)], {}).splitlines() if "sample" in line]
     assert rows == [
-        "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |",
+        "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |"
     ]
 
 
@@ -180,14 +178,9 @@ def test_pages_lead_with_the_reference_and_fold_cases() -> None:
     problem = problems.get(13)
     text = pages.page(problem, problem_detail(problem, world_size=4), Measured(solutions=(SOLUTION,)))
     order = (
-        "def reference",
-        "<!-- ![Problem 13 on 4 ranks",
-        "peerlane new 13\n",
-        "](../../src/peerlane/solutions/p013_gemm_allreduce.py)",
-        "| 2x H100 |",
-        "## Cost",
-        "<summary>The reference's speed",
-    )
+        "def reference", "<!-- ![Problem 13 on 4 ranks", "peerlane new 13\n", "](../../src/peerlane/solutions/p013_gemm_allreduce.py)",
+        "| 2x H100 |", "## Cost", "<summary>The reference's speed",
+    )  # fmt: skip
     assert sorted(order, key=text.index) == list(order)
     assert text.index("<details") > text.index("## Cost") and text.count("<details markdown>") == text.count("</details>") == 4
 

@@ -1,7 +1,5 @@
 """Plots and tables of sweeps and mechanisms, from results made by hand. No figure here was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -133,10 +131,7 @@ MECHANISMS = MeasuredMechanisms(
 def test_the_table_to_choose_by() -> None:
     table = choice_table(MECHANISMS.mechanisms)
     assert table.columns == ("mechanism", "64 KiB", "64 MiB", "lowest to highest", "blocks", "all GPUs at once")
-    assert table.rows == [
-        ("copy engine push", "30", "390", "388 to 391", "-", "-"),
-        ("sm store", "60", "360", "358 to 361", "16", "280"),
-    ]
+    assert table.rows == [("copy engine push", "30", "390", "388 to 391", "-", "-"), ("sm store", "60", "360", "358 to 361", "16", "280")]
     text = mechanisms_report(MECHANISMS)
     assert "4x NVIDIA H200, NVLink, driver 580; 2026-01-02; 7 samples each" in text and "| flag | 2.50 | 2.40 | 2.70 | 7 |" in text
 

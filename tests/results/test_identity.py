@@ -1,7 +1,5 @@
 """What makes two evaluations the same, and what does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from peerlane import problems

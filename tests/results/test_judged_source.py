@@ -1,7 +1,5 @@
 """The hash of a problem's source: what judges and times it counts, words about it and wrong answers do not."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """A file of results stays readable whatever is in it, and says what was left out."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

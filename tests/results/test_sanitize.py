@@ -1,7 +1,5 @@
 """What is stored is described by the schema, and texts of candidates are made harmless before."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

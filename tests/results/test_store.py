@@ -1,7 +1,5 @@
 """results.jsonl: appended whole or not at all, never rewritten, readable after a crash."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Records that contradict themselves cannot be constructed."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any, get_args
@@ -18,15 +16,9 @@ from sample_results import again, estimate, measured, on_cpu, own_audit, result
 VERDICT: TypeAdapter[Record] = TypeAdapter(Verdict)
 FAILED = {"phase": "first_call", "rank": 1, "message": "ValueError: no"}
 WRONG = {
-    "case": "1/small/ragged/w2",
-    "phase": "correctness",
-    "rank": 0,
-    "slot": 2,
-    "output": "sum",
-    "error_over_tolerance": 3.5,
-    "detail": "elementwise",
-    "wrong_ranks": [0],
-}
+    "case": "1/small/ragged/w2", "phase": "correctness", "rank": 0, "slot": 2, "output": "sum", "error_over_tolerance": 3.5,
+    "detail": "elementwise", "wrong_ranks": [0],
+}  # fmt: skip
 VERDICTS: dict[str, dict[str, Any]] = {
     "correct": {},
     "wrong_result": WRONG,

@@ -1,7 +1,5 @@
 """Which paths candidates may not read. Whether the kernel keeps to it is tried in tests/adversarial."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

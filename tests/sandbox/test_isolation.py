@@ -1,7 +1,5 @@
 """Which tier a machine gives, and how: decisions, the sandbox's command, caches and the system call filter. No candidate runs here."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

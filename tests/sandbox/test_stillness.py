@@ -1,7 +1,5 @@
 """Processes stand still if they only wait or spin; whoever works, waits in steps or is kept from running does not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The corpus's table, the order in which it is judged, and what counts as expected."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -313,15 +311,10 @@ def test_busy_cores_are_left_alone_at_the_end() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--honest", "--load", "-1"],
-        ["--load", "2"],
-        ["--world-size", "4"],
-        ["--emulated"],
-        ["--repeat", "0"],
-        ["--rows", "C02"],
+        ["--honest", "--load", "-1"], ["--load", "2"], ["--world-size", "4"], ["--emulated"], ["--repeat", "0"], ["--rows", "C02"],
         ["--rows", "X01"],
     ],
-)
+)  # fmt: skip
 def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     monkeypatch.setattr("peerlane.evaluate.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", *arguments])

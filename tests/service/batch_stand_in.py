@@ -4,8 +4,6 @@ The results are copies of those in the folder, by comments in the sources: ``# w
 ``# hangs`` does not end, once; ``# sleeps SECONDS``. Imports nothing but the standard library, for there are many of these.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

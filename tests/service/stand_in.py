@@ -1,7 +1,5 @@
 """A service on loopback whose evaluator is a stand-in: it takes verdicts from comments in the sources. For tests of the protocol alone."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading
@@ -40,7 +38,7 @@ class StandIn:
     def __init__(self, judged: Counter[str]) -> None:
         self.judged, self.gave_up, self.capacity = judged, None, 1
 
-    def __enter__(self) -> StandIn:
+    def __enter__(self) -> "StandIn":
         return self
 
     def __exit__(self, *_: object) -> None: ...

@@ -1,7 +1,5 @@
 """Adapters on a service of stand-ins, by the calls that trainers make. test_trainers.py runs them in the trainers themselves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The protocol, over HTTP on loopback, with a stand-in for the evaluator."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -366,14 +364,8 @@ def test_a_service_that_is_not_there_is_told() -> None:
 
 
 OPERATIONS = (
-    "POST /v1/jobs",
-    "GET /v1/jobs/{id}",
-    "DELETE /v1/jobs/{id}",
-    "GET /v1/jobs/{id}/events",
-    "GET /v1/node",
-    "GET /metrics",
-    "GET /health",
-)
+    "POST /v1/jobs", "GET /v1/jobs/{id}", "DELETE /v1/jobs/{id}", "GET /v1/jobs/{id}/events", "GET /v1/node", "GET /metrics", "GET /health",
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Plans on other machines: a service, a farm of nodes, and a stand-in for Slurm."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

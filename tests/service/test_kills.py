@@ -1,7 +1,5 @@
 """A service that is killed at a hundred random moments: none of its jobs is lost, and none judged twice."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import os
@@ -33,7 +31,7 @@ _FAILED = {"kind": "import_error", "phase": "import", "rank": 0, "message": "no 
 class WithoutRanks(evaluator.Evaluator):
     """Gives every candidate the same verdict after some milliseconds. Queue, store and locks are those of a service."""
 
-    def __enter__(self) -> WithoutRanks:
+    def __enter__(self) -> "WithoutRanks":
         return self
 
     def judge(

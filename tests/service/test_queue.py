@@ -1,7 +1,5 @@
 """What the queue promises: jobs by content, turns of tokens, nothing lost."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A Ray cluster of a head and three nodes on loopback: a killed worker, a lost node, a batch that hangs."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`peerlane serve` at work on CPU ranks: killed in the middle, told to end, and checked before it takes work."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

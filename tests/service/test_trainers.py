@@ -1,7 +1,5 @@
 """Adapters in the real trainers, on a real service with CPU ranks. `make test-trainers` installs each of them, and runs these."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -100,14 +98,8 @@ def test_verifiers_records_both_rewards(environment: dict[str, str], tmp_path: P
     with FakeServer(lambda messages, tools: {"text": f"```python\n{RIGHT}```"}) as model:
         words = ["peerlane_vf", "-n", "2", "-m", "fake", "--no-push", "--no-rich", "-o", "runs", "--run.dir", "one", "--client.base-url"]
         words += [
-            model.url,
-            "--client.api-key-var",
-            "MODEL_KEY",
-            "--env.agent.harness.id",
-            "null",
-            "--env.agent.runtime.type",
-            "subprocess",
-        ]
+            model.url, "--client.api-key-var", "MODEL_KEY", "--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess",
+        ]  # fmt: skip
         run("verifiers", "vf-eval", *words, environment={**environment, "MODEL_KEY": "x", "PYTHONPATH": "."}, folder=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "runs" / "one" / "traces.jsonl").read_text().splitlines()]
     rewards = {row["task"]["data"]["problem"]: [trace["rewards"] for trace in row["traces"]] for row in rows}

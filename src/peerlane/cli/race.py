@@ -272,6 +272,7 @@ def imported(file: Path) -> ModuleType:
 
 def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]:
     """Returns the scenarios of the file's ``race`` for this number of ranks; raises UsageError, also for what the file raises."""
+    from peerlane.device.host.declare import written_in
     from peerlane.emulator import Scenario
 
     describe = getattr(module, "race", None)
@@ -285,6 +286,9 @@ def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]
     if not given or not all(isinstance(scenario, Scenario) for scenario in given):
         kinds = [type(item).__name__ for item in given]
         raise UsageError(f"race({world_size}) of {file} gave {kinds}; expected one or more peerlane.emulator.Scenario")
+    for scenario in given:
+        if isinstance(scenario.source, str) and (place := written_in(str(file), scenario.source))[0] == file.name:
+            scenario.source = f'#line {place[1]} "{place[0]}"\n{scenario.source}'
     return given
 
 

@@ -1,7 +1,5 @@
 """Ranks in nodes: two tiers of memory and links. No torch here: the command line asks too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peerlane.errors import UsageError

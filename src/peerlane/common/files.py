@@ -5,8 +5,6 @@ and only those of a limited size are read. No link is followed below a folder, n
 the user names are. What is below the folder of a run is opened here, for writing too: a test forbids other ways.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

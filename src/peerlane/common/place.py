@@ -1,7 +1,5 @@
 """Places where ranks run: on CPUs, each on a GPU, several on each GPU, or in the emulator. No torch here: the command line asks too."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,17 +36,17 @@ class Place:
     untimed: str = ""
 
     @classmethod
-    def of(cls, device: str, *, shared: bool = False) -> Place:
+    def of(cls, device: str, *, shared: bool = False) -> "Place":
         """The place with this device, as plans name it; ``shared``: where ranks share its GPUs."""
         found = _BY_DEVICE[device]
         return VIRTUAL if shared and found.has_gpus else found
 
-    def in_nodes(self, nodes: int) -> Place:
+    def in_nodes(self, nodes: int) -> "Place":
         """This place where its ranks are in so many nodes: several are a virtual cluster, where no speed is measured."""
         return self if nodes == 1 else replace(self, groups=1, untimed=VIRTUAL_CLUSTER)
 
     @classmethod
-    def of_kind(cls, kind: NodeKind) -> Place:
+    def of_kind(cls, kind: NodeKind) -> "Place":
         """The place of this class of machine, as records name it."""
         return _BY_KIND[kind]
 

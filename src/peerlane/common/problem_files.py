@@ -4,8 +4,6 @@ A package offers problems by an entry point of the group ``peerlane.problems``, 
 names folders of such files by ``--problems``, or in PEERLANE_PROBLEMS. See docs/your-own-problems.md.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Python's parser, made safe for several threads."""
 
-from __future__ import annotations
-
 import ast
 
 UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError, SystemError)

@@ -1,7 +1,5 @@
 """Tools of NVIDIA's toolkit on this machine, and the architectures that extensions of torch are compiled for; needs no torch."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

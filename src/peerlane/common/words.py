@@ -1,7 +1,5 @@
 """Words in messages."""
 
-from __future__ import annotations
-
 
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun: ``1 rank``, ``2 ranks``."""

@@ -13,8 +13,6 @@ interpreter can not run: these kernels compile anywhere, and run on GPUs.
 # Device functions have no Python types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped"
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -15,18 +15,6 @@ from peerlane.emulator.ptx_front_end import Ptx, UnknownPtx
 from peerlane.emulator.scenario import Buffer, EmulatedArena, Scenario
 
 __all__ = [
-    "Buffer",
-    "EmulatedArena",
-    "Finding",
-    "Frame",
-    "Launch",
-    "Place",
-    "Program",
-    "Ptx",
-    "Report",
-    "Scenario",
-    "Side",
-    "UnknownPtx",
-    "check",
+    "Buffer", "EmulatedArena", "Finding", "Frame", "Launch", "Place", "Program", "Ptx", "Report", "Scenario", "Side", "UnknownPtx", "check",
     "compile_program",
-]
+]  # fmt: skip

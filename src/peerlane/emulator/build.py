@@ -1,7 +1,5 @@
 """Device source to a program for the CPU, by g++, through a cache."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re
@@ -31,19 +29,10 @@ _LANGUAGE = ("-std=c++20", "-fPIC", "-Wno-attributes", "-Wno-unknown-pragmas")
 # The sanitizer's pass puts a call before every access; its library is not linked, the runtime answers the calls. Nothing may be hidden from
 # the return addresses, and shared variables must be found by __tls_get_addr. A misaligned address ends in a trap.
 _DEVICE = (
-    "-O1",
-    "-g1",
-    "-fsanitize=thread",
-    "-fsanitize=alignment",
-    "-fsanitize-undefined-trap-on-error",
-    "--param=tsan-instrument-func-entry-exit=0",
-    "--param=tsan-distinguish-volatile=1",
-    "-fno-optimize-sibling-calls",
-    "-fno-gnu-unique",
-    "-fno-exceptions",
-    "-ftls-model=global-dynamic",
-    "-ffp-contract=off",
-)
+    "-O1", "-g1", "-fsanitize=thread", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error",
+    "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1", "-fno-optimize-sibling-calls", "-fno-gnu-unique",
+    "-fno-exceptions", "-ftls-model=global-dynamic", "-ffp-contract=off",
+)  # fmt: skip
 _RUNTIME_FLAGS = ("-O3", "-g1", "-fno-exceptions", "-fno-semantic-interposition", "-fvisibility-inlines-hidden")
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs")
 _GLOBALS = "peerlane_globals"

@@ -1,7 +1,5 @@
 """Run a scenario under many schedules and say what was found."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time
@@ -51,7 +49,7 @@ class Report:
         said = "nothing found" if self.clean else f"{len(self.findings)} findings"
         return "\n".join([f"{head}: {said}{notes}", *map(str, self.findings), *(f"note: {note}" for note in self.notes)])
 
-    def strictly(self) -> Report:
+    def strictly(self) -> "Report":
         """Returns the report with its notes about the ends of launches as races."""
         races = as_races(self.notes)
         return replace(self, findings=(*self.findings, *races), notes=tuple(note for note in self.notes if note.kind != LAUNCH_BOUNDARY))

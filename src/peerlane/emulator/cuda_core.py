@@ -7,8 +7,6 @@ Host code that compiles by ``Program`` and launches by ``launch`` runs as writte
 # cuda.core has no types here.
 # mypy: disable-error-code="no-untyped-def,misc"
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -79,7 +77,7 @@ class Program:
             found.append(b"-arch=sm_90a")
         self._options = (*found, b"--generate-line-info")
 
-    def compile(self, target_type: str, name_expressions: Sequence[Any] = (), **_: Any) -> ObjectCode:
+    def compile(self, target_type: str, name_expressions: Sequence[Any] = (), **_: Any) -> "ObjectCode":
         names = tuple(name.decode() if isinstance(name, bytes) else name for name in name_expressions)
         return ObjectCode(*_compiled(self._source, self._options, names))
 
@@ -94,7 +92,7 @@ class ObjectCode:
         self._ptx, self._names = ptx, names
         self._entries = {entry.name: entry for entry in parse(ptx.text).entries}
 
-    def get_kernel(self, name: str | bytes) -> CoreKernel:
+    def get_kernel(self, name: str | bytes) -> "CoreKernel":
         name = name.decode() if isinstance(name, bytes) else name
         symbol = self._names.get(name, name)
         if symbol not in self._entries:

@@ -3,8 +3,6 @@
 As in a capture on a GPU, what the captured code computes is there after a replay. Arguments of launches are those at the capture.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -76,7 +74,7 @@ def record_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     return result
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return record_operation(function, args, kwargs or {})
 

@@ -4,8 +4,6 @@ There is one for a process, once an extension has been loaded. From then on tens
 ``data_ptr()`` is one address for C++, for Python and for the emulator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
@@ -241,7 +239,7 @@ class Runtime:
         group.launch_ptx(PtxLaunch(moves(what, copies=len(places) > 1), f"{what}_{size}", (1,), (MOVING_THREADS,), values))
 
     def _multiply(self, asked: Any) -> int:
-        multiply(asked.contents, self.move)
+        multiply(Product.from_buffer_copy(asked.contents), self.move)  # a graph asks again
         return 0
 
     def _word(self, address: int, value: int, condition: int) -> int:

@@ -5,8 +5,6 @@ something of every other orders kernels as a barrier on the stream does; a broad
 writes is the host's.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A group of emulated ranks, as the libraries see it that stand for Triton, cuda.core and torch.distributed."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

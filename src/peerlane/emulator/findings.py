@@ -1,7 +1,5 @@
 """Findings of the emulator: what threads did, where, and what it means. Findings of the same lines are told as one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

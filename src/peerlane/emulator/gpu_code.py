@@ -3,8 +3,6 @@
 A source that g++ takes need not be one for a GPU: `M_PI`, `std::max` and 400 KB of shared memory are fine on a CPU. NVRTC needs no GPU.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence

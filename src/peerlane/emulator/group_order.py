@@ -1,7 +1,5 @@
 """The order that collectives of some ranks make, as signals among all ranks' launches: torch's symmetric memory sends them too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The libraries by which host code of emulated ranks communicates and launches kernels: torch.distributed, Triton and cuda.core."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

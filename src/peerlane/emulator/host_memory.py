@@ -1,7 +1,5 @@
 """Memory of emulated ranks: parts of arenas and ordinary tensors, at the addresses that their kernels use."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import ctypes
@@ -97,7 +95,7 @@ class MulticastPart(Part):
 
 
 @contextlib.contextmanager
-def empty_noted(space: AddressSpace) -> Iterator[None]:
+def empty_noted(space: "AddressSpace") -> Iterator[None]:
     """While this lasts, it is recorded which tensors hold what nobody has written."""
     made_by = [(torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")]
     before = [getattr(place, name) for place, name in made_by]

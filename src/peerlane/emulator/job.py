@@ -1,7 +1,5 @@
 """One run of the emulator in a process of its own: memory and launches go in, findings and memory come out."""
 
-from __future__ import annotations
-
 import bisect
 import json
 import signal

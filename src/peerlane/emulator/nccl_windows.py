@@ -5,8 +5,6 @@ ncclWindow_vidmem and ncclDevComm. Their layout is that of the installed headers
 the next rank 4 GiB behind. Barriers are the words and the orders that NCCL's code has, so nothing here knows what a barrier is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence
@@ -60,7 +58,7 @@ class EmulatedWorld(World):
         made.tensor = made.tensor[:nbytes].view(dtype).view(shape)
         return made
 
-    def kernel(self, program: Cubin, name: str) -> EmulatedKernel:
+    def kernel(self, program: Cubin, name: str) -> "EmulatedKernel":
         return EmulatedKernel(self._group, program, name)
 
     def close(self) -> None:

@@ -1,7 +1,5 @@
 """Names that host code of emulated ranks cannot use. Each raises an error that says what to use."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

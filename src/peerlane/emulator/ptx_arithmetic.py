@@ -1,7 +1,5 @@
 """Rules for PTX instructions that compute: moves, conversions, comparisons, arithmetic. See ``ptx_rules.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from peerlane.emulator.ptx_halves import HALVES, HalfRules

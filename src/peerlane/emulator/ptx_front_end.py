@@ -6,8 +6,6 @@ Every instruction is translated by a rule of its own in ``ptx_rules.py``. One wi
 know, is an error that quotes it: nothing is guessed. Source lines come from ``.loc``, with the calls that were inlined.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

@@ -1,23 +1,13 @@
 """Rules for PTX arithmetic in fp16 and bf16, of one number or two in a register: each result is rounded once. See ``ptx_rules.py``."""
 
-from __future__ import annotations
-
 from peerlane.emulator.ptx_operands import TYPES, Modifiers, OperandRules, Operands, name_of
 
 HALVES = {"f16": "F16", "bf16": "Bf16", "f16x2": "F16", "bf16x2": "Bf16"}
 """PTX type: what widens and narrows it in C++"""
 _EXPRESSIONS = {
-    "add": "a + b",
-    "sub": "a - b",
-    "mul": "a * b",
-    "fma": "std::fma(a, b, c)",
-    "min": "std::fmin(a, b)",
-    "max": "std::fmax(a, b)",
-    "neg": "-a",
-    "abs": "std::fabs(a)",
-    "ex2": "std::exp2(a)",
-    "tanh": "std::tanh(a)",
-}
+    "add": "a + b", "sub": "a - b", "mul": "a * b", "fma": "std::fma(a, b, c)", "min": "std::fmin(a, b)", "max": "std::fmax(a, b)",
+    "neg": "-a", "abs": "std::fabs(a)", "ex2": "std::exp2(a)", "tanh": "std::tanh(a)",
+}  # fmt: skip
 HALF_OPERATIONS = frozenset(_EXPRESSIONS)
 _WITH_NAN = {
     "min": '(a != a || b != b ? __builtin_nan("") : std::fmin(a, b))',

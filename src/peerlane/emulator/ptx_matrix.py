@@ -1,7 +1,5 @@
 """Rules for PTX instructions of tensor cores, and for matrices and copies that feed them. See ``ptx_rules.py``."""
 
-from __future__ import annotations
-
 import re
 
 from peerlane.emulator.ptx_operands import Modifiers, OperandRules, Operands, name_of, split_operands

@@ -1,7 +1,5 @@
 """Rules for PTX instructions on multicast addresses: each takes part in every rank's memory. See ``ptx_rules.py``."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Operands of PTX instructions as C++: types, names, values, addresses."""
 
-from __future__ import annotations
-
 import re
 
 TYPES = {

@@ -3,8 +3,6 @@
 A rule returns None for what it does not know. Rounding of approximate functions is the CPU's; everything else is as PTX defines it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,16 +22,9 @@ _NO_EFFECT = ("prefetch", "prefetchu", "discard", "applypriority", "setmaxnreg",
 
 
 _UPDATES = {
-    "add": "add(old, by)",
-    "min": "least(old, by)",
-    "max": "greatest(old, by)",
-    "and": "old & by",
-    "or": "old | by",
-    "xor": "old ^ by",
-    "exch": "by",
-    "inc": "old >= by ? 0 : old + 1",
-    "dec": "old == 0 || old > by ? by : old - 1",
-}
+    "add": "add(old, by)", "min": "least(old, by)", "max": "greatest(old, by)", "and": "old & by", "or": "old | by", "xor": "old ^ by",
+    "exch": "by", "inc": "old >= by ? 0 : old + 1", "dec": "old == 0 || old > by ? by : old - 1",
+}  # fmt: skip
 """The operations of atom and red that change a value: what they make of it."""
 
 

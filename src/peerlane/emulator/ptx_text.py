@@ -1,7 +1,5 @@
 """PTX text to statements: kernels with their parameters, and in each its declarations, labels, scopes and instructions, with lines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

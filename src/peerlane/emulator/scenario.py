@@ -1,7 +1,5 @@
 """Scenarios for the emulator: the memory of some ranks, and the launches of each."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

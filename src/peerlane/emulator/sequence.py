@@ -1,7 +1,5 @@
 """Launches of emulated ranks: each is run once for its result, then some in a row under many schedules for what they race about."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time
@@ -63,7 +61,7 @@ class Compiled:
     modules: frozenset[Ptx] = frozenset()
     """what it consists of, if that is PTX: then it can be joined with others"""
 
-    def joined(self, other: Compiled) -> Compiled | None:
+    def joined(self, other: "Compiled") -> "Compiled | None":
         """Returns both in one program; None if there is none, as where both have device variables."""
         if other is self or (self.modules and other.modules <= self.modules):
             return self

@@ -7,8 +7,6 @@
 Every rank imports the file for itself, so module variables are a rank's own.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -4,8 +4,6 @@ A handle has the attributes of torch's that kernels are written with. Its barrie
 that the emulator checks.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ specialisations, constexprs and heuristics are those of that GPU. Nothing is tim
 # Triton has no types.
 # mypy: disable-error-code="import-untyped,no-untyped-def,misc"
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

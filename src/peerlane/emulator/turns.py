@@ -1,7 +1,5 @@
 """Ranks as threads of this process that take turns: one runs until it has to wait for others, so a run is the same every time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Names are loaded on first use, because rank processes import this package and must stay slim.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

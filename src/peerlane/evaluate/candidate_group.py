@@ -1,7 +1,5 @@
 """The rank group that an evaluation has for its candidate, and what is known of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

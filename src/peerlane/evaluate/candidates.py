@@ -1,7 +1,5 @@
 """Finds candidates: files, folders of files, or the words ``reference`` and ``solutions``."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib
@@ -150,12 +148,7 @@ def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> Candi
     source = data.decode(errors="replace")
     backend = _backend(source)
     return CandidateFile(
-        name,
-        path,
-        hashlib.sha256(data).hexdigest(),
-        backend,
-        problem,
-        backend == "cuda" or any(mark in source for mark in _CUDA_MARKS),
+        name, path, hashlib.sha256(data).hexdigest(), backend, problem, backend == "cuda" or any(mark in source for mark in _CUDA_MARKS)
     )
 
 

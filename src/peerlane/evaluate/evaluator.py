@@ -2,8 +2,6 @@
 it is judged again), pipeline.py (one evaluation), correctness/case_runner.py (one case) and timing/; processes/session.py holds the
 processes, ranks/ what they run."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

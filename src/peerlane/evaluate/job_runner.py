@@ -1,7 +1,5 @@
 """Judges one job, and once more where the machine or an earlier candidate is to blame; knows when a machine is of no more use."""
 
-from __future__ import annotations
-
 import time
 from typing import Protocol
 

@@ -7,8 +7,6 @@ Answers of a candidate's ranks are untrusted. :func:`read_answer` is the one pla
 lengths and ranges, and fits the request.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -56,7 +54,7 @@ class Declaration:
     read_answer: Reader
 
     @classmethod
-    def of(cls, method: Any) -> Declaration:
+    def of(cls, method: Any) -> "Declaration":
         """Makes a declaration from the signature and the annotations of a method."""
         hints = get_type_hints(method, include_extras=True)
         write_answer, read_answer = _answer_format(hints.pop("return"))

@@ -1,7 +1,5 @@
 """The machine that evaluations run on: as records describe it, where its ranks are, and the isolation that it gives."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping
@@ -44,7 +42,7 @@ class Node:
     rules_hash: str = ""
     """The hash of the settings that decide verdicts and speeds."""
 
-    def shared_by(self, virtual: VirtualNode | None) -> Node:
+    def shared_by(self, virtual: VirtualNode | None) -> "Node":
         """This machine where its ranks share GPUs as they do on ``virtual``: a rank has a part of the memory, and no link to a peer."""
         if virtual is None:
             return self

@@ -4,8 +4,6 @@ The stages come in the order of their cost, and the first that fails is the last
 right. Only then a second fresh group times it, because there the reference has to be timed first, before any candidate code is loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random

@@ -1,7 +1,5 @@
 """One evaluation on emulated ranks: import, correctness and races in every case, exit. No GPU is needed, and nothing is timed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The plan of evaluations, checked as soon as it is made, and the jobs that it stands for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Tells which problem a candidate's file name means: peerlane's names, those of the public benchmark, and its older numbering."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,66 +36,29 @@ PUBLIC_SLUGS: Mapping[int, str] = {
 }
 """Today's slug of a problem there, by the number that it has there and here."""
 
+_SHIFTED = """
+ulysses_all_to_all_tensor_primitive ulysses_all_gather_into_tensor_primitive ulysses_all_gather_variable_primitive
+ulysses_gather_seq_scatter_heads ulysses_gather_heads_scatter_seq ulysses_gather_seq_scatter_heads_qkv ulysses_attention_e2e ddp
+zero1_optimizer_shard zero2_optimizer_shard_grad fused_adam_grad_unshard_allgather quantized_grad_allreduce reducescatter_fused_rmsnorm
+fsdp_adamw_sharded fsdp_step_e2e fsdp_and_tp moe_ep_balanced moe_ep_wide moe_ep_narrow fp8_reduce_scatter_grads fp8_allgather_params
+ring_attention ring_attention_tp ring_attention_pp ring_attention_backward_dp openclip_contrastive_loss physicsnemo_distributed_rfft
+physicsnemo_distributed_irfft gsplat_3d_gaussian_splatting torchharmonics_spherical_convolution deepmd_kalman_filter_optimizer
+gnn_neighbor_sampling gnn_feature_exchange_all2all gnn_feature_exchange_all2all_backward gnn_sparse_embedding_all2all
+gnn_sparse_feature_fetch_projection gnn_negative_scoring torchrec_kjt_all2all hyena_conv1d_boundary_exchange hyena_forward_cp
+vocab_parallel_cross_entropy_loss fla_kimi_delta_attention_cp_tp fla_gated_deltanet_cp opensora_conv3d_allreduce magi1_cso_async_attention
+magi1_tile_parallel_vae_decode dinov2_distributed_knn dinov2_distributed_sinkhorn_knopp sam3_allgather_iou_suppression
+vocab_parallel_log_prob_topk vocab_parallel_log_prob_topk_chunked vocab_parallel_log_prob_topk_chunked_backward distributed_sample_sort
+tp_muon_orthogonalization conv2d_boundary_exchange
+"""
+"""The older slugs from 34 on. These problems were numbered one higher."""
+
 OLDER_NAMES: Mapping[tuple[int, str], int | None] = {
     (11, "gemm_allgather_AT"): 11,
     (12, "gemm_allgather"): 12,
     (14, "gemm_allscatter"): 14,
     (18, "rms_norm"): 18,
-    (34, "ulysses_all_to_all_tensor_primitive"): 33,
-    (35, "ulysses_all_gather_into_tensor_primitive"): 34,
-    (36, "ulysses_all_gather_variable_primitive"): 35,
-    (37, "ulysses_gather_seq_scatter_heads"): 36,
-    (38, "ulysses_gather_heads_scatter_seq"): 37,
-    (39, "ulysses_gather_seq_scatter_heads_qkv"): 38,
-    (40, "ulysses_attention_e2e"): 39,
-    (41, "ddp"): 40,
-    (42, "zero1_optimizer_shard"): 41,
-    (43, "zero2_optimizer_shard_grad"): 42,
-    (44, "fused_adam_grad_unshard_allgather"): 43,
-    (45, "quantized_grad_allreduce"): 44,
-    (46, "reducescatter_fused_rmsnorm"): 45,
+    **{(number, slug): number - 1 for number, slug in enumerate(_SHIFTED.split(), 34)},
     (47, "fsdp_adamw_sharded"): None,
-    (48, "fsdp_step_e2e"): 47,
-    (49, "fsdp_and_tp"): 48,
-    (50, "moe_ep_balanced"): 49,
-    (51, "moe_ep_wide"): 50,
-    (52, "moe_ep_narrow"): 51,
-    (53, "fp8_reduce_scatter_grads"): 52,
-    (54, "fp8_allgather_params"): 53,
-    (55, "ring_attention"): 54,
-    (56, "ring_attention_tp"): 55,
-    (57, "ring_attention_pp"): 56,
-    (58, "ring_attention_backward_dp"): 57,
-    (59, "openclip_contrastive_loss"): 58,
-    (60, "physicsnemo_distributed_rfft"): 59,
-    (61, "physicsnemo_distributed_irfft"): 60,
-    (62, "gsplat_3d_gaussian_splatting"): 61,
-    (63, "torchharmonics_spherical_convolution"): 62,
-    (64, "deepmd_kalman_filter_optimizer"): 63,
-    (65, "gnn_neighbor_sampling"): 64,
-    (66, "gnn_feature_exchange_all2all"): 65,
-    (67, "gnn_feature_exchange_all2all_backward"): 66,
-    (68, "gnn_sparse_embedding_all2all"): 67,
-    (69, "gnn_sparse_feature_fetch_projection"): 68,
-    (70, "gnn_negative_scoring"): 69,
-    (71, "torchrec_kjt_all2all"): 70,
-    (72, "hyena_conv1d_boundary_exchange"): 71,
-    (73, "hyena_forward_cp"): 72,
-    (74, "vocab_parallel_cross_entropy_loss"): 73,
-    (75, "fla_kimi_delta_attention_cp_tp"): 74,
-    (76, "fla_gated_deltanet_cp"): 75,
-    (77, "opensora_conv3d_allreduce"): 76,
-    (78, "magi1_cso_async_attention"): 77,
-    (79, "magi1_tile_parallel_vae_decode"): 78,
-    (80, "dinov2_distributed_knn"): 79,
-    (81, "dinov2_distributed_sinkhorn_knopp"): 80,
-    (82, "sam3_allgather_iou_suppression"): 81,
-    (83, "vocab_parallel_log_prob_topk"): 82,
-    (84, "vocab_parallel_log_prob_topk_chunked"): 83,
-    (85, "vocab_parallel_log_prob_topk_chunked_backward"): 84,
-    (86, "distributed_sample_sort"): 85,
-    (87, "tp_muon_orthogonalization"): 86,
-    (88, "conv2d_boundary_exchange"): 87,
 }
 """The problem of today that an older number and slug stand for; None: the problem was removed."""
 

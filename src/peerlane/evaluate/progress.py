@@ -1,7 +1,5 @@
 """Those who hear of the progress of an evaluator."""
 
-from __future__ import annotations
-
 import threading
 from typing import Protocol
 

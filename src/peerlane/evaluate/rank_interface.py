@@ -3,8 +3,6 @@
 The supervisor sends ``Request(TrustedInterface.undo_swaps, space)``, see :mod:`peerlane.evaluate.messages`. The classes of the same kinds
 in ``ranks/`` carry requests out. Standard library only: rank processes import this module."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """Finds what a candidate needs that this machine lacks, as its source and its verdict show."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

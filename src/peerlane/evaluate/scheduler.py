@@ -1,7 +1,5 @@
 """Schedules the evaluations of a run: opens sessions, and begins each job when a worker slot and its build are ready."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Callers of an evaluator, in threads of their own: whose turn it is to begin, and what they share."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import deque

@@ -4,8 +4,6 @@ Values may come from a candidate's process. A checked value has exactly the fiel
 anything else is a ProtocolError that names the field, and never quotes the value.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import types

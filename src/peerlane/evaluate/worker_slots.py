@@ -4,8 +4,6 @@ elsewhere there are as many as the cores allow.
 A slow evaluation does not count as running: another one begins beside it, so a hang holds up nobody.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import statistics
@@ -68,7 +66,7 @@ class WorkerSlots:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)  # durations of the last evaluations
 
     @classmethod
-    def of(cls, first: Session, open_beside: Callable[[], Session]) -> WorkerSlots:
+    def of(cls, first: Session, open_beside: Callable[[], Session]) -> "WorkerSlots":
         """Returns the slots that the machine has room for."""
         setting = first.pool_settings.judged_at_a_time
         if first.place.has_gpus:

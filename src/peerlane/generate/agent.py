@@ -1,7 +1,5 @@
 """An agent that writes, tests and times candidates until it submits or a limit ends its episode. The best attempt so far counts."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The board: samples whose results may be compared, and the figures of its authors. Terminals, pages, CSV, LaTeX and JSON show it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -109,7 +107,7 @@ class Entry:
         return {task: sum(values) / len(values) for task, values in logarithms.items() if values}
 
     @functools.cached_property
-    def without_multicast(self) -> Entry:
+    def without_multicast(self) -> "Entry":
         """The same without the samples that need NVLink multicast, and without tasks all of whose samples do.
 
         Nothing is ranked by it: anybody can have a failed sample left out.

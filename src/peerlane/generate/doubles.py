@@ -4,8 +4,6 @@ expert answers with the package's solutions: the upper line of every plot. refer
 one mistake a problem, by its number, so that the totals of a run are known; see :data:`BROKEN`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A task folder for an agent from elsewhere, which works with the same commands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from peerlane.errors import UsageError

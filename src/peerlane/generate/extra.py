@@ -1,7 +1,5 @@
 """The optional part: inspect_ai and the providers' SDKs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

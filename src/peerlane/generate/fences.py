@@ -4,8 +4,6 @@ A block of Python ends at the first closing line after which Python can read it,
 may also stand at the end of a line of code. A ``</think>`` outside of blocks ends a thought; what stood in the thought is a draft.
 """
 
-from __future__ import annotations
-
 import bisect
 import re
 import textwrap

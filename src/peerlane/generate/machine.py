@@ -1,7 +1,5 @@
 """The node that a prompt describes: this machine, a node of a known GPU, or what a file says."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

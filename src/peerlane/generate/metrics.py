@@ -4,8 +4,6 @@ Every count is a sum over tasks, so that totals add up to their number. A sample
 least count, or as right, which gives the most: see :func:`solved`. It is never left out of a denominator.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -185,10 +183,7 @@ def _beta_cdf(a: float, b: float, x: float) -> float:
     above, below, value = 1.0, 1 / (1 - (a + b) * x / (a + 1)), 1 / (1 - (a + b) * x / (a + 1))
     for m in range(1, 500):
         before = value
-        for step in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
+        for step in (m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)), -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))):
             below, above = 1 / (1 + step * below), 1 + step / above
             value *= below * above
         if abs(value - before) <= 1e-15 * abs(value):

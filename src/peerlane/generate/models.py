@@ -1,7 +1,5 @@
 """Opens models by the names of inspect_ai: ``openai/...``, ``anthropic/...``, ``vllm/...``, ``openai-api/<name>/...``, ``peerlane/...``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Metrics for a paper: long tables of raw numbers, and LaTeX tables with caption, label and a header of two rows."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The exact text that a model gets for a problem, made from versioned templates."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

@@ -1,7 +1,5 @@
 """Says in one line what went wrong at a provider, and tells of every request that is tried again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

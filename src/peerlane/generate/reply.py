@@ -6,8 +6,6 @@ of ``solution`` by an import, and an excerpt, which uses names that only an earl
 blocks end. Without a block, bare code behind a thought counts, and then code among the arguments of a tool.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import itertools

@@ -10,8 +10,6 @@ RUN/results.jsonl                the evaluator's results
 RUN/logs/*.eval                  transcripts
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -120,16 +118,10 @@ class SampleRecord(_Record):
     finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @classmethod
-    def of(cls, key: SampleKey, status: Status, usage: Usage, *, seconds: float, stop_reason: str, limit: str | None = None) -> Self:
+    def of(cls, key: "SampleKey", status: Status, usage: Usage, *, seconds: float, stop_reason: str, limit: str | None = None) -> Self:
         """Returns a sample that ended like this."""
         return cls(
-            problem=key.problem,
-            sample=key.sample,
-            status=status,
-            stop_reason=stop_reason,
-            limit=limit,
-            seconds=seconds,
-            **asdict(usage),
+            problem=key.problem, sample=key.sample, status=status, stop_reason=stop_reason, limit=limit, seconds=seconds, **asdict(usage)
         )
 
     @property
@@ -155,7 +147,7 @@ class StepRecord(_Record):
                 raise ValueError(f"a speedup needs low <= median <= high, got {', '.join(map(str, values))} in {mode} mode")
         return self
 
-    def as_sample(self, key: SampleKey, setting: Setting | None = None) -> Sample:
+    def as_sample(self, key: "SampleKey", setting: Setting | None = None) -> Sample:
         """Returns the step as metrics count it."""
         speedups: dict[str, Speedup] = {mode: Speedup(*values) for mode, values in self.speedups.items()}
         return Sample(key.problem, key.sample, self.verdict, speedups, setting=setting)

@@ -1,7 +1,5 @@
 """Asks a model once for every missing sample of a run, and keeps each reply as it comes."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A board of models as ``peerlane metrics`` prints it: as plain data, and as tables for a terminal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The tools of an agent. They work on the file that it wrote last; candidates run in the evaluator's ranks only."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A problem's cases and error model in the words of a prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

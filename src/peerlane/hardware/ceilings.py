@@ -3,8 +3,6 @@
 ``python -m peerlane.hardware.measure`` takes them (see :mod:`peerlane.hardware.measure`); this module holds and stores them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -63,7 +61,7 @@ class Measurement:
     n: int
 
     @staticmethod
-    def of(samples: Sequence[float]) -> Measurement:
+    def of(samples: Sequence[float]) -> "Measurement":
         """Summarises at least one sample; percentiles interpolate between the nearest two."""
         if not samples:
             raise ValueError("no samples: expected at least one")
@@ -96,7 +94,7 @@ class Ceilings:
         measured = self.figures.get(figure)
         return measured.median if measured else None
 
-    def joined(self, figures: Mapping[str, Measurement], notes: Sequence[str] = ()) -> Ceilings:
+    def joined(self, figures: Mapping[str, Measurement], notes: Sequence[str] = ()) -> "Ceilings":
         """Returns these ceilings and more."""
         return replace(self, figures={**self.figures, **figures}, notes=(*self.notes, *notes))
 
@@ -105,7 +103,7 @@ class Ceilings:
         return {"schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Ceilings:
+    def from_json(data: Mapping[str, Any]) -> "Ceilings":
         """Reads the form of :meth:`to_json`; raises ValueError, KeyError or TypeError for anything else."""
         if data["schema"] != SCHEMA:
             raise ValueError(f"ceilings of schema {data['schema']!r}: expected {SCHEMA}")

@@ -3,8 +3,6 @@
 No check creates a CUDA context, imports an optional package or raises; a missing thing is a result with the command that brings it.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import importlib.util
 import os

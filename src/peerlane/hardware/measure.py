@@ -5,8 +5,6 @@ the links (one process holding all GPUs), and a small NCCL group. Each step has 
 had measured until then is kept. On a machine without GPUs, or with a torch without CUDA, the answer is empty and its notes say why.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -5,8 +5,6 @@ is in MiB, as the device properties report it. All tensor-core figures are dense
 To add a GPU, add a :class:`HardwareProfile` to :data:`PROFILES`, each figure with its source.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -4,8 +4,6 @@ Sources, first that answers: NVML through the ``nvidia-ml-py`` package, the ``nv
 A machine without GPUs is a normal answer, not an error.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

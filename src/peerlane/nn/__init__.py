@@ -12,8 +12,6 @@ adding and scattering them part of the second, forward and backward. Every rank'
 sum of these losses. Without it tokens are the same on all ranks, and so is the loss: gradients are those of this one loss. Nothing is left
 to reduce within the group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard

@@ -10,8 +10,6 @@ Gradients are those of the sum of all ranks' losses, as in ``torch.distributed.n
 emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a process group, its name or a DeviceMesh; None means all ranks.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -22,16 +20,7 @@ from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_c
 from peerlane.ops import replicated
 from peerlane.ops.attention import ring_attention, ulysses_attention
 from peerlane.ops.check import same_call
-from peerlane.ops.collectives import (
-    Gradient,
-    _all_gather,
-    _reduce_scatter,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-    replicate,
-)
+from peerlane.ops.collectives import Gradient, _all_gather, _reduce_scatter, all_gather, all_reduce, all_to_all, reduce_scatter, replicate
 from peerlane.ops.collectives import replicates as _replicates
 from peerlane.ops.direct import operator
 from peerlane.ops.dispatch import DispatchConfig, DispatchHandle, combine, dispatch, dispatch_fp8
@@ -52,42 +41,12 @@ from peerlane.ops.uneven import all_gatherv, reduce_scatterv
 from peerlane.settings import set_batch_invariant
 
 __all__ = [
-    "DispatchConfig",
-    "DispatchHandle",
-    "ExpertLayers",
-    "all_gather",
-    "all_gather_gemm",
-    "all_gatherv",
-    "all_reduce",
-    "all_reduce_rms_norm",
-    "all_reduce_rms_norm_fp8",
-    "all_to_all",
-    "close",
-    "combine",
-    "dispatch",
-    "dispatch_fp8",
-    "gated_experts",
-    "gemm_all_gather",
-    "gemm_all_reduce",
-    "gemm_all_reduce_fp8",
-    "gemm_reduce_scatter",
-    "gemm_reduce_scatter_fp8",
-    "grouped_gemm_fp8",
-    "memory_report",
-    "prepare",
-    "quantize_fp8",
-    "quantize_transposed_fp8",
-    "reduce_scatter",
-    "reduce_scatter_rms_norm",
-    "reduce_scatter_rms_norm_fp8",
-    "reduce_scatterv",
-    "replicate",
-    "ring_attention",
-    "row_gather_gemm",
-    "row_gather_gemm_fp8",
-    "set_batch_invariant",
-    "ulysses_attention",
-]
+    "DispatchConfig", "DispatchHandle", "ExpertLayers", "all_gather", "all_gather_gemm", "all_gatherv", "all_reduce", "all_reduce_rms_norm",
+    "all_reduce_rms_norm_fp8", "all_to_all", "close", "combine", "dispatch", "dispatch_fp8", "gated_experts", "gemm_all_gather",
+    "gemm_all_reduce", "gemm_all_reduce_fp8", "gemm_reduce_scatter", "gemm_reduce_scatter_fp8", "grouped_gemm_fp8", "memory_report",
+    "prepare", "quantize_fp8", "quantize_transposed_fp8", "reduce_scatter", "reduce_scatter_rms_norm", "reduce_scatter_rms_norm_fp8",
+    "reduce_scatterv", "replicate", "ring_attention", "row_gather_gemm", "row_gather_gemm_fp8", "set_batch_invariant", "ulysses_attention",
+]  # fmt: skip
 
 
 # --- fused products ---

@@ -1,8 +1,6 @@
 """Attention over a sequence that is sharded across ranks, with gradients: the operators behind ``ops.ring_attention`` and
 ``ops.ulysses_attention``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -152,13 +150,7 @@ def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) 
 
 @takes_dtensors
 def ring_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    group: GroupLike = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = False, group: GroupLike = None
 ) -> torch.Tensor:
     """Returns attention of this rank's queries to all ranks' keys, of shards q (B, S, h, D), k (B, S, h_kv, D), v (B, S, h_kv, D_v) in rank
     order: (B, S, h, D_v). ``causal`` counts in the whole sequence."""
@@ -171,13 +163,7 @@ def ring_attention(
 
 @takes_dtensors
 def ulysses_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    group: GroupLike = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, causal: bool = False, group: GroupLike = None
 ) -> torch.Tensor:
     """Returns the result of :func:`ring_attention`, where each rank computes its part of the heads for the whole sequence. q, k and v have
     one shape, and the ranks divide h."""

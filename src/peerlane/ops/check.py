@@ -1,7 +1,5 @@
 """Comparison of what the ranks of a group call, for debugging: ``PEERLANE_CHECK=1``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 Each operator takes and gives contiguous tensors and works along axis 0. A result is a tensor of its own, which no later call writes.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -134,12 +132,7 @@ _all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), N
 
 @takes_dtensors
 def all_reduce(
-    x: torch.Tensor,
-    group: GroupLike = None,
-    *,
-    reduce_op: ReduceOp = "sum",
-    out: torch.Tensor | None = None,
-    gradient: Gradient = "summed",
+    x: torch.Tensor, group: GroupLike = None, *, reduce_op: ReduceOp = "sum", out: torch.Tensor | None = None, gradient: Gradient = "summed"
 ) -> torch.Tensor:
     """Returns the sum of all ranks' ``x``, or another reduction: ``"avg"``, ``"max"``, ``"min"``, which have no gradient but for "avg".
 

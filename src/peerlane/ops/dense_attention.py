@@ -3,8 +3,6 @@
 Keys and values are gathered; scores are computed at once, in float32 at least. Sums have the same order on every rank.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.ops.groups import rank, world_size

@@ -1,7 +1,5 @@
 """Operators without PyTorch's dispatcher where nobody watches: it enters Python again for autograd, for views and for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

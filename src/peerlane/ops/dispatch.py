@@ -1,7 +1,5 @@
 """Tokens to the ranks of their experts and back, with gradients: ``ops.dispatch`` and ``ops.combine``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar

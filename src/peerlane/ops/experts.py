@@ -1,7 +1,5 @@
 """Gated experts of a mixture on their ranks, with gradients: the operator behind ``ops.gated_experts``."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -6,8 +6,6 @@
 
 ``peerlane.device.products.fp8`` says which scales there are. Groups without the kit multiply in float32 what the codes stand for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

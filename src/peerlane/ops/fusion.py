@@ -8,8 +8,6 @@ once where the graph had rounded twice or more. Residuals are the same on all ra
 parts for a gradient stay as they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

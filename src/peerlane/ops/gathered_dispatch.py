@@ -3,8 +3,6 @@
 The host reads no counts here either. Every rank gathers all tokens, and sends home a sum for every token; so it takes W times the memory
 that it needs. Results are those of the kernels, in any dtype."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device.moe.dispatch import FP8, LARGEST_FP8, SCALE_COLUMNS, SMALLEST_SCALE, Received, Routing

@@ -1,7 +1,5 @@
 """Process groups as operators know them, by name, and the kit's groups of them."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable

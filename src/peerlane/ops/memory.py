@@ -1,7 +1,5 @@
 """The memory that a group's operators take on GPUs: told, and given back."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import Group

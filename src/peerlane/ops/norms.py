@@ -1,7 +1,5 @@
 """All-reduce, residual and RMSNorm as one operator: what stands behind every row-parallel layer while a model decodes."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

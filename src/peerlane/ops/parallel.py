@@ -6,8 +6,6 @@ They split ``nn.Linear`` as torch's styles of the same names do, so checkpoints 
 row-parallel layer's forward pass are one fused operator each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Memory and kernels of a group's operators, made before they are needed: behind ``ops.prepare``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ Right operands are (k, n) and may be contiguous along either dimension: ``weight
 apply a bias, an activation and a residual to a sum before they round it. Where a gradient is wanted the activation is an operation of its
 own behind the kernel, because its gradient needs the sum."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,13 +95,7 @@ def _finish(
 
 @operator("row_gather_gemm")
 def _row_gather_gemm(
-    a: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor],
-    activation: str,
-    scale: float,
-    keeps: bool,
-    group: str,
+    a: torch.Tensor, bs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], activation: str, scale: float, keeps: bool, group: str
 ) -> Tensors:
     """Returns the products, and behind them all ranks' rows, or no rows unless it ``keeps`` them."""
     same_call("row_gather_gemm", group, a, *bs, *biases)

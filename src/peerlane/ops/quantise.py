@@ -1,7 +1,5 @@
 """Matrices in e4m3 with scales, for products: by one kernel where the kit serves the group, else by torch. There are no gradients."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device.products.quantised import (

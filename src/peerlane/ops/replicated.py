@@ -4,8 +4,6 @@ An operator's own gradient is that of the sum of all ranks' losses. If every ran
 counts the loss W times. Here it counts once: no rank's gradient is added to another's, so the backward pass of the result is local.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -45,23 +43,15 @@ class AllGather(torch.autograd.Function):
 
 
 class GemmAllReduce(torch.autograd.Function):
-    """The sum over ranks of ``a @ b``, finished with a bias and a residual; the gradients are those of a product whose gradient is the
-    result's."""
+    """The sum over ranks of ``a @ b``, finished by the operator's ``terms``: bias, residual, activation, scale and group. The gradients are
+    those of a product whose gradient is the result's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        activation: str,
-        scale: float,
-        group: str,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor, *terms: Any) -> torch.Tensor:
+        bias, residual, _, scale, _ = terms
         ctx.save_for_backward(a, b)
         ctx.scale, ctx.has = scale, (bias is not None, residual is not None)
-        total: torch.Tensor = torch.ops.peerlane.gemm_all_reduce(a, b, bias, residual, activation, scale, group)
+        total: torch.Tensor = torch.ops.peerlane.gemm_all_reduce(a, b, *terms)
         return total
 
     @staticmethod

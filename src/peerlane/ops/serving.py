@@ -3,8 +3,6 @@
 The engines make one communicator for a tensor-parallel group, ask it for each tensor whether it serves that, and capture it in graphs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

@@ -6,8 +6,6 @@
 * Under autocast operands are cast as those of ``torch.mm``: floating-point tensors other than float64, to autocast's dtype.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

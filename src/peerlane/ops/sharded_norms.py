@@ -1,7 +1,5 @@
 """Reduce-scatter, residual, RMSNorm and all-gather as one operator: what stands between the products of sequence-parallel layers."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

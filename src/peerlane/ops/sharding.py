@@ -7,8 +7,6 @@ mesh, such as data-parallel ones, rows may be sharded; everything else is replic
 an operator that gathers or scatters would count the ranks twice. It does not know either which mesh dimension an operator exchanges over.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The carriers of an operator's data: the kit, torch.distributed, or for a single rank nothing at all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """All-gather and reduce-scatter of unequal parts, whose sizes every rank has on the host: what engines call before and after experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

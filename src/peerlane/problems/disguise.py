@@ -4,8 +4,6 @@
 problem. Names, order of arguments and shapes follow from the seed; the prose is written anew in WORDS.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import random

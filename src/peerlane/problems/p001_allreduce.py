@@ -1,7 +1,5 @@
 """Problem 1: all-reduce (sum) of one tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

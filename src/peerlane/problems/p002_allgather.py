@@ -1,7 +1,5 @@
 """Problem 2: all-gather with stacked output."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

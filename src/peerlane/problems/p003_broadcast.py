@@ -1,7 +1,5 @@
 """Problem 3: broadcast from one root."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 4: reduce (sum) to one root."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 5: scatter slices of the root's tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

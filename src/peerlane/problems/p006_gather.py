@@ -1,7 +1,5 @@
 """Problem 6: gather to one root with stacked output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

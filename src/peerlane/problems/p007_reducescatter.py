@@ -1,7 +1,5 @@
 """Problem 7: reduce-scatter (sum) along the first axis."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 8: all-to-all with equal splits."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Problem 9: gradients of LayerNorm's gain and bias, summed over the ranks' tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 10: lookup in an embedding table whose rows are sharded across ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

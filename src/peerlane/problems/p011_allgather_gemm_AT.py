@@ -1,7 +1,5 @@
 """Problem 11: all-gather of the column shards of A in transposed layout, then a matrix product."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Problem 12: all-gather of the column shards of A, then a matrix product."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Problem 13: row-parallel matrix product, then all-reduce."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 14: column-parallel matrix product, then all-gather of the output's columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

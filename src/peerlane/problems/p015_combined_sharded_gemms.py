@@ -1,7 +1,5 @@
 """Problem 15: a two-layer SiLU perceptron whose input is sharded by columns and whose output by rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 16: row-parallel matrix product, then reduce-scatter of the rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 17: rotary embedding of a sequence shard's queries and keys, then all-gather along the sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 18: RMSNorm over a hidden dimension that is sharded across ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 19: block-wise quantisation to FP8, then all-gather of codes and scales."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 20: block-wise dequantisation, then all-to-all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 21: clipping of gradients, in place, by their norm over all ranks' shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

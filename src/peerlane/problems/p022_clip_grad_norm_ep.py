@@ -1,7 +1,5 @@
 """Problem 22: clipping of expert-parallel and other gradients, in place, by one norm over different groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong answers to problem 22 and other right ones. Evaluations do not import this module."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -127,10 +125,7 @@ KNOWN_WRONG_ANSWERS = (
     pc.wrong("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, (*_REDUCED, *_OTHERS)),
     pc.wrong("every_other_element", "the norm of every second element times 2^(1/p)", _every_other_element, (*_REDUCED, *_OTHERS)),
     pc.wrong(
-        "experts_not_reduced",
-        "experts' sum not reduced",
-        lambda c: _with_norm_of(c, stages=("world", None, None)),
-        (*_REDUCED, *_OTHERS),
+        "experts_not_reduced", "experts' sum not reduced", lambda c: _with_norm_of(c, stages=("world", None, None)), (*_REDUCED, *_OTHERS)
     ),
     pc.wrong(
         "experts_reduced_over_sharers_only",

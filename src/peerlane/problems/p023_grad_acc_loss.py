@@ -1,7 +1,5 @@
 """Problem 23: loss normalised by the number of tokens of all ranks, and its gradient."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 24: load-balancing loss of a mixture-of-experts router, averaged over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

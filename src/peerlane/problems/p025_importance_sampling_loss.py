@@ -1,7 +1,5 @@
 """Problem 25: policy-gradient loss with importance ratios, from hidden states and a language-model head, with metrics over all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

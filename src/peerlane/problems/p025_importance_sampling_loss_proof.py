@@ -1,7 +1,5 @@
 """Wrong answers to problem 25 and other right ones. Evaluations do not import this module."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 26: split sizes and per-expert counts of an expert-parallel dispatch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 27: variable-split all-to-all of token rows."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 28: dispatch of tokens to their experts' ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

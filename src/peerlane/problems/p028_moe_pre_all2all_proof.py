@@ -1,7 +1,5 @@
 """Wrong answers to problem 28 and other right ones. Evaluations do not import this module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 29: experts' rows sent back, weighted and added up by token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

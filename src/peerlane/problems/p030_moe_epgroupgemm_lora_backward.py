@@ -1,7 +1,5 @@
 """Problem 30: sum of three LoRA gradients that all experts share, over the ranks of expert parallelism."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 31: a mixture-of-experts layer, forward, with experts sharded across ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 32: a mixture-of-experts layer with low-rank adapters on its experts, forward, with experts sharded across ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

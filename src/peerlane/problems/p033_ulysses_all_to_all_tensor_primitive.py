@@ -1,7 +1,5 @@
 """Problem 33: tensor all-to-all that scatters one axis and gathers another."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 34: all-gather along the first axis."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 35: all-gather of tensors whose lengths along the gathered axis differ."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 36: the Ulysses exchange into attention: gather the sequence, scatter the heads, drop padding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 37: the Ulysses exchange out of attention: pad and scatter the sequence, gather the heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 38: the Ulysses exchange of a fused query-key-value projection."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 39: a Ulysses attention block: QKV projection, exchange, attention, exchange back, output projection."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

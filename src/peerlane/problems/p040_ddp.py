@@ -1,7 +1,5 @@
 """Problem 40: one data-parallel training step of a two-layer MLP with Adam, from rank 0's state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

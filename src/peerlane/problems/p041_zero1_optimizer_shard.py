@@ -1,7 +1,5 @@
 """Problem 41: a ZeRO-1 training step of a two-layer MLP: full gradients everywhere, optimizer state sharded."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Problem 42: a ZeRO-2 training step of a two-layer MLP: gradients reduce-scattered, optimizer state sharded."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

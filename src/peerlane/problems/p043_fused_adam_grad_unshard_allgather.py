@@ -1,7 +1,5 @@
 """Problem 43: Adam on a shard of the parameters, then an all-gather of what it makes of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 44: mean over ranks of gradients that every rank first quantises to int8, block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

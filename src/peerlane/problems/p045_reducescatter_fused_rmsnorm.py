@@ -1,7 +1,5 @@
 """Problem 45: reduce-scatter of activations (mean over ranks), then RMSNorm of the rows that the rank owns."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

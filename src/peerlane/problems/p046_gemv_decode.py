@@ -1,7 +1,5 @@
 """Problem 46: the vocabulary-parallel LM head in decoding: local logits with bias, then all-gather along the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

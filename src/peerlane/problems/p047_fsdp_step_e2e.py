@@ -1,7 +1,5 @@
 """Problem 47: an FSDP training step of a two-layer MLP with AdamW on flat shards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

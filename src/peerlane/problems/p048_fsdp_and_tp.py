@@ -1,7 +1,5 @@
 """Problem 48: forward pass of a SwiGLU MLP whose weights are sharded over a grid of FSDP and tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

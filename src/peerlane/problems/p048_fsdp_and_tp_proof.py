@@ -1,7 +1,5 @@
 """Wrong answers to problem 48 and other right ones. Evaluations do not import this module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

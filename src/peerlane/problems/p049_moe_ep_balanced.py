@@ -1,7 +1,5 @@
 """Problem 49: problem 31 with one expert per rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 50: problem 31 with several experts per rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 51: problem 31 with fewer experts than ranks, replicated in blocks of ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

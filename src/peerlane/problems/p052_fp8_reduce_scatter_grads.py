@@ -1,7 +1,5 @@
 """Problem 52: reduce-scatter (mean) of gradients after a round trip through FP8 with an amax history."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

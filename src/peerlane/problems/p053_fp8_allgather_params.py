@@ -1,7 +1,5 @@
 """Problem 53: all-gather of parameter shards after a round trip through FP8 with an amax history."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

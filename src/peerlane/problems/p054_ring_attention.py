@@ -1,7 +1,5 @@
 """Problem 54: attention over a sequence that is sharded across ranks, keys and values passed around a ring."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

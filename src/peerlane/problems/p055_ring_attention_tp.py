@@ -1,7 +1,5 @@
 """Problem 55: an attention layer with its heads sharded over one group and its sequence over another."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

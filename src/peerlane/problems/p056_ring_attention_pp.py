@@ -1,7 +1,5 @@
 """Problem 56: attention layers as stages of a pipeline, each with its sequence in a ring."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

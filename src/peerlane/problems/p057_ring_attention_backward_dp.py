@@ -1,7 +1,5 @@
 """Problem 57: the backward pass of ring attention, its gradients averaged over replicas."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

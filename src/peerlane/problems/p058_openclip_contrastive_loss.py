@@ -1,7 +1,5 @@
 """Problem 58: the sigmoid contrastive loss of every rank's images against the texts of all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

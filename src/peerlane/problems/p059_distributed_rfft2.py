@@ -1,7 +1,5 @@
 """Problem 59: two-dimensional real Fourier transform of a field whose columns are sharded across ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Problem 60: two-dimensional inverse real Fourier transform of a half spectrum whose rows are sharded across ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 61: Gaussians projected to all ranks' cameras, culled, and sent to the rank whose camera sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

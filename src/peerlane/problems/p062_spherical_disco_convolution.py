@@ -1,7 +1,5 @@
 """Problem 62: discrete-continuous (DISCO) convolution on the sphere, over a grid of ranks along latitude and longitude."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 63: one step of the layer-wise extended Kalman filter optimizer, its covariance blocks spread over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 64: multi-hop neighbour sampling on a graph whose adjacency is partitioned over ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

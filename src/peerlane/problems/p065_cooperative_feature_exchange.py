@@ -1,7 +1,5 @@
 """Problem 65: gather feature rows and exchange them, in chunks whose order is relative to the own rank."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 66: the adjoint of problem 65: gradients go back to the rows they came from, and add up there."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

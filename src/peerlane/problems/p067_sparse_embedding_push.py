@@ -1,7 +1,5 @@
 """Problem 67: push (id, row) pairs to the ranks that own the ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 68: fetch rows of a range-sharded feature table and project them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

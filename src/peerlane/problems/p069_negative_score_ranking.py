@@ -1,7 +1,5 @@
 """Problem 69: the rank of every positive edge's score among its negatives', gathered over ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

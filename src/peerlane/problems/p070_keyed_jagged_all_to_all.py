@@ -1,7 +1,5 @@
 """Problem 70: all-to-all redistribution of a keyed jagged tensor, from sample-sharded to feature-sharded."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Sequence

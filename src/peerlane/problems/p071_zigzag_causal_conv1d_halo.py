@@ -1,7 +1,5 @@
 """Problem 71: causal depthwise convolution along a sequence in zigzag layout, with borders exchanged between neighbours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

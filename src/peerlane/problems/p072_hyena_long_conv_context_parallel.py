@@ -1,7 +1,5 @@
 """Problem 72: a gated convolution as long as the sequence, whose sequence is sharded, by exchange of sequence for channels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 73: cross entropy of logits whose vocabulary is sharded across ranks, forward."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 74: Kimi Delta Attention over a sharded sequence, summed over tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong answers to problem 74 and other right ones. Evaluations do not import this module."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -109,9 +107,7 @@ KNOWN_WRONG_ANSWERS = (
     ),
     pc.wrong("dt_bias_ignored", "decay without dt_bias", _bias_ignored, lambda c: c.params.get("pattern") not in ("carried", *_FORGETFUL)),
     pc.wrong(
-        "beta_as_given",
-        "without the sigmoid",
-        lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.logit(t.beta, eps=1e-6))),
+        "beta_as_given", "without the sigmoid", lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.logit(t.beta, eps=1e-6)))
     ),
     pc.wrong(
         "queries_not_scaled",

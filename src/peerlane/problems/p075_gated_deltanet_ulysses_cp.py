@@ -1,7 +1,5 @@
 """Problem 75: Gated DeltaNet over a sharded sequence, by exchange of sequence for heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

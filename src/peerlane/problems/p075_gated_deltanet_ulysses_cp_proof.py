@@ -1,7 +1,5 @@
 """Wrong answers to problem 75 and other right ones. Evaluations do not import this module."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

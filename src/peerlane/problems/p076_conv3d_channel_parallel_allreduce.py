@@ -1,7 +1,5 @@
 """Problem 76: a three-dimensional convolution whose input channels are sharded, with an all-reduce of the partial sums."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 77: attention over ranges of keys, its sequence sharded before and after and its heads in between, query range by query range."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Problem 78: tile-parallel decoding of a video, with blended overlaps; the decoder is trilinear upsampling."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

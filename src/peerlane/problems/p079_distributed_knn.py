@@ -1,7 +1,5 @@
 """Problem 79: k nearest neighbours of every rank's queries among training features sharded across ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Problem 80: teacher assignments balanced over prototypes by Sinkhorn-Knopp, samples sharded across ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

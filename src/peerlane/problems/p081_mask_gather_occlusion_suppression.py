@@ -1,7 +1,5 @@
 """Problem 81: object masks of all ranks gathered, and those that lose their place to an overlapping object blanked."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 82: log-probabilities of given tokens under top-k and top-p filtering, vocabulary sharded across ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 83: problem 82 in chunks of tokens, which bound the memory of its intermediate results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Problem 84: gradient of problem 83's log-probabilities with respect to the vocabulary-parallel logits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 85: distributed sort of a one-dimensional array, with balanced output."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Problem 86: Muon's orthogonalisation of a sharded momentum matrix by Newton-Schulz iterations."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 87: a two-dimensional convolution over an image whose rows are sharded, with border rows exchanged between neighbours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

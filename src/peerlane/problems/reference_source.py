@@ -1,7 +1,5 @@
 """The source of a problem's reference as one self-contained file: what it needs from other modules of peerlane is copied in."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

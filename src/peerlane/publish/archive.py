@@ -1,7 +1,5 @@
 """Reads zip files of strangers: neither their table of members nor a member takes more memory than its limit."""
 
-from __future__ import annotations
-
 import os
 import struct
 import zipfile

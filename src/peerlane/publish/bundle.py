@@ -3,8 +3,6 @@
 Equal runs give equal bytes. Prompts, replies and transcripts stay out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The suite as a data set of the Hugging Face Hub: a card, a row for each problem, what makes it a benchmark there, and scores."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Reads what a page shows: runs, bundles, files of results and folders of them, as one list of samples, each with author and result."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

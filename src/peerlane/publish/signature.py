@@ -3,8 +3,6 @@
 A signature says which key signed these bytes, the author's name among them. Whose key it is, the reader of a page knows or asks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

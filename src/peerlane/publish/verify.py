@@ -3,8 +3,6 @@
 The author of a bundle claims; the keeper of a leaderboard checks. All room in the comparison comes from the keeper's measurement.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,7 +93,7 @@ class Question(NamedTuple):
     cases: str
 
     @classmethod
-    def of(cls, result: Result) -> Question:
+    def of(cls, result: Result) -> "Question":
         """The question that a result answers."""
         problem = result.problem
         return cls(problem.id, result.candidate.sha256, result.preset, result.world_size, problem.variant, result.track, result.cases)

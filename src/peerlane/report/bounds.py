@@ -1,7 +1,5 @@
 """The bound of a stored result by today's cost model, and the time that a known algorithm reaches at the rates measured on its node."""
 
-from __future__ import annotations
-
 import functools
 
 from peerlane import problems

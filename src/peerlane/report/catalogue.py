@@ -1,7 +1,5 @@
 """A problem as plain data: what ``peerlane list --json`` and ``peerlane show --json`` print and the documentation pages are made from."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

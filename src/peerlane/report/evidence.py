@@ -1,7 +1,5 @@
 """Measurements of every problem that come with the package: reference times, times of our solutions, and counts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

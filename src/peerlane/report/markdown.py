@@ -1,7 +1,5 @@
 """Pages of Markdown as a terminal can show them: tables as tables, charts as lists, links as their words."""
 
-from __future__ import annotations
-
 import re
 
 from peerlane.report.tables import TextTable

@@ -1,7 +1,5 @@
 """The measurements of ``peerlane bench mechanisms``: reading their file, and the tables made from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """The page of one problem, as `peerlane show` prints it. The documentation adds the reference, a picture and folds to the same sections."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

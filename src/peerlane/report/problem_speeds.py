@@ -1,7 +1,5 @@
 """Sections of a problem's page with measured times: the reference's, and those of the solution that comes with peerlane."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

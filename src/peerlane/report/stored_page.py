@@ -1,7 +1,5 @@
 """The page that `peerlane show` prints, taken from the documentation's page of the problem: nothing is imported or computed for it."""
 
-from __future__ import annotations
-
 import re
 
 from peerlane.common.problem_files import OWN_FOLDER, index_entries, problem_files

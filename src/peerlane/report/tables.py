@@ -15,18 +15,8 @@ if TYPE_CHECKING:
 NOT_MEASURED = "not measured"
 FAILED = "failed"
 RESULT_COLUMNS = (
-    "candidate",
-    "problem",
-    "preset",
-    "W",
-    "verdict",
-    "mode",
-    "reference us",
-    "candidate us",
-    "speedup [95 %]",
-    "faster",
-    "of bound",
-)
+    "candidate", "problem", "preset", "W", "verdict", "mode", "reference us", "candidate us", "speedup [95 %]", "faster", "of bound",
+)  # fmt: skip
 
 
 _GAP = 3  # characters between columns

@@ -4,8 +4,6 @@ A task whose roofline is below 20 us is mostly a contest of launches and round t
 peerlane's own solutions: the less they gain, the harder it is to be faster than the reference.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

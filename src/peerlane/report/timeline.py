@@ -1,7 +1,5 @@
 """Timelines of a reference and a candidate as one picture and one table: what computes, what communicates, what overlaps, what waits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,9 @@ from peerlane.report.plots import figure_file
 from peerlane.report.tables import TextTable
 
 ROLE_COLOURS = {
-    "compute": "#0072B2",
-    "load": "#56B4E9",
-    "reduce": "#009E73",
-    "store": "#E69F00",
-    "send": "#D55E00",
-    "signal": "#CC79A7",
+    "compute": "#0072B2", "load": "#56B4E9", "reduce": "#009E73", "store": "#E69F00", "send": "#D55E00", "signal": "#CC79A7",
     "wait": "#BBBBBB",
-}
+}  # fmt: skip
 """The colours of the kit's spans, drawn in this order because waits lie inside others."""
 COLOURS = {"compute": "#0072B2", "communication": "#D55E00", "both": "#009E73", "host": "#808080"}
 LABELS = {"compute": "computes", "communication": "communicates", "both": "does both", "host": "host operators"}

@@ -1,7 +1,5 @@
 """Finds the definitions that names stand for, in the source of packages, without importing them."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Finds what matters in the messages of ranks and compilers: the place of an error in the candidate, and a compiler's first error."""
 
-from __future__ import annotations
-
 import re
 
 from peerlane.results.sanitize import one_line

@@ -1,7 +1,5 @@
 """Text for the author of a candidate, or for an agent: the verdict, where, how far, the first error, and what to try."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

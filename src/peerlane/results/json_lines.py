@@ -1,7 +1,5 @@
 """Files of records, one JSON object a line: a line is appended whole or not at all, and nothing that is there is changed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

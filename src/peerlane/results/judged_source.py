@@ -6,8 +6,6 @@ So comments, formatting, docstrings, notes and wrong answers do not count. It do
 how it is imported. A method counts if an attribute of its name is mentioned anywhere.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

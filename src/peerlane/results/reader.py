@@ -3,8 +3,6 @@
 What a killed run left of a record, or is still writing, is the end of a file: it alone goes without a word.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The base class of all stored records, and numbers that JSON has no word for."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, Literal
 

@@ -3,8 +3,6 @@
 A result that contradicts itself cannot be constructed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Text that may be a candidate's, as records keep it: of bounded length, and without characters that a terminal obeys or hides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 LINE_CHARACTERS = 1_000

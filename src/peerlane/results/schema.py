@@ -1,7 +1,5 @@
 """The JSON Schema of a line of ``results.jsonl``: a file of the package, made from the models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The stored speed of a candidate in a launch mode."""
 
-from __future__ import annotations
-
 import statistics
 from typing import Annotated, Literal, Self
 
@@ -32,7 +30,7 @@ class Estimate(Record):
         """Half the interval's length, relative to the median."""
         return (self.high - self.low) / 2 / self.median
 
-    def scaled(self, factor: float) -> Estimate:
+    def scaled(self, factor: float) -> "Estimate":
         """This many times as much."""
         return Estimate(median=self.median * factor, low=self.low * factor, high=self.high * factor, n=self.n)
 

@@ -1,7 +1,5 @@
 """The results of a folder: its ``results.jsonl``, which one run at a time adds to."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

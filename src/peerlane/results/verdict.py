@@ -1,7 +1,5 @@
 """The kinds of verdict, each with the fields it requires. Runs only on the supervisor's side; rank workers never import pydantic."""
 
-from __future__ import annotations
-
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field

@@ -5,8 +5,6 @@ before the candidate is loaded, and moved back when the group has ended. Moving 
 reach it through a link whose path is always the same, because build tools compile anew what they find elsewhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat
@@ -46,7 +44,7 @@ class RunFolders:
         """Those that they read."""
         return [] if self.caches is None else [self._root / _LINKS]
 
-    def slot(self) -> CacheSlot | None:
+    def slot(self) -> "CacheSlot | None":
         """A slot for one more group of a candidate's processes, where candidates are confined."""
         return None if self.caches is None else CacheSlot(self._root, self.caches)
 

@@ -4,8 +4,6 @@ The ranks of a group must reach each other's memory (symmetric memory duplicates
 makes a domain is entered once, by their leader, while it has one thread. A measure that cannot be taken raises: the group does not start.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import secrets
@@ -62,7 +60,7 @@ class Confinement:
     hidden: tuple[str, ...] = ()
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Confinement:
+    def from_json(cls, data: dict[str, Any]) -> "Confinement":
         """Returns the confinement whose ``dataclasses.asdict`` is ``data``."""
         return cls(tuple(data["measures"]), int(data["uid"]), tuple(data["hidden"]))
 

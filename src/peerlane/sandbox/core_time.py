@@ -1,7 +1,5 @@
 """Measures how long processes ran on a core, and how long they were ready to run while others had the cores."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 
 No torch here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

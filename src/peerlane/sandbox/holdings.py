@@ -1,7 +1,5 @@
 """Holdings of processes that their status does not tell: memory in files without a name, and space on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence

@@ -4,8 +4,6 @@ L0: processes of their own and deadlines. L1: the kernel keeps candidates from t
 bubblewrap sandbox that holds all ranks. docs/isolation.md says what remains possible in each.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -4,8 +4,6 @@ The leader of a group looks five times a second at what its descendants hold, an
 a candidate can take more; then the kernel's own choice falls on it, because its processes ask to be killed first.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -3,8 +3,6 @@
 All but :func:`become` act on the calling thread and what it starts from then on, so they are for processes with a single thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

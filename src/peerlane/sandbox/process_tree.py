@@ -1,7 +1,5 @@
 """Linux process plumbing: death signals, subreapers, and killing a whole tree."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

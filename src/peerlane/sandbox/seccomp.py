@@ -4,8 +4,6 @@ and mounts, the kernel's own configuration.
 A classic BPF program, because the filter is short and libseccomp is a library of the system that may be missing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import platform

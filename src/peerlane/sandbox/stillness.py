@@ -1,7 +1,5 @@
 """Watches for processes without progress. In a deadlock they only wait; in an endless loop they only use a core."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

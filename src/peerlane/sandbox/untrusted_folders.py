@@ -1,7 +1,5 @@
 """Folders that candidates have written to: removed, or given to another user, whatever is in them. No link is followed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

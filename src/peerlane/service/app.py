@@ -1,7 +1,5 @@
 """The service's routes, as one ASGI application. docs/service.md describes them; ``GET /openapi.json`` has them for machines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The client of a service: an :class:`.Evaluator` that is elsewhere. Standard library and pydantic only; no torch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

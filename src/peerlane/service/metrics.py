@@ -1,7 +1,5 @@
 """Counters and gauges of the service, as text that Prometheus reads."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

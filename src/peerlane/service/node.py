@@ -1,7 +1,5 @@
 """The node behind a service: one evaluator that has the machine to itself, and takes from the queue as many jobs as it has work for."""
 
-from __future__ import annotations
-
 import asyncio
 import bisect
 import contextlib

@@ -3,8 +3,6 @@
 A process of its own: ``python -m peerlane.service.node_check`` with a JSON object on stdin, and the report as JSON on stdout.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,13 +14,9 @@ from peerlane.errors import PeerlaneError
 from peerlane.settings import SELFTEST_RULES
 
 CHEATS = (
-    "1_c02_returns_its_input_pytorch",
-    "1_c04_right_on_rank_0_pytorch",
-    "1_c08_mean_of_inputs_pytorch",
-    "1_c09_caches_by_pointer_pytorch",
-    "1_c16_computes_when_compared_pytorch",
-    "1_c23_exits_at_import_pytorch",
-)
+    "1_c02_returns_its_input_pytorch", "1_c04_right_on_rank_0_pytorch", "1_c08_mean_of_inputs_pytorch", "1_c09_caches_by_pointer_pytorch",
+    "1_c16_computes_when_compared_pytorch", "1_c23_exits_at_import_pytorch",
+)  # fmt: skip
 """Six kinds that CPU ranks and GPUs refuse fast: no communication, one right rank, a constant, a cache, a type, an early exit."""
 LIMIT_S = 300.0
 """for the whole check"""
@@ -101,12 +95,7 @@ def conditions_of(device: str, isolation: str | None, world_sizes: Sequence[int]
     evaluator = Evaluator(world_sizes[0], device, isolation=isolation, ranks_per_gpu=ranks_per_gpu)
     classes = {str(size): evaluator.node_of(size).node_class.model_dump() for size in world_sizes}
     rules = evaluator.node_of(world_sizes[0]).rules_hash
-    return {
-        "classes": classes,
-        "isolation": evaluator.isolation.tier,
-        "rules_hash": rules,
-        "evaluator_version": __version__,
-    }
+    return {"classes": classes, "isolation": evaluator.isolation.tier, "rules_hash": rules, "evaluator_version": __version__}
 
 
 def command() -> list[str]:

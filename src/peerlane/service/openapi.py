@@ -1,7 +1,5 @@
 """The OpenAPI document, from the models of request.py."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

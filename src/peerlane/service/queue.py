@@ -1,7 +1,5 @@
 """The jobs of a service, in sqlite: what was accepted survives the process. One call at a time, on a local disk: WAL is not for NFS."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """Messages between clients and the service: the request for one evaluation, and the job that the service makes of it."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Settings of a service: folder, ranks, limits, and the tokens that it accepts."""
 
-from __future__ import annotations
-
 import hmac
 import stat
 from dataclasses import dataclass

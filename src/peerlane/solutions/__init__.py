@@ -8,8 +8,6 @@ between nodes, in ``internode``, run on CPU ranks too, by torch.distributed. As 
 ``peerlane eval solutions --problem 1-8``.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Callable

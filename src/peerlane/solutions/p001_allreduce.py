@@ -4,8 +4,6 @@ Small tensors go as packets (data and flag in one store), large ones in two trip
 ``peerlane/collectives/all_reduce.cuh`` and ``relay.cuh``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator

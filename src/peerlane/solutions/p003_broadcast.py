@@ -4,8 +4,6 @@ Large tensors leave the root once, cut into a share for every other rank, which 
 would be busy W - 1 times as long otherwise, is the bound either way. ``peerlane/collectives/relay.cuh``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator

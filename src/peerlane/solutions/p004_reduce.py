@@ -5,8 +5,6 @@ The other ranks each sum a share and send the sum to the root, whose port takes 
 the same launch makes.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator

@@ -3,8 +3,6 @@
 The root's leading axis is W k rows, of which everybody gets k; the axis is dropped where k is 1.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator

@@ -3,8 +3,6 @@
 The other ranks return the tensor that they were given, as the problem allows.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator

@@ -3,8 +3,6 @@
 Slices are pushed to their owner, who adds them in rank order in fp32 as they come in: ``peerlane/collectives/exchange.cuh``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator

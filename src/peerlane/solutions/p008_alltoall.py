@@ -3,8 +3,6 @@
 Small blocks go as packets, large ones through rings of tiles by bulk copies: ``peerlane/collectives/exchange.cuh``.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator

@@ -3,8 +3,6 @@
 Blocks take stripes of 256 columns and groups of rows; the last block of a stripe adds the groups' sums and exchanges them. Bound by
 HBM, which reads both inputs once. The public shape is bound by the launch and one trip of the packets."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, group_of, per_group

@@ -5,8 +5,6 @@ the number of the row, four bytes. Owners store rows at their place in the resul
 asker is the owner. Bound by the links, which carry the rows, and by four meetings of blocks and ranks. The result's size is known, so the
 host waits for nothing, and the call can be captured. Meetings are in ``peerlane/moe/moe.cuh``."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, group_of, per_group

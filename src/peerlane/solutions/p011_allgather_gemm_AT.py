@@ -3,8 +3,6 @@
 Only the strides of the reference's result differ, and strides are free, so nothing is transposed. The device code is
 ``peerlane/products/all_gather_gemm.cuh``. float32, which its tensor cores do not take, is one launch more and a product."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator, group_of

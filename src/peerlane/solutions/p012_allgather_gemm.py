@@ -5,8 +5,6 @@ warps compute, each tile from this rank's own columns on, and wait only for the 
 ``peerlane/products/all_gather_gemm.cuh``. float32, which its tensor cores do not take, is one launch more and a product.
 """
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator, group_of

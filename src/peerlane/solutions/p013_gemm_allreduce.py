@@ -6,8 +6,6 @@ which its tensor cores do not take, is a product and one more launch.
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator, group_of

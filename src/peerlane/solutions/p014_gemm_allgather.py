@@ -5,8 +5,6 @@ A finished tile goes from shared memory straight to its place in every rank's re
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator, group_of

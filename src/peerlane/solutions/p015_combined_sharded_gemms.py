@@ -5,8 +5,6 @@ with the activation. The second one is the product with W2: by the same blocks i
 own. No row is computed twice, and no zero is added. The device code is ``peerlane/products/perceptron.cuh`` and
 ``all_gather_gemm.cuh``. For float32, which its tensor cores do not take, an all-to-all comes first."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator, group_of

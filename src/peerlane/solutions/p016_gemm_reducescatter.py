@@ -5,8 +5,6 @@ they get to their own tiles before they round. Partial products travel in the in
 ``peerlane/products/gemm_reduce_scatter.cuh`` is the device code. float32, which its tensor cores do not take, is a product and one
 more launch."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator, group_of

@@ -5,8 +5,6 @@ leave each rank. The public shape is bound by the launch and two trips of a flag
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import (

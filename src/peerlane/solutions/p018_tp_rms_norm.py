@@ -3,8 +3,6 @@
 Every warp first pushes the sums of squares of all its rows, and then scales the rows as the other ranks' sums come in. The second pass
 finds the rows in L2."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import F32, U32, BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, group_of, per_group

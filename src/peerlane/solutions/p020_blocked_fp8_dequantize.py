@@ -4,8 +4,6 @@ A byte an element crosses the links where the reference sends four. Bound by HBM
 bound by the launch and one trip of a flag. Codes lie in one of two buffers by the launch's parity. A rank that has finished a launch has
 had a signal of it from every other rank, so all of them have finished the launch before."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, element_type, group_of, per_group

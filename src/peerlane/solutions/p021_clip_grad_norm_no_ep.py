@@ -3,8 +3,6 @@
 Bound by HBM: each gradient is read once for the norm; what changes is written, and read again as far as L2 no longer holds it. The links
 carry a packet of each block. Small lists are bound by one launch and one trip of a packet. ``families/clipping.py``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 A rank's experts' powers count once for every rank of ep_group whose ep_fsdp_group holds it; these counts are found once for each set
 of groups. Bound by HBM as problem 21: ``families/clipping.py``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

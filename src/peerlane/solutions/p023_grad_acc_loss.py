@@ -3,8 +3,6 @@
 Bound by the launch and one trip of a packet: 12 bytes a rank, nothing else to read but five scalars. The device decides what a rank without
 tokens means, so a graph can capture it."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, group_of, per_group

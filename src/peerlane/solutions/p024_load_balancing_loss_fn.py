@@ -4,8 +4,6 @@ A warp takes a token; its choices are the next largest logits in turn. Warps add
 all blocks, in one order. Bound by HBM, which reads logits once, or by k passes over a token in L1; small inputs by the launch and a
 packet."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

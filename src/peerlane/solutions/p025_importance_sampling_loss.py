@@ -3,8 +3,6 @@
 The logits are torch's product; what comes behind it is one launch, with no logits in float32; blocks of all ranks exchange packets of
 12 bytes. Bound by the product. A graph can capture it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

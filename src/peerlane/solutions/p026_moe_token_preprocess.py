@@ -1,7 +1,5 @@
 """Problem 26, split sizes and counts of a dispatch: one sum, one exchange of packets that writes to the host's memory, and one wait."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Problem 27, variable-split all-to-all of token rows: one launch of the kit's exchange, whose parts have any length."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

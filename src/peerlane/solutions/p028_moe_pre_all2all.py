@@ -6,8 +6,6 @@ numbered. A token crosses a link once for all its experts on a rank, which copie
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 While rows travel, each rank looks up their weights and lists the rows of every token. Sums are kept in fp32 and rounded once. The device
 code is ``peerlane/moe/moe.cuh``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 Bound by the links, which carry 2 (W - 1) / W of the gradients; small gradients by two launches and one trip. Sums are taken in float32 and
 rank order, and do not overwrite the gradients. ``peerlane/collectives`` has the kernels."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 
@@ -14,10 +12,7 @@ PACKED_BYTES = 1 << 18
 
 
 def solution(
-    grad_fc1_1_lora_A: torch.Tensor,
-    grad_fc1_2_lora_A: torch.Tensor,
-    grad_fc2_lora_B: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    grad_fc1_1_lora_A: torch.Tensor, grad_fc1_2_lora_A: torch.Tensor, grad_fc2_lora_B: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, ...]:
     kit, tensors = communicator(group), [tensor.contiguous() for tensor in (grad_fc1_1_lora_A, grad_fc1_2_lora_A, grad_fc2_lora_B)]
     if sum(tensor.nbytes for tensor in tensors) > PACKED_BYTES:

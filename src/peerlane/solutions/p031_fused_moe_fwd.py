@@ -4,8 +4,6 @@ The first one counts, tells the counts, and pushes every token once to each rank
 starts on what has come. The second one is the layer behind it, whose tiles go straight home, and the weighted sum. The host waits for
 nothing. The device code is ``peerlane/moe/moe_layer.cuh``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

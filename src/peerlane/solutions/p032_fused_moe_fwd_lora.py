@@ -6,8 +6,6 @@ problem 31, so the host waits for nothing. The device code is ``peerlane/moe/moe
 W + B A is a product of the kit. A library's product may launch clusters. Where ranks share a GPU, a cluster may find no room beside the
 blocks of other ranks that already wait for this rank."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

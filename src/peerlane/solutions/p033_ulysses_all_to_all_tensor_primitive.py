@@ -4,8 +4,6 @@ Bound by the links: (W - 1) / W of the tensor leaves every rank, and is written 
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -2,8 +2,6 @@
 
 Bound by the links: W - 1 copies leave every rank. ``peerlane/collectives/exchange_packets.cuh`` and ``exchange.cuh``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

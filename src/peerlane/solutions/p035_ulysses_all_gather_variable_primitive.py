@@ -3,8 +3,6 @@
 Bound by one question to the device, as the result's shape follows from what others have, and at large sizes by the links. Another axis
 than the first is moved to the front and back. ``device/collectives/counts.py`` and ``peerlane/collectives/exchange.cuh``."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -4,8 +4,6 @@ The results lie in the arena, so nothing is copied twice. Padding is not sent. `
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -4,8 +4,6 @@
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

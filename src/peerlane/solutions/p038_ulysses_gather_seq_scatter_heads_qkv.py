@@ -4,8 +4,6 @@ The fused axis is cut within each of the three. ``peerlane/collectives/strided.c
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

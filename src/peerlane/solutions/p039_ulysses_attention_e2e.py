@@ -5,8 +5,6 @@ takes queries, keys and values where the projection leaves them, and stores ever
 tokens have a kernel without tensor cores, ``device/attention/short.py``. Longer ones in float32, which tensor cores do not take, are
 exchanged by two launches and computed by torch."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

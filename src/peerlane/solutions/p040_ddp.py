@@ -3,8 +3,6 @@
 All ranks update all state, which costs less than the links would take to spread it. The public shape is bound by launches; larger ones by
 the products, and by the links, which carry three times the parameters from rank 0. The kernel is ``families/training_step.py``."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import communicator, group_of

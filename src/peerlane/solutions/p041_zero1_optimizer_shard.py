@@ -5,8 +5,6 @@ the products, and by the links, which carry the parameters three times. The kern
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import group_of

@@ -5,8 +5,6 @@ the launch and two trips of a flag: peers have begun, peers have stored.
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import math
 
 import torch

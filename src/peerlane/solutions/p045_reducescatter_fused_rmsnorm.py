@@ -4,8 +4,6 @@ Bound by the links: (W - 1) / W of the input leaves every rank. The owner's sums
 Rows lie in one of two buffers by the launch's parity: a rank that has finished a launch has had a signal of it from every other rank, so
 all of them have finished the launch before."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import (

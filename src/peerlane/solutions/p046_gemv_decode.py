@@ -6,8 +6,6 @@ More than eight tokens are a matrix product: cuBLAS makes it, and the kernel dis
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -3,8 +3,6 @@
 The public shape is bound by launches: of the products and of two kernels; larger ones by the products, and by the links, which carry the
 parameters twice. The kernel is ``families/training_step.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ The gathering kernel stores W1 and W2 side by side, so that one product makes ga
 parts to their owners, which add them in float32 and rank order; the others read the sums at the owners. Both communicate within one launch.
 Bound by the products at large sizes, by six launches at the public one."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import (
@@ -163,12 +161,7 @@ def tensor_sum(group: Group, room: int, n_tp: int, dtype: torch.dtype) -> BoundK
 
 @torch.no_grad()
 def solution(
-    x_local: torch.Tensor,
-    W1_shard: torch.Tensor,
-    W2_shard: torch.Tensor,
-    W3_shard: torch.Tensor,
-    n_tp: int,
-    n_fsdp: int,
+    x_local: torch.Tensor, W1_shard: torch.Tensor, W2_shard: torch.Tensor, W3_shard: torch.Tensor, n_tp: int, n_fsdp: int
 ) -> torch.Tensor:
     group, (tokens, width), (rows, inner) = group_of(), x_local.shape, W1_shard.shape
     if n_tp * n_fsdp != group.world_size:

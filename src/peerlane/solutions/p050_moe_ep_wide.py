@@ -1,7 +1,5 @@
 """Problem 50, a mixture-of-experts layer with several experts on each rank: the kernels of problem 31."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

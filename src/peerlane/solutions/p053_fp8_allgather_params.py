@@ -3,8 +3,6 @@
 One byte an element crosses the links, half of bfloat16. Bound by HBM at large sizes: each rank writes W shards. Small ones are bound
 by the launch, one trip of packets and one of a flag. ``families/fp8_history.py``."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import group_of

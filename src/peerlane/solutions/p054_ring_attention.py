@@ -6,8 +6,6 @@ do not take, is gathered and computed by torch.
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

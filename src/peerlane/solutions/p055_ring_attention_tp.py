@@ -3,8 +3,6 @@
 The projections are torch's. Attention is one persistent kernel, ``peerlane/attention/ring_attention.cuh``, which takes queries, keys
 and values where the projection leaves them. The sum over the heads is the kit's all-reduce."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 The projections are torch's. Attention is one persistent kernel, ``peerlane/attention/ring_attention.cuh``. A large batch goes through
 the pipeline entry by entry, so that stages work at the same time. A small kernel hands each entry over."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -7,8 +7,6 @@ gathered. float32, which the tensor cores do not take, is computed by torch.
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 The loss kernel reads the logits once. The reference widens them to float32 and passes over them five times. Bound by the product at large
 sizes, by three launches at small ones. Terms are summed in the same order in every run."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

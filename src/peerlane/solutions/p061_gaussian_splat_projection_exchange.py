@@ -5,8 +5,6 @@ is seen, and stores it at the camera's rank. The reference launches some 150 ker
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import (

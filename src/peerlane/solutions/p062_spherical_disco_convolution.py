@@ -5,25 +5,10 @@ filters' responses, which are K C / C_out times as many. ``families/sphere_excha
 images at a time while the images before are convolved; ``families/sphere_taps.py`` has the kernel of taps. Bound by the mixing in float32
 where channels are mixed, and else by loads from L1, one for each tap, channel and output."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 
-from peerlane.device import (
-    U32,
-    U64,
-    BoundKernel,
-    Buffer,
-    DeclaredKernel,
-    Epochs,
-    Flags,
-    Group,
-    Pointer,
-    array,
-    group_of,
-    per_group,
-)
+from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, array, group_of, per_group
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.solutions.families.sphere_exchange import ArcExchange, arc_exchange, shares
 from peerlane.solutions.families.sphere_taps import Mixing, Taps, convolve

@@ -3,8 +3,6 @@
 A warp takes a row of a covariance. Blocks of a rank meet once, ranks exchange one number, and the second pass begins with the rows that the
 first one read last, which still lie in L2. New weights go straight to all ranks. Bound by HBM."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

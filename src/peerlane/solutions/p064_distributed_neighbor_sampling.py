@@ -4,8 +4,6 @@ Sizes of all parts are known behind the questions, so nothing else waits but the
 the earliest turn in which each is met. Bound by those waits.
 ``device/collectives/counts.py`` and ``peerlane/collectives/exchange.cuh``."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -3,8 +3,6 @@
 The reference rolls rows before and behind its exchange; here the places of the parts say all. Bound by HBM, which reads rows twice, and
 the links. ``peerlane/collectives/exchange.cuh``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

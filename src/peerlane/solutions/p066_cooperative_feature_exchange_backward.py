@@ -3,8 +3,6 @@
 The reference rolls gradients and ids; here the places of the parts say all. Bound by HBM, which writes and reads the received rows
 once, and the links. Sums are float32 additions in memory, in no fixed order. ``peerlane/collectives/exchange.cuh``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

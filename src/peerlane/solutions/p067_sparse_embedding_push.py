@@ -3,8 +3,6 @@
 Bound by the question, since the results' shapes follow from all ranks' ids, and at large sizes by HBM, which sorts rows by owner, and
 the links. ``device/collectives/counts.py`` and ``peerlane/collectives/exchange.cuh``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 One question to the device tells how many rows every rank wants, for the size of the arena. Nothing is sorted. Bound by that question, and
 at large sizes by the links, which carry four bytes of an id to each rank and the row. The product is torch's."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 One question to the device tells how many edges every rank has. Bound by that question, since the result's shape follows from it, and at
 large sizes by HBM, which reads the scores once; the reference writes sigmoids and masks, and gathers padded ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

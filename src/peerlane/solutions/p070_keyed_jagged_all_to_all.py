@@ -5,8 +5,6 @@ Bound by that question, as shapes follow from data, and at large sizes by the li
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

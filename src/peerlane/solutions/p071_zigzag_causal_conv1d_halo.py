@@ -4,8 +4,6 @@ A border goes to a neighbour, k - 1 samples of a channel. Bound by HBM: samples 
 bound by the launch, HBM and one trip of a flag behind the convolution. Borders lie in one of two buffers by the launch's parity.
 Neighbours signal each other in every launch, so a rank that has finished one knows that they have finished the one before."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

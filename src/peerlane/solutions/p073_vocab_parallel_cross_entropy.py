@@ -3,8 +3,6 @@
 A warp takes a token and keeps its maximum and sum of exponentials in registers. Bound by HBM: logits are read once, nothing is written
 but the losses. The public shape is bound by the launch and one trip of the packets."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

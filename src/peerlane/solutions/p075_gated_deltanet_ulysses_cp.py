@@ -4,8 +4,6 @@ The reference exchanges tokens for heads, twice; here a state of K V numbers a h
 bfloat16 chunks of 64 tokens go through tensor cores, ``families/delta_chunks.py``: bound by the tokens' bytes, and between ranks by the
 chain of chunks. In float32 each token waits for the one before, ``families/delta_rule.py``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

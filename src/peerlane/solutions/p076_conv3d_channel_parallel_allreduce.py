@@ -3,8 +3,6 @@
 The sum does not overlap the convolution. Bound by the convolution, 2 N k^3 / W operations an output of N input channels, and by the links,
 which carry 2 (W - 1) / W of the result."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ behind them. The host reads where ranges end while the exchanges run. Bound by t
 
 The next call overwrites the results, which lie in the arena."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -4,8 +4,6 @@ A pixel mixes at most four decoded tiles, so that every rank decodes what it nee
 time and height into shared memory, and then along the width. Tables made on the first call say where a pixel's tiles and latents are. Bound
 by HBM, which takes the pixels. A graph can capture it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

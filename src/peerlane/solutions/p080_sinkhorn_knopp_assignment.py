@@ -4,8 +4,6 @@ The assignment is diag(u) E diag(v): an iteration takes v = 1 / (K sum over all 
 cancels. The number of samples travels with the first sum. Bound by HBM, which reads the logits twice an iteration and once more, and writes
 the result once. The reference passes about twenty times over exponentials in float32. Sums have a fixed order."""
 
-from __future__ import annotations
-
 import math
 
 import torch

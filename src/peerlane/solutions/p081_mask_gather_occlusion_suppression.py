@@ -4,8 +4,6 @@ Ranks send the narrow type and one bit a pixel. Behind a barrier every block fin
 the object's float32 mask, or the blank, once. Bound by the links, (W - 1) / W of the masks in their own type, and by HBM, which writes
 the masks in float32. Masks lie in one of two buffers by the launch's parity. docs/kernels.md has the account."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -4,8 +4,6 @@ With up to 93 of top-k each rank sends its k largest logits of a token, and ever
 bins, and send sums over bins. Bound by HBM: each rank reads its shard once, where the reference sends it, sorts it and sends results back.
 Small inputs are bound by the launch and the trips of packets. ``families/nucleus.py``, and docs/kernels.md."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -2,8 +2,6 @@
 
 Bound by HBM, which reads each logit once. ``families/nucleus.py``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

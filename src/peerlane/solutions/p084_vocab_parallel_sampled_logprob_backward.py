@@ -3,8 +3,6 @@
 Bound by HBM: logits are read twice, the second time from L2 where they fit, and float32 gradients are written once. Neither crosses a
 link. Logits that equal the top-p cut are all kept, with the mass of as many as the cut takes. ``families/nucleus.py``."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

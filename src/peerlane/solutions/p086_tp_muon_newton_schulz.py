@@ -7,8 +7,6 @@ more bits: its products run in float32, and a sum over ranks follows.
 
 A later Gram matrix follows from the first alone, which would save sums; rounding errors of singular matrices then grow beyond bounds."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -3,8 +3,6 @@
 The exchange does not overlap the convolution, which is by far the longer of the two. Bound by the convolution.
 ``peerlane/collectives/exchange.cuh`` has the exchange."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Names that the profiler records, sorted: kernels by whose they are, copies by their ends, operators of communication."""
 
-from __future__ import annotations
-
 import pytest
 
 from peerlane.evaluate.audit.activity import activity, kernel_kind, most_per_call

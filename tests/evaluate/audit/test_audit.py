@@ -1,7 +1,5 @@
 """What the auditor makes of the ranks' reports, which may be lies, and what the custom track says to it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

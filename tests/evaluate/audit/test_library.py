@@ -1,7 +1,5 @@
 """The custom track knows the kit's library by the tokens of its kernels, however a candidate reaches them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

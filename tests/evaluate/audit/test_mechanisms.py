@@ -1,7 +1,5 @@
 """What audited calls and loaded code say about mechanisms. Kernels that were loaded and did not run are decoys, and called that."""
 
-from __future__ import annotations
-
 from peerlane.evaluate import wire
 from peerlane.evaluate.audit.activity import activity
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms

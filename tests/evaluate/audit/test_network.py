@@ -1,7 +1,5 @@
 """Bytes between nodes, from the kernel's counters of connections."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest
@@ -49,8 +47,7 @@ def test_the_kernel_counts_what_a_connection_received() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counted", "least", "over"),
-    [((100, 110), (100.0, 100.0), 1.1), ((0, 300), (0.0, 100.0), 3.0), ((5, 5), (0.0, 0.0), None)],
+    ("counted", "least", "over"), [((100, 110), (100.0, 100.0), 1.1), ((0, 300), (0.0, 100.0), 3.0), ((5, 5), (0.0, 0.0), None)]
 )
 def test_the_ratio_is_that_of_the_worse_direction(counted: tuple[int, int], least: tuple[float, float], over: float | None) -> None:
     found = NetworkBytes(egress=counted[0], ingress=counted[1], least_egress=least[0], least_ingress=least[1])

@@ -1,7 +1,5 @@
 """Whose fault a failure is that shows in both groups, and how long a candidate may take."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What a trusted rank found, and the verdict that follows from it: tables with made-up answers, no ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -119,16 +117,10 @@ def test_the_last_output_is_looked_at_again(answer: wire.OutputComparison, kind:
 @pytest.mark.parametrize(
     ("failure", "kind"),
     [
-        ("hang", "hang"),
-        ("garbage", "integrity_failure"),
-        ("exit", "runtime_error"),
-        ("runtime_error", "runtime_error"),
-        ("import_error", "import_error"),
-        ("cuda_error", "cuda_error"),
-        ("out_of_memory", "out_of_memory"),
-        ("build_error", "build_error"),
+        ("hang", "hang"), ("garbage", "integrity_failure"), ("exit", "runtime_error"), ("runtime_error", "runtime_error"),
+        ("import_error", "import_error"), ("cuda_error", "cuda_error"), ("out_of_memory", "out_of_memory"), ("build_error", "build_error"),
     ],
-)
+)  # fmt: skip
 def test_what_a_group_failed_by_is_its_verdict(failure: str, kind: str) -> None:
     """A message that no rank writes by itself is a forged one."""
     said = verdict_of(

@@ -1,7 +1,5 @@
 """The judge that trusted ranks and races in this process have in common."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

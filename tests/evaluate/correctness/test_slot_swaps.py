@@ -1,7 +1,5 @@
 """Late changes: what a slot holds at its call, and which slots can exchange."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What stress is made of, without ranks: its size, its jitter, guard bands, spoilt inputs, and blocks in any order."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import math
@@ -275,10 +273,7 @@ def ask_beside_a_busy_gpu(
     rank: int | None, log: list[Any], *, trusted: GroupFailure | None = None, candidate: GroupFailure | None = None
 ) -> None:
     session = types.SimpleNamespace(
-        trusted=NotedRanks("trusted", log, trusted),
-        place=GPUS,
-        deadlines=Deadlines(),
-        drop_trusted=lambda: log.append("trusted dropped"),
+        trusted=NotedRanks("trusted", log, trusted), place=GPUS, deadlines=Deadlines(), drop_trusted=lambda: log.append("trusted dropped")
     )
     problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
     runner = CaseRunner(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type, list-item]

@@ -1,7 +1,5 @@
 """How the slots of a block are drawn: one by one, or behind each other from the block's own generators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts of slots: what is alike is drawn and called once, and no two tensors share memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies of a block's outputs do what the long way does, for everything that a call may return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slots: what is filled in is what was given, however many tensors are copied at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

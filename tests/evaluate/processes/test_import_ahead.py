@@ -1,7 +1,5 @@
 """What candidates import of torch, and takes seconds, is imported once by the fork server."""
 
-from __future__ import annotations
-
 import pytest
 
 import peerlane as pl

@@ -1,7 +1,5 @@
 """Proof that other programs kept an evaluation from its cores, and no excuse for what a candidate does itself."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """What comes up before the session that takes it; mostly with a stand-in for the fork server, which is up at once, or never."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Frames between the supervisor and ranks: what is sent arrives, and what a hostile rank sends is refused without harm."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from collections.abc import Iterator

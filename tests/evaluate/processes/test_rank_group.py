@@ -1,7 +1,5 @@
 """The supervisor's side of a rank group, with the test as the ranks and their leader."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -302,17 +300,10 @@ def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple
 @pytest.mark.parametrize(
     "answer",
     [
-        {"ok": True},
-        {"ok": True, "answer": -1},
-        {"ok": True, "answer": None},
-        {"ok": True, "answer": 1, "more": 2},
-        {"ok": True, "more": 1},
-        {"ok": 1, "answer": 1},
-        {"answer": 1},
-        {"ok": True, "answer": "1"},
-        {"ok": True, "ranks": [1]},
+        {"ok": True}, {"ok": True, "answer": -1}, {"ok": True, "answer": None}, {"ok": True, "answer": 1, "more": 2},
+        {"ok": True, "more": 1}, {"ok": 1, "answer": 1}, {"answer": 1}, {"ok": True, "answer": "1"}, {"ok": True, "ranks": [1]},
     ],
-)
+)  # fmt: skip
 def test_an_answer_to_another_request_is_garbage(answer: dict[str, Any], pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin(Request(RankInterface.initialize), "spawn", 5)

@@ -1,7 +1,5 @@
 """Sessions whose ranks share GPUs: what ranks are told, and what happens after a fault, which ends all clients of an MPS server."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Warm groups, builds, logs and lost GPUs: what a run keeps ready, keeps small, and keeps away from."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Extensions that candidates compile when they are called are found in their syntax trees, and compiled under the key of that call."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

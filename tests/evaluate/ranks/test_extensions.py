@@ -1,7 +1,5 @@
 """Extensions of candidates: the helper that public candidates import, folders of their own, locks of killed builds."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import importlib

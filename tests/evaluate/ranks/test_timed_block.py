@@ -1,7 +1,5 @@
 """Timed blocks without a GPU: what is called, swapped and copied, in which order."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Triton kernels on CPU ranks: an access out of bounds says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

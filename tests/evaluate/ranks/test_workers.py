@@ -1,7 +1,5 @@
 """What rank processes import, and how they take what a hostile peer describes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

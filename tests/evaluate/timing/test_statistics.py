@@ -1,7 +1,5 @@
 """The median's bootstrap interval."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from peerlane.evaluate.timing.scoring import median_interval

@@ -1,7 +1,5 @@
 """A problem between nodes, for tests: an all-reduce that moves as little as it can over the network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

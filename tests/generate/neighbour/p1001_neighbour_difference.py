@@ -1,7 +1,5 @@
 """Problem 1001: what the worked examples of prompts compute, as a problem, so that they can be judged."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

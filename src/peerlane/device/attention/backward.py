@@ -1,7 +1,5 @@
 """Gradients of attention on one rank: by the fused kernel, or by the two of ``attention_backward.cuh``, which shards use."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Host side of ``peerlane/attention/attention.cuh``: which tiles for which sizes, the maps of the operands, and attention on one rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,7 +163,7 @@ class Sizes:
     offset: int
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, causal: bool, offset: int | None) -> Sizes:
+    def of(cls, q: torch.Tensor, k: torch.Tensor, causal: bool, offset: int | None) -> "Sizes":
         chosen = k.shape[1] - q.shape[1] if offset is None else offset
         return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], causal, chosen)
 
@@ -192,11 +190,7 @@ def defines(tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> dict[s
 
 
 def bind(
-    group: Group,
-    tensors: Mapping[str, torch.Tensor],
-    sizes: Sizes,
-    scale: float,
-    tiling: AttentionTiling | None = None,
+    group: Group, tensors: Mapping[str, torch.Tensor], sizes: Sizes, scale: float, tiling: AttentionTiling | None = None
 ) -> BoundKernel:
     """The launch for ``tensors`` q, k, v and out, all ``aligned``; under a causal mask claims (1; int32, zero), which launches of one
     stream may share; and logarithms, if they are wanted. ``scale`` as ``check_scale`` gives it. The launch holds addresses, not tensors."""

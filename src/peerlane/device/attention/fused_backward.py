@@ -1,7 +1,5 @@
 """Host side of ``peerlane/attention/fused_attention_backward.cuh``: gradients of attention by one kernel, and a launch that rounds dq."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -17,8 +17,6 @@ brings all.
 ``peerlane/collectives/strided.cuh``.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from collections.abc import Hashable, Mapping, Sequence

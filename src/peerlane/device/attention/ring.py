@@ -1,7 +1,5 @@
 """Host side of ``peerlane/attention/ring_attention.cuh``: attention over a sequence that is sharded across ranks, in one launch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +62,7 @@ class Shape:
     causal: bool
 
     @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Shape:
+    def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> "Shape":
         check_operands(q, k, v)
         if q.shape[1] != k.shape[1]:
             raise UsageError(f"ring attention of q {tuple(q.shape)} and k {tuple(k.shape)}: expected shards of one length")
@@ -116,7 +114,7 @@ class RingPlan(ShardPlan):
     shares: tuple[Share, ...]
 
     @classmethod
-    def of(cls, shape: Shape, world_size: int, tiling: AttentionTiling | None = None, balanced: bool | None = None) -> RingPlan:
+    def of(cls, shape: Shape, world_size: int, tiling: AttentionTiling | None = None, balanced: bool | None = None) -> "RingPlan":
         chosen = tiling or forward.choose_tiling(
             shape.length, shape.length, max(shape.depth, shape.value_depth), shape.causal, parcels=True
         )

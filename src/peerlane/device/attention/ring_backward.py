@@ -4,8 +4,6 @@ Each rank gets some heads of the whole sequence, computes their gradients, and s
 where gathering dout, q, k and v moves 4 (W - 1). Every rank has the same work under a causal mask. Heads come
 in pieces, which travel while others are computed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

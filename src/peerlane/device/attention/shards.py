@@ -2,8 +2,6 @@
 
 Also the host side of ``peerlane/attention/parcels.cuh``."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A block takes a line, that is a head of a batch entry. It pushes this rank's queries, keys and values of the line to the ranks that compute
 it, waits for those of its own line, and stores every result where its token lives."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path

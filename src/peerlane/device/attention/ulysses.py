@@ -1,7 +1,5 @@
 """Host side of ``peerlane/attention/ulysses_attention.cuh``: attention over sharded sequences, each rank for its heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

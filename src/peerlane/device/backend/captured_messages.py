@@ -4,8 +4,6 @@ A long send waits on the device for its receive. Branches of a graph share few h
 therefore keep the receives from starting, on every rank. Inside one kernel the blocks of sends and receives are resident together.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

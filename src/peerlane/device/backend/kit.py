@@ -1,7 +1,5 @@
 """The kit's collectives as torch.distributed's operations: what they serve, and lists of tensors as the single tensors that they take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 

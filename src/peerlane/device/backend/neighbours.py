@@ -1,7 +1,5 @@
 """The hosts and GPUs of a group's ranks: who lives on one host, and whether some ranks share a GPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ class Seat:
     gpus: tuple[str, ...]
 
     @classmethod
-    def own(cls) -> Seat:
+    def own(cls) -> "Seat":
         """Returns the seat of this process."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(count))

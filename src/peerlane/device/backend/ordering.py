@@ -5,8 +5,6 @@ all collectives of a process form one lane, in the order of their calls, with th
 NCCL backend, a blocking call runs on the caller's stream and an asynchronous one on a stream of the backend's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """The process group of the backend: torch.distributed's operations in terms of the kit's and of NCCL's and gloo's."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

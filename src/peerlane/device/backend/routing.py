@@ -1,7 +1,5 @@
 """A process group that sends every call to the kit, to NCCL or to gloo, by its device, operation, dtype and group."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
@@ -162,7 +160,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         finally:
             self._in_span = False
 
-    def _messenger(self, device: torch.device) -> RoutedGroup | None:
+    def _messenger(self, device: torch.device) -> "RoutedGroup | None":
         """Returns the group whose kit takes this group's messages; None if NCCL or gloo does.
 
         This is the group of all ranks, if its kit is open: then the ranks of a message need not wait for other ranks to open one."""
@@ -285,7 +283,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
-    ) -> RoutedGroup | None:
+    ) -> "RoutedGroup | None":
         """Returns a group of some of this group's ranks, in their order here; None on the others. All ranks of this group call it.
 
         The new group serves all types of devices and has children of its own, so ``opts`` and ``device_types`` have no effect."""

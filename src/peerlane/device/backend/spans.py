@@ -1,7 +1,5 @@
 """Calls of a group as profilers see them. PyTorch records none of a group that is written in Python."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence

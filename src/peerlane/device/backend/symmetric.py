@@ -4,8 +4,6 @@ A rendezvous asks the group that torch knows by a name for its store. A group wr
 rendezvous lasts, plain groups with the stores take the places of those groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The collectives of a group of one rank: copies, without kernels of the kit or memory in an arena."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The tensors that collectives of the kit take. Each function raises UsageError for others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -10,8 +10,6 @@ reductions are in ``reductions.py``. Which kernel serves which size is in ``plan
 kernels in ``kernels.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
@@ -78,7 +76,7 @@ class Communicator:
             for plan in (*sums, plans.exchange(nbytes, self.machine)):
                 self._kernel(plan.kernel, dtype, SUM.name)
 
-    def serving_backend(self) -> Communicator:
+    def serving_backend(self) -> "Communicator":
         """Returns this communicator, with the same memory, for the backend. Closing that closes all that the group keeps."""
         other = copy.copy(self)
         other._serves_backend, other._launches, other._kernels = True, {}, {}
@@ -275,13 +273,7 @@ class Communicator:
         return parts
 
     def _by_table(
-        self,
-        call: tuple[Any, ...],
-        plan: Plan,
-        table: Messages,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        reduction: Reduction = SUM,
+        self, call: tuple[Any, ...], plan: Plan, table: Messages, source: torch.Tensor, target: torch.Tensor, reduction: Reduction = SUM
     ) -> None:
         """Launches the kernel of a plan, kept once for all sizes with this plan, with messages of its own. All ranks make this ``call``."""
         with self.group.lock:

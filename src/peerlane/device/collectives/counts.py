@@ -5,8 +5,6 @@
 Collectives whose parts' sizes follow from data need them before they can allocate; ``Communicator.exchange`` then moves the parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

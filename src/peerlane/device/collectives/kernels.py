@@ -1,7 +1,5 @@
 """The kernels of the collectives: one source each, compiled when it is first used, for one world size, element type and reduction."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -69,10 +67,7 @@ KERNELS = {
         threads="relay_threads",
     ),
     "reduce_ring": Source(
-        "exchange",
-        "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)",
-        sums=True,
-        threads="reduce_threads",
+        "exchange", "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)", sums=True, threads="reduce_threads"
     ),
     "broadcast_relay": Source("relay", "broadcast<WORLD_SIZE>(arena, space, root, in, out, bytes)", threads="broadcast_threads"),
     "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads"),

@@ -3,8 +3,6 @@
 An *exchange* takes every message to its place; a *sum* adds the messages from all ranks. Ranks are numbered within the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,8 +4,6 @@ The limits come from a model (packets carry a third more bytes than data) and fr
 collectives.json compares the kernels by size, and rings.json the settings of rings.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peerlane.device.collectives import workspace

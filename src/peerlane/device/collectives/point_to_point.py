@@ -3,8 +3,6 @@
 They take no part in the lane of collectives: a message may wait for a rank that has a collective to do first.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Sequence
@@ -54,7 +52,7 @@ class Space(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("tiles", "posts", "owners", "tickets"))
 
     @classmethod
-    def take(cls, arena: Taker, world_size: int, slots: Slots) -> Space:
+    def take(cls, arena: Taker, world_size: int, slots: Slots) -> "Space":
         """Takes ``space_bytes`` of an arena."""
         each = world_size * slots.count
         return cls(*(arena.take(nbytes) for nbytes in (each * slots.tile_bytes, each * LINE_BYTES, each * LINE_BYTES, 4 * world_size)))

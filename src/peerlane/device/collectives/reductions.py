@@ -2,8 +2,6 @@
 
 The device side is ``collectives/reductions.cuh``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

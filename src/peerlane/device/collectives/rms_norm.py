@@ -19,8 +19,6 @@ of 8,192 columns the trips and the launch limit it, and above that the port. Dev
 up to 704. Arena: (2 W r + 2 T) H 8/3 bytes for T = 512 tokens of H columns, of which r go in one shot; 28 MB for 8,192 columns on 4 ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Literal

@@ -16,8 +16,6 @@ Bound: the port, (W - 1) / W of x's bytes for the sum and as many of y's for the
 Registers: at most 186 a thread, in blocks of 352.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Literal

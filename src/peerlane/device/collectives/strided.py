@@ -1,7 +1,5 @@
 """Host side of ``peerlane/collectives/strided.cuh``: an exchange that cuts one axis and joins another, as all-to-alls of attention do."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The memory of the collectives, and what they move: host side of ``collectives/workspace.cuh``."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from typing import Protocol
@@ -117,7 +115,7 @@ class Channels(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("tiles", "flags", "counters", "blocks"))
 
     @classmethod
-    def take(cls, arena: Taker, world_size: int, rings: Rings) -> Channels:
+    def take(cls, arena: Taker, world_size: int, rings: Rings) -> "Channels":
         blocks = rings.exchange_blocks(world_size)
         pairs = blocks * world_size
         return cls(
@@ -141,7 +139,7 @@ class Workspace(ctypes.Structure):
     )
 
     @classmethod
-    def take(cls, arena: Taker, world_size: int, rings: Rings = RINGS) -> Workspace:
+    def take(cls, arena: Taker, world_size: int, rings: Rings = RINGS) -> "Workspace":
         """Takes ``workspace_bytes(world_size, rings)`` of an arena."""
         packet_bytes = packet_buffer_bytes(world_size)
         return cls(
@@ -153,7 +151,7 @@ class Workspace(ctypes.Structure):
         )
 
     @classmethod
-    def take_staged(cls, arena: Taker, world_size: int, nbytes: int, blocks: int) -> Workspace:
+    def take_staged(cls, arena: Taker, world_size: int, nbytes: int, blocks: int) -> "Workspace":
         """Takes ``staged_bytes`` of an arena: what a staged all-reduce of up to ``nbytes`` by so many blocks uses of a workspace."""
         vectors = -(-nbytes // 16)
 

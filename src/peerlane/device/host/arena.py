@@ -4,8 +4,6 @@ One piece of it, then sub-allocation by plain counting (``layout.py``), so that 
 base addresses is all a kernel needs. Where the memory comes from is the group's business: on GPUs it is a part of a pool (``pool.py``).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -143,7 +141,7 @@ class Arena:
             self.closed, self.view.before_launch = True, refuse
             self._memory.close()
 
-    def belong_to(self, other: Arena) -> None:
+    def belong_to(self, other: "Arena") -> None:
         """Close this arena too when what keeps ``other`` goes, or is closed."""
         if other._entry is not None:
             other._entry.arenas.append(self)

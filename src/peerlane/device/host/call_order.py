@@ -5,8 +5,6 @@ ever. Before every call each rank says in the store where it is, and waits for t
 another call, which this rank has not come to, is the breach: both say so, with both places in the program.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

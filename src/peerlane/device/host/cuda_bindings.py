@@ -1,7 +1,5 @@
 """The CUDA bindings, imported when first used."""
 
-from __future__ import annotations
-
 import importlib
 from functools import cache
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What groups on CUDA devices have in common: a pool of memory, kernels, addresses and tensor maps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

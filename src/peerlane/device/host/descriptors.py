@@ -4,8 +4,6 @@ Names are abstract: no file is made, nothing is left behind, and processes with 
 see an abstract name, so a message counts only with the receiver's password.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Device memory that torch's allocator knows nothing of, and the driver calls behind it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

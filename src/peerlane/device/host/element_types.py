@@ -1,7 +1,5 @@
 """The C++ element types of dtypes, as kernels that add elements are compiled for."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.errors import UsageError

@@ -8,8 +8,6 @@ The kit's host code asks a group, and nothing else, for ranks, exchange, memory 
 ``group_of(group)`` of ``group_of.py`` gives the group of a process group (default: all ranks), or of the caller's emulated rank.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from abc import ABC, abstractmethod
@@ -223,9 +221,7 @@ def current_group() -> Group | None:
     return found
 
 
-def per_group(
-    make: Callable[Concatenate[Group, Arguments], Made],
-) -> Callable[Concatenate[Group, Arguments], Made]:
+def per_group(make: Callable[Concatenate[Group, Arguments], Made]) -> Callable[Concatenate[Group, Arguments], Made]:
     """A function of a group and hashable arguments whose results the group keeps: one for each set of arguments.
 
     It keeps a bounded number of them, see :mod:`peerlane.device.host.group_cache`. Look a result up in each call: memory of one that was

@@ -1,7 +1,5 @@
 """Finds the group that a caller means."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from peerlane.device.host.group import Group, current_group

@@ -1,7 +1,5 @@
 """Memory of processes that map each other's by legacy CUDA IPC: it grows by further regions, none of which ever moves."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +24,7 @@ class IpcMemory:
         self._released: list[int] = []
         """own memory that other ranks may still map: CUDA forbids to free that"""
 
-    def add(self, nbytes: int) -> IpcRegion:
+    def add(self, nbytes: int) -> "IpcRegion":
         """Collective: a region of zeroes. Raises DeviceError on all ranks if it failed on one."""
         self.free_released()
         region = IpcRegion(self.rank, self.device, whole_granules(nbytes))
@@ -55,7 +53,7 @@ class IpcMemory:
         for region in list(self._regions):
             self._forget(region)
 
-    def _forget(self, region: IpcRegion) -> None:
+    def _forget(self, region: "IpcRegion") -> None:
         self._regions.remove(region)
         self._released.append(region.own)
         region.unmap_peers()

@@ -8,8 +8,6 @@ records an event, and one that follows on another stream waits for it, until man
 captured is a lane of its own: nothing in it waits for what was called outside. A replay is ordered by its stream alone.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A bound launch costs a few microseconds of host time: it reads the current strea
 stream, so it can be captured in a CUDA graph like any operator.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -61,7 +59,7 @@ class Kernel:
         shared_bytes: int = 0,
         cluster: int = 1,
         cooperative: bool = False,
-    ) -> Launch:
+    ) -> "Launch":
         """A launch with these arguments. Change ``launch.args[i].value`` between calls; what was launched keeps the old value.
 
         ``cluster`` is what the source's ``__cluster_dims__`` says; only the emulator needs it. ``cooperative`` makes the driver refuse a

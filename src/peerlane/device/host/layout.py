@@ -1,7 +1,5 @@
 """Sub-allocation by plain counting: ranks that take the same sizes in the same order get the same offsets."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +45,7 @@ class Layout:
         self.parts.append((offset, nbytes))
         return offset
 
-    def record(self) -> LayoutRecord:
+    def record(self) -> "LayoutRecord":
         """What has been taken so far, in a form that ranks can exchange."""
         return LayoutRecord(self.takes, self.taken, int.from_bytes(self._digest.digest()[:7], "little"))
 

@@ -1,7 +1,5 @@
 """What a group's arenas take on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ class MemoryReport:
     """bytes in arenas, by the name of the kernel that uses them, largest first"""
 
     @classmethod
-    def of(cls, kind: str, leases: Iterable[tuple[str, int]], reserved_bytes: int, allocations: int) -> MemoryReport:
+    def of(cls, kind: str, leases: Iterable[tuple[str, int]], reserved_bytes: int, allocations: int) -> "MemoryReport":
         """The report of these leases, each with a name and bytes."""
         known, by_kernel = list(leases), dict[str, int]()
         for name, nbytes in known:

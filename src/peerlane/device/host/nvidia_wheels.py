@@ -1,12 +1,11 @@
 """NVIDIA's wheels: where they lie, the version that a header says, and nvcc for headers that NVRTC cannot read."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from peerlane.common.toolkit import find_nvcc
@@ -30,6 +29,25 @@ def header_version(header: Path, prefix: str, suffix: str = "") -> tuple[int, in
         return 0, 0, 0
     numbers = {part: int(number) for part, number in re.findall(rf"#define {prefix}(MAJOR|MINOR|PATCH){suffix} (\d+)", text)}
     return numbers.get("MAJOR", 0), numbers.get("MINOR", 0), numbers.get("PATCH", 0)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A folder with ``include`` and ``lib``: of a wheel, or one that the user names."""
+
+    root: Path
+    version: tuple[int, int, int]
+
+    @property
+    def include(self) -> Path:
+        return self.root / "include"
+
+    def library(self, name: str) -> Path:
+        """Returns where the library of this name lies."""
+        return self.root / "lib" / name
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.version))
 
 
 def nvcc_identity() -> str:

@@ -9,8 +9,6 @@ that a lease gets are zero, for flags and epochs begin there:
   no kernel of the new lease, on whatever rank, can start before all parts are zero.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
@@ -155,7 +153,7 @@ class MemoryPool:
     def reserved_bytes(self) -> int:
         return sum(parts.nbytes for _, parts in self._regions)
 
-    def lease(self, nbytes: int, name: str = "") -> Lease:
+    def lease(self, nbytes: int, name: str = "") -> "Lease":
         """Collective: ``nbytes`` of zeroes and a fault record, for the kernel ``name``."""
         length = -(-(nbytes + LINE_BYTES) // LEASE_BYTES) * LEASE_BYTES
         place = self._fit(length)
@@ -174,7 +172,7 @@ class MemoryPool:
         self.leases.append(Lease(self, region, parts, (offset, length), self._source.fault_record(), name))
         return self.leases[-1]
 
-    def give_back(self, lease: Lease) -> None:
+    def give_back(self, lease: "Lease") -> None:
         """The lease is closed. With the last one all memory goes back to where it came from."""
         self.leases.remove(lease)
         lease.parts.give(lease.offset, lease.length)

@@ -1,7 +1,5 @@
 """The memory of a process group's pool: one range of addresses that grows in place where all ranks can, else regions by CUDA IPC."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -1,7 +1,5 @@
 """Resources that a kernel takes of an SM, read from its cubin without a driver or a GPU; and sections of ELF files."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path

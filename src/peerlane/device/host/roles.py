@@ -3,8 +3,6 @@
 Blocks of a fused kernel wait for other ranks' blocks. One that is not resident can not be waited for, so a grid that does not fit is
 refused before it is launched, rather than found out by a deadline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peerlane.errors import LaunchError

@@ -1,7 +1,5 @@
 """A page of host memory that all ranks of a group map, where they can see one folder, and what they agree on through it."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import tempfile

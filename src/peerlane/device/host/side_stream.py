@@ -1,7 +1,5 @@
 """A stream beside the caller's, for exchanges that run while the caller's stream computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 

@@ -1,7 +1,5 @@
 """Knows a kernel's source again, whatever its comments, its line breaks and the file that holds it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 

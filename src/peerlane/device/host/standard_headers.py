@@ -3,8 +3,6 @@
 Host code in a .cu file is not compiled: its types may be named, and nothing more.
 """
 
-from __future__ import annotations
-
 import re
 
 _NOTHING = "#pragma once\n"

@@ -1,7 +1,5 @@
 """How many calls ran on the kit, on NCCL and on gloo, and why a call did not run on the kit."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from dataclasses import dataclass

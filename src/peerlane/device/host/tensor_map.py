@@ -3,8 +3,6 @@
 A map is a kernel argument of 128 bytes (``peerlane::TensorMap``). Maps are kept by their description, so that a call with tensors that were
 seen before encodes none."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
@@ -99,12 +97,12 @@ class TensorPlace:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    def split(self, parts: int) -> TensorPlace:
+    def split(self, parts: int) -> "TensorPlace":
         """The outermost dimension as ``parts`` equal ones; one part gives a tensor of two dimensions a third."""
         extent = self.shape[0] // parts
         return TensorPlace(self.address, self.dtype, (parts, extent, *self.shape[1:]), (extent * self.strides[0], *self.strides))
 
-    def split_columns(self, parts: int) -> TensorPlace:
+    def split_columns(self, parts: int) -> "TensorPlace":
         """The columns of a matrix in as many equal parts, the outermost dimension."""
         (rows, columns), (row_stride, stride) = self.shape, self.strides
         extent = columns // parts

@@ -1,7 +1,5 @@
 """The tensor maps of a group's calls."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

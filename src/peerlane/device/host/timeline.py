@@ -1,7 +1,5 @@
 """A ring in device memory in which kernels leave stamps of their spans. ``tools/trace.py`` draws them."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 

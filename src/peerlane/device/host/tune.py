@@ -9,8 +9,6 @@ folder, for this kernel, shape, world size and class of node. The model alone de
 captured, and where ranks do not run at the same time on GPUs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

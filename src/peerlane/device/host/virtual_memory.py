@@ -4,8 +4,6 @@ Nothing moves when it grows, so captured graphs stay valid and leases may span w
 on as a file descriptor; mapped memory lives until the last rank has unmapped it, so no rank waits for others to give it back.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -126,7 +124,7 @@ class _Made:
         self.descriptor = int(checked(driver.cuMemExportToShareableHandle(self.handle, kind, 0), "exporting the memory of arenas"))
         os.set_inheritable(self.descriptor, False)
 
-    def __enter__(self) -> _Made:
+    def __enter__(self) -> "_Made":
         return self
 
     def __exit__(self, *error: object) -> None:

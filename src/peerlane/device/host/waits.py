@@ -6,8 +6,6 @@ has its own, and the group's watch (``watch.py``) tells the other ranks. A stopp
 error of :meth:`Waits.check`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import threading

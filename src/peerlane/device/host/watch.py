@@ -6,8 +6,6 @@ so all waits of the group are ended. So they are when another rank says that its
 left it, which is no death.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -41,7 +39,7 @@ class Life:
     """the namespace of its number; empty if it is not known"""
 
     @classmethod
-    def own(cls) -> Life:
+    def own(cls) -> "Life":
         """This process."""
         space = ""
         with contextlib.suppress(OSError):

@@ -18,8 +18,6 @@ Arena: W T H elements.
 No speed of either has been measured yet.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple

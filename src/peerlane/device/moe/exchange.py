@@ -1,7 +1,5 @@
 """Host side of ``peerlane/moe/moe.cuh``: rows of tokens to their experts' ranks and back, one launch each way."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

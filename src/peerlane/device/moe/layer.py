@@ -1,7 +1,5 @@
 """Host side of ``peerlane/moe/moe_layer.cuh``: the experts of a mixture on their ranks, in two launches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The router of a mixture with few experts, in one launch: products, softmax, and the largest probabilities."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device.host.declare import U32, BoundKernel, DeclaredKernel, Pointer

@@ -9,7 +9,8 @@
 The same host code runs on emulated ranks. The library is NVIDIA's wheel, which comes with PyTorch, or what NCCL_HOME names.
 """
 
-from peerlane.device.nccl.installation import Installation, find_installation
+from peerlane.device.host.nvidia_wheels import Installation
+from peerlane.device.nccl.installation import find_installation
 from peerlane.device.nccl.program import compile
 from peerlane.device.nccl.world import BARRIERS, Window, World, world
 

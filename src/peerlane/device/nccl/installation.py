@@ -1,36 +1,13 @@
 """NCCL as it is installed here: headers of its device API, and the library for hosts."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from pathlib import Path
-
 from peerlane import settings
 from peerlane.common.toolkit import find_nvcc
-from peerlane.device.host.nvidia_wheels import header_version, wheel_folders
+from peerlane.device.host.nvidia_wheels import Installation, header_version, wheel_folders
 from peerlane.errors import MissingDependency
 
 INSTALL = "pip install 'peerlane[nccl]'"
 OLDEST = (2, 28)
-
-
-@dataclass(frozen=True)
-class Installation:
-    """A folder with ``include/nccl_device.h`` and ``lib/libnccl.so.2``."""
-
-    root: Path
-    version: tuple[int, int, int]
-
-    @property
-    def include(self) -> Path:
-        return self.root / "include"
-
-    @property
-    def host_library(self) -> Path:
-        return self.root / "lib" / "libnccl.so.2"
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self.version))
+HOST_LIBRARY = "libnccl.so.2"
 
 
 def find_installation() -> Installation | None:

@@ -4,8 +4,6 @@ The structures that the host fills, or that emulated ranks fill, are laid out as
 with them, and its PTX is read.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """The ranks of a process group as one communicator of NCCL: windows, barriers for kernels, and the end."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os
@@ -18,7 +16,7 @@ from peerlane.device.host.group import Group, current_group
 from peerlane.device.host.jit import Cubin
 from peerlane.device.host.launch import Kernel
 from peerlane.device.nccl.host_library import HostLibrary, host_library
-from peerlane.device.nccl.installation import installation
+from peerlane.device.nccl.installation import HOST_LIBRARY, installation
 from peerlane.device.nccl.program import Layout, layout
 from peerlane.errors import DeviceError, UsageError
 
@@ -140,7 +138,7 @@ def start(group: Any) -> World:
     if (refused := settings.windows_refused(nvls=settings.nvls_allowed(os.environ))) is not None:
         raise UsageError(f"{refused}; set it before torch.distributed starts")
     found, device = installation(), torch.device("cuda", torch.cuda.current_device())
-    library, places = host_library(found.host_library), layout()
+    library, places = host_library(found.library(HOST_LIBRARY)), layout()
     if library.version() != found.version[:2]:
         loaded = ".".join(map(str, library.version()))
         raise UsageError(f"NCCL {loaded} is loaded, and kernels are compiled for NCCL {found}: set NCCL_HOME to the one that PyTorch uses")

@@ -9,7 +9,8 @@
 The library is NVIDIA's wheel, ``pip install 'peerlane[nvshmem]'``, or what NVSHMEM_HOME names. It is not part of peerlane.
 """
 
-from peerlane.device.nvshmem.installation import Installation, find_installation
+from peerlane.device.host.nvidia_wheels import Installation
+from peerlane.device.nvshmem.installation import find_installation
 from peerlane.device.nvshmem.program import compile
 from peerlane.device.nvshmem.world import World, world
 

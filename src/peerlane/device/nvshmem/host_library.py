@@ -1,7 +1,5 @@
 """The functions of NVSHMEM's host library that the kit calls, by ctypes."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import cache
 from pathlib import Path

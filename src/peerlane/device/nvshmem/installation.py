@@ -1,40 +1,15 @@
 """NVSHMEM as it is installed here: headers, the library for devices, the library for hosts."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from pathlib import Path
 
 from peerlane import settings
-from peerlane.device.host.nvidia_wheels import header_version, wheel_folders
+from peerlane.device.host.nvidia_wheels import Installation, header_version, wheel_folders
 from peerlane.errors import MissingDependency
 
 INSTALL = "pip install 'peerlane[nvshmem]'"
 OLDEST = (3, 4)
 _HEADER = Path("include", "non_abi", "nvshmem_version.h")
-
-
-@dataclass(frozen=True)
-class Installation:
-    """A folder with ``include/nvshmem.h``, ``lib/libnvshmem_device.a`` and ``lib/libnvshmem_host.so.3``."""
-
-    root: Path
-    version: tuple[int, int, int]
-
-    @property
-    def include(self) -> Path:
-        return self.root / "include"
-
-    @property
-    def device_library(self) -> Path:
-        return self.root / "lib" / "libnvshmem_device.a"
-
-    @property
-    def host_library(self) -> Path:
-        return self.root / "lib" / "libnvshmem_host.so.3"
-
-    def __str__(self) -> str:
-        return ".".join(map(str, self.version))
+DEVICE_LIBRARY, HOST_LIBRARY = "libnvshmem_device.a", "libnvshmem_host.so.3"
 
 
 def find_installation() -> Installation | None:
@@ -42,7 +17,7 @@ def find_installation() -> Installation | None:
     named = settings.nvshmem_home()
     for root in [named] if named is not None else wheel_folders("nvshmem"):
         found = Installation(root, header_version(root / _HEADER, "NVSHMEM_VENDOR_", "_VERSION"))
-        if found.version >= OLDEST and found.device_library.is_file() and found.host_library.is_file():
+        if found.version >= OLDEST and all(found.library(name).is_file() for name in (DEVICE_LIBRARY, HOST_LIBRARY)):
             return found
     return None
 

@@ -3,8 +3,6 @@
 Where NVRTC or nvJitLink is missing, nvcc does both. Needs no GPU.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,9 +11,9 @@ from types import ModuleType
 
 from peerlane.device.host import cuda_bindings, jit
 from peerlane.device.host.jit import Compiled, Cubin
-from peerlane.device.host.nvidia_wheels import compile_by_nvcc, nvcc_identity
+from peerlane.device.host.nvidia_wheels import Installation, compile_by_nvcc, nvcc_identity
 from peerlane.device.host.source_tokens import token_hash
-from peerlane.device.nvshmem.installation import INSTALL, Installation, installation
+from peerlane.device.nvshmem.installation import DEVICE_LIBRARY, INSTALL, installation
 from peerlane.errors import CompileError, MissingDependency
 
 INCLUDE_DIR = Path(__file__).parent / "include"
@@ -42,7 +40,7 @@ def compile(
     folders = [f"--include-path={folder}" for folder in (*own, found.include, *jit.toolkit_dirs())]
     if linker is None:
         instead = f"or run {INSTALL}, which brings NVRTC and nvJitLink"
-        build = partial(compile_by_nvcc, name, text, [*options, *folders], instead=instead, library=found.device_library)
+        build = partial(compile_by_nvcc, name, text, [*options, *folders], instead=instead, library=found.library(DEVICE_LIBRARY))
         return jit.cached_cubin(key, arch, tokens, build)
     return jit.cached_cubin(key, arch, tokens, lambda: _by_nvrtc(linker, name, text, [*options, *folders], found))
 
@@ -64,7 +62,7 @@ def _by_nvrtc(linker: ModuleType, name: str, text: str, options: Sequence[str], 
     handle = linker.create(1, [f"-arch={arch}"])
     try:
         linker.add_data(handle, linker.InputType.CUBIN, compiled.cubin, len(compiled.cubin), name)
-        linker.add_file(handle, linker.InputType.LIBRARY, str(found.device_library))
+        linker.add_file(handle, linker.InputType.LIBRARY, str(found.library(DEVICE_LIBRARY)))
         linker.complete(handle)
         cubin = bytearray(linker.get_linked_cubin_size(handle))
         linker.get_linked_cubin(handle, cubin)

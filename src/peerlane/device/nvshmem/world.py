@@ -1,7 +1,5 @@
 """The ranks of torch.distributed as PEs of NVSHMEM: symmetric tensors, kernels that may call the library, and the end."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os
@@ -21,7 +19,7 @@ from peerlane.device.host.ipc import host_name
 from peerlane.device.host.jit import Cubin
 from peerlane.device.host.launch import Kernel, module_of
 from peerlane.device.nvshmem.host_library import LIMITED, HostLibrary, host_library
-from peerlane.device.nvshmem.installation import installation
+from peerlane.device.nvshmem.installation import HOST_LIBRARY, installation
 from peerlane.errors import DeviceError, UsageError
 
 NEEDS_MPS = "NVSHMEM lets the kernels of ranks that share a GPU wait for each other under MPS alone"
@@ -124,7 +122,7 @@ def world() -> World:
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise UsageError("NVSHMEM starts on the ranks of torch.distributed; call init_process_group first")
-    library_path, device = installation().host_library, torch.device("cuda", torch.cuda.current_device())
+    library_path, device = installation().library(HOST_LIBRARY), torch.device("cuda", torch.cuda.current_device())
     torch.empty(1, device=device)  # makes PyTorch's context the current one, to which the PE is bound
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seats: list[Seat] = [own_seat(device)] * world_size

@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/all_gather_gemm.cuh``: a product whose left operand lies in columns on all ranks, in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Unpack
 

@@ -11,8 +11,6 @@ grows by doubling, and no size behind the largest asks for any. Launches of all 
   size may not stay away for more launches than that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -15,8 +15,6 @@ Both operands lie along k, a multiple of 16. Scales have the axes of their opera
 ``t()`` of a quantised matrix is its transpose, without a copy: so a layer's weight (n, k) is a right operand as it lies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Unpack, cast
 

@@ -1,7 +1,5 @@
 """How left operands are gathered: in which pieces, where they lie in the arena, and which launch uses them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -124,12 +122,12 @@ class Workspace:
         shape, strides = (2 * self.world_size, self.m, self.local_k), (self.slot_bytes // ELEMENT_BYTES, self.row_elements, 1)
         return TensorMapSpec(gathered + self.header_bytes, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL))
 
-    def order(self, plan: Plan) -> GroupedTiles:
+    def order(self, plan: "Plan") -> GroupedTiles:
         """Pieces in the order in which a plan's tiles use them."""
         rows, columns = self.pieces.grid
         return GroupedTiles(rows=rows, columns=columns, group_rows=plan.tiles.group_rows * plan.tiling.rows // self.pieces.rows)
 
-    def fields(self, plan: Plan) -> dict[str, Any]:
+    def fields(self, plan: "Plan") -> dict[str, Any]:
         """The fields by value of a plan's launches."""
         return {
             "tiles": plan.tiles,

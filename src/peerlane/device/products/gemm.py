@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/gemm.cuh``: which tiles for which size, the maps of the operands, and the plain product."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/gemm_all_gather.cuh``: products of all ranks side by side, on every rank, in one launch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,10 +112,7 @@ class GemmAllGather:
         last = self.epilogue.fields(self.maps, self.shape, tiling.block_rows, **terms)
         right, major = gemm.stored(b)
         self._bind(major)(
-            a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
-            b=self.maps(right, tiling.b_box(major)),
-            k=a.shape[1],
-            **last,
+            a=self.maps(a, gemm.operand_box("k", tiling.block_rows)), b=self.maps(right, tiling.b_box(major)), k=a.shape[1], **last
         )
         return self.result.reshape(m, -1)
 

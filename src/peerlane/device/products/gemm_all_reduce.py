@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/gemm_all_reduce.cuh``: a sum of products over ranks, on every rank, in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Unpack
 

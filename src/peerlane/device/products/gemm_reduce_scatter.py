@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/gemm_reduce_scatter.cuh``: rows of a sum of products over ranks, in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Unpack
 

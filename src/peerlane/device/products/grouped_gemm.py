@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/grouped_gemm.cuh``: groups of rows, each with a matrix of its own, in one launch on one rank."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

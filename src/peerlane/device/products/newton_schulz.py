@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/newton_schulz.cuh``: products of a Newton-Schulz iteration X <- a X + (b G + c G^2) X, G = X X^T."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

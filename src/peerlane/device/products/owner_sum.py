@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/owner_sum.cuh``: what products whose tiles are summed by their owners share."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence

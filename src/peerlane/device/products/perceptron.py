@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/perceptron.cuh``: a perceptron of two layers whose input lies in columns on all ranks, in one launch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

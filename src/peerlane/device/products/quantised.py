@@ -1,7 +1,5 @@
 """Matrices in e4m3 with scales: made by torch anywhere, and by a kernel where rows are made on a GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ class Quantised:
     values: torch.Tensor
     scales: torch.Tensor
 
-    def t(self) -> Quantised:
+    def t(self) -> "Quantised":
         """Returns the transpose, without a copy."""
         return Quantised(self.values.mT, self.scales.mT)
 

@@ -12,8 +12,6 @@ Device lines: 86 of ``row_gather_gemm.cuh``, 12 of which communicate, and 99 of 
 thread at entry, 224 of a consumer; shared memory: all of an SM's, so that one block is resident.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Host side of ``peerlane/products/scales.cuh``: scales of operands in e4m3, as kernels read them."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Literal
 
@@ -23,10 +21,7 @@ HEADER_ALIGNMENT = 128
 class OperandScales(ctypes.Structure):
     """Mirrors ``peerlane::OperandScales``."""
 
-    _fields_ = (
-        ("at", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("outer_stride", "block_stride", "matrix_stride", "last")),
-    )
+    _fields_ = (("at", ctypes.c_uint64), *((name, ctypes.c_uint32) for name in ("outer_stride", "block_stride", "matrix_stride", "last")))
 
 
 def scales_at(group: Group, scales: torch.Tensor) -> OperandScales:

@@ -6,8 +6,6 @@ A rule sees one function's instructions in the order of the text, so it judges s
 are made when such code is written by hand, and is no proof. The emulator is the judge of protocols.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,8 +111,7 @@ RULES: dict[str, Rule] = {
         _all_that_match(_SPLIT_PACKET),
     ),
     "multicast": Rule(
-        "multimem works on multicast addresses only, and no arena has one; store to every rank instead",
-        _all_that_match(_MULTICAST),
+        "multimem works on multicast addresses only, and no arena has one; store to every rank instead", _all_that_match(_MULTICAST)
     ),
 }
 

@@ -1,7 +1,5 @@
 """Machine code for people: PTX and SASS of a cubin, with the source lines that each part comes from."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from functools import cache

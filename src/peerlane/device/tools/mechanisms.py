@@ -7,8 +7,6 @@ host was late is taken again. Small sizes are moved several times between the ev
 launches takes, a microsecond or two between kernels included.
 """
 
-from __future__ import annotations
-
 import ctypes
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ Kernels compiled with ``defines={"PEERLANE_TIMELINE": 1}`` stamp the start and e
 With PEERLANE_ROLES=1 in the environment all kernels are compiled so, and every arena has a ring: `peerlane trace` reads those.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

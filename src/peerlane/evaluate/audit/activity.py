@@ -3,8 +3,6 @@
 Pure: a rank counts names (recorder.py), this sorts the counts. Standard library only.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -83,7 +81,7 @@ class Activity:
         libraries = (name for name in self.kernels if kernel_kind(name) == "nccl" or _TEAM_COLLECTIVE.search(name))
         return tuple(sorted([*self.operators, *libraries]))
 
-    def without_snapshots(self) -> Activity:
+    def without_snapshots(self) -> "Activity":
         """Without what the copies of outputs may have caused, which are made between the calls of a block."""
         kernels = Counter({name: count for name, count in self.kernels.items() if kernel_kind(name) != "aten"})
         copies = Counter({kind: count for kind, count in self.copies.items() if kind == "peer"})

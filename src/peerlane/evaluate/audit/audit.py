@@ -5,8 +5,6 @@ their outputs are judged like any others. On GPUs a whole block of every timed m
 process, all this comes after timing.
 """
 
-from __future__ import annotations
-
 import random
 import secrets
 from collections import Counter

@@ -11,8 +11,6 @@ Pure: text in, sets of words out. The words are:
 An instruction in the text need not be executed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ A backend, and free to use, are primitives, tiles, roles, rows and ``declare``. 
 collectives, exchanges, fused products, attention, mixtures of experts, and what families of solutions share.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

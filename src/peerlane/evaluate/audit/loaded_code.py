@@ -4,8 +4,6 @@ Looks at what ``peerlane.device`` loaded, at what Triton compiled, and at shared
 Runs in the candidate's process: evidence for reports, not for verdicts.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import mmap

@@ -4,8 +4,6 @@ An instruction in a kernel that ran need not have been executed, and its address
 found. A kernel that was loaded and did not run in any audited call is said to be that, and no more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args

@@ -4,8 +4,6 @@ A candidate shares the process and can hide what it did. What must hold against 
 processes; this is for what one line of Python does.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import FunctionType, ModuleType

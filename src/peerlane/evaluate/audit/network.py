@@ -4,8 +4,6 @@ In a virtual cluster NCCL, gloo and whatever else a candidate uses send what the
 of it: data, and what the library adds. They miss connections that are closed within a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from peerlane.common.cluster import Cluster

@@ -4,8 +4,6 @@ Everything that runs while candidate code is present is bound at import, which h
 get at the profiler from native code; what can be seen from outside is that the marks at both ends are missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 All ranks of a node stamp their events with the host's clock, into which the profiler converts the GPUs' clocks.
 """
 
-from __future__ import annotations
-
 import bisect
 import json
 import statistics
@@ -136,7 +134,7 @@ class Timeline:
         write_atomically(path, json.dumps(asdict(self)).encode())
 
     @staticmethod
-    def read(path: Path) -> Timeline:
+    def read(path: Path) -> "Timeline":
         found = json.loads(path.read_text(encoding="utf-8"))
         return Timeline(
             found["ranks"],

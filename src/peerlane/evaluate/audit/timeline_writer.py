@@ -1,7 +1,5 @@
 """Writes timelines of a candidate's calls to files: of one call at rest, and of a timed block of each launch mode."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One candidate group on one case: generates and publishes inputs, calls, judges. Turns what ranks report into verdicts."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """A solution on emulated ranks, judged as trusted ranks judge. It runs in this process: for trusted files only."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

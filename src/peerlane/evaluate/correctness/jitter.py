@@ -4,8 +4,6 @@ Which rank does what before which call, the supervisor draws and sends along wit
 is loaded, and ends by itself, whatever the candidate does meanwhile.
 """
 
-from __future__ import annotations
-
 import ctypes
 import tempfile
 import time

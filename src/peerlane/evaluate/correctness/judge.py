@@ -1,7 +1,5 @@
 """Judges what one call left on one rank, for trusted ranks and for a race in this process alike."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

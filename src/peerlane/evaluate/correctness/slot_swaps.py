@@ -4,8 +4,6 @@ Nobody who used a slot's contents before its call, to prefetch it or to do the w
 be. The answers change places with the inputs, so every call still has a right one, and no call is more work than another.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Collection, Iterable, Sequence
@@ -29,7 +27,7 @@ class SlotSwaps:
     contents: list[int]
 
     @staticmethod
-    def draw(order: Sequence[int], alike: Sequence[int], positions: Collection[int]) -> SlotSwaps:
+    def draw(order: Sequence[int], alike: Sequence[int], positions: Collection[int]) -> "SlotSwaps":
         """Exchanges before the calls at ``positions``, each with a random later call of the same kind, where there is one.
 
         ``alike``: the kind of every slot; negative for those that take no part."""

@@ -6,8 +6,6 @@ them late reads garbage; in some passes they get there only right before it, so 
 GPUs a trusted rank keeps one of them busy in some passes, so that kernels there are stopped in the middle while the others go on.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import time

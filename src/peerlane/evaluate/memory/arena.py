@@ -4,8 +4,6 @@ The trusted side allocates, the candidate's side maps. GPU arenas are allocation
 allocator: an IPC handle opens a whole allocation, and nothing but slots may lie in one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from typing import Any
@@ -44,13 +42,7 @@ class DeviceMemory:
     """Raw device memory with the array interface by which torch takes a view of it."""
 
     def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (pointer, False),
-            "version": 3,
-            "strides": None,
-        }
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None}
 
 
 class Arena:
@@ -59,13 +51,7 @@ class Arena:
     _file_end = 0
 
     def __init__(
-        self,
-        data: torch.Tensor,
-        handle: dict[str, Any],
-        *,
-        pointer: int = 0,
-        file: mmap.mmap | None = None,
-        owned: bool = False,
+        self, data: torch.Tensor, handle: dict[str, Any], *, pointer: int = 0, file: mmap.mmap | None = None, owned: bool = False
     ) -> None:
         self.data, self.handle = data, handle
         self._pointer, self._file, self._owned = pointer, file, owned
@@ -80,7 +66,7 @@ class Arena:
         Arena._file_end = offset
 
     @classmethod
-    def create(cls, size: int, device: torch.device, memory_fd: int) -> Arena:
+    def create(cls, size: int, device: torch.device, memory_fd: int) -> "Arena":
         """A new arena of at least ``size`` bytes; on CPU in ``memory_fd``, a memory file, behind all earlier ones."""
         size = -(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES
         if device.type == "cpu":
@@ -93,7 +79,7 @@ class Arena:
         return cls(torch.as_tensor(DeviceMemory(pointer, size), device=device), handle, pointer=pointer, owned=True)
 
     @classmethod
-    def attach(cls, handle: dict[str, Any], device: torch.device, memory_fd: int) -> Arena:
+    def attach(cls, handle: dict[str, Any], device: torch.device, memory_fd: int) -> "Arena":
         """Maps an arena that another process created."""
         if handle["kind"] == "cpu":
             return cls._map(handle["size"], memory_fd, handle["offset"], owned=False)
@@ -105,7 +91,7 @@ class Arena:
         return cls(torch.as_tensor(DeviceMemory(pointer, handle["size"]), device=device), handle, pointer=pointer)
 
     @classmethod
-    def _map(cls, size: int, memory_fd: int, offset: int, *, owned: bool) -> Arena:
+    def _map(cls, size: int, memory_fd: int, offset: int, *, owned: bool) -> "Arena":
         file = mmap.mmap(memory_fd, size, offset=offset)
         data = torch.frombuffer(file, dtype=torch.uint8)
         return cls(data, {"kind": "cpu", "size": size, "offset": offset}, file=file, owned=owned)

@@ -1,7 +1,5 @@
 """Guard bands: random bytes around every tensor of an arena. A kernel that writes beyond its argument changes them."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

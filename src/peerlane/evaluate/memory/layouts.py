@@ -1,7 +1,5 @@
 """The inputs of a case, and the layout of its slots in memory: the sizes of what is drawn for them, and of what the reference answers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

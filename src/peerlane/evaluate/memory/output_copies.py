@@ -4,8 +4,6 @@
 sizes and types of all regions are looked up before the block. An output that is as expected is copied at once; any other goes the long way.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Both sides build their views from the same descriptions, which travel as JSON.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

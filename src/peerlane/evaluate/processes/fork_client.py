@@ -3,8 +3,6 @@
 No torch here, so that it can be started before torch is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -133,12 +131,7 @@ class ForkServer:
         return self._process.pid
 
     def spawn(
-        self,
-        role: str,
-        world_size: int,
-        config: dict[str, Any],
-        share: RankGroup | None = None,
-        kind: type[RankGroup] = RankGroup,
+        self, role: str, world_size: int, config: dict[str, Any], share: RankGroup | None = None, kind: type[RankGroup] = RankGroup
     ) -> RankGroup:
         """A new group, as soon as the process is up; ``share`` gives it that group's shared memory, rank by rank, instead of its own.
         Raises :class:`HarnessError`."""

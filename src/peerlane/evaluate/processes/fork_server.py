@@ -7,8 +7,6 @@ whole tree when it is told to or when the supervisor's end of its socket closes,
 that was killed itself. The fork server and leaders never initialise CUDA and never run candidate code.
 """
 
-from __future__ import annotations
-
 import array
 import contextlib
 import gc

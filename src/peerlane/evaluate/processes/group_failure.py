@@ -1,7 +1,5 @@
 """The failure of a rank group, and which of several is the cause."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 _EXPIRED = ") waited for rank "

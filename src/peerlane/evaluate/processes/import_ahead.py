@@ -3,8 +3,6 @@
 It is torch's own. No code of a candidate runs there; its source is only looked at for names.
 """
 
-from __future__ import annotations
-
 import re
 
 MODULE = "torch._dynamo"

@@ -1,7 +1,5 @@
 """The supervisor's side of a leader: the process that starts the ranks of a group, watches them and kills them."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import time

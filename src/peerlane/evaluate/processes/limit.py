@@ -1,7 +1,5 @@
 """The end of an evaluation that somebody else sets: a time limit for all of it, or a word from another thread."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading

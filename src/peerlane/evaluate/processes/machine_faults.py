@@ -1,7 +1,5 @@
 """Failures of the machine that say nothing about a candidate: cores that other programs take, and GPUs that do not answer."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rank groups that are started ahead of their use: kept warm, looked after, started again where they do not come up."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import deque

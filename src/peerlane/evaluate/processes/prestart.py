@@ -3,8 +3,6 @@
 A fork server imports torch, which takes seconds, and is the same for all numbers of ranks and for CPU and emulated ranks. No torch here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 frame that is too long or is no JSON object ends the conversation.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket

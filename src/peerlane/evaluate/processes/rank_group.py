@@ -1,7 +1,5 @@
 """Rank groups as the supervisor sees them: ask all ranks with a deadline, kill. No CUDA here, and no torch."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

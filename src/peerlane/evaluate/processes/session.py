@@ -1,7 +1,5 @@
 """The processes of a run: the fork server, one trusted group, warm groups for the next candidates, builders. No CUDA context here."""
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import time
@@ -67,7 +65,7 @@ class Session:
         isolation: Isolation = NO_ISOLATION,
         note: Callable[[str], None] = lambda _: None,
         node: VirtualNode | None = None,
-        beside: Session | None = None,
+        beside: "Session | None" = None,
         *,
         nodes: int = 1,
     ) -> None:

@@ -4,8 +4,6 @@ Which of the kernel's boundaries the CUDA driver's sharing passes depends on dri
 seconds, so that it was possible is remembered until the machine starts anew.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

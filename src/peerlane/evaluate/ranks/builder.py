@@ -3,8 +3,6 @@
 What the import compiles is in the cache when the ranks come to it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

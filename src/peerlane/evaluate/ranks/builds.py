@@ -1,7 +1,5 @@
 """Builds on CPU cores, ahead of their candidates' turn, while the ranks judge others. See builder.py for the process that compiles."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 Before any candidate code is loaded the same process times the reference (``prepare_block`` with ``side="reference"``), so that both sides
 of the comparison ran in the same place; after ``load_candidate`` that is refused."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools

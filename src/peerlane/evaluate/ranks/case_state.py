@@ -1,7 +1,5 @@
 """A case as a trusted rank has it open: what is generated, what the candidate sees of it, and what was collected from there."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

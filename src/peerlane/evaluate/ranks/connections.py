@@ -1,7 +1,5 @@
 """The TCP connections of a rank, with the counters that the kernel keeps for each."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -3,8 +3,6 @@
 Whether a candidate of the public benchmark's kind compiles is known without a GPU, then. Its host code is parsed with torch's headers, too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

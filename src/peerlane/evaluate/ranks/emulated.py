@@ -1,7 +1,5 @@
 """All ranks of a candidate as threads of one process, whose kernels run in the emulator. Everything it reports is untrusted."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterator

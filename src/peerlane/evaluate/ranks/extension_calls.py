@@ -1,7 +1,5 @@
 """Finds the extensions that a candidate compiles when it is called, by its syntax tree: most published files compile inside a function."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Candidates written for the public benchmark import ``utils``; :func:`install_public_helpers` provides it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

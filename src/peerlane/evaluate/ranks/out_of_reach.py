@@ -1,7 +1,5 @@
 """Keeps peerlane's own answers out of a candidate's reach."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Mapping, Sequence

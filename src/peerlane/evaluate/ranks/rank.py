@@ -3,8 +3,6 @@
 Imports the standard library, torch and peerlane's problems; the candidate's side loads candidate code and is untrusted from then on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import gc
@@ -40,13 +38,9 @@ _KEPT_BYTES = 1 << 30  # of memory, that a rank may keep for later
 _c10d: Any = _distributed_c10d
 _CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
 _MEMORY_WORDS = (
-    "out of memory",
-    "OutOfMemory",
-    "CUDA_ERROR_OUT_OF_MEMORY",
-    "cudaErrorMemoryAllocation",
-    "can't allocate memory",
+    "out of memory", "OutOfMemory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation", "can't allocate memory",
     "Cannot allocate memory",
-)
+)  # fmt: skip
 _GPU_WORDS = re.compile(r"\b(cuda|nvidia|gpus?|nvrtc|nvcc)\b|CUDA_HOME|libcuda|libnv", re.IGNORECASE)
 
 

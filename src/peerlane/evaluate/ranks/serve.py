@@ -1,7 +1,5 @@
 """The life of a rank process: serves requests until it is told to exit. The fork server forks it with torch imported."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -3,8 +3,6 @@
 Functions used while candidate code is present are bound at import, which happens before.
 """
 
-from __future__ import annotations
-
 import abc
 import gc
 import itertools

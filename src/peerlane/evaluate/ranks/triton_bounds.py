@@ -4,8 +4,6 @@ The interpreter reads and writes wherever a pointer points. So a store behind th
 it later, by a signal that says nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any

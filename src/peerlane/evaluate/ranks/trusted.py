@@ -8,8 +8,6 @@ Nothing that a candidate can map ever holds an answer before the candidate has g
 process's private memory, and an arena is cleared before it is handed out.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -28,15 +26,7 @@ from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_time
 from peerlane.problems.contract.judge import digests, expected_leaves, same_bits, type_mismatch
-from peerlane.problems.contract.tree import (
-    Description,
-    GroupRef,
-    Tree,
-    dtype_of,
-    rebuild,
-    resolve_groups,
-    tensor_descriptions,
-)
+from peerlane.problems.contract.tree import Description, GroupRef, Tree, dtype_of, rebuild, resolve_groups, tensor_descriptions
 from peerlane.results.sanitize import one_line
 
 _GATHERED_BYTES = 64 << 20  # of a rank's inputs, that oracles get from it at a time

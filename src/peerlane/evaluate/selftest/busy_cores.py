@@ -1,7 +1,5 @@
 """Processes that keep cores busy, so that honest candidates are judged on a machine that has other work."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

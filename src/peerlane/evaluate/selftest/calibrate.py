@@ -1,7 +1,5 @@
 """Calibration: how far the reference, alternative solutions and wrong answers of every case are from what is allowed, on real ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The outcome of judging a corpus candidate once, as it is stored, and whether it is what the table promises."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,7 +46,7 @@ class Outcome(Record):
     timeout: float | None = Field(default=None, description="seconds that the evaluation might take")
 
     @staticmethod
-    def of(entry: Entry, result: Result, after: str | None, *, load: int = 0, timeout: float | None = None) -> Outcome:
+    def of(entry: Entry, result: Result, after: str | None, *, load: int = 0, timeout: float | None = None) -> "Outcome":
         """Returns the outcome of an entry that a result shows."""
         measured = {mode: speed for mode in result.modes if (speed := result.speed_in(mode)) is not None}
         return Outcome(

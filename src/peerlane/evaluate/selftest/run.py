@@ -1,7 +1,5 @@
 """Judges the corpus in one run: shuffled, with legitimate candidates in between, which must not be affected by what came before them."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

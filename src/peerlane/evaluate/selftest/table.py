@@ -1,7 +1,5 @@
 """The table of the adversarial corpus: which candidates there are, and which verdicts are right for them. Read from ``corpus.toml``."""
 
-from __future__ import annotations
-
 import atexit
 import re
 import shutil
@@ -22,21 +20,9 @@ from peerlane.results.record import Record
 from peerlane.results.verdict import Phase
 
 VerdictKind = Literal[
-    "correct",
-    "wrong_result",
-    "wrong_type",
-    "build_error",
-    "import_error",
-    "runtime_error",
-    "cuda_error",
-    "out_of_memory",
-    "hang",
-    "too_slow",
-    "unstable",
-    "integrity_failure",
-    "track_violation",
-    "not_run",
-]
+    "correct", "wrong_result", "wrong_type", "build_error", "import_error", "runtime_error", "cuda_error", "out_of_memory", "hang",
+    "too_slow", "unstable", "integrity_failure", "track_violation", "not_run",
+]  # fmt: skip
 Kind = Literal["cheat", "bug", "legitimate"]
 
 FILE = "corpus.toml"
@@ -144,7 +130,7 @@ class Corpus:
             return None
         return (PACKAGE / SOLUTIONS if entry.row == _SOLUTION_ROW else self.folder) / f"{entry.file}.py"
 
-    def honest(self, world_size: int) -> Corpus:
+    def honest(self, world_size: int) -> "Corpus":
         """Returns the legitimate candidates and peerlane's own solutions, for so many ranks."""
         entries = [
             entry.model_copy(update={"world_size": world_size, "cpu": entry.cpu if entry.cpu != ("not_run",) else None})

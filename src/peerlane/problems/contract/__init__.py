@@ -1,23 +1,8 @@
 """What authors of problems import: the contract, drawing of inputs, trees of tensors, comparison with the oracle."""
 
 from peerlane.problems.contract import traffic
-from peerlane.problems.contract.draw import (
-    INTEGER,
-    RANDOM,
-    BlockGenerators,
-    Draw,
-    constant,
-    seeded_generator,
-)
-from peerlane.problems.contract.judge import (
-    compare_close,
-    compare_exact,
-    expected_leaves,
-    plainly,
-    rounded,
-    same_bits,
-    score,
-)
+from peerlane.problems.contract.draw import INTEGER, RANDOM, BlockGenerators, Draw, constant, seeded_generator
+from peerlane.problems.contract.judge import compare_close, compare_exact, expected_leaves, plainly, rounded, same_bits, score
 from peerlane.problems.contract.proof import FromProof
 from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
@@ -44,16 +29,7 @@ from peerlane.problems.contract.spec import (
     preset,
     step,
 )
-from peerlane.problems.contract.tree import (
-    GroupRef,
-    Tree,
-    describe,
-    leaves,
-    linear_over,
-    map_leaves,
-    resolve_groups,
-    tensor_descriptions,
-)
+from peerlane.problems.contract.tree import GroupRef, Tree, describe, leaves, linear_over, map_leaves, resolve_groups, tensor_descriptions
 from peerlane.problems.contract.wrong_answers import (
     any_order,
     except_for,
@@ -67,59 +43,10 @@ from peerlane.problems.contract.wrong_answers import (
 )
 
 __all__ = [
-    "INTEGER",
-    "RANDOM",
-    "UNIT_ROUNDOFF",
-    "Algorithm",
-    "AlternativeSolution",
-    "AnswerContext",
-    "BlockGenerators",
-    "Case",
-    "CaseSpec",
-    "Cost",
-    "Draw",
-    "Expected",
-    "FromProof",
-    "GroupLayout",
-    "GroupRef",
-    "Inputs",
-    "KnownWrongAnswer",
-    "Preset",
-    "Problem",
-    "Score",
-    "Step",
-    "Steps",
-    "Tolerance",
-    "Tree",
-    "Where",
-    "any_order",
-    "case",
-    "compare_close",
-    "compare_exact",
-    "constant",
-    "describe",
-    "exactly",
-    "except_for",
-    "expected_leaves",
-    "grouped",
-    "is_excused",
-    "known_wrong_answers",
-    "leaves",
-    "linear_over",
-    "map_leaves",
-    "names_of",
-    "node_and_rail",
-    "plainly",
-    "preset",
-    "resolve_groups",
-    "rounded",
-    "same_bits",
-    "score",
-    "seeded_generator",
-    "step",
-    "tensor_descriptions",
-    "traffic",
-    "transport_faults",
-    "where",
-    "wrong",
-]
+    "INTEGER", "RANDOM", "UNIT_ROUNDOFF", "Algorithm", "AlternativeSolution", "AnswerContext", "BlockGenerators", "Case", "CaseSpec",
+    "Cost", "Draw", "Expected", "FromProof", "GroupLayout", "GroupRef", "Inputs", "KnownWrongAnswer", "Preset", "Problem", "Score", "Step",
+    "Steps", "Tolerance", "Tree", "Where", "any_order", "case", "compare_close", "compare_exact", "constant", "describe", "exactly",
+    "except_for", "expected_leaves", "grouped", "is_excused", "known_wrong_answers", "leaves", "linear_over", "map_leaves", "names_of",
+    "node_and_rail", "plainly", "preset", "resolve_groups", "rounded", "same_bits", "score", "seeded_generator", "step",
+    "tensor_descriptions", "traffic", "transport_faults", "where", "wrong",
+]  # fmt: skip

@@ -4,8 +4,6 @@ A ratio is an error divided by the allowed one: right iff at most 1. Honest answ
 must reach :data:`WRONG_LIMIT` on some rank. A transport fault must do so in one case of a preset, for a candidate has to pass them all.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,11 +83,7 @@ def worst(each: Sequence[Margins]) -> Margins:
     for one in each:
         total.faults += [line for line in one.faults if line not in total.faults]
         _enlarge(total.reference, one.reference)
-        for mine, theirs in (
-            (total.variants, one.variants),
-            (total.wrong_answers, one.wrong_answers),
-            (total.transport, one.transport),
-        ):
+        for mine, theirs in ((total.variants, one.variants), (total.wrong_answers, one.wrong_answers), (total.transport, one.transport)):
             for name, ratios in theirs.items():
                 _enlarge(mine.setdefault(name, {}), ratios)
     return total

@@ -1,7 +1,5 @@
 """Codes of few bits, as a candidate that saves bandwidth or arithmetic without leave would use them: for known wrong answers."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

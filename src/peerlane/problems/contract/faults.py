@@ -5,8 +5,6 @@ answers. So no author writes them by hand. Where a fault changes nothing it rais
 answer is right excuses the fault, see :attr:`Problem.excused`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

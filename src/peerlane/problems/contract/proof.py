@@ -1,7 +1,5 @@
 """Lets a long problem keep its wrong answers and its alternatives in a module beside it, which is imported when they are needed."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Sequence

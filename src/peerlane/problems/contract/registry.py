@@ -1,7 +1,5 @@
 """Gives the problems that :mod:`peerlane.common.problem_files` finds: each module ``pNNN_slug`` declares one ``PROBLEM``."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re

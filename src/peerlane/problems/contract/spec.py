@@ -116,14 +116,7 @@ class Preset:
         return self.name.partition("_")[0]
 
 
-def case(
-    label: str,
-    dtype: torch.dtype,
-    *,
-    world_sizes: Sequence[int] | None = None,
-    variant: str = "default",
-    **params: Any,
-) -> CaseSpec:
+def case(label: str, dtype: torch.dtype, *, world_sizes: Sequence[int] | None = None, variant: str = "default", **params: Any) -> CaseSpec:
     """A case of a preset; keyword arguments become :attr:`Case.params`."""
     return CaseSpec(label, dtype, params, tuple(world_sizes) if world_sizes is not None else None, variant)
 

@@ -1,7 +1,5 @@
 """The wrong answers that every problem must reject on every output."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -51,18 +49,12 @@ STANDARD_WRONG_ANSWERS: tuple[KnownWrongAnswer, ...] = (
         lambda c: map_leaves(c.previous, lambda t: _constant(t, _mean(t))),
     ),
     KnownWrongAnswer(
-        "input_mean",
-        "every output is the mean of the rank's own inputs",
-        lambda c: _filled(c, lambda t: _constant(t, _input_mean(c))),
+        "input_mean", "every output is the mean of the rank's own inputs", lambda c: _filled(c, lambda t: _constant(t, _input_mean(c)))
     ),
     KnownWrongAnswer("nan", "all outputs NaN, or the largest value of an integer dtype", lambda c: _filled(c, _poison)),
     KnownWrongAnswer("echo", "the rank's own first tensor, cut or repeated to the output's size", _echo),
     KnownWrongAnswer("previous", "the right answer to the slot before", lambda c: c.previous),
-    KnownWrongAnswer(
-        "another_rank",
-        "the right answer of the next rank",
-        lambda c: c.answers[(c.rank + 1) % c.case.world_size],
-    ),
+    KnownWrongAnswer("another_rank", "the right answer of the next rank", lambda c: c.answers[(c.rank + 1) % c.case.world_size]),
 )
 
 

@@ -1,7 +1,5 @@
 """Bytes that leave and enter each member of a group in a collective, at least: for cost models."""
 
-from __future__ import annotations
-
 
 def all_reduce(payload: float, members: int) -> float:
     """Returns the bytes for a tensor of ``payload`` bytes on every member: its reduce-scatter and the all-gather of the sum."""

@@ -5,8 +5,6 @@ arguments there may also be torch.nn.Linear modules (their leaves: weight and bi
 Descriptions cross process borders as JSON, so nothing is ever unpickled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,12 +107,7 @@ def describe(tree: Tree) -> Description:
     if isinstance(tree, torch.Size):
         return {"kind": "size", "value": list(tree)}
     if isinstance(tree, torch.Tensor):
-        return {
-            "kind": "tensor",
-            "shape": list(tree.shape),
-            "stride": list(tree.stride()),
-            "dtype": dtype_name(tree.dtype),
-        }
+        return {"kind": "tensor", "shape": list(tree.shape), "stride": list(tree.stride()), "dtype": dtype_name(tree.dtype)}
     if isinstance(tree, GroupRef):
         return {"kind": "group", "name": tree.name}
     if isinstance(tree, _PLAIN):
@@ -127,11 +120,7 @@ def describe(tree: Tree) -> Description:
     return {"kind": "other", "type": type(tree).__name__}
 
 
-def rebuild(
-    description: Description,
-    tensors: Iterator[torch.Tensor],
-    group_of: Callable[[str], Any],
-) -> Tree:
+def rebuild(description: Description, tensors: Iterator[torch.Tensor], group_of: Callable[[str], Any]) -> Tree:
     """The tree of a description, its tensors taken from ``tensors`` in order and its groups from ``group_of(name)``."""
     kind = description["kind"]
     if kind == "tensor":

@@ -1,7 +1,5 @@
 """Makes known wrong answers, so that a problem's file says each of them in a line; and lists those that a problem must reject."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 A shard is what one rank of the ring holds: dout, q, k, v, out (B, S, h, D) and the log-sum-exp (B, h, S) of scaled scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What problems 55 and 56 share: an attention layer, from hidden states to its output projection, over a sequence-sharded context."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

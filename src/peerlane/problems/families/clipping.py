@@ -1,7 +1,5 @@
 """What the gradient-clipping problems share: lists of gradients, p-norms over ranks, clipped gradients with their error model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

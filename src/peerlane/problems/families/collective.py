@@ -1,7 +1,5 @@
 """What the collective problems share: roots, process groups, summands with their error model, and answers with a stale part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the convolutions share: zigzag layout, convolution in float64, exchange of borders with the neighbours, full float32 in cuDNN."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

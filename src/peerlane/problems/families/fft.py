@@ -1,7 +1,5 @@
 """What the two-dimensional distributed Fourier transforms share: sizes and axes of a case, the exchange of blocks, and the error model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

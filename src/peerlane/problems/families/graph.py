@@ -1,7 +1,5 @@
 """What the graph-parallel problems share: how many rows go from which rank to which, skewed ids, and wrong answers of the right length."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

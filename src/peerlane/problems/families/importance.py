@@ -1,7 +1,5 @@
 """Log-probabilities of tokens under a language-model head, their rounding errors, and what those do to importance ratios and means."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A quantised element whose quotient lies near the middle between two codes may ge
 answers are right, and nothing between or beyond them need be tolerated for the sake of the other elements.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

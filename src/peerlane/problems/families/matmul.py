@@ -1,7 +1,5 @@
 """What the tensor-parallel matrix products share: operands, products in float64, error models, and the current names of two collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

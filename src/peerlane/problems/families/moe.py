@@ -4,8 +4,6 @@ Expert e of E lives on rank e // (E / P) of a group of P ranks. Routing is drawn
 contents. :func:`assign_experts` keeps the number of rows per expert, which decides host arguments and shapes, to what the layout says.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """Gradients of mixture-of-experts models on one rank: those of replicated or sharded parameters, and those of its experts."""
 
-from __future__ import annotations
-
 from peerlane.problems.families.clipping import Entry, tensors
 from peerlane.problems.families.collective import BF16
 

@@ -5,8 +5,6 @@ comes back. All experts of a rank are the same function, for the interface has o
 gate_weight, gate_bias, gate_proj, up_proj, down_proj, six low-rank factors or none, num_experts, top_k, group).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 See :mod:`peerlane.problems.families.moe_layer` for the function and its arguments.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

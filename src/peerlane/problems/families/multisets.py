@@ -1,7 +1,5 @@
 """Rows of labels as multisets: which occurrence of a label answers to which."""
 
-from __future__ import annotations
-
 import torch
 
 

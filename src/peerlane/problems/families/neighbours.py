@@ -5,8 +5,6 @@ so that a graph of billions of edges is written part by part straight into the r
 permutation. Samples of renamed graphs have the same sizes, for the j-th neighbour of a node keeps its place.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -3,8 +3,6 @@
 The flat order of an MLP's parameters is W1 (h, d_in), b1 (h,), W2 (d_out, h), b2 (d_out,), each row-major.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -266,9 +264,7 @@ def step_tolerance(case: pc.Case, outputs: Sequence[Output]) -> Mapping[str, pc.
     enough = 4096
     return {
         output.name: pc.Tolerance(
-            magnitude=1.0,
-            normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None,
-            words=words[output.source],
+            magnitude=1.0, normwise=normwise.get(output.source) if math.prod(output.shape) >= enough else None, words=words[output.source]
         )
         for output in outputs
     }

@@ -1,7 +1,5 @@
 """What the problems with quantised payloads share: codes and their ties, block maxima, the amax history, hard values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What the convolution on the sphere knows of geometry: how axes are split, which points a disk holds, what must cross between ranks."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -3,8 +3,6 @@
 See :mod:`peerlane.problems.p062_spherical_disco_convolution` for the arguments and the cases.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

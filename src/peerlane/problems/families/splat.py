@@ -1,7 +1,5 @@
 """Gaussian splatting: projections of Gaussians to cameras, two ways, and scenes in which it is certain who sees whom."""
 
-from __future__ import annotations
-
 import functools
 import math
 import zlib

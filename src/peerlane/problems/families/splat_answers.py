@@ -3,8 +3,6 @@
 See :mod:`peerlane.problems.p061_gaussian_splat_projection_exchange` for the arguments and the order of rows and outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

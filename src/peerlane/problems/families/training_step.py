@@ -4,8 +4,6 @@ A :class:`StepModel` makes most of a problem from two functions: one that reads 
 which parts of the new state a rank returns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

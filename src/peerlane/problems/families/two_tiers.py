@@ -1,7 +1,5 @@
 """Shared parts of the problems between nodes: the groups of both tiers, sizes, and bytes of collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What the Ulysses exchanges and gathers share: the all-to-all from one axis to another, payloads, costs, wrong answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

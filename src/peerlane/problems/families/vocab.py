@@ -5,8 +5,6 @@ softmax of what was kept and keeps, in ascending order, the tokens whose inclusi
 last; equal logits are in the order of their ids.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problems 82 and 83, log-probabilities of tokens under a filter: their oracle, comparison, cost and wrong answers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What problems 41 and 42 share: everything but the reference, for only the path of the gradient's own slice differs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

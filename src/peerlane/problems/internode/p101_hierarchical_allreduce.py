@@ -1,7 +1,5 @@
 """Problem 101: all-reduce (sum) of one tensor over the ranks of several nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 102: tokens dispatched to experts on the ranks of several nodes, and experts' rows combined by token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 103: all-gather of row shards over the ranks of several nodes, then a matrix product."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Problem 104: attention over a sequence that is sharded across the ranks of several nodes, by a ring within every node and one between."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Problem 105: keys and values of prompts, sent from the nodes that computed them to the nodes that decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,10 +120,7 @@ def cost(case: pc.Case, rank: int) -> pc.Cost:
         return pc.Cost(hbm_bytes=crossing, egress_bytes=0, ingress_bytes=0, network_egress_bytes=crossing)
     own = sum(case["lengths"][request] for request in _owned(case, rank)) * token
     return pc.Cost(
-        hbm_bytes=own,
-        egress_bytes=crossing - own / places,
-        ingress_bytes=own * (places - 1) / places,
-        network_ingress_bytes=crossing,
+        hbm_bytes=own, egress_bytes=crossing - own / places, ingress_bytes=own * (places - 1) / places, network_ingress_bytes=crossing
     )
 
 

@@ -3,8 +3,6 @@
 Everything here may be hostile text. Text leaves as ``Markup`` only where this module made all of its tags.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The data of a board's plots: rows of plain values, as JSON can hold them."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Renders the page. Names and code of candidates are hostile text: templates escape all of it, and a policy in the page lets no script run
 but those named by their hashes."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Prepares what the template shows of a board: its leaderboards, tiles, provenance, and the data of its plots."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import statistics

@@ -3,8 +3,6 @@
 ``python -m peerlane.service.adapters.harbor export FOLDER 1-8`` writes them; the verifier calls ``... harbor reward FILE``.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Inspect: ``inspect eval peerlane/kernels -T problems=1-8 --model NAME`` judges replies on a service. Found by an entry point."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from inspect_ai import Task, task

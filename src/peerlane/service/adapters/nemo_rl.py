@@ -1,7 +1,5 @@
 """NeMo-RL: :func:`environment_class` makes the class of an environment; nemo_rl and torch are imported then. docs/rl.md registers it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """TRL: ``GRPOTrainer(reward_funcs=[reward_function()], ...)``. The data set has a column ``problem`` with numbers of problems."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any

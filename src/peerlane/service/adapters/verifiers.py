@@ -1,7 +1,5 @@
 """verifiers 0.4: a module of yours with ``KernelTaskset = taskset_class()`` is an environment for ``vf-eval``; see examples/rl."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from peerlane.service.adapters.reward import RewardSettings, reward_of

@@ -3,8 +3,6 @@
 ``ground_truth`` of the data set is the problem's number. PEERLANE_URL says where the service is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from peerlane.service.adapters.reward import RewardSettings, reward_of

@@ -3,8 +3,6 @@
 Only :func:`.run_batch` starts it; whoever calls that never touches CUDA itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

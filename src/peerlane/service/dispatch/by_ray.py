@@ -1,7 +1,5 @@
 """A farm on Ray: every node with the resource ``peerlane_node`` does one batch at a time. The extra ``ray``."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time

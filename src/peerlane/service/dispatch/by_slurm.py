@@ -1,7 +1,5 @@
 """Slurm arrays through submitit: a task of the array checks its node, then judges a batch. The extra ``slurm``."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import pickle
@@ -55,7 +53,7 @@ class SlurmDispatcher:
             raise RunStopped(f"no node is fit: {run.fault or 'no task came back'}", [])
         return run.collector.results(run.fault)
 
-    def _submit(self, run: _SlurmRun, batches: list[list[Job]]) -> None:
+    def _submit(self, run: "_SlurmRun", batches: list[list[Job]]) -> None:
         """One array, until all of its tasks have ended."""
         from submitit.core.utils import FailedJobError
 

@@ -1,7 +1,5 @@
 """Keeps track of what a dispatched run has and still lacks. Results of another class of nodes are never taken."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Decides which node of a cluster gets which batch: fit nodes of one class, one batch at a time, again elsewhere after a fault."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Starts the processes that check a node and judge on it. What Ray and Slurm run on nodes: no torch here, for they start it often."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

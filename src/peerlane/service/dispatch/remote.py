@@ -1,7 +1,5 @@
 """A plan on a service: many requests at a time, which wait in the service's queue."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from peerlane.common.version import __version__

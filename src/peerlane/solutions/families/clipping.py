@@ -4,8 +4,6 @@ Every block sums the powers of its parts, one packet for each block and rank mak
 far as they still lie in L2. Nothing is asked of the host.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Some blocks prepare chunks, which needs no state, and run ahead. The others run 
 the next rank. ``delta_rule.cuh`` has the algebra. Only scans are a chain from rank to rank: four products a chunk, one after the other.
 Preparing is limited by exponentials and barriers, and by spills: a thread of 512 has 128 registers for both channels of 16 tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

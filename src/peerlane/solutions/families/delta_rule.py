@@ -7,8 +7,6 @@ allows no rounded operands. A block takes 32 value channels of a head, for these
 hold the state in registers and run through the tokens, the other half prepare the next ones in shared memory. Heads pass from rank to
 rank in one order, so that ranks work on different heads at a time where there are many."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

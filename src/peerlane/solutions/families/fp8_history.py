@@ -5,8 +5,6 @@ their readers, and readers decode. Codes lie in one of two buffers, by the launc
 signals of it from every other rank, so all of them have finished the launch before.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

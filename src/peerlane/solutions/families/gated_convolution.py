@@ -15,8 +15,6 @@ Every rank pushes the last gated values of its chunks to the ranks that continue
 needs no history of others meanwhile. The history has one buffer: a launch first says that the rank's launch before has ended.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -401,7 +399,7 @@ class Tiling:
     itemsize: int
 
     @classmethod
-    def of(cls, shape: Shape, channels: int, steps: int, warps: int) -> Tiling:
+    def of(cls, shape: Shape, channels: int, steps: int, warps: int) -> "Tiling":
         dim = shape.group_dim
         filters = 1 if dim % channels == 0 else channels // dim if channels % dim == 0 else min(channels, (channels - 1) // dim + 2)
         segments = -(-shape.taps // (16 * steps))

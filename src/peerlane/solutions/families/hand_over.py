@@ -1,7 +1,5 @@
 """Tensors handed from each stage of a pipeline to the next, part by part, by one small kernel."""
 
-from __future__ import annotations
-
 import torch
 
 from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, per_group

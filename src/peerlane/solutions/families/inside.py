@@ -1,7 +1,5 @@
 """Collectives and fused kernels inside a node, by the kit. CPU ranks, which the kit does not serve, use torch.distributed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

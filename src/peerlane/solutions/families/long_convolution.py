@@ -15,8 +15,6 @@ instructions of transforms; the links carry values and results once each. Memory
 the complex rows of one part, and those of the rank's filters.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

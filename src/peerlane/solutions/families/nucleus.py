@@ -4,8 +4,6 @@ The filter is found without a sort, by teams of warps. Up to 93 largest: each ra
 bins, and send sums over bins until they know which one holds the threshold. ``peerlane/collectives/nucleus.cuh``, ``nucleus_search.cuh``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +84,7 @@ class Filter:
     top_p: float
 
     @staticmethod
-    def of(top_k: int | None, top_p: float | None, vocabulary: int) -> Filter:
+    def of(top_k: int | None, top_p: float | None, vocabulary: int) -> "Filter":
         """Returns the filter of a problem's arguments: off if None, not positive, or not below one."""
         return Filter(min(max(top_k or 0, 0), vocabulary), 1.0 if top_p is None else min(top_p, 1.0))
 
@@ -110,7 +108,7 @@ class Shape:
     team_threads: int
 
     @staticmethod
-    def of(group: Group, tokens: int, kept: Filter, dtype: torch.dtype) -> Shape:
+    def of(group: Group, tokens: int, kept: Filter, dtype: torch.dtype) -> "Shape":
         """Returns one in which a team has as many threads as the tokens leave it, and its own part of shared memory."""
         threads, grid = min(THREADS, group.max_threads), min(group.sm_count, tokens)
         shape = Shape(grid, teams := min(TEAMS, threads // 64, 1 << (-(-tokens // grid) - 1).bit_length()), threads // teams)
@@ -173,11 +171,7 @@ def _bound(group: Group, shape: tuple[int, int], dtype: torch.dtype, kept: Filte
 
 
 def filtered_logits(
-    group: Group,
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    filters: tuple[int | None, float | None],
-    weight: torch.Tensor | None = None,
+    group: Group, logits: torch.Tensor, target: torch.Tensor, filters: tuple[int | None, float | None], weight: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Collective: returns the targets' log-probabilities in float32; with ``weight``, the gradient of their sum, weighed so, to the rank's
     logits.

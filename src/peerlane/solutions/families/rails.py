@@ -1,7 +1,5 @@
 """Messages between nodes over a rail: few and large, started as soon as their contents are there, and waited for where they are used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

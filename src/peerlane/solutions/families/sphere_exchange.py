@@ -9,8 +9,6 @@ Eight columns go together, 32 bytes. Bound by the links, or by two small launche
 not know what is needed; a launch pushes when all ranks have ended the call before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

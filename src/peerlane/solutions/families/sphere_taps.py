@@ -14,8 +14,6 @@ Bound: the mixing product, else one load from L1 for K multiplications (folded: 
 lies: the own arc in x, others' where the exchange left them.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

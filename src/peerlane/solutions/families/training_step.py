@@ -5,8 +5,6 @@
 Gradients' parts go to their owners, which sum them in rank order, update their part, and, if asked, store the new parameters on all ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

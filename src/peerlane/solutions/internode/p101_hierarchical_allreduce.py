@@ -4,8 +4,6 @@ Each rank adds up its share of its part, in float32 and in the order of nodes, a
 Large tensors go in pieces, so that one piece crosses the network while the next one is added up inside the node.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -5,8 +5,6 @@ back the rank that received a token adds up its experts' rows, weighted, and sen
 cross the network, and tokens to experts while sums do.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +75,7 @@ class Guests:
     """the token of each row"""
 
     @classmethod
-    def of(cls, packet: torch.Tensor, like: torch.Tensor, slots: int, rows: int) -> Guests:
+    def of(cls, packet: torch.Tensor, like: torch.Tensor, slots: int, rows: int) -> "Guests":
         """Returns the contents of a packet of :func:`_pack`."""
         parts = torch.split(packet, [like.shape[1] * like.element_size(), 4 * slots, 2 * slots], dim=1)
         tokens, weights, local = (part.clone(memory_format=torch.contiguous_format) for part in parts)

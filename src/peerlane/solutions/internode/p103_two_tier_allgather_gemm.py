@@ -3,8 +3,6 @@
 Every rank sends its shard once to its rail. Then one kernel for each node gathers the shards of the node's ranks and multiplies them.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

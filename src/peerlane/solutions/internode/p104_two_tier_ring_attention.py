@@ -4,8 +4,6 @@ Every rank sends its keys and values once to its rail: under a causal mask only 
 the blocks that the node's ranks have, and outputs are joined by the logarithms of their sums of exponentials.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -4,8 +4,6 @@ Many tokens go in pieces of whole rounds of requests. The decoding node exchange
 crosses the network, and senders pack the next piece meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
