@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.emulator import Scenario
+from peerlane.emulator import Scenario, cuda_extensions
 from peerlane.emulator.build import compile_program
 from peerlane.emulator.cuda_extensions import SOURCES, build, start_runtime
 from peerlane.emulator.host_memory import AddressSpace
 from peerlane.emulator.job import run_job
 from peerlane.emulator.solution_run import Outcome, run
+from peerlane.errors import CompileError
 from peerlane.evaluate.correctness.emulated import judge_emulated
 from peerlane.problems.contract.spec import Case
 
@@ -133,6 +135,34 @@ def test_options_are_taken_by_place_as_torch_takes_them(tmp_path: Path) -> None:
     (tmp_path / "a.cu").write_text("int a;")
     files = SOURCES["load"]("x.py", "x", [str(tmp_path / "a.cu")], None, ["-O2"])
     assert (files.text, files.flags, files.include_dirs) == ('#line 1 "a.cu"\nint a;', ("-O2",), (str(tmp_path),))
+
+
+@pytest.mark.parametrize(
+    ("header", "refusal", "used"),
+    [
+        ("torch/torch.h", "", ["all"]),
+        ("torch/extension.h", 'variable "torch::kUInt8" has already been defined', ["light", "all"]),
+        ("torch/extension.h", "expected a ;", ["light"]),
+    ],
+)
+def test_a_source_that_needs_all_of_torch_s_headers_gets_them(
+    header: str, refusal: str, used: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def compile_nothing(nvcc: str, source: cuda_extensions.Source, scratch: Path, headers: list[Path]) -> None:
+        seen.append("light" if headers else "all")
+        if headers:
+            raise CompileError(refusal)
+        for name in ("device.ptx", "device.cubin", "x.so"):
+            (scratch / name).write_text("")
+
+    monkeypatch.setattr(cuda_extensions, "_compile", compile_nothing)
+    monkeypatch.setattr(cuda_extensions, "folder", lambda: tmp_path)
+    monkeypatch.setattr(cuda_extensions, "_headers_digest", str)
+    with contextlib.nullcontext() if used[-1] == "all" else pytest.raises(CompileError):
+        build(cuda_extensions.Source("x", f"#include <{header}>"))
+    assert seen == used
 
 
 FRAGMENTS = r"""

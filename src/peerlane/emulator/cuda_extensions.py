@@ -54,8 +54,13 @@ _LIBRARY_OF_CUDA = re.compile(
     r"-l(cuda|cudart|cudart_static|cudadevrt|c10_cuda|torch_cuda|nv\S+|nccl|cu(blas|blasLt|fft|rand|solver|sparse))$"
 )
 _CPP_OF_CUDA = ("c10::cuda::", "at::cuda::", "at::CUDA", "c10d::")
-_LACKS = re.compile(r"has no member|undefined|not declared|not been declared|incomplete type|no instance of|is ambiguous")
+_LACKS = re.compile(
+    r"has no member|undefined|not declared|(not|already) been (declared|defined)|incomplete type|no instance of|is ambiguous"
+)
 """in what nvcc says of a source that may need more of torch's headers"""
+_ALL_OF_TORCH = re.compile(r"#\s*include\s*[<\"]torch/(torch|all|script|nn)\.h")
+_CLASSES = re.compile(r"\b(class_|enum_)\s*<")
+"""of pybind11"""
 NO_TOOLKIT = "install the whole CUDA toolkit"
 """Part of the message of every MissingDependency of this module."""
 _UNDECLARED = re.compile(r'identifier "((?:cublas|CUBLAS_)\w+)" is undefined')
@@ -104,10 +109,11 @@ def build(source: Source) -> Built:
     library, ptx, cubin = place / f"{source.name}.so", place / "device.ptx", place / "device.cubin"
     if not library.exists():
         with tempfile.TemporaryDirectory() as scratch:
+            light = [] if _ALL_OF_TORCH.search(source.text) else [_LIGHT_THRUST, LIGHT_HEADERS]
             try:
-                _compile(nvcc, source, Path(scratch), [_LIGHT_THRUST, LIGHT_HEADERS])
+                _compile(nvcc, source, Path(scratch), light)
             except CompileError as error:
-                if not _LACKS.search(str(error)):
+                if not light or not _LACKS.search(str(error)):
                     raise
                 _compile(nvcc, source, Path(scratch), [])
             place.mkdir(parents=True, exist_ok=True)
@@ -209,7 +215,7 @@ def _load(source: Source) -> ModuleType:
     assert found_runtime is not None, "nvcc has compiled the extension"
     with found_runtime.loading(Module(built.ptx)):
         library = Path(tempfile.mkdtemp(dir=_copies())) / built.library.name
-        shutil.copyfile(built.library, library)
+        library.write_bytes(_of_a_rank(built.library.read_bytes(), source, len(found_runtime.modules)))
         # pybind11 would return a module that it has made under the same name.
         spec = importlib.util.spec_from_file_location(f"peerlane_copy_{len(found_runtime.modules)}.{source.name}", library)
         assert spec is not None and spec.loader is not None, "a path of a library has a loader"
@@ -217,6 +223,13 @@ def _load(source: Source) -> ModuleType:
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
     return _Guarded(module, found_runtime)
+
+
+def _of_a_rank(content: bytes, source: Source, number: int) -> bytes:
+    """Returns a library whose classes pybind11 registers apart from those of other copies: it finds what is registered by a name."""
+    if not _CLASSES.search(source.text):
+        return content
+    return content.replace(b"__pybind11_internals_", b"__pybind11_int%06d_" % number)
 
 
 @functools.cache

@@ -69,10 +69,8 @@ __global__ void convolve(const T* x, const T* weight, const T* bias, T* out, con
 }
 
 template <typename T>
-void conv2d(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, pybind11::tuple shape, int out_rows, int out_columns,
+void conv2d(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, const Shape& s, int out_rows, int out_columns,
             uintptr_t halos, uintptr_t own_halo, uintptr_t pads, uintptr_t own_pad, unsigned call) {
-    Shape s;
-    for (int i = 0; i < 11; ++i) reinterpret_cast<int*>(&s)[i] = shape[i].cast<int>();
     const int offset = call % 2 * 2 * s.batch * s.channels * s.padding * s.columns;
     send_borders<<<2, 64>>>((const T*)x, (T* const*)halos, (unsigned* const*)pads, s, offset, call);
     const int n = s.batch * s.outputs * out_rows * out_columns;
@@ -82,6 +80,11 @@ void conv2d(uintptr_t x, uintptr_t weight, uintptr_t bias, uintptr_t out, pybind
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    pybind11::class_<Shape>(m, "Shape").def(pybind11::init([](pybind11::args sizes) {
+        Shape s;
+        for (int i = 0; i < 11; ++i) reinterpret_cast<int*>(&s)[i] = sizes[i].cast<int>();
+        return s;
+    }));
     m.def("conv2d_bf16", &conv2d<__nv_bfloat16>, "bfloat16");
     m.def("conv2d_fp32", &conv2d<float>, "float32");
 }
@@ -117,7 +120,7 @@ def solution(x, weight, bias, stride=1, padding=1, group=None):
         (size + 2 * padding - of_kernel) // stride + 1 for size, of_kernel in zip((rows, columns), kernel, strict=True)
     )
     out = x.new_empty(batch, outputs, out_rows, out_columns)
-    shape = (batch, channels, rows, columns, outputs, *kernel, stride, padding, handle.rank, handle.world_size)
+    shape = module().Shape(batch, channels, rows, columns, outputs, *kernel, stride, padding, handle.rank, handle.world_size)
     pointers = handle.buffer_ptrs_dev, memory.data_ptr(), handle.signal_pad_ptrs_dev, handle.signal_pad_ptrs[handle.rank]
     conv2d = module().conv2d_bf16 if x.dtype == torch.bfloat16 else module().conv2d_fp32
     tensors = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.contiguous().data_ptr(), out.data_ptr())
