@@ -1,7 +1,5 @@
 """The table of calls that extensions find on emulated ranks, read from the C++ that defines them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CUDA extensions of candidates on emulated ranks: host code that nvcc compiled, whose launches are the emulator's."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Faults at message boundaries: every request of the supervisor is seen, and something breaks just before or behind a chosen one."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

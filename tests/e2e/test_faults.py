@@ -1,7 +1,5 @@
 """Whatever dies, wherever in the conversation, the verdict blames the right side, and the next evaluation is unaffected."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -3,8 +3,6 @@
 Exit codes: see :class:`peerlane.cli.exit_codes.ExitCode`.
 """
 
-from __future__ import annotations
-
 import errno
 import importlib
 import sys

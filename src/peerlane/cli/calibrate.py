@@ -1,7 +1,5 @@
 """``peerlane calibrate``: check that tolerances accept right answers and refuse wrong ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verdicts that broken examples are made for, as their first comments state them."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``peerlane export``: the suite and scores in the formats of the Hugging Face Hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """``peerlane list``: the problems there are."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """``peerlane new``: a candidate file to begin with."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Values of options: how all commands read them, and how shells complete them."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -1,7 +1,5 @@
 """``peerlane report``, ``noise``, ``plot`` and ``page``: recorded results as a table, as a picture, and as a page for others."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, TypeAlias

@@ -1,7 +1,5 @@
 """``peerlane results``: files of results as others read them."""
 
-from __future__ import annotations
-
 import typer
 
 from peerlane.cli.options import example

@@ -1,7 +1,5 @@
 """``peerlane serve``: judge for others, over HTTP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, cast
 

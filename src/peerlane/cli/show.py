@@ -1,7 +1,5 @@
 """``peerlane show``: everything about one problem."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,8 +1,6 @@
 """Matrix products of cuBLAS on emulated ranks: torch computes them on the CPU. Their matrices are copied as ``cudaMemcpyAsync`` copies, so
 that copies of memory that other ranks use take part in races."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Sequence
 

@@ -6,8 +6,6 @@ Host code runs natively. Its CUDA runtime is ``cuda_runtime.py``: a launch runs 
 # torch's functions have no types here.
 # mypy: disable-error-code="no-untyped-def,misc"
 
-from __future__ import annotations
-
 import atexit
 import functools
 import hashlib

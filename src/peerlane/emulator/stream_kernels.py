@@ -1,7 +1,5 @@
 """Kernels in the place of what a stream does without one of the candidate's: signals, waits for words, copies and memsets."""
 
-from __future__ import annotations
-
 from peerlane.emulator.ptx_front_end import Ptx
 
 BARRIER, WRITE, WAIT = "symmetric_memory_barrier", "symmetric_memory_write", "stream_wait_value"

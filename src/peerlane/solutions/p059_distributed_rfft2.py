@@ -3,8 +3,6 @@
 The first transforms columns and stores every bin where its row belongs; the second transforms rows and leaves out the conjugates.
 ``families/fourier.py`` says what bounds them. Lengths that it can not cut go through cuFFT, with an exchange between."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

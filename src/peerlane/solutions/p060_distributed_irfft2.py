@@ -4,8 +4,6 @@ The first transforms rows and stores every column where it belongs; the second t
 that are missing are conjugates and the field is real, so the others count twice, and no bin is mirrored. ``families/fourier.py`` says what
 bounds them. Lengths that it can not cut go through cuFFT, with an exchange between."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

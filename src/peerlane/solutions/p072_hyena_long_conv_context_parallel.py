@@ -3,8 +3,6 @@
 ``families/gated_convolution.py`` convolves filters of up to 8192 taps in one kernel, which fetches only what filters reach;
 ``families/long_convolution.py`` exchanges positions for channels beside Fourier transforms."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -5,8 +5,6 @@ begin at multiples of 16 bytes: a copy, where the shard's do not, costs less tha
 similarity eleven bits at a time by counts in shared memory, then sends those above it; only the last selection sorts. Bound by that
 question, and at large sizes by the product and the selection, which reads similarities from HBM once, then from the L2 cache."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

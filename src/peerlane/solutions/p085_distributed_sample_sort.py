@@ -5,8 +5,6 @@ tiles before it (decoupled look-back), so that keys are read and written once. A
 that much of each, and merges. Bound by the passes over HBM and one trip over the links; small shards by one question to the device, as
 shapes follow from it."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -4,8 +4,6 @@ Groups of inputs, larger together than the L2 cache, are used in turn. Timed cal
 copied or compared. So the time has no copies in it, and a candidate could skip work. Its other calls were judged as ever.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from peerlane.evaluate import wire

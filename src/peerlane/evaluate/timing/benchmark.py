@@ -1,7 +1,5 @@
 """The speed of one candidate on one case, in ranks of its own: the baseline before its code is loaded there, its own rounds after."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Functions are bound by :func:`bind`, which ranks call before candidate code is loaded.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The CPU cores on which ranks' calling threads are timed. A thread that the scheduler moves about calls more slowly for seconds."""
 
-from __future__ import annotations
-
 import os
 
 _MOST = 8  # cores of a rank

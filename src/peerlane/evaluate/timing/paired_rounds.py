@@ -1,7 +1,5 @@
 """Rounds of one mode: a block of the trusted reference and one of the other side, paired, until the ratio is known well enough."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

@@ -1,7 +1,5 @@
 """Candidate files to begin with: the problem's reference, with one simple kernel for all its communication. Right, and slow."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The extension brings the class ``TKParallelTensor(shape, dtype, rank, world_size, multicast)``. Each is made once per process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
