@@ -235,7 +235,9 @@ def test_torchs_cuda_side_in_cpp_is_served() -> None:
     x, a, b = torch.arange(20.0), torch.randn(3, 4), torch.randn(4, 5)
     outcome = run(FILES / "torch_cpp_cuda.py", [[(x.clone(), a.clone(), b.clone()) for _ in range(2)]])
     assert outcome.failure is None and not outcome.findings
-    for doubled, product, replayed in outcome.outputs[0]:
+    for doubled, product, replayed, squared, out, largest in outcome.outputs[0]:
+        x = torch.arange(1.0, 21.0)
+        assert torch.equal(squared, x * x) and torch.equal(out, 2 * (x + 1) + x) and float(largest) == 62
         assert torch.equal(doubled, 2 * x) and torch.allclose(product, 3 * a @ b, atol=1e-5)
         assert torch.allclose(replayed, 6 * a @ b, atol=1e-5)
 
