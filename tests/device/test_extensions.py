@@ -80,11 +80,17 @@ def test_a_streams_wait_for_a_word_orders_earlier_writes() -> None:
     assert "race" in [finding.kind for finding in light(("signalled", 0)).findings]
 
 
-@pytest.mark.parametrize("what", ["broadcast", "barrier", "symm_mem.barrier"])
+@pytest.mark.parametrize("what", ["broadcast", "all_to_all_single", "barrier", "symm_mem.barrier"])
 def test_what_some_ranks_do_together_orders_these_ranks(what: str) -> None:
     right, twin = (light(("read_behind", what, ranks), ranks=3) for ranks in ([0, 1], [1, 2]))
     assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [0.0, 1.0, 0.0]
     assert "race" in [finding.kind for finding in twin.findings]
+
+
+def test_what_a_collective_reads_takes_part_in_races() -> None:
+    right, twin = (light(("broadcast_of_peer", barrier)) for barrier in (True, False))
+    assert [float(out) for out in right.outputs[0]] == [2.0, 2.0] and not right.findings
+    assert ["host code" in str(finding) for finding in twin.findings if finding.kind == "race"] == [True]
 
 
 def test_a_dependent_launch_knows_the_one_before_once_it_waited() -> None:

@@ -206,7 +206,8 @@ class Team:
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
-        self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
+        read = (part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
+        self.sequence.host_reads((part.rank, part, 0, part.nbytes) for part in read)
 
 
 class EmulatedGroup(EmulatedRank):

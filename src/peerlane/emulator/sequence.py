@@ -210,13 +210,15 @@ class LaunchSequence:
                     launches.append(Launch(HOST_WRITE, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, values))
         return Step(launches, before)
 
-    def host_reads(self, parts: Iterable[Part]) -> None:
-        """Records that between the launches before and those behind, every rank's host reads these parts, as a caller reads its results."""
-        if self._steps and (reads := [part for part in parts if part in self._known]):
-            launches = [
-                Launch(HOST_READ, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, (_u64(part.address), _u64(part.nbytes)))
-                for part in reads
-            ]
+    def host_reads(self, reads: Iterable[tuple[int, Part, int, int]]) -> None:
+        """Records that between the launches before and those behind, hosts read, as a caller reads its results: the number of a rank among
+        all, the part, and where bytes of it begin, and how many."""
+        launches = [
+            Launch(HOST_READ, self.members.index(member), 0, (1, 1, 1), (1, 1, 1), 0, 1, (_u64(part.address + begin), _u64(nbytes)))
+            for member, part, begin, nbytes in reads
+            if part in self._known and nbytes
+        ]
+        if self._steps and launches:
             self._steps.append(Step(launches, {}))
 
     def barrier(self, parts: Iterable[Part]) -> None:

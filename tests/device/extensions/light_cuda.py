@@ -198,10 +198,13 @@ def total(x, barrier):
 
 
 def read_behind(x, what, ranks):
-    """Rank 1 reads what rank 0 wrote, behind a broadcast of the first of these ranks, or a barrier of all of them."""
+    """Rank 1 reads what rank 0 wrote, behind a broadcast of the first of these ranks, what it sends the second, or a barrier of all of them."""
     handle, rank, out = rendezvous(x + 1, barrier=False), dist.get_rank(), torch.zeros(1)
     if what == "broadcast":
         dist.broadcast(torch.zeros(1), src=ranks[0])
+    elif what == "all_to_all_single":
+        sent, taken = [int([rank, to] == ranks) for to in range(3)], [int([source, rank] == ranks) for source in range(3)]
+        dist.all_to_all_single(torch.zeros(sum(taken)), torch.zeros(sum(sent)), taken, sent)
     else:
         group = dist.new_group(ranks)
         if rank in ranks and what == "barrier":
@@ -211,6 +214,17 @@ def read_behind(x, what, ranks):
     peers = [handle.buffer_ptrs[0]] if rank == 1 else []
     extension.sum_of_firsts(out.data_ptr(), len(peers), peers)
     return out
+
+
+def broadcast_of_peer(x, barrier):
+    """Rank 1 broadcasts what rank 0 has added to."""
+    handle, rank, out, one = rendezvous(x), dist.get_rank(), torch.zeros(1), torch.ones(1)
+    extension.sum_of_firsts(out.data_ptr() if rank else handle.buffer_ptrs[1], 1, [one.data_ptr()])
+    if barrier:
+        handle.barrier()
+    given = handle.get_buffer(rank, (1,), torch.float32)
+    dist.broadcast(given, src=1)
+    return given.clone()
 
 
 def products(x):
