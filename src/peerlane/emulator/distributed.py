@@ -236,6 +236,7 @@ def _all_to_all_single(
             to.copy_(torch.cat([pieces[rank] for pieces in split]).view(to.shape))
 
     given = (output, tensor, input_split_sizes)
+
     def pairs(given: list[tuple[torch.Tensor, torch.Tensor, list[int] | None]]) -> list[tuple[int, int]]:
         return _by_sizes([sizes or [each.numel()] * len(given) for _, each, sizes in given])
 
@@ -250,7 +251,10 @@ def _all_to_all(outputs: list[torch.Tensor], tensors: list[torch.Tensor], group:
             for each, sent in zip(to, given, strict=True):
                 each.copy_(sent[rank])
 
-    _meet(group, "dist.all_to_all", (outputs, tensors), act, tensors, lambda given: _by_sizes([[part.numel() for part in parts] for _, parts in given]))
+    def pairs(given: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> list[tuple[int, int]]:
+        return _by_sizes([[part.numel() for part in parts] for _, parts in given])
+
+    _meet(group, "dist.all_to_all", (outputs, tensors), act, tensors, pairs)
     return _work(async_op)
 
 

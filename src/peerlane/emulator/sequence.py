@@ -261,7 +261,8 @@ class LaunchSequence:
         answer = run_job(job, program, schedules=self.schedules, seed=self.seed, timeout_s=self._time_left())
         for finding in answer.findings:
             if finding["kind"] == UNCLEAR:
-                self.unclear = f"{names}: {job.regions[finding['buffer'] - 1].name}, whose type {NOT_KNOWN}, differs between schedules that add floats"
+                memory = job.regions[finding["buffer"] - 1].name
+                self.unclear = f"{names}: {memory}, whose type {NOT_KNOWN}, differs between schedules that add floats"
         answer.findings = [finding for finding in answer.findings if finding["kind"] != UNCLEAR]
         self.reports.append(report(job, program, answer, schedules=self.schedules, seed=self.seed, seconds=time.monotonic() - started))
 
