@@ -154,17 +154,25 @@ def test_printf_from_ptx_prints_its_arguments(capfd: pytest.CaptureFixture[str])
     assert "7 of nine:  1.50, 1099511627776%" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", [None, torch.float32, torch.int32])
 @pytest.mark.parametrize("dtype", [torch.float32, None, torch.uint8])
-def test_sums_differ_by_rounding_where_their_type_may_be_a_float(dtype: torch.dtype | None) -> None:
-    source = 'extern "C" __global__ void sum(const float* in, float* out) { atomicAdd(out, in[blockIdx.x]); }'
+def test_sums_differ_by_rounding_where_their_type_may_be_a_float(dtype: torch.dtype | None, wrong: torch.dtype | None) -> None:
+    source = """extern "C" __global__ void sum(const float* in, float* out, int* place) {
+        atomicAdd(out + threadIdx.x, in[blockIdx.x * blockDim.x + threadIdx.x]);
+        if (blockIdx.x == 0) place[threadIdx.x] = 7 * threadIdx.x;
+    }"""
     ptx = Ptx(compile_cubin(source).ptx())
-    numbers = torch.rand(16, generator=torch.Generator().manual_seed(1)) ** 4
+    numbers = torch.rand(16, 32, generator=torch.Generator().manual_seed(1)) ** 4
+    sums, places = numbers.sum(0), 7 * torch.arange(32, dtype=torch.int32)
+    if wrong is not None:
+        (sums if wrong == torch.float32 else places)[1] *= 2
     scenario = Scenario("sum", ptx, 1)
-    given, out = scenario.buffer("in", [numbers]), scenario.buffer("out", [torch.zeros(1)], expected=[numbers.sum()[None]])
-    scenario.launch("sum", 16, 1, [given, out])
+    given, out = scenario.buffer("in", [numbers]), scenario.buffer("out", [torch.zeros(32)], expected=[sums])
+    place = scenario.buffer("place", [torch.zeros_like(places)], expected=[places])
+    scenario.launch("sum", 16, 32, [given, out, place])
     program = build.compile_program(ptx)
     job = scenario.job(program.globals)
     for region in job.regions:
         region.dtype, region.within_rounding = dtype, True
     kinds = {finding["kind"] for finding in run_job(job, program, schedules=8).findings}
-    assert kinds == ({"wrong_result"} if dtype == torch.uint8 else set())
+    assert kinds == ({"wrong_result"} if wrong or dtype == torch.uint8 else set())

@@ -103,30 +103,45 @@ class Memory {
         const char* found = base_ + buffer.begin;
         const std::uint64_t size = buffer.end - buffer.begin;
         if (!buffer.expected || std::memcmp(found, buffer.expected, size) == 0) return buffer.end;
-        if (rounded && buffer.number == 1) {
-            for (const std::uint32_t kind : {4, 18, 2, 8}) {
-                if (first_other_number(buffer, kind, size) == buffer.end) return buffer.end;
-            }
-        } else if (rounded && buffer.number) {
-            return first_other_number(buffer, buffer.number, size);
-        }
+        const std::uint32_t kind = buffer.number == 1 ? likely_kind(buffer, size) : buffer.number;
+        if (rounded && kind) return first_other_number(buffer, kind, size);
         return buffer.begin + (std::mismatch(found, found + size, buffer.expected).first - found);
     }
 
   private:
+    static double largest_number(const Buffer& buffer, std::uint32_t kind, std::uint64_t size) {
+        double largest = 0;
+        for (std::uint64_t i = 0, width = kind % 16; i + width <= size; i += width) {
+            const double value = std::fabs(number(buffer.expected + i, kind));
+            if (std::isfinite(value)) largest = std::max(largest, value);
+        }
+        return largest;
+    }
+    // Beside the largest number, what is of another type is tiny.
+    static bool tiny(double value, double largest) { return value != 0 && std::fabs(value) < std::ldexp(largest, -48); }
+    // What numbers these are: the first kind of which the largest is not tiny, nor most others beside it. Every bit pattern is a usual fp16.
+    static std::uint32_t likely_kind(const Buffer& buffer, std::uint64_t size) {
+        for (const std::uint32_t kind : {18, 4, 8, 2}) {
+            const double largest = largest_number(buffer, kind, size);
+            std::int64_t more = 0;
+            for (std::uint64_t i = 0, width = kind % 16; i + width <= size; i += width) {
+                if (const double value = number(buffer.expected + i, kind); value != 0) more += tiny(value, largest) ? -1 : 1;
+            }
+            if (more >= 0 && largest >= std::ldexp(1, kind == 2 ? -14 : -64)) return kind;
+        }
+        return 0;
+    }
     // How many terms a sum had, and how large they were, is not known: a small part of the largest number counts as rounding.
     std::uint64_t first_other_number(const Buffer& buffer, std::uint32_t kind, std::uint64_t size) const {
         const char* found = base_ + buffer.begin;
         const std::uint64_t width = kind % 16;
-        double largest = 0;
-        for (std::uint64_t i = 0; i + width <= size; i += width) {
-            const double value = std::fabs(number(buffer.expected + i, kind));
-            if (std::isfinite(value)) largest = std::max(largest, value);
-        }
+        const double largest = largest_number(buffer, kind, size);
         const double rounding = std::ldexp(largest, kind == 18 ? -5 : kind == 2 ? -8 : kind == 4 ? -12 : -40);
         for (std::uint64_t i = 0; i + width <= size; i += width) {
             if (std::memcmp(found + i, buffer.expected + i, width) == 0) continue;
-            if (!(std::fabs(number(found + i, kind) - number(buffer.expected + i, kind)) <= rounding)) return buffer.begin + i;
+            const double value = number(found + i, kind), expected = number(buffer.expected + i, kind);
+            const bool other = buffer.number == 1 && (tiny(value, largest) || tiny(expected, largest));
+            if (other || !(std::fabs(value - expected) <= rounding)) return buffer.begin + i;
         }
         return buffer.end;
     }
