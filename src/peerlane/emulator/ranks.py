@@ -118,9 +118,9 @@ class Team:
         self.workspaces: dict[int, Any] = {}
         """handles, by rank"""
         self.launches: Counter[str] = Counter()
+        """by kernel"""
         self.sources: set[str] = set()
         """hashes of the tokens of the launched kernels' sources"""
-        """by kernel"""
         self.order: list[Part] = []
         """memory of signals, and where each rank finds it, once collectives of the group have needed it"""
         self._groups: dict[int, EmulatedGroup] = {}
