@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-
-try:
-    from fla.ops.kda import chunk_kda
-except ImportError as error:
-    raise ImportError(f"flash-linear-attention cannot be imported ({error}): pip install 'fla-core[cuda]'") from error
+from fla.ops.kda import chunk_kda
 
 
 def to_heads(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
