@@ -295,7 +295,7 @@ def test_the_page_s_example_is_clean_and_its_broken_form_is_not(
     (tmp_path / "mine.py").write_text(code.replace(fence, ""))
     assert peerlane("race", str(tmp_path / "mine.py"), "--world-size", "2") == 3
     printed = capsys.readouterr().out
-    assert "race: arena allocation 0+" in printed and "source.cu:" in printed
+    assert "race: arena allocation 0+" in printed and "mine.py:" in printed
 
 
 def test_a_file_without_scenarios_is_a_usage_error(

@@ -69,6 +69,8 @@ class MatrixRules(OperandRules):
         halves = cpp == "u16"
         if what == "load":
             filled = [f"own[{2 * i}] | u32(own[{2 * i + 1}]) << 16" if halves else f"own[{i}]" for i in range(count // (1 + halves))]
+            if len(filled) > len(words):
+                return None
             filled += ["0"] * (len(words) - len(filled))
             taken = " ".join(f"set({item}, {value});" for item, value in zip(words, filled, strict=True))
             return f"{{ {cpp} own[{count}]; load_fragment<{cpp}, {lines}, {in_word}>(own, {where} {taken} }}"

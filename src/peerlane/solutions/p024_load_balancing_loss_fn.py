@@ -1,7 +1,7 @@
 """Problem 24, load-balancing loss of a router: one kernel takes softmax, choices and sums, and ranks exchange one number.
 
-A warp takes a token; its choices are the next largest logits in turn. Warps add in shared memory, and the last block of a rank adds
-all blocks, in one order. Bound by HBM, which reads logits once, or by k passes over a token in L1; small inputs by the launch and a
+Lanes hold the logits of a token in registers, eight each; its choices are the next largest in turn. Sums of a lane, a warp, a block and
+a rank are added in one order. Bound by HBM, which reads logits once, or by k passes over registers; small inputs by the launch and a
 packet."""
 
 import ctypes
@@ -45,36 +45,50 @@ extern "C" __global__ void __launch_bounds__(512)
     float* const sums = of_warps + threadIdx.x / warp_threads * count;
     for (u32 i = threadIdx.x; i < warps * count; i += blockDim.x) of_warps[i] = 0.0f;
     __syncthreads();
-    each_row(args.layers * args.tokens, [&](u32 row) {
-        const u32 token = row % args.tokens;
+    // LANES lanes hold the logits of a token, so a warp has several tokens at a time. A lane sums over its tokens what they have of its experts.
+    constexpr u32 together = warp_threads / LANES, vectors = (EXPERTS + row_lanes * LANES - 1) / (row_lanes * LANES);
+    const u32 member = lane % LANES, rows = args.layers * args.tokens;
+    float probability[vectors][row_lanes]{}, chosen[vectors][row_lanes]{}, weights = 0.0f;
+    const auto each = [&](const auto& use) {
+#pragma unroll
+        for (u32 v = 0; v < vectors; ++v) {
+#pragma unroll
+            for (u32 e = 0; e < row_lanes; ++e) {
+                if (const u32 expert = (v * LANES + member) * row_lanes + e; expert < EXPERTS) use(expert, v, e);
+            }
+        }
+    };
+    each_row((rows + together - 1) / together, [&](u32 bundle) {
+        const u32 at = bundle * together + lane / LANES, row = min(at, rows - 1), token = row % args.tokens;
         const RowOf<ELEMENT> logits(args.logits[row / args.tokens], token, EXPERTS);
-        const float weight = args.mask == nullptr ? 1.0f : static_cast<float>(args.mask[token % args.masked]);
-        float value[row_lanes], largest = -infinity, sum = 0.0f;
-        const auto each = [&](const auto& use) {
-            each_column(EXPERTS, [&](u32 column) {
-                logits.load(column, value);
-                for (u32 e = 0; e < row_lanes; ++e) {
-                    if (column + e < EXPERTS) use(column + e, value[e]);
-                }
-            });
-        };
-        each([&](u32, float v) { largest = fmaxf(largest, v); });
-        largest = warp_max(largest);
-        each([&](u32, float v) { sum += expf(v - largest); });
-        const float scale = weight / warp_sum(sum);
-        each([&](u32 expert, float v) { sums[expert] += expf(v - largest) * scale; });
+        const float weight = at != row ? 0.0f : args.mask == nullptr ? 1.0f : static_cast<float>(args.mask[token % args.masked]);
+        float value[vectors][row_lanes], largest = -infinity, sum = 0.0f;
+#pragma unroll
+        for (u32 v = 0; v < vectors; ++v) logits.load((v * LANES + member) * row_lanes, value[v]);
+        each([&](u32, u32 v, u32 e) { largest = fmaxf(largest, value[v][e]); });
+        largest = warp_reduce<LANES>(largest, [](float a, float b) { return fmaxf(a, b); });
+        each([&](u32, u32 v, u32 e) { sum += expf(value[v][e] - largest); });
+        const float scale = weight / warp_sum<LANES>(sum);
+        each([&](u32, u32 v, u32 e) { probability[v][e] += expf(value[v][e] - largest) * scale; });
         Entry last{infinity, 0};
         for (u32 k = 0; k < args.top_k; ++k) {
             Entry next{-infinity, EXPERTS};
-            each([&](u32 expert, float v) {
-                const Entry entry{v, expert};
+            each([&](u32 expert, u32 v, u32 e) {
+                const Entry entry{value[v][e], expert};
                 if ((k == 0 || before(last, entry)) && before(entry, next)) next = entry;
             });
-            last = warp_reduce(next, [](const Entry& a, const Entry& b) { return before(b, a) ? b : a; });
-            if (lane == 0 && last.expert < EXPERTS) sums[EXPERTS + last.expert] += weight;
+            last = warp_reduce<LANES>(next, [](const Entry& a, const Entry& b) { return before(b, a) ? b : a; });
+            each([&](u32 expert, u32 v, u32 e) { chosen[v][e] += expert == last.expert ? weight : 0.0f; });
         }
-        if (lane == 0) sums[2 * EXPERTS] += weight;
+        weights += weight;
     });
+    for (u32 i = 0; i < together; ++i) {  // one after the other, so that sums have the same bits in every call
+        if (lane / LANES == i) {
+            each([&](u32 expert, u32 v, u32 e) { sums[expert] += probability[v][e], sums[EXPERTS + expert] += chosen[v][e]; });
+            if (member == 0) sums[2 * EXPERTS] += weights;
+        }
+        __syncwarp();
+    }
     __syncthreads();
     float* partial = reinterpret_cast<float*>(arena.local(args.partial));
     for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
@@ -99,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(512)
     if (lane == 0) *args.loss = loss / WORLD_SIZE;
 }
 """
-MOST_LAYERS, MOST_EXPERTS, SHARED_BYTES = 128, 4096, 96 << 10
+MOST_LAYERS, MOST_EXPERTS, SHARED_BYTES = 128, 1024, 96 << 10
 ROUTER_LOSS = DeclaredKernel(
     "router_loss", SOURCE, epochs=Epochs(), losses=Packets(), partial=Buffer(), arrived=Buffer(),
     logits=array(Field("const char*", ctypes.c_uint64), MOST_LAYERS), mask=Pointer("const long long*"), loss=Pointer("float*"),
@@ -109,13 +123,14 @@ ROUTER_LOSS = DeclaredKernel(
 
 @per_group
 def router_loss(group: Group, rows: int, experts: int, dtype: torch.dtype) -> BoundKernel:
-    grid, vector = min(group.sm_count, rows), 4 * (2 * experts + 1)
+    lanes = min(32, 1 << max(0, -(-experts // 8) - 1).bit_length())
+    grid, vector = min(group.sm_count, -(-rows * lanes // 32)), 4 * (2 * experts + 1)
     warps = max(1, min(group.max_threads // 32, 16, SHARED_BYTES // vector))
     return ROUTER_LOSS.bind(
         group,
         grid=grid,
         block=32 * warps,
-        defines={"ELEMENT": element_type(dtype), "EXPERTS": experts},
+        defines={"ELEMENT": element_type(dtype), "EXPERTS": experts, "LANES": lanes},
         sizes={"losses": 1, "partial": grid * vector, "arrived": 4},
         shared_bytes=warps * vector,
     )
