@@ -102,7 +102,9 @@ def rungs_table(folder: Path) -> str:
         rung: attributed(corpus, [item for name in names for item in outcome.read_outcomes(folder / name) if _on(rung, item.node)])
         for rung, names in RUNGS.items()
     }
-    entries = [entry for entry in corpus.entries if entry.rule == "races" and entry.kind != "legitimate" and entry.file.endswith("_cuda")]
+    seen = {mine.file for pairs in judged.values() for mine, _ in pairs}
+    entries = [entry for entry in corpus.entries if entry.rule == "races" and entry.file in seen and entry.file.endswith("_cuda")]
+    entries = [entry for entry in entries if entry.kind != "legitimate"]
 
     def verdicts(rung: str) -> Callable[[Entry], str]:
         return lambda entry: _counted([found.verdict for mine, found in judged[rung] if mine.file == entry.file])
