@@ -11,7 +11,9 @@ _FAMILIES = {
     "driver": r"cu[A-Z]\w+",
     "cuBLAS": r"cublas\w+",
 }
-_DEFINITION = re.compile(r"^(?:static |inline |const )*[\w:<>]+[ *&]+(?:\w+::)*(\w+)\((?!.*\);$)", re.MULTILINE)
+_DEFINITION = re.compile(
+    r"^(?:static |inline |const )*[\w:<>]+[ *&]+(?:\w+::)*(\w+)\((?!.*\);$|.* is not known to the emulator)", re.MULTILINE
+)
 _MACRO = re.compile(r"^#define (\w+)\((.*?)\)((?:.*\\\n)+.*)", re.MULTILINE)
 _PRIVATE = re.compile(r"^namespace \{\n.*?^\}  // namespace$", re.MULTILINE | re.DOTALL)
 _NAMESPACE = re.compile(r"^namespace (c10::cuda|at::cuda) \{\n(.*?)^\}  // namespace \1$", re.MULTILINE | re.DOTALL)

@@ -49,6 +49,12 @@ def public_protocol_section(path: Path) -> str:
     return comparison_report(read_results(path)) if path.is_file() else NO_RUN
 
 
+def rewritten_section(path: Path) -> str:
+    """Returns the kernels of a file whose candidates are former solutions, named ``_old_``, and those that replaced them."""
+    former_first = sorted(read_results(path), key=lambda result: "_old_" not in result.candidate.name)
+    return changes_table(former_first)
+
+
 def algorithm_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
     """Returns a line for every problem with an algorithm whose time is modelled, with its steps; or with the reason why there is none."""
     lines = []
@@ -66,23 +72,29 @@ def algorithm_lines(results: Sequence[Result], ceilings: Ceilings) -> list[str]:
 
 def changes_lines(results: Sequence[Result]) -> list[str]:
     """Returns a table of the kernels that are quicker now than in an earlier correct run of the same question; nothing without any."""
+    made = changes_table(results)
+    return ["", "Kernels that became quicker, with times in microseconds.", "", made] if made else []
+
+
+def changes_table(results: Sequence[Result]) -> str:
+    """Returns a row for each problem whose last correct run is quicker than its first, in its first mode of the two; "" without any."""
     rows = []
-    right = [result for result in results if result.correct and result.speed]
-    for now in sorted(last_right(right), key=lambda item: item.problem.id):
-        question = now.problem.id, now.preset, now.world_size, now.node, now.candidate.name
-        runs = [item for item in right if (item.problem.id, item.preset, item.world_size, item.node, item.candidate.name) == question]
-        for mode in ("graph", "eager"):
+    questions: dict[tuple[object, ...], list[Result]] = {}
+    for result in sorted(results, key=lambda item: item.problem.id):
+        if result.correct and result.speed:
+            questions.setdefault((result.problem.id, result.preset, result.world_size, result.node), []).append(result)
+    for runs in questions.values():
+        for mode in MODES:
             speeds = [speed for item in runs if (speed := item.speed_in(mode)) is not None and not speed.copies_matter]
             if len(speeds) < 2 or (ratio := speeds[0].candidate_us.median / speeds[-1].candidate_us.median) < CHANGED:
                 continue
             last = speeds[-1]
             times = map(microseconds, (last.reference_us, speeds[0].candidate_us, last.candidate_us))
-            rows.append((f"{now.problem.id} {now.problem.slug}", mode, *times, f"{ratio:.2f}"))
+            rows.append((f"{runs[0].problem.id} {runs[0].problem.slug}", mode, *times, f"{ratio:.2f}"))
             break
     names = ("problem", "mode", "reference", "kernel before", "kernel now", "times as fast")
     columns = {name: itemgetter(place) for place, name in enumerate(names)}
-    made = table(rows, columns, words=names[:2])
-    return ["", "Kernels that became quicker, with times in microseconds.", "", made] if rows else []
+    return table(rows, columns, words=names[:2]) if rows else ""
 
 
 def slower_lines(results: Sequence[Result]) -> list[str]:

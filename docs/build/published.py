@@ -113,6 +113,18 @@ def categories_table(path: Path) -> str:
     return table(sorted(set(category.values())), columns, words=("category",))
 
 
+def problems_table(path: Path) -> str:
+    """Returns a row for each problem: how each model's kernel ended; a dash where none was judged."""
+    groups = shown(read_verdicts(path))
+
+    def ended(author: str) -> Callable[[Any], str]:
+        kinds = {verdict.problem: f"`{verdict.kind}`" for verdict in groups[author]}
+        return lambda problem: kinds.get(problem.id, "–")
+
+    columns = {"problem": lambda problem: f"{problem.id} {problem.slug}", **{author: ended(author) for author in groups}}
+    return table(problems.suite(), columns, words=columns)
+
+
 def speeds_table(path: Path) -> str:
     """Returns a row for each model: its right kernels on two H200 beside the reference in eager mode, and how many ran in a graph."""
     real = [verdict for verdict in read_verdicts(path) if verdict.node.startswith("2x") and verdict.kind == "correct"]
@@ -179,6 +191,7 @@ def _name(category: str, authors: Mapping[str, Any]) -> str | None:
 PUBLISHED: Mapping[str, Callable[[Path], str]] = {
     "verdicts": verdicts_table,
     "categories": categories_table,
+    "problems": problems_table,
     "speeds": speeds_table,
     "causes": causes_table,
     "repeated": repeated_table,

@@ -36,7 +36,7 @@ from docs.build.kernels import (
     training_table,
 )
 from docs.build.operators import operators_table
-from docs.build.production import production_section, public_protocol_section
+from docs.build.production import production_section, public_protocol_section, rewritten_section
 from docs.build.published import PUBLISHED
 from docs.build.sentences import below_half, headline
 from docs.build.tables import Row, table
@@ -192,6 +192,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", production_section),
     "production_of_two_h200": (TWO_GPUS / "production_solutions.jsonl", production_section),
     "public_protocol_of_two_h200": (TWO_GPUS / "kittens.jsonl", public_protocol_section),
+    "rewritten_kernels": (RESULTS / "h200x1" / "transforms_and_sort.jsonl", rewritten_section),
     "production_virtual_h200": (RESULTS / "h200x1" / "virtual_production.jsonl", production_section),
     "bandwidth_virtual_h200": (RESULTS / "h200x1" / "virtual_bandwidth.jsonl", production_section),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_table),

@@ -71,8 +71,8 @@ def race(
     """Run a file's kernels on emulated ranks under many schedules; say where they race, deadlock or go wrong.
 
     A file with a function race(world_size) gives scenarios. Of any other file, named like 18_mine_cuda.py, the solution runs whole on the
-    problem's small cases, host code included, and its results are judged; its kernels are of the kit (peerlane.device), of Triton or of
-    cuda.core. Every kernel is also compiled for a GPU, if NVRTC is installed.
+    problem's small cases, host code included, and its results are judged; its kernels are of the kit (peerlane.device), of Triton, of
+    cuda.core or of a CUDA extension (load_inline). Every kernel is also compiled for a GPU, if NVRTC is installed.
 
     Sees what the protocol orders and what it does not. Does not see how fast anything is, what a GPU's memory does beyond what its
     memory model forbids, or what tensor cores compute.

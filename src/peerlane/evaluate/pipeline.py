@@ -14,6 +14,7 @@ from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 
 from peerlane.common.words import counted
+from peerlane.emulator.host_libraries import runs_here
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate import messages
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
@@ -234,7 +235,8 @@ class EvaluationPipeline:
                 built = (self.builds or Builds(self.session, 0)).finish(job.candidate, self.limit)
             self.stage_seconds["build"] = round(built.seconds, 3)  # most of it was ahead
             if job.candidate.is_cuda and not self.node.place.runs_cuda:
-                return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=runs_emulated(self.source or "")))
+                emulated = self.source is not None and (runs_emulated(self.source) or runs_here(self.source))
+                return NotRun(missing=needs_gpu(sanitize(built.raised), built.by_nvcc, emulated=emulated))
         begin = time.monotonic()
         self._spawn()
         self._load()
