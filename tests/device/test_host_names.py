@@ -50,12 +50,13 @@ def test_cuda_devices_and_graphs_run_as_written() -> None:
         launch(stream, config, add_one, x.data_ptr(), 8)
         y = x * 2
         y += 1
+        z = ~x
         with pytest.raises(UsageError, match="read it after the replay"):
             x.tolist()
     assert torch.equal(x, before)
     for _ in range(2):
         graph.replay()
-    assert torch.equal(x.cpu(), before + 2) and torch.equal(y, 2 * x + 1)
+    assert torch.equal(x.cpu(), before + 2) and torch.equal(y, 2 * x + 1) and torch.equal(z, ~x)
     assert torch.nn.Linear(2, 2, device="cuda").to("cuda").weight.is_cuda
     assert torch.rand(3, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda").shape == (3,)
 

@@ -31,6 +31,7 @@ _READS = frozenset(
 )
 _UNDEFINED = ("empty", "new_empty")
 _METADATA = ("requires_grad_", "__set__", "__delete__")
+_AUGMENTED = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split())
 
 
 def recorded(act: Callable[[], Any]) -> bool:
@@ -92,7 +93,7 @@ class OperatorsRecorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _changes_its_first(name: str) -> bool:
-    return name not in _METADATA and (name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__")))
+    return name not in _METADATA and (name == "__setitem__" or name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -216,7 +216,7 @@ class Runtime:
 
         Does so by a kernel of every rank where others may use the memory, or else at once.
         """
-        if any(pitch == width for _, pitch in places) and all(pitch == width for _, pitch in places):
+        if all(pitch == width for _, pitch in places):
             width, height = width * height, 1
         group = emulated_rank(what)
         parts = [self._part(group, what, at, (height - 1) * pitch + width) for at, pitch in places if self.holds(at)]
@@ -257,10 +257,14 @@ class Runtime:
             graph = self._pending.graph = CUDAGraph()
             graph.capture_begin()
         elif act == 1:
+            if not capturing():
+                raise LaunchError("cudaStreamEndCapture: the stream captures nothing; expected cudaStreamBeginCapture before")
             self._graphs.append(self._pending.graph)
             self._graphs[-1].capture_end()
             return len(self._graphs)
         elif act == 2:
+            if not 0 < number <= len(self._graphs):
+                raise LaunchError("cudaGraphLaunch: expected a graph that cudaGraphInstantiate has made")
             self._graphs[number - 1].replay()
         return int(capturing())
 

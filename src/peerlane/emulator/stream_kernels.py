@@ -11,7 +11,7 @@ SIGNALS = Ptx(
 .version 8.0
 .target sm_90
 .address_size 64
-.file 1 "symmetric memory's barrier"
+.file 1 "a barrier of symmetric memory, or words of a stream"
 .visible .entry {BARRIER}(
     .param .u64 pads, .param .u32 first, .param .u32 rank, .param .u32 ranks, .param .u32 target, .param .u32 source)
 {{
