@@ -3,6 +3,7 @@
 As in a capture on a GPU, what the captured code computes is there after a replay. Arguments of launches are those at the capture.
 """
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -31,7 +32,7 @@ _READS = frozenset(
 )
 _UNDEFINED = ("empty", "new_empty")
 _METADATA = ("requires_grad_", "__set__", "__delete__")
-_AUGMENTED = frozenset(f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split())
+_IN_PLACE = re.compile("__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|x?or|[lr]shift|matmul)__|.*(?<!__)_(?<!__)")
 
 
 def recorded(act: Callable[[], Any]) -> bool:
@@ -93,7 +94,7 @@ class OperatorsRecorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _changes_its_first(name: str) -> bool:
-    return name not in _METADATA and (name == "__setitem__" or name in _AUGMENTED or (name.endswith("_") and not name.endswith("__")))
+    return name not in _METADATA and _IN_PLACE.fullmatch(name) is not None
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
