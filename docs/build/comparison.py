@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Sequence
 from statistics import geometric_mean
 from typing import Any
 
+from docs.build.libraries import best_library
 from peerlane.common.words import counted
 from peerlane.hardware.ceilings import Ceilings
 from peerlane.report.bounds import attainable_us, bound_us
 from peerlane.report.plots import COLOURS, preset_order
 from peerlane.report.tables import TextTable, by_node, environment_lines, microseconds, percent, shown_speedup
-from peerlane.results.reader import newest
 from peerlane.results.record import Mode
 from peerlane.results.result import Result
 from peerlane.results.speed_record import ModeSpeed
@@ -96,26 +96,6 @@ def comparison_table(results: Sequence[Result], libraries: Sequence[Result] | No
             *([] if libraries is None else [best_library(result, libraries)]),
         )
     return table
-
-
-def best_library(result: Result, libraries: Iterable[Result]) -> str:
-    """Returns the fastest library on the same question and class of machine, and its speedup over the reference: in graph mode where that
-    was measured, else in eager mode."""
-    question = result.problem.id, result.problem.variant, result.preset, result.world_size, result.node
-    rivals = [item for item in newest(libraries) if item.correct]
-    rivals = [item for item in rivals if (item.problem.id, item.problem.variant, item.preset, item.world_size, item.node) == question]
-    for mode in ("graph", "eager"):
-        speeds = [(speed.speedup.median, item) for item in rivals if (speed := item.speed_in(mode)) is not None]
-        if speeds and result.speed_in(mode) is not None:
-            speedup, item = max(speeds, key=lambda pair: pair[0])
-            return f"{_library_name(item)} {speedup:.2f}{'' if mode == 'graph' else ' (eager)'}"
-    return NONE
-
-
-def _library_name(result: Result) -> str:
-    """Returns a candidate's name without its problem's number and its backend: ``fused`` of ``16_gemm_reducescatter_fused_pytorch``."""
-    name = result.candidate.name.removesuffix(f"_{result.candidate.backend}").removeprefix(f"{result.problem.id}_")
-    return name.removeprefix(f"{result.problem.slug}_")
 
 
 def speedups(figure: Any, results: Sequence[Result]) -> None:

@@ -80,11 +80,17 @@ def test_a_streams_wait_for_a_word_orders_earlier_writes() -> None:
     assert "race" in [finding.kind for finding in light(("signalled", 0)).findings]
 
 
-@pytest.mark.parametrize("what", ["broadcast", "barrier", "symm_mem.barrier"])
+@pytest.mark.parametrize("what", ["broadcast", "all_to_all_single", "barrier", "symm_mem.barrier"])
 def test_what_some_ranks_do_together_orders_these_ranks(what: str) -> None:
     right, twin = (light(("read_behind", what, ranks), ranks=3) for ranks in ([0, 1], [1, 2]))
     assert right.failure is None and not right.findings and [float(out) for out in right.outputs[0]] == [0.0, 1.0, 0.0]
     assert "race" in [finding.kind for finding in twin.findings]
+
+
+def test_what_a_collective_reads_takes_part_in_races() -> None:
+    right, twin = (light(("broadcast_of_peer", barrier)) for barrier in (True, False))
+    assert [float(out) for out in right.outputs[0]] == [2.0, 2.0] and not right.findings
+    assert ["host code" in str(finding) for finding in twin.findings if finding.kind == "race"] == [True]
 
 
 def test_a_dependent_launch_knows_the_one_before_once_it_waited() -> None:
@@ -102,6 +108,12 @@ def test_blocks_of_a_cluster_reach_each_others_shared_memory() -> None:
 
 def test_kernels_tell_their_attributes() -> None:
     assert light(("known",)).outputs == [[(1024, 1, 1024)] * 2]
+
+
+def test_what_may_be_rounding_or_an_error_in_untyped_memory_is_not_judged() -> None:
+    sums, numbers = light(("summed", 0), ranks=1), light(("summed", 1), ranks=1)
+    assert sums.failure is None and not sums.findings
+    assert numbers.failure is not None and "whose type is not known to the emulator" in str(numbers.failure[1])
 
 
 def test_a_multicast_address_is_no_memory_of_the_runtime() -> None:
@@ -235,7 +247,9 @@ def test_torchs_cuda_side_in_cpp_is_served() -> None:
     x, a, b = torch.arange(20.0), torch.randn(3, 4), torch.randn(4, 5)
     outcome = run(FILES / "torch_cpp_cuda.py", [[(x.clone(), a.clone(), b.clone()) for _ in range(2)]])
     assert outcome.failure is None and not outcome.findings
-    for doubled, product, replayed in outcome.outputs[0]:
+    for doubled, product, replayed, squared, out, largest in outcome.outputs[0]:
+        x = torch.arange(1.0, 21.0)
+        assert torch.equal(squared, x * x) and torch.equal(out, 2 * (x + 1) + x) and float(largest) == 62
         assert torch.equal(doubled, 2 * x) and torch.allclose(product, 3 * a @ b, atol=1e-5)
         assert torch.allclose(replayed, 6 * a @ b, atol=1e-5)
 

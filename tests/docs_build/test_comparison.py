@@ -4,6 +4,8 @@ import statistics
 from typing import Any
 
 from docs.build.comparison import NONE, comparison_report, comparison_table, summary
+from docs.build.libraries import NONE_KNOWN, REFERENCES, best_library, candidates
+from peerlane import problems
 from peerlane.results.result import CandidateInfo, ProblemInfo, Result
 from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import NotRun
@@ -58,8 +60,14 @@ def test_the_fastest_library_stands_beside_the_kernel() -> None:
     ]
     table = comparison_table([result()], rivals)
     assert table.columns[-1] == "best library" and table.rows[0][-1] == "two_shot 1.60"
-    assert comparison_table([result()], []).rows[0][-1] == NONE
     assert "best library" not in comparison_table([result()]).columns
+
+
+def test_without_a_measurement_the_column_says_what_a_user_could_take() -> None:
+    said = [best_library(result(problem=SECOND.model_copy(update={"id": number})), []) for number in (7, 59, 64, 9)]
+    assert said == ["low_contention, one_kernel: not measured", "the reference (cuFFT, NCCL)", "none known", "none written"]
+    assert set(problems.numbers()) > {*REFERENCES, *candidates(), *NONE_KNOWN}
+    assert not {*REFERENCES} & {*candidates(), *NONE_KNOWN} and not NONE_KNOWN & {*candidates()}
 
 
 def test_speedups_of_blocks_with_large_copies_are_left_out() -> None:

@@ -67,11 +67,11 @@ class Switchboard:
     notes: Notes = field(default_factory=Notes)
     seen: list[Message] = field(default_factory=list)
     at: Message | None = None
-    fault: Fault | None = None
+    fault: "Fault | None" = None
     sent: bool = False
     struck: bool = False
 
-    def arm(self, at: Message | None, fault: Fault | None, *, sent: bool = False) -> None:
+    def arm(self, at: Message | None, fault: "Fault | None", *, sent: bool = False) -> None:
         """For the next evaluation."""
         self.at, self.fault, self.sent, self.seen, self.struck = at, fault, sent, [], False
 

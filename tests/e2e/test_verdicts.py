@@ -9,10 +9,10 @@ import torch
 
 from e2e.runs import DEADLINES, EXAMPLES, PATIENT, judge, marked, marked_processes
 from e2e.runs import GOOD as GOOD_ONE
-from peerlane.cli.demo import can_run
+from peerlane.cli.demo import can_run, needs_gpu
 from peerlane.cli.expectations import read_expectation
 from peerlane.common.toolkit import find_nvcc
-from peerlane.evaluate import Result
+from peerlane.evaluate import Result, discover
 from representatives import first
 
 RUN = f"verdicts-{os.getpid()}"  # marks this run's processes
@@ -28,7 +28,11 @@ QUICK = {
     "1_right_on_rank_0_only_pytorch",
 }
 """One of each verdict, for every change; the others are slow."""
-GOOD = sorted(path for folder in ("pytorch", "triton", "libraries") for path in (EXAMPLES / folder).glob("*.py"))
+GOOD = sorted(
+    candidate.path
+    for candidate in discover([str(EXAMPLES / folder) for folder in ("pytorch", "triton", "libraries")])
+    if candidate.path is not None and not needs_gpu(candidate)
+)
 WAITS_S = {"1_endless_loop_pytorch": DEADLINES.first_call, "1_collective_skipped_pytorch": DEADLINES.first_call}
 WAITS_S |= {"1_endless_loop_at_exit_pytorch": DEADLINES.exit}
 PHASES = {

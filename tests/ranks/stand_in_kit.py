@@ -174,11 +174,8 @@ class FileMessages:
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
         self._numbers: Counter[tuple[int, bool, tuple[int, int]]] = Counter()
-        self.batches: list[int] = []
-        """how many transfers each start had"""
 
     def start(self, transfers: Sequence[Transfer]) -> None:
-        self.batches.append(len(transfers))
         for transfer in sorted(transfers, key=lambda transfer: transfer.receives):
             same = (transfer.peer, transfer.receives, transfer.key)
             ends = (transfer.peer, self._rank) if transfer.receives else (self._rank, transfer.peer)
@@ -236,6 +233,8 @@ class ThreadLane:
         self._last: list[Any] = []
         self._beside = ThreadPoolExecutor(32)
         self._ends: dict[Hashable, Future[None]] = {}
+        self.batches: list[int] = []
+        """how many tensors each call beside this order had"""
         self.captured = 0
         """the capture that the caller is in"""
 
@@ -251,6 +250,7 @@ class ThreadLane:
         self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()
     ) -> dist.Work:
         self.synchronize()
+        self.batches.append(len(tensors))
         before = [self._ends[key] for key in keys if key in self._ends]
 
         def run() -> None:

@@ -123,7 +123,7 @@ def test_messages_arrive_by_the_kit(ranks: RankPool, work: Callable[[int, int], 
 @contextlib.contextmanager
 def capture(number: int) -> Iterator[None]:
     """The calls inside are in a capture, as far as the backend can tell."""
-    lane = group_of_all()._provider.lane(torch.device("cpu"))
+    lane = lane_of_all()
     lane.captured = number
     try:
         yield
@@ -131,14 +131,14 @@ def capture(number: int) -> Iterator[None]:
         lane.captured = 0
 
 
-def group_of_all() -> Any:
+def lane_of_all() -> Any:
     assert isinstance(dist.group.WORLD, backend.PeerlaneGroup)
-    return dist.group.WORLD
+    return dist.group.WORLD._provider.lane(torch.device("cpu"))
 
 
 def launches_since(before: int = 0) -> list[int]:
     """How many messages each launch had."""
-    return list(group_of_all()._messages.batches[before:])
+    return list(lane_of_all().batches[before:])
 
 
 def captured_one_by_one(rank: int, world: int) -> list[int]:

@@ -50,7 +50,7 @@ def texts(path: Path) -> list[str]:
 
 def test_a_line_per_side_and_mode_by_ascending_size() -> None:
     plot = sweep_plot(SWEPT)
-    assert plot.title == "4x NVIDIA H200, NVLink, driver 580; 2026-01-02" and plot.log
+    assert plot.title == "4x NVIDIA H200, NVLink, driver 580, timing protocol 1; 2026-01-02" and plot.log
     assert [panel.title for panel in plot.panels] == ["1 allreduce, 2 ranks", "1 allreduce, 4 ranks"]
     lines = {(line.name, line.mode): line.points for line in plot.panels[1].lines}
     assert set(lines) == {(name, mode) for name in ("reference", "p001_allreduce", "1_one_shot_pytorch") for mode in ("eager", "graph")}
@@ -77,7 +77,7 @@ def test_every_line_has_a_name_and_colour_and_axes_have_units(tmp_path: Path) ->
     write_plot(sweep_plot(SWEPT), path)
     found = texts(path)
     assert {"us per call", "2 KiB", "1 MiB", "reference, eager", "1_one_shot_pytorch, graph", "1 allreduce, 4 ranks"} <= set(found)
-    assert "4x NVIDIA H200, NVLink, driver 580; 2026-01-02" in found
+    assert "4x NVIDIA H200, NVLink, driver 580, timing protocol 1; 2026-01-02" in found
     assert len(set(re.findall(r"stroke: (#[0-9a-f]{6})", path.read_text())) & {"#000000", "#0072b2", "#d55e00"}) == 3
     before = path.read_bytes()
     write_plot(sweep_plot(SWEPT), path)
@@ -94,6 +94,8 @@ def test_a_plot_is_a_pdf_if_its_name_says_so(tmp_path: Path) -> None:
 def test_what_can_not_be_drawn_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"expected results of `peerlane eval ... --preset sweep` on GPUs"):
         sweep_plot([result(), on_cpu(preset="sweep_2kib")])
+    with pytest.raises(UsageError, match="timing protocol kittens: expected those of one class of machine and protocol"):
+        sweep_plot([*SWEPT, swept("2kib", 10.0, 5.0, timing_protocol="kittens")])
     with pytest.raises(UsageError, match=r"sweep.png: expected a name that ends in .svg or .pdf"):
         write_plot(sweep_plot(SWEPT), tmp_path / "sweep.png")
     (tmp_path / "file").touch()

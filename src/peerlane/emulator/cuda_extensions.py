@@ -33,7 +33,7 @@ from peerlane.common.toolkit import find_nvcc
 from peerlane.device.host.declare import written_in
 from peerlane.device.host.group import current_group
 from peerlane.emulator.build import COMPILER, folder
-from peerlane.emulator.cuda_graphs import operators_recorded
+from peerlane.emulator.cuda_graphs import OperatorsRecorded
 from peerlane.emulator.cuda_runtime import HEADERS, Module, Runtime, start
 from peerlane.emulator.emulated_rank import EmulatedRank
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
@@ -266,12 +266,18 @@ class _Guarded(ModuleType):
 
 
 def _guarded(value: Any, found_runtime: Runtime) -> Any:
+    if isinstance(value, staticmethod):
+        return staticmethod(_guarded(value.__func__, found_runtime))
+    if type(value).__name__ == "pybind11_type":
+        for name, method in list(vars(value).items()):
+            if name in ("__init__", "__call__") or not name.startswith("_"):
+                setattr(value, name, _guarded(method, found_runtime))
     if not callable(value) or isinstance(value, type):
         return value
 
     @functools.wraps(value)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with found_runtime.entered(_member()), operators_recorded():
+        with found_runtime.entered(_member()), OperatorsRecorded():  # type: ignore[no-untyped-call]
             _adopt((*args, *kwargs.values()), found_runtime)
             try:
                 returned = value(*args, **kwargs)

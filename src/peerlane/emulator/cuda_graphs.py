@@ -3,7 +3,6 @@
 As in a capture on a GPU, what the captured code computes is there after a replay. Arguments of launches are those at the capture.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -74,14 +73,22 @@ def record_operation(function: Callable[..., Any], args: tuple[Any, ...], kwargs
     return result
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorsRecorded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While this lasts, operators of torch that C++ code calls are added to the graph that the thread captures, when it does."""
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return record_operation(function, args, kwargs or {})
-
-
-def operators_recorded() -> contextlib.AbstractContextManager[Any]:
-    """While this lasts, operators of torch that C++ code calls are added to the graph that the thread captures, if it does."""
-    return _Operators() if capturing() else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+        kwargs = kwargs or {}
+        if not capturing():
+            return function(*args, **kwargs)
+        named = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+        written = [named[argument.name] for argument in function._schema.arguments if argument.is_write and argument.name in named]
+        if not written or torch.Tag.inplace_view in function.tags:
+            return record_operation(function, args, kwargs)
+        if not all(tensor.numel() for tensor in _tensors(written)):
+            function(*args, **kwargs)  # it may resize what it writes
+        recorded(lambda: function(*args, **kwargs))
+        made = function._schema.returns
+        return None if not made else written[0] if len(made) == 1 else tuple(written[: len(made)])
 
 
 def _changes_its_first(name: str) -> bool:
@@ -111,6 +118,10 @@ class CUDAGraph:
         _state.acts = None
 
     def replay(self) -> None:
+        if not recorded(self._run):
+            self._run()
+
+    def _run(self) -> None:
         for act in self._acts:
             act()
 

@@ -7,7 +7,7 @@ writes is the host's.
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,6 +17,7 @@ from peerlane.device.host.group import current_group
 from peerlane.emulator.cuda_graphs import recorded
 from peerlane.emulator.emulated_rank import EmulatedRank
 from peerlane.emulator.group_order import order_ranks
+from peerlane.emulator.host_memory import Part
 from peerlane.emulator.symmetric_memory import SIGNAL_PAD_BYTES, SymmetricMemory, empty, write_value32
 from peerlane.errors import UsageError
 from peerlane.settings import multicast_allowed
@@ -94,26 +95,43 @@ def _meet(
     what: str,
     value: Any,
     act: Callable[[list[Any]], Any] = lambda values: None,
-    orders: Callable[[list[Any]], bool] = lambda values: True,
-    root: int | None = None,
+    reads: Sequence[torch.Tensor] = (),
+    pairs: Callable[[list[Any]], list[tuple[int, int]]] | None = None,
 ) -> Any:
-    """Returns ``act`` of all ranks' values. ``orders`` tells whether no rank's kernels may go on before all other ranks have come, or the
-    ``root``, if there is one."""
+    """Returns ``act`` of all ranks' values, behind what the rank ``reads`` of its tensors. No rank's kernels go on before all other ranks
+    have come, or those that ``pairs`` names as its senders: pairs of a sender and a receiver."""
     own = _group(group)
-    if recorded(functools.partial(_meet, group, what, value, act, orders, root)):
+    if recorded(functools.partial(_meet, group, what, value, act, reads, pairs)):
         return None
-    own.team.world.collectives[what.partition(" ")[0]] += 1
+    world = own.team.world
+    world.collectives[what.partition(" ")[0]] += 1
 
-    def ordered(values: list[Any]) -> Any:
-        if orders(values):
-            order_ranks(own.team, root)
+    def ordered(given: list[tuple[Any, Sequence[torch.Tensor]]]) -> Any:
+        values = [value for value, _ in given]
+        places = [place for member, (_, tensors) in zip(own.team.members, given, strict=True) for place in _places(world, member, tensors)]
+        for sequence in {own.team.sequence, world.team(range(world.size)).sequence}:
+            sequence.host_reads(places)
+        ordering = None if pairs is None else [(sender, receiver) for sender, receiver in pairs(values) if sender != receiver]
+        order_ranks(own.team, None if ordering is not None and len(ordering) == len(given) * (len(given) - 1) else ordering)
         return act(values)
 
-    return own.team.meeting.meet(own.member, what, value, ordered)
+    return own.team.meeting.meet(own.member, what, (value, reads), ordered)
 
 
-def _orders_nothing(_: list[Any]) -> bool:
-    return False
+def _places(world: Any, member: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Part, int, int]]:
+    """Yields what a rank reads of memory that other ranks may write: its number, the part, and where bytes begin, and how many."""
+    for tensor in tensors:
+        if tensor.is_contiguous() and (part := world.space.part_of(tensor)) is not None and part.symmetric and part.shown:
+            yield member, part, world.space.address(tensor, member) - part.address, tensor.nbytes
+
+
+def _from_root(root: int, values: list[Any]) -> list[tuple[int, int]]:
+    return [(root, rank) for rank in range(len(values))]
+
+
+def _by_sizes(sizes: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Returns the pairs of a sender and a receiver between which something is sent."""
+    return [(sender, receiver) for sender, sent in enumerate(sizes) for receiver, size in enumerate(sent) if size]
 
 
 def _reduced(tensors: Sequence[torch.Tensor], op: Any) -> torch.Tensor:
@@ -153,20 +171,21 @@ def _all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = 
         for each in tensors:
             each.copy_(total)
 
-    _meet(group, f"dist.all_reduce of {tuple(tensor.shape)}", tensor, act)
+    _meet(group, f"dist.all_reduce of {tuple(tensor.shape)}", tensor, act, [tensor])
     return _work(async_op)
 
 
 def _broadcast(
     tensor: torch.Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
 ) -> _Done | None:
-    root = group_src if src is None else _group(group).team.members.index(src)
+    root = (group_src if src is None else _group(group).team.members.index(src)) or 0
 
     def act(tensors: list[torch.Tensor]) -> None:
         for each in tensors:
-            each.copy_(tensors[root or 0].clone())
+            each.copy_(tensors[root].clone())
 
-    _meet(group, f"dist.broadcast of {tuple(tensor.shape)}", tensor, act, root=root or 0)
+    reads = [tensor] if _rank(group) == root else []
+    _meet(group, f"dist.broadcast of {tuple(tensor.shape)}", tensor, act, reads, functools.partial(_from_root, root))
     return _work(async_op)
 
 
@@ -176,7 +195,7 @@ def _all_gather_into_tensor(output: torch.Tensor, tensor: torch.Tensor, group: A
         for to, _ in pairs:
             to.copy_(whole.view(to.shape))
 
-    _meet(group, f"dist.all_gather_into_tensor of {tuple(tensor.shape)}", (output, tensor), act)
+    _meet(group, f"dist.all_gather_into_tensor of {tuple(tensor.shape)}", (output, tensor), act, [tensor])
     return _work(async_op)
 
 
@@ -187,7 +206,7 @@ def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = 
             for each, value in zip(to, given, strict=True):
                 each.copy_(value)
 
-    _meet(group, f"dist.all_gather of {tuple(tensor.shape)}", (outputs, tensor), act)
+    _meet(group, f"dist.all_gather of {tuple(tensor.shape)}", (outputs, tensor), act, [tensor])
     return _work(async_op)
 
 
@@ -199,7 +218,7 @@ def _reduce_scatter_tensor(
         for (to, _), share in zip(pairs, total, strict=True):
             to.copy_(share.view(to.shape))
 
-    _meet(group, f"dist.reduce_scatter_tensor of {tuple(tensor.shape)}", (output, tensor), act)
+    _meet(group, f"dist.reduce_scatter_tensor of {tuple(tensor.shape)}", (output, tensor), act, [tensor])
     return _work(async_op)
 
 
@@ -217,7 +236,11 @@ def _all_to_all_single(
             to.copy_(torch.cat([pieces[rank] for pieces in split]).view(to.shape))
 
     given = (output, tensor, input_split_sizes)
-    _meet(group, "dist.all_to_all_single", given, act, lambda given: all(min(sizes or (1,)) > 0 for _, _, sizes in given))
+
+    def pairs(given: list[tuple[torch.Tensor, torch.Tensor, list[int] | None]]) -> list[tuple[int, int]]:
+        return _by_sizes([sizes or [each.numel()] * len(given) for _, each, sizes in given])
+
+    _meet(group, "dist.all_to_all_single", given, act, [tensor], pairs)
     return _work(async_op)
 
 
@@ -228,14 +251,23 @@ def _all_to_all(outputs: list[torch.Tensor], tensors: list[torch.Tensor], group:
             for each, sent in zip(to, given, strict=True):
                 each.copy_(sent[rank])
 
-    _meet(group, "dist.all_to_all", (outputs, tensors), act, lambda pairs: all(sent.numel() for _, parts in pairs for sent in parts))
+    def pairs(given: list[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> list[tuple[int, int]]:
+        return _by_sizes([[part.numel() for part in parts] for _, parts in given])
+
+    _meet(group, "dist.all_to_all", (outputs, tensors), act, tensors, pairs)
     return _work(async_op)
 
 
 def _reduce_scatter(
     output: torch.Tensor, tensors: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> _Done | None:
-    return _reduce_scatter_tensor(output, torch.stack(tensors), op, group, async_op)
+    def act(pairs: list[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
+        total = _reduced([torch.stack(given) for _, given in pairs], op)
+        for (to, _), share in zip(pairs, total, strict=True):
+            to.copy_(share)
+
+    _meet(group, "dist.reduce_scatter", (output, tensors), act, tensors)
+    return _work(async_op)
 
 
 def _all_gather_object(objects: list[Any], given: Any, group: Any = None) -> None:
@@ -245,8 +277,9 @@ def _all_gather_object(objects: list[Any], given: Any, group: Any = None) -> Non
 def _broadcast_object_list(
     objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
 ) -> None:
-    root = group_src if src is None else _group(group).team.members.index(src)
-    objects[:] = copy.deepcopy(_meet(group, "dist.broadcast_object_list", objects, lambda values: list(values[root or 0]), root=root or 0))
+    root = (group_src if src is None else _group(group).team.members.index(src)) or 0
+    sent = _meet(group, "dist.broadcast_object_list", objects, lambda values: list(values[root]), (), functools.partial(_from_root, root))
+    objects[:] = copy.deepcopy(sent)
 
 
 def _members(group: Any = None) -> list[int]:
@@ -335,7 +368,7 @@ def _between_barriers(
             to.copy_(value.view(to.shape))
 
     handle.barrier()
-    _meet(group_name, "torch.ops.symm_mem", (tensor, out), act, _orders_nothing)
+    _meet(group_name, "torch.ops.symm_mem", (tensor, out), act, [], lambda values: [])
     handle.barrier()
     return out
 

@@ -30,6 +30,8 @@ MEANINGS = {
 
 
 LAUNCH_BOUNDARY = "launch_boundary"
+UNCLEAR = "unclear"
+"""The kind of what is no finding: memory of C++ code differs, by an error or as float sums differ by rounding."""
 NOTES = frozenset({LAUNCH_BOUNDARY, "same_value", "uninitialised_symmetric"})
 """Kinds that are reported, but are no errors."""
 

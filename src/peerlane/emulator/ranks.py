@@ -40,7 +40,7 @@ from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.emulator.nccl_windows import EmulatedWorld
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
 from peerlane.emulator.scenario import GUARDED_TAKES
-from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step
+from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step, candidate_findings
 from peerlane.emulator.torch_cuda import candidate_code
 from peerlane.emulator.triton_launches import compiled_not_interpreted
 from peerlane.emulator.turns import Meeting, Turns
@@ -118,9 +118,9 @@ class Team:
         self.workspaces: dict[int, Any] = {}
         """handles, by rank"""
         self.launches: Counter[str] = Counter()
+        """by kernel"""
         self.sources: set[str] = set()
         """hashes of the tokens of the launched kernels' sources"""
-        """by kernel"""
         self.order: list[Part] = []
         """memory of signals, and where each rank finds it, once collectives of the group have needed it"""
         self._groups: dict[int, EmulatedGroup] = {}
@@ -206,7 +206,8 @@ class Team:
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
-        self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
+        read = (part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
+        self.sequence.host_reads((part.rank, part, 0, part.nbytes) for part in read)
 
 
 class EmulatedGroup(EmulatedRank):
@@ -448,10 +449,16 @@ class EmulatedRanks:
         return self._each(act)
 
     def reports(self) -> list[Report]:
-        """Returns the reports of all launches so far, under many schedules. Those whose turn has not come are run now."""
+        """Returns the reports of all launches so far, under many schedules. Those whose turn has not come are run now.
+
+        Raises UnknownPtx if nothing was found, and it cannot be told whether a difference between schedules is rounding."""
         for team in self._world.teams:
             team.sequence.check()
-        return [report for team in self._world.teams for report in team.sequence.reports]
+        reports = [report for team in self._world.teams for report in team.sequence.reports]
+        unclear = next((team.sequence.unclear for team in self._world.teams if team.sequence.unclear), None)
+        if unclear and not candidate_findings(reports)[0]:
+            raise UnknownPtx(unclear)
+        return reports
 
     @property
     def kernels(self) -> list[KernelNeeds] | None:

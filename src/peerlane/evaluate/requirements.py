@@ -20,7 +20,11 @@ _TENSORS = ("get_or_create_parallel_tensor", "create_parallel_tensor")
 _CRASHES = (CudaError, Hang, ImportFailure, RuntimeFailure)
 _FP8 = re.compile(r"float8|fp8|e4m3|e5m2", re.IGNORECASE)
 _TRITON = re.compile(r"^\s*(import|from) triton\b", re.MULTILINE)
-_NVSHMEM4PY = re.compile(r"^\s*(import|from) nvshmem\b", re.MULTILINE)
+_PACKAGES = {
+    "nvshmem": "nvshmem4py, NVIDIA's Python package, which the candidate imports: run pip install nvshmem4py-cu13",
+    "fla": "flash-linear-attention, which the candidate imports: run pip install 'fla-core[cuda]'",
+}
+"""Modules of packages that candidates may import, and what to say without them."""
 _REGISTER = "ncclCommWindowRegister"
 _REDUCE = re.compile(r"\b(dist|distributed)\.reduce\(|^\s*from torch\.distributed import [^\n]*\breduce\b", re.MULTILINE)
 
@@ -36,8 +40,9 @@ def missing_before(source: str, *, nvls: bool = False) -> str | None:
         return missing
     if (uses_nccl(source) or any(map(_makes_window, _nodes(source)))) and (refused := windows_refused(nvls=nvls)) is not None:
         return refused
-    if _NVSHMEM4PY.search(source) and importlib.util.find_spec("nvshmem") is None:
-        return "nvshmem4py, NVIDIA's Python package, which the candidate imports: run pip install nvshmem4py-cu13"
+    for module, missing in _PACKAGES.items():
+        if re.search(rf"^\s*(import|from) {module}\b", source, re.MULTILINE) and importlib.util.find_spec(module) is None:
+            return missing
     if "parallelkittens_runtime" not in source:
         return None
     if thunderkittens_root() is None:

@@ -20,6 +20,7 @@ from peerlane.common.words import counted
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import MeasuredMechanisms, size_text
+from peerlane.report.tables import by_node
 
 if TYPE_CHECKING:
     from peerlane.results.result import Result
@@ -101,9 +102,8 @@ def sweep_plot(results: Iterable[Result]) -> Plot:
         Panel(title, tuple(Line(name, mode, points) for (panel, name, mode), points in lines.items() if panel == title), axes[title])
         for title in dict.fromkeys(panel for panel, _, _ in lines)
     )
-    nodes = list(dict.fromkeys(str(result.node) for result in measured))
-    if len(nodes) > 1:
-        raise UsageError(f"got results of {' and of '.join(nodes)}: expected those of one class of machine; draw each alone")
+    if len(nodes := list(by_node(measured))) > 1:
+        raise UsageError(f"got results of {' and of '.join(nodes)}: expected those of one class of machine and protocol; draw each alone")
     return Plot(f"{nodes[0]}; {_dates(result.finished_at for result in measured)}", "us per call", True, panels)
 
 

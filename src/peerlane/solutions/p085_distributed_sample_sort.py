@@ -404,7 +404,7 @@ class Sorter:
     def sort_shard(self, shard: torch.Tensor) -> None:
         """Sorts into the arena; the next call may come once no rank reads it."""
         count, digits = shard.numel(), self.bytes
-        scratch = torch.zeros(digits, BINS * (1 + -(-count // self.tile)) + 1, dtype=torch.int32, device=shard.device)
+        scratch = torch.zeros(digits, BINS * -(-count // self.tile) + 1, dtype=torch.int32, device=shard.device)
         found = torch.zeros(digits, BINS, dtype=torch.int32, device=shard.device)
         self.count(keys=shard, count=count, found=found)
         source, between, target = shard, torch.empty_like(shard), self.merge.tensor("sorted", (count,), shard.dtype)

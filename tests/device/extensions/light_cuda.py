@@ -149,6 +149,20 @@ static PyObject* known(PyObject*, PyObject*) {  // of a kernel
     return Py_BuildValue("iii", attributes.maxThreadsPerBlock, attributes.numRegs > 0, threads);
 }
 
+__global__ void add_and_number(float* sum, int* last) {
+    atomicAdd(sum, 0.1f * blockIdx.x);
+    if (last) atomicExch(last, (1 << 20) + blockIdx.x);
+}
+
+static PyObject* summed(PyObject*, PyObject* args) {  // floats, in memory of C++, and a number that depends on the order of blocks
+    float* sum;
+    int numbered;
+    if (!PyArg_ParseTuple(args, "i", &numbered)) return nullptr;
+    cudaMalloc(&sum, 8);
+    add_and_number<<<16, 1>>>(sum, numbered ? reinterpret_cast<int*>(sum + 1) : nullptr);
+    Py_RETURN_NONE;
+}
+
 static PyObject* linked(PyObject*, PyObject*) {
     return PyLong_FromLong(cudaGraphAddDependencies(nullptr, nullptr, nullptr, nullptr, 0));
 }
@@ -169,6 +183,7 @@ static PyMethodDef functions[] = {
     {"followed", caught<followed>, METH_VARARGS, ""},
     {"signalled", caught<signalled>, METH_VARARGS, ""},
     {"swapped", caught<swapped>, METH_VARARGS, ""},
+    {"summed", caught<summed>, METH_VARARGS, ""},
     {"known", caught<known>, METH_NOARGS, ""},
     {}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "light", "", -1, functions};
@@ -198,10 +213,13 @@ def total(x, barrier):
 
 
 def read_behind(x, what, ranks):
-    """Rank 1 reads what rank 0 wrote, behind a broadcast of the first of these ranks, or a barrier of all of them."""
+    """Rank 1 reads what rank 0 wrote, behind a broadcast of the first of these ranks, an all-to-all of both, or a barrier of all."""
     handle, rank, out = rendezvous(x + 1, barrier=False), dist.get_rank(), torch.zeros(1)
     if what == "broadcast":
         dist.broadcast(torch.zeros(1), src=ranks[0])
+    elif what == "all_to_all_single":
+        sent, taken = [int([rank, to] == ranks) for to in range(3)], [int([source, rank] == ranks) for source in range(3)]
+        dist.all_to_all_single(torch.zeros(sum(taken)), torch.zeros(sum(sent)), taken, sent)
     else:
         group = dist.new_group(ranks)
         if rank in ranks and what == "barrier":
@@ -211,6 +229,17 @@ def read_behind(x, what, ranks):
     peers = [handle.buffer_ptrs[0]] if rank == 1 else []
     extension.sum_of_firsts(out.data_ptr(), len(peers), peers)
     return out
+
+
+def broadcast_of_peer(x, barrier):
+    """Rank 1 broadcasts what rank 0 has added to."""
+    handle, rank, out, one = rendezvous(x), dist.get_rank(), torch.zeros(1), torch.ones(1)
+    extension.sum_of_firsts(out.data_ptr() if rank else handle.buffer_ptrs[1], 1, [one.data_ptr()])
+    if barrier:
+        handle.barrier()
+    given = handle.get_buffer(rank, (1,), torch.float32)
+    dist.broadcast(given, src=1)
+    return given.clone()
 
 
 def products(x):

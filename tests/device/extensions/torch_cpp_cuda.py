@@ -47,10 +47,38 @@ torch::Tensor products(torch::Tensor a, torch::Tensor b) {  // 3 a b
                                      out.data_ptr<float>(), n));
     return out;
 }
+
+struct Captured {  // adds 1, doubles, and takes the largest, in one graph
+    torch::Tensor x, out, largest, place;
+    cudaGraphExec_t graph = nullptr;
+    explicit Captured(torch::Tensor x) : x(x) {
+        const auto stream = at::cuda::getCurrentCUDAStream();
+        cudaGraph_t made;
+        out = torch::empty_like(x), largest = torch::empty({}, x.options()), place = torch::empty({}, x.options().dtype(torch::kLong));
+        cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal);
+        auto sum = x + 1;
+        twice<<<1, 32, 0, stream>>>(sum.data_ptr<float>(), out.data_ptr<float>(), x.numel());
+        out.add_(x);
+        at::max_out(largest, place, out, 0);
+        cudaStreamEndCapture(stream, &made);
+        cudaGraphInstantiate(&graph, made, 0);
+    }
+    std::vector<torch::Tensor> run(int times) {
+        for (int i = 0; i < times; ++i) cudaGraphLaunch(graph, at::cuda::getCurrentCUDAStream());
+        return {out, largest};
+    }
+    torch::Tensor squared() { return x * x; }
+};
 """
 
-DECLARED = "torch::Tensor side_stream(torch::Tensor x); torch::Tensor products(torch::Tensor a, torch::Tensor b);"
-extension = load_inline("torch_cpp", DECLARED, SOURCE, functions=["side_stream", "products"])
+BINDING = """PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    m.def("side_stream", &side_stream);
+    m.def("products", &products);
+    py::class_<Captured>(m, "Captured").def(py::init<torch::Tensor>()).def("run", &Captured::run).def("squared", &Captured::squared);
+}
+"""
+
+extension = load_inline("torch_cpp", "", SOURCE + BINDING)
 
 
 def solution(x, a, b):
@@ -61,4 +89,10 @@ def solution(x, a, b):
     product = replayed.clone()
     a.mul_(2)
     graph.replay()
-    return extension.side_stream(x), product, replayed
+    captured = extension.Captured(x)
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        squared = captured.squared()
+    x.add_(1)
+    graph.replay()
+    out, largest = captured.run(2)
+    return extension.side_stream(x), product, replayed, squared, out, largest

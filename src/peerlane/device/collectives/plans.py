@@ -22,7 +22,7 @@ TWO_SHOT_LIMIT_BYTES = 16 << 20
 STAGED_FROM_BYTES, STAGED_LIMIT_BYTES = workspace.PACKET_BUFFER_TENSOR_BYTES, TWO_SHOT_LIMIT_BYTES
 """Sizes between which sums of two ranks are staged: packets are ahead below, and rings above (results/h100x2/layers.jsonl)."""
 STAGED = "all_reduce_staged"
-"""The kernel whose memory is an arena of its own, made when a tensor first needs one of its size."""
+"""The kernel whose memory is an arena of its own, made when a tensor first needs it."""
 
 
 @dataclass(frozen=True)

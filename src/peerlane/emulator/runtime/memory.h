@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -92,6 +94,7 @@ class Memory {
             restore(page);
         }
         dirty_pages_.clear();
+        sums_.clear();
     }
 
     // Pages that the last schedule has written.
@@ -103,30 +106,52 @@ class Memory {
         const char* found = base_ + buffer.begin;
         const std::uint64_t size = buffer.end - buffer.begin;
         if (!buffer.expected || std::memcmp(found, buffer.expected, size) == 0) return buffer.end;
-        if (rounded && buffer.number == 1) {
-            for (const std::uint32_t kind : {4, 18, 2, 8}) {
-                if (first_other_number(buffer, kind, size) == buffer.end) return buffer.end;
-            }
-        } else if (rounded && buffer.number) {
-            return first_other_number(buffer, buffer.number, size);
-        }
+        if (rounded && buffer.number == 1) return first_other_sum(buffer, size);
+        if (rounded && buffer.number) return first_other_number(buffer, buffer.number, size);
         return buffer.begin + (std::mismatch(found, found + size, buffer.expected).first - found);
     }
 
+    // Notes that sums of these numbers were made here, in an order that the schedule chose. It counts where nothing else tells their type.
+    void summed(std::uint64_t offset, std::uint32_t bytes, std::uint32_t kind) {
+        if (!kind || !holds(offset) || buffers_[number_at(offset)].number != 1) return;
+        for (std::uint32_t i = 0; i < bytes; i += kind % 16) sums_[offset + i] = kind;
+    }
+    // Whether what differs at `offset` may follow from the rounding of sums elsewhere, or be an error: the type of what lies there is not known.
+    bool unclear(const Buffer& buffer, std::uint64_t offset, bool rounded) const { return rounded && buffer.number == 1 && !sums_.count(offset); }
+
   private:
+    // The first sum that differs by more than rounding, or else the first byte of no sum that differs. An integer that a kernel puts in the place
+    // of a sum later counts as the sum.
+    std::uint64_t first_other_sum(const Buffer& buffer, std::uint64_t size) const {
+        std::string allowed(buffer.expected, size);
+        double largest[19] = {};
+        const auto begin = sums_.lower_bound(buffer.begin), end = sums_.lower_bound(buffer.end);
+        for (auto sum = begin; sum != end; ++sum) grow(largest[sum->second], buffer.expected + (sum->first - buffer.begin), sum->second);
+        for (auto sum = begin; sum != end; ++sum) {
+            char* const at = &allowed[sum->first - buffer.begin];
+            if (!near(base_ + sum->first, at, sum->second, largest[sum->second])) return sum->first;
+            std::memcpy(at, base_ + sum->first, sum->second % 16);
+        }
+        const char* found = base_ + buffer.begin;
+        return buffer.begin + (std::mismatch(found, found + size, allowed.begin()).first - found);
+    }
+    static void grow(double& largest, const char* at, std::uint32_t kind) {
+        const double value = std::fabs(number(at, kind));
+        if (std::isfinite(value)) largest = std::max(largest, value);
+    }
     // How many terms a sum had, and how large they were, is not known: a small part of the largest number counts as rounding.
+    static bool near(const char* found, const char* expected, std::uint32_t kind, double largest) {
+        if (std::memcmp(found, expected, kind % 16) == 0) return true;
+        const double rounding = std::ldexp(largest, kind == 18 ? -5 : kind == 2 ? -8 : kind == 4 ? -12 : -40);
+        return std::fabs(number(found, kind) - number(expected, kind)) <= rounding;
+    }
     std::uint64_t first_other_number(const Buffer& buffer, std::uint32_t kind, std::uint64_t size) const {
         const char* found = base_ + buffer.begin;
         const std::uint64_t width = kind % 16;
         double largest = 0;
+        for (std::uint64_t i = 0; i + width <= size; i += width) grow(largest, buffer.expected + i, kind);
         for (std::uint64_t i = 0; i + width <= size; i += width) {
-            const double value = std::fabs(number(buffer.expected + i, kind));
-            if (std::isfinite(value)) largest = std::max(largest, value);
-        }
-        const double rounding = std::ldexp(largest, kind == 18 ? -5 : kind == 2 ? -8 : kind == 4 ? -12 : -40);
-        for (std::uint64_t i = 0; i + width <= size; i += width) {
-            if (std::memcmp(found + i, buffer.expected + i, width) == 0) continue;
-            if (!(std::fabs(number(found + i, kind) - number(buffer.expected + i, kind)) <= rounding)) return buffer.begin + i;
+            if (!near(found + i, buffer.expected + i, kind, largest)) return buffer.begin + i;
         }
         return buffer.end;
     }
@@ -156,6 +181,7 @@ class Memory {
     std::uint8_t* dirty_ = nullptr;   // by page
     std::unordered_map<std::uint64_t, Content> initial_;  // by page
     std::vector<std::uint64_t> dirty_pages_;
+    std::map<std::uint64_t, std::uint32_t> sums_;  // by offset, which numbers
 };
 
 }  // namespace peerlane::emulator

@@ -132,7 +132,7 @@ inline void Machine::update(
         touch(offset, bytes, (stored ? writes | updates : 0) | atomic | scope << scope_shift, site);
         Handover& handed = make_handover(offset, fiber->id);
         hear(*fiber, handed);
-        rounded_ |= (order & rounds) != 0;
+        if (order & rounds) rounded_ = true, memory.summed(offset, bytes, order >> 3);
         const Scope from = relation(handed.writer, handed.written, fiber->id);
         if (handed.released[from] && from <= scope) {
             learn(*fiber, from, handed.released[from], order);

@@ -107,7 +107,7 @@ inline void Machine::compare() {
         const Buffer& buffer = memory.buffers()[i];
         const std::uint64_t found = memory.first_difference(buffer, rounded_);
         if (found == buffer.end) continue;
-        Finding finding{"wrong_result", "", {}};
+        Finding finding{memory.unclear(buffer, found, rounded_) ? "unclear" : "wrong_result", "", {}};
         finding.buffer = static_cast<int>(i);
         finding.offset = found - buffer.begin;
         const auto* bytes = reinterpret_cast<const unsigned char*>(memory.address(found / 8 * 8));

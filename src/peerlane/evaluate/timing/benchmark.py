@@ -90,7 +90,7 @@ class Benchmark:
             for mode in modes:
                 if not self.long_calls:  # else the calls of the eager mode, which came first, will do
                     call_us = self._new_rounds(mode, "reference", calls=probed).probe_us()
-                self.long_calls = call_us >= _LONG_CALL_US
+                    self.long_calls = call_us >= _LONG_CALL_US
                 fewest = min(_FEWEST_LONG_CALLS if self.long_calls else _FEWEST_CALLS, runner.slots)
                 self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, fewest)
             self._call_every_slot("reference")
@@ -156,7 +156,7 @@ class Benchmark:
     def _refuse_kittens(self) -> None:
         """Notes what the public protocol does not time: graphs, and references whose blocks would take too long."""
         self.unmeasurable["graph"] = "the public protocol has no graphs"
-        if (block_s := self.runner.reference_s * (WARM_UP_CALLS + CALLS)) > LONGEST_BLOCK_S:
+        if (block_s := self.runner.quickest_s * (WARM_UP_CALLS + CALLS)) > LONGEST_BLOCK_S:
             why = f"{WARM_UP_CALLS + CALLS} calls of the reference would take {block_s:.0f} s, which is more than {LONGEST_BLOCK_S:.0f} s"
             self.unmeasurable |= dict.fromkeys(self.modes, why)
 

@@ -131,7 +131,7 @@ def radices(points: int) -> tuple[int, ...] | None:
     return min(found, key=lambda one: (len(one), -min(one), one[0] % 2 == 0, one), default=None)
 
 
-def roots(count: int, of: int) -> torch.Tensor:
+def roots(count: int, of: float) -> torch.Tensor:
     """Returns e^(-2 pi i k / of) for k < ``count``, complex64."""
     angle = torch.arange(count, dtype=torch.float64) * (-2 * math.pi / of)
     return torch.complex(angle.cos(), angle.sin()).to(torch.complex64)

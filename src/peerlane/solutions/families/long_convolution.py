@@ -287,7 +287,7 @@ def exchange_of(group: Group, shape: tuple[int, int, int], pieces: int, parts: i
 
 
 def transform_length(least: int) -> int:
-    """Returns the smallest even number of at least this that cuFFT likes: a power of two times 1, 3, 5, 9 or 15."""
+    """Returns the smallest even number of at least this that is a power of two times 1, 3, 5, 9 or 15: both its factors have stages."""
     return min(factor << max(1, (-(-least // factor) - 1).bit_length()) for factor in (1, 3, 5, 9, 15))
 
 
@@ -337,7 +337,7 @@ class Transforms:
         columns, lines = Tiling.of(group, first, False, 16), Tiling.of(group, second, True, 1 << max(0, rows - 1).bit_length(), beside=1)
         if columns is None or lines is None:
             raise UsageError(f"a convolution of {length} positions: expected fewer; cut the sequence")
-        self.tables = [roots(first, 4 * first), torch.cat((roots(coarse * fine, 4 * self.size)[::fine], roots(fine, 4 * self.size)))]
+        self.tables = [roots(first, 4 * first), torch.cat((roots(coarse, 4 * self.size / fine), roots(fine, 4 * self.size)))]
         self.tables = [table.to(group.device) for table in self.tables]
 
         def of_columns(rows: int, dtype: torch.dtype, back: bool) -> BoundKernel:
