@@ -136,7 +136,7 @@ def test_cuda_candidates_on_cpu(tmp_path: Path) -> None:
 def test_four_ranks() -> None:
     broken = EXAMPLES / "broken" / "1_right_on_rank_0_only_pytorch.py"
     begin = time.monotonic()
-    good, wrong, stuck = judge(GOOD[0], broken, EXAMPLES / "broken" / "1_collective_skipped_pytorch.py", world_size=4)
+    good, wrong, stuck = judge(GOOD_ONE, broken, EXAMPLES / "broken" / "1_collective_skipped_pytorch.py", world_size=4)
     assert good.correct, good.verdict
     assert wrong.verdict.kind == "wrong_result" and set(wrong.verdict.wrong_ranks) <= {1, 2, 3}
     assert stuck.verdict.kind == "hang" and set(stuck.verdict.ranks) <= {0, 2, 3}

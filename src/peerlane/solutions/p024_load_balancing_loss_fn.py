@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(512)
     float* const sums = of_warps + threadIdx.x / warp_threads * count;
     for (u32 i = threadIdx.x; i < warps * count; i += blockDim.x) of_warps[i] = 0.0f;
     __syncthreads();
-    // LANES lanes hold the logits of a token, so a warp has several tokens at a time. A lane sums over its tokens what they have of its experts.
+    // LANES lanes hold the logits of a token, so a warp has several tokens at a time. A lane sums what all its tokens have of its experts.
     constexpr u32 together = warp_threads / LANES, vectors = (EXPERTS + row_lanes * LANES - 1) / (row_lanes * LANES);
     const u32 member = lane % LANES, rows = args.layers * args.tokens;
     float probability[vectors][row_lanes]{}, chosen[vectors][row_lanes]{}, weights = 0.0f;
