@@ -7,7 +7,8 @@ import pytest
 from docs.build import production, sections
 from docs.build.findings import gains, rungs_table
 from docs.build.generated import stale, write
-from docs.build.production import NO_RUN, changes_lines, production_section, public_protocol_section, slower_lines
+from docs.build.production import NO_RUN, changes_lines, production_section, public_protocol_section, rewritten_section, slower_lines
+from docs.build.published import problems_table, read_verdicts, shown
 from docs.build.sentences import below_half, figures_by_hand, headline
 from peerlane.errors import UsageError
 from peerlane.evaluate.selftest.table import load
@@ -119,6 +120,16 @@ def test_kernels_that_became_quicker_are_listed_with_both_times() -> None:
     lines = changes_lines([before, now])
     assert lines[1].startswith("Kernels that became quicker") and "| graph | 60 | 50 | 20 | 2.50 |" in lines[-1].replace(".0", "")
     assert changes_lines([before, before]) == [] and changes_lines([now, before]) == []
+
+
+def test_former_kernels_stand_before_those_that_replaced_them() -> None:
+    rows = rewritten_section(ROOT / "results" / "h200x1" / "transforms_and_sort.jsonl").splitlines()[2:]
+    assert [row.split()[1] for row in rows if row] == ["59", "60", "72", "79", "85"]
+
+
+def test_the_table_of_problems_has_every_verdict() -> None:
+    path = ROOT / "results" / "published" / "verdicts.jsonl"
+    assert problems_table(path).count("`") == 2 * sum(map(len, shown(read_verdicts(path)).values()))
 
 
 TWO_GPUS = ROOT / "results" / "h200x2" / "production_solutions.jsonl"
