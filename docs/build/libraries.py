@@ -1,4 +1,4 @@
-"""What a user could take from a library in the place of a kernel: candidates of examples/, or the reference's own calls."""
+"""Libraries that a user could take in the place of a kernel: candidates of examples/, or the reference's own calls."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -110,7 +110,7 @@ def test_kernels_tell_their_attributes() -> None:
     assert light(("known",)).outputs == [[(1024, 1, 1024)] * 2]
 
 
-def test_what_may_be_rounding_or_an_error_in_untyped_memory_is_not_judged() -> None:
+def test_what_may_be_rounding_in_untyped_memory_is_not_judged() -> None:
     sums, numbers = light(("summed", 0), ranks=1), light(("summed", 1), ranks=1)
     assert sums.failure is None and not sums.findings
     assert numbers.failure is not None and "whose type is not known to the emulator" in str(numbers.failure[1])

@@ -63,7 +63,7 @@ def test_the_fastest_library_stands_beside_the_kernel() -> None:
     assert "best library" not in comparison_table([result()]).columns
 
 
-def test_without_a_measurement_the_column_says_what_a_user_could_take() -> None:
+def test_without_a_measurement_the_column_names_a_library() -> None:
     declared = {*REFERENCES, *candidates(), *NONE_KNOWN}
     assert len(declared) == len(REFERENCES) + len(candidates()) + len(NONE_KNOWN)
     other = min(set(problems.numbers()) - declared)

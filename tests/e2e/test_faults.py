@@ -50,7 +50,7 @@ class Conversation:
         self.evaluator = Evaluator(plan=plan, progress=self.notes)
         self.judged = self.evaluator.scheduler.judge(evaluator.make_jobs(plan))
 
-    def evaluate(self, at: Message | None = None, fault: Fault | None = None) -> Result:
+    def evaluate(self, at: Message | None = None, fault: "Fault | None" = None) -> Result:
         """The next evaluation; its result has been stored, and ``struck_in`` is the phase of the fault."""
 
         def strike(board: Switchboard, group: RankGroup) -> None:

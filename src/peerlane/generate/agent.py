@@ -22,7 +22,8 @@ INSTRUCTIONS = """
 # How to work
 
 You have tools. Call `write` with a whole file, then `compile`, `test` (right or wrong, and why) and `time` (how fast, in both modes).
-`race` runs a file that uses the device kit on emulated ranks and finds races and deadlocks, each with its source lines.
+`race` runs a file on emulated ranks, with the device kit, Triton or a CUDA extension.
+It finds races and deadlocks, each with its source lines.
 `trace` shows what every rank does when. `lookup` has notes on the hardware, the device kit and common mistakes.
 Revise until the file is right and fast, then call `submit`.
 You may take {steps} turns. Your best judged candidate counts, also if you run out of turns.

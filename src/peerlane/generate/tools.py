@@ -89,8 +89,8 @@ def workbench_tools(bench: Workbench) -> list[Tool]:
     @tool(name="race")
     def race() -> Tool:
         async def execute() -> str:
-            """Run a file that uses the device kit (peerlane.device) on emulated ranks, under many schedules: right or wrong, races,
-            deadlocks and addresses out of bounds, each with its source lines. Takes no GPU."""
+            """Run a file that uses the device kit (peerlane.device), Triton or a CUDA extension on emulated ranks, under many schedules:
+            right or wrong, races, deadlocks and addresses out of bounds, each with its source lines. Takes no GPU."""
             return (await bench.judge.race(bench.problem, bench.written()))[:_MOST_CHARACTERS]
 
         return execute
