@@ -104,20 +104,20 @@ class Double(ModelAPI):
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
         """Returns the reply to the problem that the conversation names."""
-        from peerlane.generate.reply import extract_code
+        from peerlane.generate.reply import extract
 
         text = "\n".join(message.text for message in input)
         match = _PROBLEM.search(text)
         reply = _REPLIES[self.model_name](int(match[1])) if match else "I see no problem."
         name = f"peerlane/{self.model_name}"
-        source = extract_code(reply)
+        source, status = extract(reply)
         done = sum(message.role == "tool" for message in input)
         if tools and source is not None:
             calls: list[tuple[str, dict[str, str]]] = [("write", {"source": source}), ("test", {}), ("submit", {})]
             tool, arguments = calls[min(done, len(calls) - 1)]
             output = ModelOutput.for_tool_call(name, tool, arguments)
         else:
-            output = ModelOutput.from_content(name, reply)
+            output = ModelOutput.from_content(name, reply, stop_reason="max_tokens" if status == "truncated" else "stop")
         # Without counts inspect_ai would fetch the table of a tokenizer.
         sizes = [len(text) // _CHARACTERS_PER_TOKEN, len(reply) // _CHARACTERS_PER_TOKEN]
         output.usage = ModelUsage(input_tokens=sizes[0], output_tokens=sizes[1], total_tokens=sum(sizes))
