@@ -30,6 +30,22 @@ def test_shards_of_several_tiles_are_sorted(world_size: int, dtype: torch.dtype)
     assert sorts(world_size, dtype)
 
 
+@pytest.mark.slow
+def test_the_merge_of_unsorted_shards_stays_within_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sort whose wait has ended early leaves such shards."""
+
+    def copy_shard(sorter: sort.Sorter, shard: torch.Tensor) -> None:
+        sorter.merge.tensor("sorted", shard.shape, torch.int32).copy_(shard.view(torch.int32))
+
+    monkeypatch.setattr(sort.Sorter, "sort_shard", copy_shard)
+    ranks, generator = EmulatedRanks(3, schedules=1), torch.Generator().manual_seed(85)
+    ranks.load(lambda rank: sort.solution)
+    # Bits of a NaN are the key behind all keys, which ends runs.
+    shards = [torch.randint(-1, 9, (40000,), generator=generator, dtype=torch.int32).view(torch.float32) for _ in range(3)]
+    ranks.call([(shard,) for shard in shards], lambda rank, part: part.clone())
+    assert not findings(ranks.reports())
+
+
 TWINS = {
     "the first tile tells its own keys alone": ("SORT_DIGIT", "if (tile > 0) ptx::store", "ptx::store"),
     "only one tile is looked back at": ("SORT_DIGIT", "tile = state[k] & of_all ? 0 : tile - 1;", "tile = 0;"),

@@ -26,7 +26,7 @@ from peerlane.emulator.cuda_graphs import CUDAGraph, capturing, recorded
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch, emulated_rank
 from peerlane.emulator.gpu_code import needs_of
 from peerlane.emulator.job import BASE, VARIABLES
-from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx, cluster_of
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx, cluster_of, kernel_of
 from peerlane.emulator.ptx_operands import TYPES
 from peerlane.emulator.ptx_text import Function, parse
 from peerlane.emulator.stream_kernels import MOVING_THREADS, SIGNALS, WAIT, WRITE, moves
@@ -199,7 +199,7 @@ class Runtime:
         group = emulated_rank(name)
         for word in (word for value in values for word in memoryview(bytes(value)[: len(value) // 8 * 8]).cast("Q")):
             if self.holds(word) and (part := group.team.world.space.at(word)) is not None and part.name == VARIABLES:
-                raise UnknownPtx(f"kernel {name}: the address of a __device__ variable as an argument {NOT_KNOWN}")
+                raise UnknownPtx(f"kernel {kernel_of(name)}: the address of a __device__ variable as an argument {NOT_KNOWN}")
         group.launch_ptx(launch)
         return 0
 

@@ -101,8 +101,9 @@ def resident_blocks(launch: Launch, kernels: Mapping[str, Resources] | None, sm_
     block = BlockNeeds(launch.threads, known.registers, known.static_bytes + launch.shared_bytes)
     if block.per_sm() == 0:
         raise LaunchError(
-            f"kernel {launch.kernel!r} cannot be launched on a GPU: a block has {block.threads} threads with {block.registers} registers "
-            f"and {block.shared_bytes} bytes of shared memory; expected at most 65536 registers and {SHARED_LIMIT_BYTES} bytes in all"
+            f"kernel {kernel_of(launch.kernel)!r} cannot be launched on a GPU: a block has {block.threads} threads with "
+            f"{block.registers} registers and {block.shared_bytes} bytes of shared memory; expected at most "
+            f"65536 registers and {SHARED_LIMIT_BYTES} bytes in all"
         )
     return block.per_sm() * sm_count
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peerlane.emulator.ptx_operands import TYPES, name_of
 from peerlane.emulator.ptx_rules import Rules
 from peerlane.emulator.ptx_text import CALLED_FROM, Function, Parameter, Place, Statement, Variable, parse
@@ -52,8 +54,9 @@ _MODULE = "_of_ptx_"
 
 
 def kernel_of(symbol: str) -> str:
-    """Returns the name of the kernel that ``symbol`` stands for."""
-    return symbol.partition(_MODULE)[0]
+    """Returns the name of the kernel that ``symbol`` stands for, as C++ has it."""
+    name = symbol.partition(_MODULE)[0]
+    return torch._C._demangle(name) if name.startswith("_Z") else name
 
 
 NOT_KNOWN = "is not known to the emulator"
@@ -80,7 +83,7 @@ _APPROXIMATE = re.compile(r"\.approx\b|\.full\b|^(?:mma|wgmma)\b|^multimem\.(?:l
 def fidelity() -> dict[str, dict[str, Any]]:
     """Returns how many instructions of the kernels that ran from PTX in this process are exact, and which are approximate, by kernel."""
     return {
-        kernel: {"exact": counts[""], "approximate": {name: count for name, count in sorted(counts.items()) if name}}
+        kernel_of(kernel): {"exact": counts[""], "approximate": {name: count for name, count in sorted(counts.items()) if name}}
         for kernel, counts in _counted.items()
     }
 

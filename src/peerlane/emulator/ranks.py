@@ -38,7 +38,7 @@ from peerlane.emulator.host_libraries import emulated_libraries
 from peerlane.emulator.host_memory import AddressSpace, Part, empty_noted
 from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.emulator.nccl_windows import EmulatedWorld
-from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx
+from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx, kernel_of
 from peerlane.emulator.scenario import GUARDED_TAKES
 from peerlane.emulator.sequence import Builds, Code, LaunchSequence, Step, candidate_findings
 from peerlane.emulator.torch_cuda import candidate_code
@@ -155,10 +155,10 @@ class Team:
 
     def run(self, by_rank: Mapping[int, EmulatedLaunch], may_wait: bool = False) -> bool:
         """Runs one launch of each of these ranks. Returns False, and changes nothing, if they ``may_wait`` for others, and do."""
-        launches, names = list(by_rank.values()), dict.fromkeys(launch.kernel.name for launch in by_rank.values())
+        launches, names = list(by_rank.values()), dict.fromkeys(kernel_of(launch.kernel.name) for launch in by_rank.values())
         compiled = self.world.builds.of_ranks([launch.kernel.code for launch in launches])
         if compiled is None:
-            kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in by_rank.items())
+            kernels = ", ".join(f"rank {rank}: {kernel_of(launch.kernel.name)}" for rank, launch in by_rank.items())
             raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
         # Host code asks the kit how many SMs there are. That of others is written for the whole GPU.
         sm_count = self.world.gpu.sm_count if compiled.modules else self.world.sm_count
@@ -175,7 +175,7 @@ class Team:
         for member, item in zip(by_rank, made, strict=True):
             if freed := next((part for part in self.world.space.reached(item.arguments) if part.freed_on(member)), None):
                 raise EmulatedFault(
-                    f"illegal_address in {launches[0].kernel.name}: rank {member} uses {freed.name} of rank {freed.rank}, which is freed; "
+                    f"illegal_address in {next(iter(names))}: rank {member} uses {freed.name} of rank {freed.rank}, which is freed; "
                     "keep the tensor, or its handle, as long as kernels use the memory"
                 )
         unwritten = {part: not part.written for part in parts if part.unwritten}
@@ -365,7 +365,7 @@ class EmulatedLaunch:
     def _run(self) -> None:
         group = self.kernel.group
         purpose, group.announced = group.announced, ""
-        what = f"a launch of {self.kernel.name}{' for ' if purpose else ''}{purpose}"
+        what = f"a launch of {kernel_of(self.kernel.name)}{' for ' if purpose else ''}{purpose}"
         team = group.team
         alone = team.run_some if isinstance(self.kernel.code.source, Ptx) else None
         team.meeting.meet(group.member, what, self, lambda launches: team.run(dict(zip(team.members, launches, strict=True))), alone)

@@ -149,6 +149,7 @@ __device__ inline bool look_back(const Arena& arena, const u32* states, u32 tile
 // A stable pass over one digit. Tiles are taken in order, so those before a tile are at work, and wait for nobody behind them.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sort_digit(const __grid_constant__ Arena arena, const __grid_constant__ SortDigit args) {
+    if (!block_arrived(arena)) return;  // keys of a pass that has ended early are not those that were counted
     Shared& shared = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
     const u32 warp = threadIdx.x / warp_threads, shift = 8 * args.digit;
     auto& of_warp = shared.of_warp[warp];
@@ -272,7 +273,7 @@ __device__ inline void split_runs(const Index (&count)[WORLD_SIZE], Index wanted
                 if (at[q] > 0 && last[q] >= high) high = last[q], most = q;
             }
             const bool takes = step <= wanted - taken;
-            if (!takes && (most < 0 || low > high || (low == high && least >= most))) break;
+            if (!takes && (least == most || low > high || (low == high && least > most))) break;
             taken += takes ? step : 0;
 #pragma unroll
             for (int q = 0; q < WORLD_SIZE; ++q) {
@@ -284,6 +285,8 @@ __device__ inline void split_runs(const Index (&count)[WORLD_SIZE], Index wanted
             }
         }
     }
+#pragma unroll
+    for (int q = 0; q < WORLD_SIZE; ++q) at[q] = min(at[q], count[q]);  // more only of a run that is not sorted
 }
 
 // Part `args.part` of all ranks' keys, in order; a block takes tiles that follow each other.
@@ -309,11 +312,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
         for (u32 t = 0; t < tiles; ++t) {
             __syncthreads();
+            // A rank whose wait has ended early leaves its shard unsorted. Keys are those of shards, and fit the tile, all the same.
+            const u32 most = static_cast<u32>(min(args.count - (begin + t) * tile_keys, u64(tile_keys)));
             u32 count[WORLD_SIZE], from[WORLD_SIZE], at[WORLD_SIZE], total = 0;
             const KEY* origin[WORLD_SIZE];  // of the tile, if it were the run's
 #pragma unroll
             for (int q = 0; q < WORLD_SIZE; ++q) {
-                count[q] = static_cast<u32>(cuts[t + 1][q] - cuts[t][q]), from[q] = total, total += count[q];
+                const u64 keys = max(cuts[t + 1][q], cuts[t][q]) - cuts[t][q];
+                count[q] = static_cast<u32>(min(keys, u64(most - total))), from[q] = total, total += count[q];
                 origin[q] = shard(q) + cuts[t][q] - from[q];
             }
 #pragma unroll 1
