@@ -30,7 +30,7 @@ _started: list[Runtime | None] = [None]
 
 @pytest.fixture(autouse=True)
 def runtime_of_these_tests() -> Iterator[None]:
-    """Once started, the runtime serves all of its process: what C++ code may have written counts as written. Tests of other files do without it."""
+    """The runtime serves all of its process once it has started: what C++ may have written counts as written. Other tests do without."""
     cuda_runtime._runtime = _started[0]
     yield
     _started[0], cuda_runtime._runtime = cuda_runtime._runtime, None
