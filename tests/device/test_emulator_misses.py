@@ -124,6 +124,29 @@ template <bool one> __device__ void fence_then_signal(const Arena& a, u64 data, 
 KERNEL(all_fence) { fence_then_signal<false>(a, data, flags, y, epoch); }
 KERNEL(one_fences) { fence_then_signal<true>(a, data, flags, y, epoch); }
 
+// ---- fences that all have one order
+template <bool all, bool reader> __device__ void in_order(const Arena& a, u64 data, u64 flags, u32* y, u32 epoch) {
+    there(a, data)[threadIdx.x] = 1;
+    if (all || threadIdx.x == 0) __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        signal(a, flags, 2 * epoch, false);
+        await(a, flags, 2 * epoch, !reader);
+        if (reader) __threadfence_system();
+    }
+    __syncthreads();
+    y[threadIdx.x] = here(a, data)[threadIdx.x];
+    meet(a, flags, 2 * epoch + 1, true, true);
+}
+KERNEL(in_order_all) { in_order<true, true>(a, data, flags, y, epoch); }
+KERNEL(in_order_one) { in_order<false, true>(a, data, flags, y, epoch); }
+KERNEL(in_order_writers) { in_order<true, false>(a, data, flags, y, epoch); }
+KERNEL(in_order_never_read) {
+    there(a, data)[threadIdx.x] = 1;
+    __threadfence_system();
+    y[threadIdx.x] = here(a, data)[threadIdx.x];
+}
+
 """
 
 PTX_SOURCE = (
@@ -225,6 +248,10 @@ def kinds(report: Report) -> set[str]:
         ("three_slots", {"launch_boundary?"}),
         ("all_fence", {"race"}),
         ("one_fences", set()),
+        ("in_order_all", set()),
+        ("in_order_one", {"race"}),
+        ("in_order_writers", {"race"}),
+        ("in_order_never_read", {"race"}),
     ],
 )
 def test_a_fault_is_told_and_its_twin_is_not(kernels: str, found: set[str], from_ptx: bool) -> None:

@@ -160,14 +160,14 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         order, scope = modifiers if len(modifiers) == 2 else ("", "")
         if order not in ("acq_rel", "sc", "acquire", "release") or scope not in _SCOPES:
             return None
-        return f"peerlane_fence({_SCOPES[scope]}, {_ORDERS[order] if order != 'sc' else 'acquire_release'});"
+        return f"peerlane_fence({_SCOPES[scope]}, {_ORDERS[order] if order != 'sc' else 'sequential'});"
 
     def _griddepcontrol(self, modifiers: Modifiers, operands: Operands) -> str | None:
         return {"wait": "peerlane_wait_for_launch();", "launch_dependents": ";"}.get(".".join(modifiers))
 
     def _membar(self, modifiers: Modifiers, operands: Operands) -> str | None:
         scope = {"cta": "block_scope", "gl": "gpu_scope", "sys": "system_scope"}.get(modifiers[0])
-        return f"peerlane_fence({scope});" if scope and len(modifiers) == 1 else None
+        return f"peerlane_fence({scope}, sequential);" if scope and len(modifiers) == 1 else None
 
     # ---- threads
 

@@ -125,11 +125,14 @@ inline Ref<Vector> join(const Ref<Vector>& a, const Ref<Vector>& b) {
 // What a thread knows to have happened: for its own accesses, and for asynchronous operations that it would start. A proxy fence copies the
 // first to the others; everything that hands knowledge on hands on all three.
 //
+// `fenced` is what came before sequentially consistent fences of the whole system. All such fences have one order. So who reads what was stored
+// behind such a fence, by whichever thread, and then does one himself, follows all that came before the first.
+//
 // The last two are for programs that rely on more than PTX promises: that the end of a launch is a release and an acquire for the whole
 // system. `boundary` is what launches did that ended before a flag was sent, or before this launch began, with or without fences. `reads`, which
 // counts from the next launch on, is what other blocks knew when they sent flags: their loads have returned values by then.
 struct View {
-    enum Kind { ordinary, async_shared, async_global, boundary, reads, kinds };
+    enum Kind { ordinary, async_shared, async_global, fenced, boundary, reads, kinds };
     Ref<Vector> seen[kinds];
 
     void absorb(const View& other) {

@@ -18,9 +18,10 @@ inline Handover& Machine::make_handover(std::uint64_t offset, Actor writer) {
     return handovers_.emplace_back(Handover{offset, writer, {}});
 }
 
-// What comes with every flag, if launches that have ended count.
+// What comes with every flag, for fences that have one order, and if launches that have ended count.
 inline void Machine::hear(Fiber& fiber, const Handover& found) {
     if (found.writer != fiber.id) fiber.block->heard_from = found.writer;
+    fiber.heard_fenced = join(fiber.heard_fenced, found.fenced);
     if (fiber.heard_boundary == found.boundary && fiber.heard_reads == found.reads) return;
     fiber.heard_boundary = found.boundary, fiber.heard_reads = found.reads;
     Ref<Vector>* const seen = fiber.view.seen;
@@ -105,6 +106,7 @@ inline void Machine::store(void* address, const void* value, std::uint32_t bytes
         const Ref<Snapshot> now = order & release ? snapshot(fiber) : Ref<Snapshot>();
         Handover& handed = make_handover(offset, fiber.id);
         handed.writer = fiber.id;
+        handed.fenced = join(handed.fenced, fiber.view.seen[View::fenced]);
         handed.boundary = fiber.view.seen[View::boundary], handed.reads = fiber.view.seen[View::ordinary];
         handed.reader = 0xffff, handed.written = fiber.clock;
         for (unsigned s = 0; s < scopes; ++s) handed.released[s] = s > scope ? Ref<Snapshot>() : now ? now : fiber.released[s];
@@ -152,6 +154,7 @@ inline void Machine::update(
             }
             handed.writer = fiber->id;
             for (unsigned s = 0; s < scopes; ++s) handed.released[s] = handed_on[s];
+            handed.fenced = join(handed.fenced, fiber->view.seen[View::fenced]);
             handed.boundary = fiber->view.seen[View::boundary];  // with what it has heard right now
             handed.reads = join(fiber->view.seen[View::ordinary], handed.reads);
             handed.written = fiber->clock;
@@ -216,6 +219,12 @@ inline void Machine::fence(unsigned scope, unsigned order) {
     Fiber& fiber = *current;
     if (order & acquire) take_over(fiber, scope);
     if (!(order & release)) return;
+    if (order == sequential && scope == system_scope) {
+        Ref<Vector>* const seen = fiber.view.seen;
+        seen[View::ordinary] = join(seen[View::ordinary], fiber.heard_fenced);
+        set(seen[View::ordinary], fiber.id, fiber.clock);
+        seen[View::fenced] = join(seen[View::fenced], seen[View::ordinary]);
+    }
     const Ref<Snapshot> now = snapshot(fiber);
     for (unsigned s = 0; s <= scope; ++s) fiber.released[s] = now;
 }

@@ -70,6 +70,7 @@ struct Fiber {
     std::uint64_t halfway = ~0ull;     // the offset of 16 bytes of which it has stored half
     std::pair<std::uint32_t, std::uint32_t> torn{};  // sites of a load that saw half of such a store, and of the store; 0: the last load did not
     Ref<Vector> heard_boundary, heard_reads;  // what came with that
+    Ref<Vector> heard_fenced;                 // what came before fences of others, known from its next one on
 
     // For the scheduler.
     State state = State::ended;
@@ -205,7 +206,7 @@ struct Handover {
     std::uint64_t offset;
     Actor writer;
     Ref<Snapshot> released[scopes];
-    Ref<Vector> boundary{}, reads{};  // see View; they come with every store
+    Ref<Vector> fenced{}, boundary{}, reads{};  // see View; they come with every store
     Clock written = 0;      // when the writer did it
     Actor reader = 0xffff;  // the last thread that has seen the value, and when
     Clock read = 0;

@@ -144,7 +144,7 @@ inline void Machine::clear() {
         fiber.block = nullptr;
         fiber.state = State::ended;
         fiber.view = View{};
-        fiber.heard_boundary = fiber.heard_reads = Ref<Vector>();
+        fiber.heard_boundary = fiber.heard_reads = fiber.heard_fenced = Ref<Vector>();
         for (int s = 0; s < scopes; ++s) fiber.released[s] = Ref<Snapshot>(), fiber.pending[s].clear();
         fiber.initialised = Ref<Snapshot>();
         for (Groups& groups : fiber.groups) groups.closed.clear(), groups.open.clear();

@@ -229,6 +229,7 @@ inline Block& Machine::start_block(Stream& stream) {
         fiber.host = false;
         fiber.halfway = ~0ull;
         fiber.torn = {};
+        fiber.heard_fenced = Ref<Vector>();
         for (int s = 0; s < scopes; ++s) fiber.released[s] = Ref<Snapshot>(), fiber.pending[s].clear();
         fiber.initialised = Ref<Snapshot>();
         for (Groups& groups : fiber.groups) groups.closed.clear(), groups.open.clear();
@@ -257,7 +258,9 @@ inline void Machine::stream_goes_on(Stream& stream) {
     }
     View& after = stream.before;
     Ref<Vector> boundary = join(known, stream.end.seen[View::boundary]), reads = join(boundary, stream.end.seen[View::reads]);
+    const Ref<Vector> fenced = join(stream.before.seen[View::fenced], stream.end.seen[View::fenced]);  // the end itself is no fence
     for (Ref<Vector>& seen : after.seen) seen = join(known, stream.before.seen[View::ordinary]);
+    after.seen[View::fenced] = fenced;
     after.seen[View::boundary] = join(boundary, after.seen[View::ordinary]), after.seen[View::reads] = join(reads, after.seen[View::ordinary]);
     const bool overlaps = stream.next_launch + 1 < stream.launches.size() && stream.launches[stream.next_launch + 1].dependent;
     if (!overlaps) stream.view = after;

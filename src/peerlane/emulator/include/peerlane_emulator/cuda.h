@@ -173,7 +173,7 @@ PEERLANE_INLINE T __reduce_min_sync(unsigned mask, T value) {
 // ---- memory -----------------------------------------------------------------------------------------------------------------------------
 
 PEERLANE_INLINE void __threadfence() { peerlane::emulator::peerlane_fence(peerlane::emulator::gpu_scope); }
-PEERLANE_INLINE void __threadfence_system() { peerlane::emulator::peerlane_fence(peerlane::emulator::system_scope); }
+PEERLANE_INLINE void __threadfence_system() { peerlane::emulator::peerlane_fence(peerlane::emulator::system_scope, peerlane::emulator::sequential); }
 PEERLANE_INLINE void __threadfence_block() { peerlane::emulator::peerlane_fence(peerlane::emulator::block_scope); }
 
 // Relaxed, as CUDA's: without suffix in the scope of the GPU.

@@ -14,8 +14,8 @@ namespace peerlane::emulator {
 enum Scope : unsigned { block_scope, gpu_scope, system_scope };
 
 // What a fence adds to an access, for instructions that have both in one. `rounds`: a change whose result depends on the order of changes; the
-// bits above say of which numbers, as memory.h names them, or are 0.
-enum Order : unsigned { relaxed, acquire, release, acquire_release, rounds, rounds_F16 = rounds | 2 << 3, rounds_Bf16 = rounds | 18 << 3 };
+// bits above say of which numbers, as memory.h names them, or are 0. `sequential`: of fences, which all have one order.
+enum Order : unsigned { relaxed, acquire, release, acquire_release, rounds, sequential = acquire_release | 1 << 16, rounds_F16 = rounds | 2 << 3, rounds_Bf16 = rounds | 18 << 3 };
 
 // Memory whose ordinary accesses a proxy fence makes known to asynchronous operations.
 enum Proxy : unsigned { shared_proxy, all_proxies };
