@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import all_gather_object
 
 import peerlane
+from peerlane.device.host.group import current_group
 from peerlane.errors import UsageError
 from peerlane.testing import RaceFound
 
@@ -77,6 +78,8 @@ def test_groups_objects_and_operators_run_as_written() -> None:
     workspace = symm_mem.get_symm_mem_workspace(dist.group.WORLD.group_name, 256)
     assert symm_mem.get_symm_mem_workspace("0", 128) is workspace
     own = _SymmetricMemory.empty_strided_p2p((4,), (1,), torch.float32, torch.device("cuda", rank), "0").fill_(rank + 1)
+    argument = current_group()  # as a group that is an argument
+    assert argument.size() == symm_mem.rendezvous(own, argument.group_name).world_size == 3
     assert torch.ops.symm_mem.one_shot_all_reduce(own, "sum", "0").tolist() == [6] * 4 and own.tolist() == [rank + 1] * 4
     assert torch.ops.symm_mem.two_shot_all_reduce_(own, "sum", "0") is own and own.tolist() == [6] * 4
 

@@ -191,3 +191,33 @@ def test_ptx_of_any_compiler_is_a_scenario() -> None:
     out = racy.buffer("out", [torch.zeros(32, dtype=torch.int32)])
     racy.launch("turn", 1, 32, [out, ctypes.c_uint32(20)], shared_bytes=128)
     assert {finding.kind for finding in check(racy, schedules=10).findings} == {"race"}
+
+
+def test_barriers_reduce_predicates() -> None:
+    """As __syncthreads_count, _and and _or compile."""
+    text = """
+.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry votes(.param .u64 votes_param_0) {
+    .reg .pred %p<4>; .reg .b32 %r<6>; .reg .b64 %rd<3>;
+    ld.param.b64 %rd1, [votes_param_0];
+    mov.u32 %r1, %tid.x;
+    setp.lt.u32 %p1, %r1, 20;
+    bar.red.popc.u32 %r2, 0, %p1;
+    barrier.cta.red.and.pred %p2, 0, 64, %p1;
+    bar.red.or.pred %p3, 0, !%p1;
+    selp.u32 %r3, 100, 200, %p2;
+    selp.u32 %r4, 1000, 2000, %p3;
+    add.s32 %r2, %r2, %r3;
+    add.s32 %r2, %r2, %r4;
+    mad.wide.u32 %rd2, %r1, 4, %rd1;
+    st.global.b32 [%rd2], %r2;
+    ret;
+}
+"""
+    scenario = Scenario("votes", Ptx(text), 1)
+    out = scenario.buffer("out", [torch.zeros(64, dtype=torch.int32)], [torch.full((64,), 1220, dtype=torch.int32)])
+    scenario.launch("votes", 1, 64, [out])
+    report = check(scenario, schedules=3)
+    assert report.clean, str(report)

@@ -63,6 +63,8 @@ def _group(group: Any = None) -> EmulatedRank:
 
 def _resolved(name: str) -> ProcessGroup:
     groups = _group().team.world.process_groups
+    if name.startswith("ranks "):  # of a group that is an argument
+        return ProcessGroup(tuple(map(int, name.split()[1:])), name)
     if name not in groups:
         raise UsageError(f"no process group has the name {name!r}; expected one of {', '.join(groups)}")
     return cast(ProcessGroup, groups[name])

@@ -175,6 +175,12 @@ class Rules(ArithmeticRules, MatrixRules, MultimemRules):
         kind = [item for item in modifiers if item not in ("cta", "aligned")]
         if kind == ["warp", "sync"]:
             return f"peerlane_warp_barrier({self.value(operands[0], 'u32')});"
+        said = {"popc": "votes & 0xffff", "and": "(votes & 0xffff) == votes >> 16", "or": "(votes & 0xffff) != 0"}
+        if kind[0] == "red" and len(kind) == 3 and kind[1] in said:
+            target, number, *few, predicate = operands
+            arguments = f"{self.value(number, 'u32')}, {self.value(few[0], 'u32') if few else 0}, {self.value(predicate, 'pred')}"
+            call = f"peerlane_barrier_votes({arguments}, __COUNTER__ + 1)"
+            return f"{{ const u32 votes = {call}; set({name_of(target)}, {said[kind[1]]}); }}"
         if kind not in (["sync"], ["arrive"]):
             return None
         threads = self.value(operands[1], "u32") if len(operands) > 1 else "0"

@@ -227,6 +227,15 @@ class EmulatedGroup(EmulatedRank):
         self.announced = ""
         """what the next launch is for"""
 
+    @property
+    def group_name(self) -> str:
+        """The name by which functions of torch.distributed take the group."""
+        return f"ranks {' '.join(map(str, self.team.members))}"
+
+    def size(self) -> int:
+        """As torch's process group says it."""
+        return self.world_size
+
     def announce(self, call: tuple[Any, ...]) -> None:
         name, nbytes, *more = call
         self.announced = f"{name} of {nbytes} bytes{''.join(f', {item}' for item in more)}"

@@ -153,6 +153,7 @@ struct Block {
     Meeting cluster_barrier;  // of the cluster, in its first block
     View cluster_ended;       // what was known at the end of its last phase
     std::uint32_t cluster_phase = 0;
+    std::uint32_t votes[16] = {};  // at its barriers: threads that came, times 65536, and true predicates
     std::unordered_map<Actor, std::pair<Clock, std::uint32_t>> arrivals;  // of other blocks' threads at its mbarriers and memory: the last of each, and its site
 
     Mbarrier* mbarrier(std::uint64_t offset) {

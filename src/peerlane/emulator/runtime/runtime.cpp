@@ -204,6 +204,16 @@ void peerlane_fence(unsigned scope, unsigned order) { machine->fence(scope, orde
 void peerlane_proxy_fence(unsigned proxy) { machine->proxy_fence(proxy); }
 
 void peerlane_barrier(unsigned number, unsigned threads, bool wait, unsigned place) { machine->barrier(number, threads, wait, place, SITE); }
+unsigned peerlane_barrier_votes(unsigned number, unsigned threads, bool predicate, unsigned place) {
+    unsigned& votes = machine->current->block->votes[number % 16];
+    const unsigned own = 0x10000 + predicate;
+    votes += own;
+    machine->barrier(number, threads, true, place, SITE);
+    const unsigned all = votes;
+    machine->barrier(number, threads, true, place, SITE);
+    votes -= own;  // the next barrier comes behind everybody's
+    return all;
+}
 void peerlane_warp_barrier(unsigned mask) { machine->warp_barrier(mask, SITE); }
 const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value) {
     return machine->warp_exchange(mask, value, SITE);

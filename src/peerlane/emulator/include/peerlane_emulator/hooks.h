@@ -80,6 +80,8 @@ void peerlane_proxy_fence(unsigned proxy);
 // ---- threads of a block
 // threads 0: all of the block. `place` tells barriers of the source apart that a compiler may have put into the program several times.
 void peerlane_barrier(unsigned number, unsigned threads, bool wait, unsigned place = 0);
+// Waits, and returns how many threads came, times 65536, plus those whose predicate was true.
+unsigned peerlane_barrier_votes(unsigned number, unsigned threads, bool predicate, unsigned place);
 void peerlane_warp_barrier(unsigned mask);
 // Every thread of the mask puts one value in and sees all; valid until the warp's next exchange. Orders nothing.
 const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value);
