@@ -7,6 +7,7 @@ Host code runs natively. Its CUDA runtime is ``cuda_runtime.py``: a launch runs 
 # mypy: disable-error-code="no-untyped-def,misc"
 
 import atexit
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -59,6 +60,9 @@ _LACKS = re.compile(
 _ALL_OF_TORCH = re.compile(r"#\s*include\s*[<\"]torch/(torch|all|script|nn)\.h")
 _CLASSES = re.compile(r"\b(class_|enum_)\s*<")
 """of pybind11"""
+_OPERATORS = re.compile(r"\b(TORCH_LIBRARY(?:_FRAGMENT|_IMPL)?\(\s*)(?!aten\b|_\b)(\w+)(\s*,\s*CUDA\b)?")
+"""The macro, the namespace and the device of a registration of operators of torch."""
+_OWN_OPERATORS = b"peerlane_000000_"
 NO_TOOLKIT = "install the whole CUDA toolkit"
 """Part of the message of every MissingDependency of this module."""
 _UNDECLARED = re.compile(r'identifier "((?:cublas|CUBLAS_)\w+)" is undefined')
@@ -123,7 +127,9 @@ def build(source: Source) -> Built:
 def _compile(nvcc: str, source: Source, scratch: Path, headers: Sequence[Path]) -> None:
     """Writes library, PTX and cubin into ``scratch``."""
     unit, code = scratch / "unit.cu", scratch / "unit.o"
-    unit.write_text(source.text)
+    unit.write_text(
+        _OPERATORS.sub(lambda at: f"{at[1]}{_OWN_OPERATORS.decode()}{_namespace(source, at)}{', CPU' if at[3] else ''}", source.text)
+    )
     paths = [
         _patched_headers(),
         HEADERS,
@@ -213,21 +219,51 @@ def _load(source: Source) -> ModuleType:
     assert found_runtime is not None, "nvcc has compiled the extension"
     with found_runtime.loading(Module(built.ptx)):
         library = Path(tempfile.mkdtemp(dir=_copies())) / built.library.name
-        library.write_bytes(_of_a_rank(built.library.read_bytes(), source, len(found_runtime.modules)))
+        number = len(found_runtime.modules)
+        library.write_bytes(_of_a_rank(built.library.read_bytes(), source, number))
         # pybind11 would return a module that it has made under the same name.
-        spec = importlib.util.spec_from_file_location(f"peerlane_copy_{len(found_runtime.modules)}.{source.name}", library)
+        spec = importlib.util.spec_from_file_location(f"peerlane_copy_{number}.{source.name}", library)
         assert spec is not None and spec.loader is not None, "a path of a library has a loader"
         with found_runtime.entered(_member()):
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            if b"PyInit_" in library.read_bytes():
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+            else:  # operators of torch alone
+                module = ModuleType(source.name)
+                ctypes.CDLL(str(library))
+    for name in {_namespace(source, found) for found in _OPERATORS.finditer(source.text)}:
+        if not isinstance(vars(torch.ops).get(name), _Operators):
+            setattr(torch.ops, name, _Operators(name, found_runtime))
+        vars(torch.ops)[name].copies[_member()] = number
     return _Guarded(module, found_runtime)
 
 
 def _of_a_rank(content: bytes, source: Source, number: int) -> bytes:
-    """Returns a library whose classes pybind11 registers apart from those of other copies: it finds what is registered by a name."""
+    """Returns a library whose classes and operators are apart from those of other copies: pybind11 and torch find them by a name."""
+    content = content.replace(_OWN_OPERATORS, _OWN_OPERATORS.replace(b"000000", b"%06d" % number))
     if not _CLASSES.search(source.text):
         return content
     return content.replace(b"__pybind11_internals_", b"__pybind11_int%06d_" % number)
+
+
+def _namespace(source: Source, found: re.Match[str]) -> str:
+    return source.name if found[2] == "TORCH_EXTENSION_NAME" else found[2]
+
+
+class _Operators(ModuleType):
+    """Stands for a namespace of torch.ops: the operators of the calling rank's copy."""
+
+    def __init__(self, name: str, found_runtime: Runtime) -> None:
+        super().__init__(name)
+        self.copies: dict[int, int] = {}
+        self._runtime = found_runtime
+
+    def __getattr__(self, name: str) -> Any:
+        number = self.copies.get(_member(), self.copies.get(-1, 0))
+        own = getattr(torch.ops, f"{_OWN_OPERATORS.decode().replace('000000', f'{number:06d}')}{self.__name__}")
+        called = _guarded(getattr(own, name), self._runtime)
+        called.default = called
+        return called
 
 
 @functools.cache

@@ -1,10 +1,11 @@
-"""Host code that uses much of torch's CUDA side in C++: streams, events, the allocator, products, cuBLAS' handle and checks."""
+"""Host code that uses much of torch's CUDA side in C++: streams, events, the allocator, products, cuBLAS' handle, checks and operators."""
 
 import torch
 from torch.utils.cpp_extension import load_inline
 
 SOURCE = r"""
 #include <torch/extension.h>
+#include <torch/library.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -72,10 +73,11 @@ struct Captured {  // adds 1, doubles, and takes the largest, in one graph
 """
 
 BINDING = """PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    m.def("side_stream", &side_stream);
     m.def("products", &products);
     py::class_<Captured>(m, "Captured").def(py::init<torch::Tensor>()).def("run", &Captured::run).def("squared", &Captured::squared);
 }
+TORCH_LIBRARY(TORCH_EXTENSION_NAME, m) { m.def("side_stream(Tensor x) -> Tensor"); }
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, m) { m.impl("side_stream", &side_stream); }
 """
 
 extension = load_inline("torch_cpp", "", SOURCE + BINDING)
@@ -95,4 +97,4 @@ def solution(x, a, b):
     x.add_(1)
     graph.replay()
     out, largest = captured.run(2)
-    return extension.side_stream(x), product, replayed, squared, out, largest
+    return torch.ops.torch_cpp.side_stream(x), product, replayed, squared, out, largest
