@@ -36,7 +36,7 @@ def names_and_meshes(rank: int, world: int) -> None:
     else:
         assert ops.all_reduce(x, pair, reduce_op="max").tolist() == [2.0, 2.0]
         assert ops.all_gather(x.view(2, 1), pair, axis=1).tolist() == [[0.0, 2.0]] * 2
-    for wrong, told in (("tensor", "the name 'tensor'"), (3, "got int"), (init_device_mesh("cpu", (1, world)), "of 2 dimensions")):
+    for wrong, told in (("tensor", "group= got 'tensor'"), (3, "got int"), (init_device_mesh("cpu", (1, world)), "of 2 dimensions")):
         with pytest.raises(UsageError, match=told):
             ops.all_reduce(x, wrong)  # type: ignore[arg-type]
     alone = [dist.new_group([other]) for other in range(world)][rank]
