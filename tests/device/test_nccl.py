@@ -16,7 +16,8 @@ from peerlane.device.host import jit, nvidia_wheels
 from peerlane.device.nccl import installation, program
 from peerlane.device.nccl.host_library import HostLibrary
 from peerlane.device.nccl.installation import find_installation, what_is_missing
-from peerlane.device.nccl.world import NO_LSA, requirements, start
+from peerlane.device.nccl.world import NO_LSA, GpuWorld, requirements, start
+from peerlane.device.nvshmem.world import World as NvshmemWorld
 from peerlane.emulator.ranks import EmulatedRanks, RankFailure
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 from peerlane.evaluate.audit.device_code import in_ptx
@@ -120,6 +121,12 @@ def judged(path: Path, case: str = "") -> Any:
     number = int(path.name.partition("_")[0])
     found = [item for item in cases(problems.get(number), 2) if case in item.key]
     return judge_emulated(path, problems.get(number), found[0], schedules=4)
+
+
+@pytest.mark.parametrize("world", [GpuWorld, NvshmemWorld])
+def test_candidates_may_keep_their_memory_by_the_world(world: Any) -> None:
+    a, b = (world.__new__(world) for _ in range(2))
+    assert {a: 1}.get(b) is None
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 
 from device.pool_doubles import RANKS, HostMemory, Meeting
 from peerlane.device.host import pool as pools
+from peerlane.device.host.device_memory import pinned_fault, pinned_word
 from peerlane.device.host.pool import FreeList, Lease, MemoryPool
 from peerlane.errors import DeviceError, UsageError
 
@@ -167,3 +168,10 @@ def test_a_report_tells_bytes_and_who_has_them() -> None:
     assert (report.reserved_bytes, report.leased_bytes, report.free_bytes) == (FIRST_BYTES, 15 * LEASE_BYTES, LEASE_BYTES)
     assert (report.allocations, report.largest_lease_bytes, report.kind) == (1, 13 * LEASE_BYTES, "lists")
     assert "arenas by lists: 0.0 MiB reserved in 1 allocations" in text and text.splitlines()[1].endswith("gemm")
+
+
+def test_words_that_host_and_device_share_lie_on_the_host_for_any_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory, **rest: zeros(*shape, **rest))
+    with torch.device("meta"):
+        assert {words().device.type for words in (pinned_word, pinned_fault)} == {"cpu"}

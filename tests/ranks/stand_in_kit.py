@@ -294,7 +294,7 @@ class StandInProvider:
     def open(self, group: dist.ProcessGroup, device: torch.device) -> SharedMemoryKit:
         if group.rank() in self._broken_ranks:
             raise DeviceError("no such memory")
-        kit = SharedMemoryKit(self._folder / f"group-{group.group_name}", group.rank(), group.size())
+        kit = SharedMemoryKit(self._folder / f"group-{group.common_name}", group.rank(), group.size())
         self.opened[group.group_name] = kit
         return kit
 
@@ -302,7 +302,7 @@ class StandInProvider:
         return self._messages
 
     def messages(self, group: dist.ProcessGroup, device: torch.device) -> FileMessages:
-        folder = self._folder / f"messages-{group.group_name}"
+        folder = self._folder / f"messages-{group.common_name}"
         folder.mkdir(exist_ok=True)
         return FileMessages(folder, group.rank())
 

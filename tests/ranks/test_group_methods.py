@@ -132,6 +132,8 @@ def splits(rank: int, world: int) -> None:
     for bad in ([], [0, 0], [2], [-1]):
         with pytest.raises(UsageError, match="expected different numbers within this group of 2"):
             whole.split_group(bad)
+    whole.split_group([0, 1], SECONDS, None, f"name on rank {rank}").allreduce([tensor := one()]).wait()
+    assert tensor.tolist() == [2, 2]
     device = torch.device("cuda", 0)
     with mock.patch.object(backend.PeerlaneGroup, "_get_backend", return_value=SimpleNamespace(supports_splitting=False)):
         bound: Any = dist.new_group(device_id=device)  # PyTorch asks whether it should connect at once, and there is no NCCL here

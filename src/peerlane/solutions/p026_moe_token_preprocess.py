@@ -39,7 +39,7 @@ def moe_counts(group: Group, experts: int) -> tuple[BoundKernel, torch.Tensor]:
     """Returns the launch, and the host memory that it writes: of every expert what is sent, then what each rank sends of own ones."""
     grid, on_gpu = min(group.sm_count, -(-experts // 4)), group.device.type == "cuda"
     launch = MOE_COUNTS.bind(group, grid=grid, block=128, resident=True, sizes={"packets": experts}, experts=experts)
-    return launch, torch.zeros(2 * experts, dtype=torch.int64, pin_memory=on_gpu)
+    return launch, torch.zeros(2 * experts, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
 
 
 def solution(

@@ -190,7 +190,7 @@ class PeerlaneGroup(RoutedGroup):
             self._batch = None
             raise
         rank = peer if messenger is self else self._ranks[peer]
-        transfer = Transfer(elements.data_ptr(), elements.nbytes, rank, operation == "recv", f"{self._name} {tag}")
+        transfer = Transfer(elements.data_ptr(), elements.nbytes, rank, operation == "recv", f"{self.common_name} {tag}")
         if batch is None:
             return self._noted(self._spanned(operation, tensors, lambda: messenger._start_messages([transfer], tensors)))
         batch.transfers.append(transfer)

@@ -72,11 +72,14 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._kit_device: torch.device | None = None
         self._lane: Lane | None = None
         self._coalescing: _Coalescing | None = None
-        self._in_span, self._splits = False, 0
+        self._in_span, self._splits, self._connected = False, 0, False
         self._store = PrefixStore("peerlane", store)
         self._exchange = StoreExchange(PrefixStore("backend", store), rank, world_size)
         own = Seat.own()
-        seats = [Seat(host, tuple(gpus)) for host, gpus in self._exchange([own.host, list(own.gpus)])]
+        met = self._exchange([own.host, list(own.gpus), name])
+        seats = [Seat(host, tuple(gpus)) for host, gpus, _ in met]
+        self.common_name = met[0][2]
+        """The name on all ranks. PyTorch counts a rank's groups in the names of split groups, so that they differ."""
         self._serves_messages = self._provider.serves_messages(seats)
         self._refusal = kit.refused_group(world_size, [seat.host for seat in seats])
         prepare_shared_gpus(seats, f"rank{ranks[rank] if ranks else rank}")  # before gloo, which reads its variables when it starts
@@ -98,7 +101,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         if device.type != self._provider.device_type:
             if settings.checks_calls():
                 what = f"{operation} of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-                call_order().enter(self._name, self._ranks, what, self._timeout.total_seconds())
+                call_order().enter(self.common_name, self._ranks, what, self._timeout.total_seconds())
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
         refusal = refusal or self._refusal or ("" if tensor.layout is torch.strided else "a sparse tensor; the kit serves dense ones")
@@ -246,10 +249,19 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
                 return work
             lane.synchronize()
             self._check()
+        self._connect_once(device)
         count("barrier", "cpu", "gloo")
         waiting = c10d.BarrierOptions()
         waiting.timeout = opts.timeout
         return self._noted(self._children["cpu"].barrier(waiting))
+
+    def _connect_once(self, device: torch.device | None) -> None:
+        """Connects NCCL at the first barrier, as NCCL's own does: messages between some of the ranks may follow, which can not do it."""
+        if self._connected or "cuda" not in self._children or self._serves_messages:
+            return
+        self._connected = True
+        if self._kit is None and all(self._exchange(device is not None)) and device is not None:
+            self._child(device).eager_connect_single_device(device)
 
     def _barrier_device(self, opts: Any) -> torch.device | None:
         """Returns the GPU whose work has to end too; None if this process has not used one."""
@@ -292,8 +304,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             raise UsageError(f"split_group got the ranks {members}: expected different numbers within this group of {self.size()}")
         if self.rank() not in members:
             return None
-        name = group_name or f"{self._name}:split:{self._splits}:{'-'.join(map(str, members))}"
-        store, timeout = PrefixStore(f"split/{name}", self._store), timeout or self._timeout
+        split = f"split/{self._splits}/{'-'.join(map(str, members))}"
+        name, store, timeout = group_name or f"{self._name}/{split}", PrefixStore(split, self._store), timeout or self._timeout
         place, seats = members.index(self.rank()), [self._ranks[member] for member in members]
         group = type(self)(store, place, len(members), timeout, name=name, ranks=seats)
         group._set_group_name(name)

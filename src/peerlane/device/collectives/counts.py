@@ -44,7 +44,8 @@ def _bound(group: Group, count: int) -> tuple[BoundKernel, torch.Tensor]:
     on_gpu = group.device.type == "cuda"
     return (
         SHARE_COUNTS.bind(group, grid=1, block=128, sizes=sizes, count=count),
-        torch.zeros(group.world_size * count, dtype=torch.int64, pin_memory=on_gpu),  # which the kernel writes, and the host reads
+        # the kernel writes, and the host reads
+        torch.zeros(group.world_size * count, dtype=torch.int64, device="cpu", pin_memory=on_gpu),
     )
 
 

@@ -36,12 +36,12 @@ def whole_granules(nbytes: int) -> int:
 
 def pinned_fault() -> torch.Tensor:
     """A wait record that kernels and the host can read and write, the host also after the device was lost."""
-    return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+    return torch.zeros(RECORD_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def pinned_word() -> torch.Tensor:
     """A word that kernels and the host can read and write."""
-    return torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def checked(result: tuple[Any, ...], what: str) -> Any:

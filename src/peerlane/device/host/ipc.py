@@ -86,7 +86,8 @@ class ProcessGroupRanks(CudaGroup):
         self.waits, self.lane = waits, lane_of(device)
         self.watch = None if waits.traps else self._begin_watch(group, store)
         if settings.checks_calls():
-            self.check_call = functools.partial(_check_call, group.group_name, dist.get_process_group_ranks(group), waits)
+            name = getattr(group, "common_name", group.group_name)
+            self.check_call = functools.partial(_check_call, name, dist.get_process_group_ranks(group), waits)
         self._board: HostBoard | None = None
         self.runs_together = True
         properties = torch.cuda.get_device_properties(device)

@@ -65,7 +65,7 @@ class World(ABC):
         """Gives all windows back and ends the device communicator; collective. A process that was killed needs no such end."""
 
 
-@dataclass
+@dataclass(eq=False)
 class GpuWorld(World):
     """Ranks that are processes with a GPU each."""
 

@@ -37,7 +37,7 @@ class Seat(NamedTuple):
     """whether the host is the node of a virtual cluster"""
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """NVSHMEM on all ranks of the default group; PE and rank have the same number. Every method but ``kernel`` is collective."""
 

@@ -198,7 +198,7 @@ class _Bench:
         self.local = [torch.zeros(SIZES[-1], dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in range(count)]
         # Not the default streams: a copy between two of those waits for all work of both GPUs.
         self.streams = [torch.cuda.Stream(gpu) for gpu in range(count)]  # type: ignore[no-untyped-call, unused-ignore]
-        self.fault = torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+        self.fault = torch.zeros(RECORD_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
         record_in(self.fault).limit_ns = _TIMEOUT_NS
         major, minor = torch.cuda.get_device_capability(0)
         self.cubin = compile_mechanisms(count, f"sm_{major}{minor}a")
