@@ -133,6 +133,10 @@ _SERVING = {
 }
 
 
+def _serving(side: str) -> Callable[[Row], str]:
+    return lambda row: time_us(row["microseconds"][side])
+
+
 ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
     "serving": (
         "h200x1/serving.jsonl",
@@ -140,7 +144,7 @@ ON_ONE_GPU: Mapping[str, tuple[str, Callable[[Path], str]]] = {
             measured,
             key="tokens",
             bench="serving",
-            columns={"tokens": "tokens", **{title: (lambda row: time_us(row["microseconds"][side])) for title, side in _SERVING.items()}},
+            columns={"tokens": "tokens", **{title: _serving(side) for title, side in _SERVING.items()}},
         ),
     ),
     "product": (

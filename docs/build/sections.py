@@ -152,6 +152,10 @@ def _rules(path: Path) -> str:
     return rules_table(load(path.parent))
 
 
+def _candidates_of(rule: str) -> Callable[[Path], str]:
+    return lambda path: rule_table(load(path.parent), rule)
+
+
 def _selftest(path: Path) -> str:
     outcomes = outcome.read_outcomes(path)
     corpus = load()
@@ -220,7 +224,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "margins_cpu": (CALIBRATIONS[0], _margins),
     "margins_gpu": (CALIBRATIONS[1], _margins),
     "corpus_rules": (CORPUS, _rules),
-    **{f"corpus_{rule}": (CORPUS, (lambda path: rule_table(load(path.parent), rule))) for rule in RULES},
+    **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
     "selftest_cpu": (RESULTS / "cpu" / outcome.FILE, _selftest),
     "selftest_gpu": (ONE_GPU / outcome.FILE, _selftest),
     **{f"published_{name}": (RESULTS / "published" / "verdicts.jsonl", show) for name, show in PUBLISHED.items()},
