@@ -14,6 +14,10 @@ from peerlane.device.host.tally import count
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel
 from peerlane.ops.groups import kit_group, process_group, world_size
+from peerlane.ops.shapes import rows
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""dtypes that torch.distributed does not know"""
 
 
 class Transport(Protocol):
@@ -54,6 +58,30 @@ def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -
         raise UsageError(f"{reason}; emulated ranks have no torch.distributed to fall back to")
     count(f"ops, {reduction.name}", x.device.type, str(dist.get_backend(process_group(group))), reason)
     return Library(group)
+
+
+def summed(x: torch.Tensor, group: str, reduction: Reduction = SUM) -> torch.Tensor:
+    """Returns the sum of all ranks' x, or another reduction."""
+    x = x.contiguous()
+    total = torch.empty_like(x)
+    transport(x, group, reduction).all_reduce(x, total, reduction)
+    return total
+
+
+def gathered(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Returns all ranks' rows."""
+    sent = x.contiguous().view(torch.uint8) if x.dtype in _FP8 else x.contiguous()
+    whole = sent.new_empty((world_size(group) * sent.shape[0], *sent.shape[1:]))
+    transport(sent, group).all_gather_into_tensor(whole, sent)
+    return whole if whole.dtype == x.dtype else whole.view(x.dtype)
+
+
+def scattered(x: torch.Tensor, group: str, reduction: Reduction = SUM, name: str = "gemm_reduce_scatter") -> torch.Tensor:
+    """Returns this rank's rows of the sum of all ranks' x, or of another reduction. ``name``: the operator's, for errors."""
+    x = x.contiguous()
+    part = x.new_empty((rows(x, world_size(group), name), *x.shape[1:]))
+    transport(x, group, reduction).reduce_scatter_tensor(part, x, reduction)
+    return part
 
 
 class Library:
