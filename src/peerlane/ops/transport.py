@@ -1,12 +1,12 @@
 """The carriers of an operator's data: the kit, torch.distributed, or for a single rank nothing at all."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device import communicator
+from peerlane.device import Communicator, communicator
 from peerlane.device.collectives.alone import Alone
 from peerlane.device.collectives.reductions import SUM, Reduction, refusal
 from peerlane.device.host.group import current_group
@@ -20,29 +20,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """dtypes that torch.distributed does not know"""
 
 
-class Transport(Protocol):
-    """The collectives of operators; ``Communicator`` says what each method does. Tensors are contiguous."""
-
-    def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor, reduction: Reduction = SUM) -> None: ...
-
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, reduction: Reduction = SUM) -> None: ...
-
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-    ) -> None: ...
-
-    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None: ...
-
-    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], reduction: Reduction = SUM) -> None: ...
-
-
-def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -> Transport:
+def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -> "Communicator | Alone | Library":
     """Returns what carries ``x`` between the ranks of ``group``. ``reduction``: of a collective that reduces.
 
     Reductions that the kit lacks go to torch.distributed, which is logged once and counted in the backend's ``report()``."""
@@ -85,7 +63,7 @@ def scattered(x: torch.Tensor, group: str, reduction: Reduction = SUM, name: str
 
 
 class Library:
-    """torch.distributed in the place of the kit."""
+    """torch.distributed in the place of the kit; ``Communicator`` says what each method does. Tensors are contiguous."""
 
     def __init__(self, group: str) -> None:
         self._group, self._ranks = process_group(group), world_size(group)
