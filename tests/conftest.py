@@ -6,10 +6,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from command_line import Peerlane, Said
 from floors import mark_slow
 from kept_fork_servers import waiting_fork_servers
 from peerlane import cli
@@ -43,13 +44,14 @@ def forgetful_clients() -> Iterator[None]:
 
 
 @pytest.fixture
-def peerlane(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the command line in this process; returns its exit code."""
-
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["peerlane", *map(str, arguments)])
+def peerlane(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Peerlane:
+    def run(*words: object, code: int = 0) -> Said:
+        monkeypatch.setattr(sys, "argv", ["peerlane", *map(str, words)])
+        capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        return int(ended.value.code or 0)
+        said = Said(*capsys.readouterr())
+        assert int(ended.value.code or 0) == code, said
+        return said
 
     return run

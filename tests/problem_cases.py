@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from peerlane import problems
 from peerlane.problems import Case, Draw
@@ -17,6 +18,12 @@ def arguments(case: Case, block: int = 0, slot: int = 0, *, secret: str = "unit"
     """Every rank's."""
     draws = (drawing(case, rank, block, slot, secret=secret) for rank in range(case.world_size))
     return [problems.get(case.problem).inputs(case, rank, draw) for rank, draw in enumerate(draws)]
+
+
+def drawn(number: int, label: str, world_size: int = 4) -> tuple[Case, list[tuple[Any, ...]]]:
+    """A small case and every rank's arguments."""
+    case = problems.get(number).case("small", label, world_size)
+    return case, arguments(case)
 
 
 def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -33,3 +40,7 @@ def small(number: int, variant: str = "default") -> list[Any]:
     """Parameters of a test: the small cases on 2 and on 4 ranks."""
     problem = problems.get(number)
     return [pytest.param(case, id=f"{case.label}-w{w}") for w in (2, 4) for case in problem.cases("small", w, variant)]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float64)

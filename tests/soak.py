@@ -76,7 +76,6 @@ class Figures:
 
 
 def take(mark: str, temp: Path, gpus: list[int]) -> Figures:
-    """The figures now."""
     gpu_bytes = sum(gpu.used_bytes for gpu in gpu_memory(gpus))  # first: asking opens files
     fork_server = next((pid for pid in children(os.getpid()) if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()), None)
     memory_files = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]

@@ -114,5 +114,4 @@ def _results(path: Path) -> list[Result]:
 
 
 def all_calibrations(root: Path) -> list[Calibration]:
-    """Returns the calibrations of all devices."""
     return [item for path in CALIBRATIONS for item in read_calibrations(root / path)]

@@ -3,7 +3,6 @@
 import posixpath
 import re
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
 from docs.build.figures import COMMENTED, pictures
@@ -26,6 +25,8 @@ def stage(root: Path, folder: Path) -> int:
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / "docs").is_dir():
         raise UsageError(f"{folder} is not empty and holds no earlier site: name a folder that may be replaced")
+    if broken := broken_links(root):
+        raise UsageError("links that lead out of the site: " + "; ".join(broken))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for part in PARTS:
@@ -33,14 +34,11 @@ def stage(root: Path, folder: Path) -> int:
             shutil.copytree(root / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "build"))
         else:
             shutil.copy(root / part, folder / part)
-    drawn = {folder / path: draw for path, draw in pictures(root).items()}
-    pages = sorted(folder.rglob("*.md"))
+    pages = list(folder.rglob("*.md"))
     for page in pages:
         page.write_text(COMMENTED.sub(r"\1", page.read_text(encoding="utf-8")), encoding="utf-8")
-    if broken := [f"{page.relative_to(folder)}: {link}" for page in pages for link in _broken_links(page, drawn)]:
-        raise UsageError("links that lead out of the site: " + "; ".join(broken))
-    for path, draw in drawn.items():
-        draw(path)
+    for path, draw in pictures(root).items():
+        draw(folder / path)
     (folder / INDEX).write_text(index_for_models(folder), encoding="utf-8")
     return len(pages)
 
@@ -76,8 +74,15 @@ def _address(page: str) -> str:
     return f"{path.rstrip('/')}/" if path.strip("/") else "./"
 
 
-def _broken_links(page: Path, drawn: Collection[Path]) -> list[str]:
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = [link for link in LINK.findall(text) if "://" not in link and not link.startswith("mailto:")]
-    places = {link: Path(posixpath.normpath(page.parent / link)) for link in links}
-    return [link for link, place in places.items() if not place.is_file() and place not in drawn]
+def broken_links(root: Path) -> list[str]:
+    """Returns the links to files that the site of the repository at ``root`` does not hold, each behind its page."""
+    held, broken = set(pictures(root)), []
+    for part in PARTS:
+        held |= {file.relative_to(root) for file in (root / part, *(root / part).rglob("*")) if file.is_file()}
+    held -= {file for file in held if file.is_relative_to("docs/build")}
+    for page in sorted(file for file in held if file.suffix == ".md"):
+        text = COMMENTED.sub(r"\1", (root / page).read_text(encoding="utf-8"))
+        for link in LINK.findall(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)):
+            if "://" not in link and not link.startswith("mailto:") and Path(posixpath.normpath(page.parent / link)) not in held:
+                broken.append(f"{page}: {link}")
+    return broken

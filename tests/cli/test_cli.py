@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from command_line import Peerlane
 from help_examples import COMMANDS, help_and_example
 from peerlane import cli, problems
 from peerlane.cli import doctor, exit_codes, progress
@@ -68,16 +69,14 @@ def test_lists_and_pages_of_the_suite_do_not_import_torch(words: Sequence[str], 
     assert printed in done.stdout + done.stderr and done.stdout.endswith("False\n")
 
 
-def test_an_index_that_lacks_a_problem_is_not_used(
-    peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_index_that_lacks_a_problem_is_not_used(peerlane: Peerlane, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Such as one of a user's own: all problems are imported then, and have the same entries."""
     entries = problem_files.index_entries()
     assert entries
     (tmp_path / "index.json").write_text(json.dumps(entries[1:]))
     monkeypatch.setattr(problem_files, "INDEX", tmp_path / "index.json")
-    assert problem_files.index_entries() is None and peerlane("list", "--json") == ExitCode.OK
-    assert json.loads(capsys.readouterr().out)["problems"] == entries
+    assert problem_files.index_entries() is None
+    assert json.loads(peerlane("list", "--json").out)["problems"] == entries
 
 
 def test_module_is_the_same_program() -> None:
@@ -85,9 +84,8 @@ def test_module_is_the_same_program() -> None:
     assert done.stdout.startswith("Usage: peerlane")
 
 
-def test_list_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("list", "--json") == ExitCode.OK
-    printed = json.loads(capsys.readouterr().out)
+def test_list_json(peerlane: Peerlane) -> None:
+    printed = json.loads(peerlane("list", "--json").out)
     assert shape(printed) == (
         "{problems: [{id: int, slug: str, title: str, category: str, parallelism: [str], world_sizes: [int], nodes: [int], modes: "
         "[str], presets: [str], variants: [str], signature: str}]}"
@@ -95,48 +93,39 @@ def test_list_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
     assert [entry["id"] for entry in printed["problems"]] == list(problems.numbers())
 
 
-def test_list_is_filtered_by_category_and_parallelism(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_is_filtered_by_category_and_parallelism(peerlane: Peerlane) -> None:
     first = problems.get(1)
-    assert peerlane("list", "--json", "--category", first.category, "--parallelism", first.parallelism[0]) == ExitCode.OK
-    found = json.loads(capsys.readouterr().out)["problems"]
+    found = json.loads(peerlane("list", "--json", "--category", first.category, "--parallelism", first.parallelism[0]).out)["problems"]
     assert 0 < len(found) < len(problems.numbers()) and all(entry["category"] == first.category for entry in found)
-    assert peerlane("list", "--category", "cooking") == ExitCode.USAGE
-    assert first.category in capsys.readouterr().err
+    assert first.category in peerlane("list", "--category", "cooking", code=ExitCode.USAGE).err
 
 
-def test_a_problem_is_found_by_name_and_its_reference_runs(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("show", "gemm_allreduce", "--source") == ExitCode.OK
-    text = capsys.readouterr().out
+def test_a_problem_is_found_by_name_and_its_reference_runs(peerlane: Peerlane) -> None:
+    text = peerlane("show", "gemm_allreduce", "--source").out
     compile(text, "reference", "exec")
     assert "all_reduce" in text and "import peerlane" not in text and "from peerlane" not in text
 
 
-def test_version_and_short_help(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("--version") == ExitCode.OK
-    assert capsys.readouterr().out.startswith("peerlane 0.")
-    assert peerlane("eval", "-h") == ExitCode.OK
-    assert "--cases" in capsys.readouterr().out
+def test_version_and_short_help(peerlane: Peerlane) -> None:
+    assert peerlane("--version").out.startswith("peerlane 0.")
+    assert "--cases" in peerlane("eval", "-h").out
 
 
-def test_list_for_people(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("list") == ExitCode.OK
-    lines = capsys.readouterr().out.splitlines()
+def test_list_for_people(peerlane: Peerlane) -> None:
+    lines = peerlane("list").out.splitlines()
     for number in problems.numbers():
         assert any(line.split()[:2] == [str(number), problems.get(number).slug] for line in lines)
 
 
-def test_list_is_short_unless_it_is_asked_for_more(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_is_short_unless_it_is_asked_for_more(peerlane: Peerlane) -> None:
     """A line for each problem, which fits the narrowest terminal."""
-    assert peerlane("list") == ExitCode.OK
-    lines = capsys.readouterr().out.splitlines()
+    lines = peerlane("list").out.splitlines()
     assert max(len(line.rstrip()) for line in lines[:-1]) <= 80 and len(lines) <= len(problems.numbers()) + 6
-    assert peerlane("list", "--long") == ExitCode.OK
-    assert problems.get(1).title in capsys.readouterr().out
+    assert problems.get(1).title in peerlane("list", "--long").out
 
 
-def test_help_has_every_command_under_a_heading(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("--help") == ExitCode.OK
-    lines = capsys.readouterr().out.splitlines()
+def test_help_has_every_command_under_a_heading(peerlane: Peerlane) -> None:
+    lines = peerlane("--help").out.splitlines()
     lines = lines[: lines.index("  Example:")]
     headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Options:", "Start here:", "Write a kernel:", "Read results:", "Score a model:", "Operate:"]
@@ -164,14 +153,6 @@ def test_own_examples_are_found_in_any_folder_that_has_none(monkeypatch: pytest.
     assert own_example(mine) == mine and own_example("examples/none.py") == Path("examples/none.py")
 
 
-def completions(peerlane: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
-    """What a shell shows for the last word of a line."""
-    for name, value in {"_PEERLANE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}.items():
-        monkeypatch.setenv(name, value)
-    assert peerlane() == ExitCode.OK
-    return capsys.readouterr().out.split()
-
-
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
@@ -184,10 +165,10 @@ def completions(peerlane: Callable[..., int], monkeypatch: pytest.MonkeyPatch, c
         ("peerlane new 1 --backend ", list(BACKENDS)),
     ],
 )
-def test_shells_complete(
-    peerlane: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, offered: list[str]
-) -> None:
-    assert completions(peerlane, monkeypatch, capsys, line) == offered
+def test_shells_complete_the_last_word(peerlane: Peerlane, monkeypatch: pytest.MonkeyPatch, line: str, offered: list[str]) -> None:
+    for name, value in {"_PEERLANE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}.items():
+        monkeypatch.setenv(name, value)
+    assert peerlane().out.split() == offered
 
 
 def test_completion_does_not_import_torch() -> None:
@@ -197,9 +178,8 @@ def test_completion_does_not_import_torch() -> None:
     assert done.stdout.split() == ["gemm_allreduce", "set()"]
 
 
-def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("show", "1", "--json", "--preset", "pkb", "--world-size", "2") == ExitCode.OK
-    printed = json.loads(capsys.readouterr().out)
+def test_show_json(peerlane: Peerlane) -> None:
+    printed = json.loads(peerlane("show", "1", "--json", "--preset", "pkb", "--world-size", "2").out)
     assert isinstance(printed.pop("error_model"), str | None)  # as the problem documents it
     assert shape(printed) == (
         "{id: int, slug: str, title: str, category: str, parallelism: [str], world_sizes: [int], nodes: [int], modes: [str], presets: "
@@ -222,10 +202,9 @@ def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[s
     assert printed["profile"] == "H200 SXM"
 
 
-def test_show_leaves_a_sweep_out_unless_it_is_asked_for(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_leaves_a_sweep_out_unless_it_is_asked_for(peerlane: Peerlane) -> None:
     def shown(*arguments: str) -> tuple[list[str], list[dict[str, str]]]:
-        assert peerlane("show", "1", "--json", *arguments) == ExitCode.OK
-        printed = json.loads(capsys.readouterr().out)
+        printed = json.loads(peerlane("show", "1", "--json", *arguments).out)
         return [preset["name"] for preset in printed["presets"]], printed["sweep"]
 
     presets, sweep = shown()
@@ -233,25 +212,20 @@ def test_show_leaves_a_sweep_out_unless_it_is_asked_for(peerlane: Callable[..., 
     assert (sweep[0], sweep[-1]) == ({"name": "sweep_2kib", "size": "2 KiB"}, {"name": "sweep_512mib", "size": "512 MiB"})
     assert shown("--preset", "sweep,pkb")[0] == [*(item["name"] for item in sweep), "pkb"]
     assert shown("--preset", "sweep_1mib")[0] == ["sweep_1mib"]
-    assert peerlane("show", "1") == ExitCode.OK
-    assert capsys.readouterr().out.count("`sweep`: 2 KiB - 512 MiB") == 1
+    assert peerlane("show", "1").out.count("`sweep`: 2 KiB - 512 MiB") == 1
 
 
-def test_show_prints_what_the_page_has_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_what_the_page_has_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     monkeypatch.chdir(tmp_path)
-    assert peerlane("show", "13") == ExitCode.OK
+    shown = peerlane("show", "13").out
     page = (ROOT / "docs" / "problems" / "p013_gemm_allreduce.md").read_text()
-    shown = capsys.readouterr().out
     own = [line for line in shown.splitlines() if line.startswith(("|", "*")) and line not in page]
     assert own == [] and "solution us" in shown and "us per call" in shown
     assert not any(word in shown for word in ("<details", "![", ".svg", "](../../src"))
 
 
-def test_show_for_people_names_its_profile(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("show", "1", "--profile", "b200") == ExitCode.OK
-    out = capsys.readouterr().out
+def test_show_for_people_names_its_profile(peerlane: Peerlane) -> None:
+    out = peerlane("show", "1", "--profile", "b200").out
     assert "B200 SXM datasheet; it is not a measurement" in out and "transport faults" in out and "on 4 ranks" in out
 
 
@@ -282,11 +256,8 @@ def test_show_for_people_names_its_profile(peerlane: Callable[..., int], capsys:
         (["page", "/nonexistent.jsonl"], "there is no /nonexistent.jsonl"),
     ],
 )
-def test_user_errors_are_one_block_on_stderr(
-    arguments: list[str], says: str, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert peerlane(*arguments) == ExitCode.USAGE
-    captured = capsys.readouterr()
+def test_user_errors_are_one_block_on_stderr(arguments: list[str], says: str, peerlane: Peerlane) -> None:
+    captured = peerlane(*arguments, code=ExitCode.USAGE)
     assert captured.err.startswith("peerlane: ") and says in captured.err and "Traceback" not in captured.err
     assert captured.out == ""
 
@@ -301,49 +272,37 @@ def test_user_errors_are_one_block_on_stderr(
         ("def race(world_size):\n    return 3\n", "mine.py gave ['int']; expected one or more"),
     ],
 )
-def test_what_a_file_to_race_raises_is_the_users_error(
-    source: str, says: str, tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_file_to_race_raises_is_the_users_error(source: str, says: str, tmp_path: Path, peerlane: Peerlane) -> None:
     (tmp_path / "mine.py").write_text(source)
-    assert peerlane("race", str(tmp_path / "mine.py")) == ExitCode.USAGE
-    error = capsys.readouterr().err
+    error = peerlane("race", str(tmp_path / "mine.py"), code=ExitCode.USAGE).err
     assert says in error and "Traceback" not in error
 
 
-def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_file_to_race_prints_is_kept_out_of_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     (tmp_path / "mine.py").write_text(
         "from peerlane.emulator import Scenario\nprint('at import')\n"
         "def race(world_size):\n    print('in race')\n    yield Scenario('mine', '', world_size)\n"
     )
     report = Report("mine", 2, 1, 0, 0, (), 0.0)
     monkeypatch.setattr(emulator, "check", lambda *_, **__: report)
-    assert peerlane("race", "--json", "--world-size", "2", str(tmp_path / "mine.py")) == ExitCode.OK
-    captured = capsys.readouterr()
+    captured = peerlane("race", "--json", "--world-size", "2", str(tmp_path / "mine.py"))
     assert json.loads(captured.out)["clean"] and captured.err == "at import\nin race\n"
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(UsageError("x"), 2), (MissingDependency("x"), 2), (HarnessError("x"), 4), (KeyboardInterrupt(), 130)]
 )
-def test_exit_codes_of_errors(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_codes_of_errors(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     def fail() -> None:
         raise error
 
     monkeypatch.setattr(problem_files, "index_entries", fail)
-    assert peerlane("list") == code
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in peerlane("list", code=code).err
 
 
-def test_a_defect_is_a_harness_failure_with_its_traceback(
-    monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_defect_is_a_harness_failure_with_its_traceback(monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     monkeypatch.setattr(problem_files, "index_entries", lambda: 1 / 0)
-    assert peerlane("list") == ExitCode.HARNESS
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert "ZeroDivisionError" in peerlane("list", code=ExitCode.HARNESS).err
 
 
 def test_exit_codes_of_verdicts() -> None:
@@ -355,28 +314,25 @@ def test_exit_codes_of_verdicts() -> None:
     assert exit_codes.exit_code([wrong(), harness]) == 4
 
 
-def test_a_page_is_written(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_is_written(tmp_path: Path, peerlane: Peerlane) -> None:
     (tmp_path / "results.jsonl").write_text(text_of(result(), hung(preset="small")))
-    assert peerlane("page", str(tmp_path), "--out", str(tmp_path / "page.html"), "--title", "My <kernels>") == ExitCode.OK
-    assert capsys.readouterr() == (f"written: {tmp_path / 'page.html'}\n", "")
+    said = peerlane("page", str(tmp_path), "--out", str(tmp_path / "page.html"), "--title", "My <kernels>")
+    assert said == (f"written: {tmp_path / 'page.html'}\n", "")
     assert "<h1>My &lt;kernels&gt;</h1>" in (tmp_path / "page.html").read_text()
 
 
-def test_report_prints_markdown(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_markdown(tmp_path: Path, peerlane: Peerlane) -> None:
     """Of a file, or of the folder that `eval` names; lines that are no results are told of, and an empty file is no error."""
     file = tmp_path / "results.jsonl"
     file.write_text(text_of(result(), hung(preset="small")) + "my notes\n" + text_of(result()))
     for argument in (str(file), str(tmp_path)):
-        assert peerlane("report", argument) == ExitCode.OK
-        out, err = capsys.readouterr()
+        out, err = peerlane("report", argument)
         assert out.startswith("| candidate | problem | preset | W |") and out.count("2.00 [1.96, 2.04]") == 1
         assert "4x NVIDIA H200" in out and "hang: first_call: rank(s) 1" in out and "line 4 is no result" in err
     file.write_text("")
-    assert peerlane("report", str(tmp_path)) == ExitCode.OK
-    assert capsys.readouterr() == ("", f"no results in {tmp_path}\n")
+    assert peerlane("report", str(tmp_path)) == ("", f"no results in {tmp_path}\n")
     calibrations = MECHANISMS_FILE.parents[1] / "cpu" / "calibration.jsonl"
-    assert peerlane("report", str(calibrations)) == ExitCode.USAGE
-    assert "no results" in capsys.readouterr().err
+    assert "no results" in peerlane("report", str(calibrations), code=ExitCode.USAGE).err
 
 
 def test_a_piped_table_fits_an_editor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,28 +342,22 @@ def test_a_piped_table_fits_an_editor(capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, table.splitlines())) <= 120 and "speedup" in table
 
 
-def test_the_schema_of_results_is_printed(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("results", "schema") == ExitCode.OK
-    assert json.loads(capsys.readouterr().out)["$id"] == "urn:peerlane:results:2"
+def test_the_schema_of_results_is_printed(peerlane: Peerlane) -> None:
+    assert json.loads(peerlane("results", "schema").out)["$id"] == "urn:peerlane:results:2"
 
 
-def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("bench", "mechanism") == ExitCode.USAGE
+def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
+    peerlane("bench", "mechanism", code=ExitCode.USAGE)
     monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=()))
-    assert peerlane("bench", "mechanisms") == ExitCode.USAGE
-    assert "needs 2 or more GPUs; this machine has 0" in capsys.readouterr().err
+    assert "needs 2 or more GPUs; this machine has 0" in peerlane("bench", "mechanisms", code=ExitCode.USAGE).err
 
 
-def test_doctor_json(
-    monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_doctor_json(monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane, tmp_path: Path) -> None:
     monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
-    assert peerlane("doctor", "--json") == ExitCode.OK
-    printed = json.loads(capsys.readouterr().out)
+    printed = json.loads(peerlane("doctor", "--json").out)
     assert set(printed) == {"node", "checks", "ceilings"} and printed["ceilings"] is None
     assert all(set(check) == {"name", "status", "detail", "remedy"} for check in printed["checks"])
-    assert peerlane("doctor") == ExitCode.OK
-    out = capsys.readouterr().out
+    out = peerlane("doctor").out
     assert printed["node"] in out and all(check["name"] in out for check in printed["checks"])
 
 
@@ -464,12 +414,10 @@ def test_live_progress_writes_only_to_stderr(capsys: pytest.CaptureFixture[str])
     assert captured.out == "" and "1 evaluation to run" in captured.err and "wrong_result" in captured.err
 
 
-def test_bench_looks_for_its_folder_before_it_measures(
-    monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], tmp_path: Path
-) -> None:
+def test_bench_looks_for_its_folder_before_it_measures(monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane, tmp_path: Path) -> None:
     monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=[0, 1]))
     (tmp_path / "file").touch()
-    assert peerlane("bench", "mechanisms", "--out", str(tmp_path / "file")) == ExitCode.USAGE
+    peerlane("bench", "mechanisms", "--out", str(tmp_path / "file"), code=ExitCode.USAGE)
 
 
 FIRST_INTERRUPTED = """
@@ -502,22 +450,22 @@ class Screen(io.StringIO):
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
-def test_report_on_a_terminal_fits_it(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int]) -> None:
+def test_report_on_a_terminal_fits_it(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     (tmp_path / "results.jsonl").write_text(text_of(result(), hung(preset="small")))
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert peerlane("report", str(tmp_path)) == ExitCode.OK
+    peerlane("report", str(tmp_path))
     printed = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
     assert max(len(line.rstrip()) for line in printed.splitlines()) <= columns
     assert "2.00 [1.96, 2.04]" in printed and "| candidate |" not in printed
 
 
-def test_show_on_a_terminal_draws_no_source(monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int]) -> None:
+def test_show_on_a_terminal_draws_no_source(monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "80")
-    assert peerlane("show", "13") == ExitCode.OK
+    peerlane("show", "13")
     printed = screen.getvalue()
     assert "flowchart" not in printed and "production_llama3_70b_o_proj_decode" in printed and "../" not in printed
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from peerlane import cli
+from command_line import Peerlane
 from peerlane.cli.demo import can_run, comparison, demo_exit_code, good_folders, needs_gpu
 from peerlane.cli.evaluation import choose_device, gpu_count, torch_has_cuda
 from peerlane.cli.exit_codes import ExitCode
@@ -47,20 +46,20 @@ def examples(tmp_path: Path) -> Path:
     return tmp_path / "examples"
 
 
-def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_prints_one_json_object_and_exits_by_the_verdicts(
+    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane
+) -> None:
     monkeypatch.setattr("peerlane.evaluate.processes.session.ForkServer", None)  # it is started early, elsewhere
     shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
     arguments = ["eval", str(examples / "pytorch"), str(examples / "broken"), *shared]
-    first = CliRunner().invoke(cli.app, arguments)
-    assert first.exit_code == ExitCode.NOT_CORRECT, first.output
-    kinds = {item["candidate"]["name"]: item["verdict"]["kind"] for item in json.loads(first.stdout)["results"]}
+    first = peerlane(*arguments, code=ExitCode.NOT_CORRECT)
+    kinds = {item["candidate"]["name"]: item["verdict"]["kind"] for item in json.loads(first.out)["results"]}
     assert kinds == {"1_right_pytorch": "correct", "1_lazy_pytorch": "wrong_result"}
-    assert all(text in first.stderr for text in ("2 evaluations to run", "[2/2] 1_", "1_lazy_pytorch  problem 1"))
+    assert all(text in first.err for text in ("2 evaluations to run", "[2/2] 1_", "1_lazy_pytorch  problem 1"))
 
-    again = CliRunner().invoke(cli.app, arguments)
-    assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.stderr
-    assert again.exit_code == ExitCode.NOT_CORRECT, "what was skipped still counts"
-    assert json.loads(again.stdout) == json.loads(first.stdout)
+    again = peerlane(*arguments, code=ExitCode.NOT_CORRECT)
+    assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.err
+    assert json.loads(again.out) == json.loads(first.out)
 
 
 def test_the_device_is_chosen_without_torch() -> None:
@@ -70,29 +69,30 @@ def test_the_device_is_chosen_without_torch() -> None:
     assert done.stdout.split() == [choose_device("auto"), str(gpu_count()), "False"]
 
 
-def test_without_the_gpu_that_was_asked_for_no_folder_is_made(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_gpu_that_was_asked_for_no_folder_is_made(
+    examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     out = tmp_path / "out"
-    done = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), "--device", "cuda", "--world-size", "2", "--out", str(out)])
-    assert isinstance(done.exception, UsageError) and "no GPU is visible" in str(done.exception) and not out.exists()
+    done = peerlane("eval", str(examples / "pytorch"), "--device", "cuda", "--world-size", "2", "--out", str(out), code=ExitCode.USAGE)
+    assert "no GPU is visible" in done.err and not out.exists()
 
 
-def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     def stop(plan: object, progress: object) -> None:
         raise RunStopped("the disk is full", [on_cpu()])
 
     monkeypatch.setattr("peerlane.evaluate.evaluator.evaluate", stop)
-    stopped = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), "--device", "cpu", "--out", str(tmp_path / "out")])
-    assert isinstance(stopped.exception, RunStopped) and on_cpu().candidate.name in stopped.stdout
+    stopped = peerlane("eval", str(examples / "pytorch"), "--device", "cpu", "--out", str(tmp_path / "out"), code=ExitCode.HARNESS)
+    assert on_cpu().candidate.name in stopped.out
 
 
-def test_demo_compares_verdicts_with_the_expected_ones(examples: Path) -> None:
+def test_demo_compares_verdicts_with_the_expected_ones(examples: Path, peerlane: Peerlane) -> None:
     (examples / "broken" / "1_idle_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
-    done = CliRunner().invoke(cli.app, ["demo", "--all", "--examples", str(examples), "--world-size", "2"])
-    assert done.exit_code == ExitCode.NOT_CORRECT, done.output
-    assert "did not get its expected verdict" in done.stderr
-    assert "--device cpu lacks what they need: 1_right_cuda\n" in done.stderr
-    rows = {row[0]: row for row in map(str.split, done.stdout.splitlines()) if row}
+    done = peerlane("demo", "--all", "--examples", str(examples), "--world-size", "2", code=ExitCode.NOT_CORRECT)
+    assert "did not get its expected verdict" in done.err
+    assert "--device cpu lacks what they need: 1_right_cuda\n" in done.err
+    rows = {row[0]: row for row in map(str.split, done.out.splitlines()) if row}
     assert "correct" in rows["1_right_pytorch"]
     assert (
         rows["1_lazy_pytorch"][:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and rows["1_lazy_pytorch"][-1] == "yes"
@@ -108,37 +108,32 @@ def test_demo_does_not_fail_by_what_a_busy_machine_cannot_tell() -> None:
     assert demo_exit_code([on_cpu(verdict=NotRun(missing="torch"), speed=())], [kept_out], [row]) == ExitCode.NOT_CORRECT
 
 
-def test_demo_needs_its_examples(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.app, ["demo", "--all", "--examples", str(tmp_path)])
-    assert isinstance(done.exception, UsageError) and "no candidates in" in str(done.exception)
+def test_demo_needs_its_examples(tmp_path: Path, peerlane: Peerlane) -> None:
+    assert "no candidates in" in peerlane("demo", "--all", "--examples", str(tmp_path), code=ExitCode.USAGE).err
 
 
 @pytest.mark.slow
-def test_the_short_demonstration_shows_what_is_wrong_with_each() -> None:
-    done = CliRunner().invoke(cli.app, ["demo", "--json"])
-    assert done.exit_code == ExitCode.OK, done.output
-    shown = {item["name"]: item for item in json.loads(done.stdout)["shown"]}
+def test_the_short_demonstration_shows_what_is_wrong_with_each(peerlane: Peerlane) -> None:
+    shown = {item["name"]: item for item in json.loads(peerlane("demo", "--json").out)["shown"]}
     assert len(shown) == 6 and all(item["got"] == item["expected"] and item["sentence"] for item in shown.values())
     lines = [line for line in shown["missing_release"]["reason"].splitlines() if ": missing_release.py:" in line]
     assert len(lines) == 2 and "writes" in lines[0] and "reads" in lines[1]
 
 
-def test_the_short_demonstration_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_demonstration_without_a_compiler(monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     """The race is left out with a sentence, and what follows from a wrong verdict is an exit code."""
     monkeypatch.setattr("shutil.which", lambda _: None)
     named = (on_cpu().candidate.model_copy(update={"name": name}) for name in ("1_allreduce_pytorch", "1_returns_nan_pytorch"))
     judged = [on_cpu(candidate=candidate) for candidate in named]
     monkeypatch.setattr("peerlane.evaluate.evaluate", lambda plan, progress: [*map(progress.finished, judged)])
     monkeypatch.setattr("peerlane.evaluate.processes.prestart.early_start", lambda *_: contextlib.nullcontext())
-    done = CliRunner().invoke(cli.app, ["demo"])
-    assert done.exit_code == ExitCode.NOT_CORRECT
-    assert "left out: the race of a kernel, for there is no g++" in done.stderr
-    assert "1_returns_nan_pytorch: correct, and not wrong_result as expected" in done.stdout and "1 of 2 verdicts" in done.stdout
+    done = peerlane("demo", code=ExitCode.NOT_CORRECT)
+    assert "left out: the race of a kernel, for there is no g++" in done.err
+    assert "1_returns_nan_pytorch: correct, and not wrong_result as expected" in done.out and "1 of 2 verdicts" in done.out
 
 
-def test_options_that_choose_among_all_examples_need_all() -> None:
-    done = CliRunner().invoke(cli.app, ["demo", "--device", "cuda"])
-    assert isinstance(done.exception, UsageError) and "give --all too" in str(done.exception)
+def test_options_that_choose_among_all_examples_need_all(peerlane: Peerlane) -> None:
+    assert "give --all too" in peerlane("demo", "--device", "cuda", code=ExitCode.USAGE).err
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ import inspect
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from peerlane import cli, problems
+from command_line import Peerlane
+from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode
-from peerlane.errors import UsageError
 from peerlane.evaluate import discover
 from peerlane.problems.scaffolds import scaffold
 
@@ -17,14 +16,13 @@ from peerlane.problems.scaffolds import scaffold
 @pytest.mark.parametrize("backend", ["kit", "cuda", "nvshmem", "nccl", "triton", "pytorch"])
 @pytest.mark.parametrize("number", [1, 36])
 def test_a_new_file_is_a_candidate_with_the_problem_s_signature(
-    number: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.app, ["new", str(number), "--backend", backend])
-    assert done.exit_code == ExitCode.OK, done.output
+    done = peerlane("new", str(number), "--backend", backend)
     (file,) = tmp_path.iterdir()
     (found,) = discover([str(file)])
-    assert found.problem == number and f"peerlane eval {file.name}" in done.stdout
+    assert found.problem == number and f"peerlane eval {file.name}" in done.out
     tree = ast.parse(file.read_text())
     (solution,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "solution"]
     assert [item.arg for item in solution.args.args] == list(problems.get(number).parameters)
@@ -36,27 +34,24 @@ def test_a_new_file_is_a_candidate_with_the_problem_s_signature(
     assert [ast.literal_eval(item) for item in solution.args.defaults] == defaults
 
 
-def test_the_next_command_names_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_command_names_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.app, ["new", "101", "--backend", "pytorch"])
-    assert "--nodes 2 --device cpu" in done.stdout
+    assert "--nodes 2 --device cpu" in peerlane("new", "101", "--backend", "pytorch").out
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path: Path, peerlane: Peerlane) -> None:
     file = tmp_path / "mine.py"
     file.write_text("mine")
-    refused = CliRunner().invoke(cli.app, ["new", "1", "--out", str(file)])
-    assert isinstance(refused.exception, UsageError) and "--force" in str(refused.exception) and file.read_text() == "mine"
-    assert CliRunner().invoke(cli.app, ["new", "1", "--out", str(file), "--force"]).exit_code == ExitCode.OK
+    assert "--force" in peerlane("new", "1", "--out", str(file), code=ExitCode.USAGE).err and file.read_text() == "mine"
+    peerlane("new", "1", "--out", str(file), "--force")
     assert "def solution(" in file.read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"), [(["56"], "begin with --backend pytorch"), (["1", "--backend", "c"], "expected one of kit")]
 )
-def test_what_cannot_be_written_says_why(arguments: list[str], says: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli.app, ["new", *arguments, "--out", str(tmp_path / "new.py")])
-    assert isinstance(done.exception, UsageError) and says in str(done.exception) and not list(tmp_path.iterdir())
+def test_what_cannot_be_written_says_why(arguments: list[str], says: str, tmp_path: Path, peerlane: Peerlane) -> None:
+    assert says in peerlane("new", *arguments, "--out", str(tmp_path / "new.py"), code=ExitCode.USAGE).err and not list(tmp_path.iterdir())
 
 
 def test_no_name_of_a_file_is_defined_twice() -> None:

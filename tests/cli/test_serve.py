@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from peerlane.cli import app
+from command_line import Peerlane
 from peerlane.sandbox.hidden_files import hidden_paths
 from peerlane.service import server
 
 
-def test_token_files_are_hidden_from_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_files_are_hidden_from_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     given, named = tmp_path / "given", tmp_path / "named"
     for file in (given, named):
         file.write_text(f"the-{file.name}-token-of-the-service\n")
@@ -25,5 +24,5 @@ def test_token_files_are_hidden_from_candidates(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(server, "serve", run)
     words = ["serve", "--device", "cpu", "--token-file", str(given), "--out", str(tmp_path / "jobs")]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    peerlane(*words)
     assert {str(given), str(named)} <= set(hidden)

@@ -4,20 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from peerlane.cli import app
+from command_line import Peerlane
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_both_sides_are_traced_into_one_file_and_one_picture(tmp_path: Path) -> None:
+def test_both_sides_are_traced_into_one_file_and_one_picture(tmp_path: Path, peerlane: Peerlane) -> None:
     candidate = ROOT / "examples/pytorch/13_gemm_allreduce_pytorch.py"
     asked = ["trace", str(candidate), "--device", "cpu", "--preset", "small", "--out", str(tmp_path), "--json"]
-    result = CliRunner().invoke(app, asked)
-    assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
+    said = json.loads(peerlane(*asked).out)
     assert [side["candidate"] for side in said["sides"]] == ["reference", "13_gemm_allreduce_pytorch"]
     assert all(side["communicating"] > 0 and side["us_per_call"] > 0 for side in said["sides"])
     events = json.loads(Path(said["trace"]).read_text())["traceEvents"]
@@ -27,16 +24,14 @@ def test_both_sides_are_traced_into_one_file_and_one_picture(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_without_a_timeline_the_reference_and_the_reason_remain(tmp_path: Path) -> None:
+def test_without_a_timeline_the_reference_and_the_reason_remain(tmp_path: Path, peerlane: Peerlane) -> None:
     broken = tmp_path / "1_broken_pytorch.py"
     broken.write_text("def solution(tensor):\n    return tensor * 0\n")
     asked = ["trace", str(broken), "--device", "cpu", "--preset", "small", "--out", str(tmp_path / "out"), "--json"]
-    result = CliRunner().invoke(app, asked)
-    assert result.exit_code == 3
-    assert "no timeline of 1_broken_pytorch: wrong" in result.stderr
-    assert [side["candidate"] for side in json.loads(result.stdout)["sides"]] == ["reference"]
+    result = peerlane(*asked, code=3)
+    assert "no timeline of 1_broken_pytorch: wrong" in result.err
+    assert [side["candidate"] for side in json.loads(result.out)["sides"]] == ["reference"]
 
 
-def test_a_folder_of_candidates_is_refused(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["trace", str(ROOT / "examples/pytorch"), "--device", "cpu"])
-    assert "expected one file" in str(result.exception)
+def test_a_folder_of_candidates_is_refused(tmp_path: Path, peerlane: Peerlane) -> None:
+    assert "expected one file" in peerlane("trace", str(ROOT / "examples/pytorch"), "--device", "cpu", code=2).err

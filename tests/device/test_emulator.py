@@ -3,12 +3,13 @@
 import ctypes
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from command_line import Peerlane
 from peerlane.device import emulator
 from peerlane.device.collectives.kernels import KERNELS
 from peerlane.device.collectives.workspace import Messages, Rings, Workspace, workspace_bytes
@@ -257,9 +258,8 @@ def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Mo
         emulator.compile_program(SOURCE)
 
 
-def test_the_all_reduce_example_is_clean(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert peerlane("race", str(EXAMPLE), "--schedules", "20") == 0
-    assert capsys.readouterr().out.count("20 schedules, seed 0: nothing found") == 6
+def test_the_all_reduce_example_is_clean(peerlane: Peerlane) -> None:
+    assert peerlane("race", str(EXAMPLE), "--schedules", "20").out.count("20 schedules, seed 0: nothing found") == 6
 
 
 def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
@@ -282,25 +282,19 @@ def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
     assert report.clean, str(report)
 
 
-def test_the_page_s_example_is_clean_and_its_broken_form_is_not(
-    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_s_example_is_clean_and_its_broken_form_is_not(tmp_path: Path, peerlane: Peerlane) -> None:
     page = (ROOT / "docs" / "device" / "emulator.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     (tmp_path / "mine.py").write_text(code)
-    assert peerlane("race", str(tmp_path / "mine.py"), "--world-size", "2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["clean"]
+    assert json.loads(peerlane("race", str(tmp_path / "mine.py"), "--world-size", "2", "--json").out)["clean"]
     fence = "        ptx::fence_system();  // release\n"
     assert fence in code
     (tmp_path / "mine.py").write_text(code.replace(fence, ""))
-    assert peerlane("race", str(tmp_path / "mine.py"), "--world-size", "2") == 3
-    printed = capsys.readouterr().out
+    printed = peerlane("race", str(tmp_path / "mine.py"), "--world-size", "2", code=3).out
     assert "race: arena allocation 0+" in printed and "mine.py:" in printed
 
 
-def test_a_file_without_scenarios_is_a_usage_error(
-    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_scenarios_is_a_usage_error(tmp_path: Path, peerlane: Peerlane) -> None:
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "mine_cuda.py").write_text("def solution(tensor):\n    return tensor\n")
     (tmp_path / "wrong.py").write_text("def race(world_size):\n    return [world_size]\n")
@@ -310,20 +304,15 @@ def test_a_file_without_scenarios_is_a_usage_error(
         ("empty.py", "has no function race(world_size)"),
         ("wrong.py", "gave ['int']"),
     ):
-        assert peerlane("race", str(tmp_path / name)) == 2
-        assert says in capsys.readouterr().err
+        assert says in peerlane("race", str(tmp_path / name), code=2).err
 
 
-def test_a_solution_is_judged_whole_without_a_scenario(
-    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_solution_is_judged_whole_without_a_scenario(tmp_path: Path, peerlane: Peerlane) -> None:
     file = ROOT / "src" / "peerlane" / "solutions" / "p002_allgather.py"
-    assert peerlane("race", str(file), "--world-size", "2", "--schedules", "2") == 0
-    assert "ragged_bf16, 2 ranks: correct, nothing found" in capsys.readouterr().out
+    assert "ragged_bf16, 2 ranks: correct, nothing found" in peerlane("race", str(file), "--world-size", "2", "--schedules", "2").out
     twin = tmp_path / "2_twin_cuda.py"
     twin.write_text(file.read_text().replace("all_gather(tensor)", "all_gather(tensor)[:, :1]"))
-    assert peerlane("race", str(twin), "--world-size", "2", "--schedules", "2", "--json") == 3
-    assert "wrong type: output: got shape" in capsys.readouterr().out
+    assert "wrong type: output: got shape" in peerlane("race", str(twin), "--world-size", "2", "--schedules", "2", "--json", code=3).out
 
 
 SMALL_FLOATS = r"""

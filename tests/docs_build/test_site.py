@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.build.navigation import BEGIN, END, filled
-from docs.build.staging import stage
+from docs.build.staging import broken_links, stage
 from peerlane import problems
 from peerlane.errors import UsageError
 
@@ -81,6 +81,10 @@ def test_every_page_of_the_site_is_in_its_navigation_or_linked(tmp_path: Path) -
 def test_a_page_that_the_site_cannot_show_is_refused(page: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=problem):
         stage(checkout(tmp_path / "checkout", page), tmp_path / "site")
+
+
+def test_no_page_links_out_of_the_site() -> None:
+    assert broken_links(ROOT) == []
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import GOOD, judge
+from e2e.runs import GOOD, judge, marked, marked_processes
 from peerlane.evaluate import node
 from peerlane.sandbox import confine, isolation, process_tree
 
@@ -100,14 +100,17 @@ def test_a_process_that_is_never_there_when_it_is_looked_for(tmp_path: Path, mon
         assert [seen for _ in range(20) if (seen := alive(sign))] == [], "one look is not enough"
 
 
-def test_the_leader_is_out_of_reach(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", [None, "L0"])
+def test_the_leader_is_out_of_reach(tier: isolation.Tier | None, tmp_path: Path) -> None:
+    """Where it is not, its death takes the ranks along; the daemon that loses its adoptive parent does not get away either."""
     sign = f"left{os.getpid()}"
     path = tmp_path / "1_kills_leader_pytorch.py"
     path.write_text(LEADER_KILLER.format(sign=sign))
-    killed, good = judge(path, GOOD)
+    with marked(tmp_path.as_posix()):
+        killed, good = judge(path, GOOD, isolation=tier)
     assert killed.verdict.kind == ("integrity_failure" if killed.isolation == "L0" else "runtime_error")
     assert good.correct
-    assert alive(sign) == []
+    assert alive(sign) == [] == marked_processes(tmp_path.as_posix())
 
 
 class Kills:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import GOOD, MARK, judge, marked, marked_processes, wait_for
+from e2e.runs import GOOD, MARK, marked, marked_processes, wait_for
 from peerlane.results.store import ResultsStore
 
 DAEMON_THEN_LOOP = '''
@@ -39,22 +39,6 @@ def solution(tensor):
     while True:
         pass
 '''
-KILL_LEADER = """
-import os
-import signal
-import time
-
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        time.sleep(3600)
-    os._exit(0)
-
-
-def solution(tensor):
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(3600)
-"""
 
 
 @dataclass
@@ -126,17 +110,6 @@ def test_killed_supervisor_leaves_nothing_and_the_run_resumes(interrupted: Run) 
     assert [result.candidate.name for result in results] == [GOOD.stem, other.stem]
     assert all(result.correct for result in results)
     wait_for(interrupted.gone, 10, "the end of all processes")
-
-
-def test_candidate_that_kills_its_guard(tmp_path: Path) -> None:
-    """The guard's death takes the ranks along; the daemon that loses its adoptive parent does not get away either."""
-    killer = tmp_path / "1_kills_guard_pytorch.py"
-    killer.write_text(KILL_LEADER)
-    with marked(tmp_path.as_posix()):
-        killed, good = judge(killer, GOOD, isolation="L0")
-    assert killed.verdict.kind == "integrity_failure", killed.verdict
-    assert good.correct, good.verdict
-    assert marked_processes(tmp_path.as_posix()) == []
 
 
 def test_interrupt_inside_evaluate(tmp_path: Path) -> None:

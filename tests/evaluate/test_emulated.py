@@ -1,11 +1,12 @@
 """`--device emulated`: whole candidates of the kit, host code included, judged and raced without a GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import peerlane as pl
+from command_line import Peerlane
 from peerlane import problems
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
 from peerlane.problems.scaffolds import scaffold
@@ -202,15 +203,11 @@ def test_all_solutions_and_examples_are_correct() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forgetful_clients")
 @pytest.mark.filterwarnings("ignore")
-def test_the_expert_model_solves_its_problems_on_emulated_ranks(
-    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_expert_model_solves_its_problems_on_emulated_ranks(tmp_path: Path, peerlane: Peerlane) -> None:
     run, judged = tmp_path / "run", ("--device", "emulated", "--preset", "small", "--world-size", 2, "--cases", "timed")
-    assert peerlane("generate", "2,18", "--model", "peerlane/expert", "--track", "open", "--backend", "kit", "--out", run) == 0
-    assert peerlane("eval", run, *judged) == 0
-    capsys.readouterr()
-    assert peerlane("metrics", run, "--json") == 0
-    said = capsys.readouterr().out
+    peerlane("generate", "2,18", "--model", "peerlane/expert", "--track", "open", "--backend", "kit", "--out", run)
+    peerlane("eval", run, *judged)
+    said = peerlane("metrics", run, "--json").out
     assert '"correct": 2' in said, said
 
 

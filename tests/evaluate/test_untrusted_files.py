@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import Peerlane
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.cli.runs import run_to_judge
 from peerlane.common import files
@@ -291,16 +292,12 @@ def test_a_run_of_a_stranger_is_judged_without_its_hostile_files(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_rest_is_judged_and_the_exit_code_tells(
-    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rest_is_judged_and_the_exit_code_tells(tmp_path: Path, peerlane: Peerlane) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "1_good_pytorch.py").write_text(GOOD)
     judge = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--mode", "eager", "--out", tmp_path / "out"]
-    assert peerlane("eval", folder, *judge) == ExitCode.OK
+    peerlane("eval", folder, *judge)
     (folder / "1_bad_pytorch.py").symlink_to("/etc/shadow")
-    capsys.readouterr()
-    assert peerlane("eval", folder, *judge) == ExitCode.NOT_CORRECT
-    said = capsys.readouterr()
+    said = peerlane("eval", folder, *judge, code=ExitCode.NOT_CORRECT)
     assert "1_good_pytorch" in said.out and "1_bad_pytorch.py is a link" in said.err and "1 file was refused and not judged" in said.err

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from command_line import Peerlane
 from generate.fake_provider import FakeServer
 from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode
@@ -24,7 +25,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("mod
 MODEL = "openai-api/fake/model-x"
 WRONG = "def solution(tensor):\n    return tensor.clone()\n"
 RIGHT = reference_source(problems.get(1)) + "\n\nsolution = reference\n"
-Peerlane = Callable[..., int]
 
 
 def script(calls: list[tuple[str, dict[str, str]]]) -> Callable[..., dict[str, Any]]:
@@ -59,10 +59,11 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
     with FakeServer(script(calls)) as server:
         common = ["1", "--model", MODEL, "--base-url", server.url, "--hardware", "h200x4", "--out", tmp_path / "run"]
         how = ["--device", "cpu", "--world-size", 2, "--preset", "small", "--track", "open"]
-        assert peerlane("agent", *common, *how) == ExitCode.OK
+        peerlane("agent", *common, *how)
         said = said_by_tools(server)
         asked = len(server.requests)
-        assert peerlane("agent", *common, *how) == ExitCode.OK and len(server.requests) == asked
+        peerlane("agent", *common, *how)
+        assert len(server.requests) == asked
     assert "call write first" in said[0] and "candidate.py:1" in said[2] and "wrong_result" in said[4]
     assert "release at system scope" in said[5] and "valid Python" in said[7] and "correct" in said[8] and "communicates" in said[9]
     run = RunFolder.open(tmp_path / "run")
@@ -109,7 +110,7 @@ def test_a_limit_ends_an_episode_with_its_best_attempt(
     monkeypatch.setattr("peerlane.generate.judging.Judge", StubJudge)
     with FakeServer(script([*versions(1, 2, 3, 4), ("time", {})])) as server:
         words = ["1", "--model", MODEL, "--base-url", server.url, "--hardware", "h200x4", "--device", "cpu", "--out", tmp_path / "run"]
-        assert peerlane("agent", *words, *limits) == ExitCode.OK
+        peerlane("agent", *words, *limits)
     run = RunFolder.open(tmp_path / "run")
     (key,) = run.sample_keys()
     record = run.sample(key)
@@ -117,12 +118,12 @@ def test_a_limit_ends_an_episode_with_its_best_attempt(
     assert (tmp_path / "run" / key.folder / "candidate.py").read_text() == f"# version {best}\n"
 
 
-def test_a_task_is_exported_for_agents_from_elsewhere(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_is_exported_for_agents_from_elsewhere(tmp_path: Path, peerlane: Peerlane) -> None:
     words = ["agent", "13", "--export", tmp_path / "task", "--backend", "kit", "--hardware", "h200x4", "--device", "cpu"]
-    assert peerlane(*words) == ExitCode.OK
+    peerlane(*words)
     text = (tmp_path / "task" / "TASK.md").read_text()
     assert "peerlane eval 13_candidate_cuda.py" in text and "def reference(" in text and "## Output" not in text
     assert (tmp_path / "task" / "notes" / "mistakes.md").is_file()
-    assert peerlane(*words) == ExitCode.USAGE and "not empty" in capsys.readouterr().err
-    assert peerlane("agent", "1-2", "--export", tmp_path / "other") == ExitCode.USAGE
-    assert peerlane("agent", "1") == ExitCode.USAGE and "missing --model" in capsys.readouterr().err
+    assert "not empty" in peerlane(*words, code=ExitCode.USAGE).err
+    peerlane("agent", "1-2", "--export", tmp_path / "other", code=ExitCode.USAGE)
+    assert "missing --model" in peerlane("agent", "1", code=ExitCode.USAGE).err

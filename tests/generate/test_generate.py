@@ -7,12 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command_line import Peerlane
 from generate.fake_provider import FakeServer
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.extra import require_models_extra
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("mod
 
 CODE = "def solution(*args):\n    return args[0]\n"
 MODEL = "openai-api/fake/model-x"
-Peerlane = Callable[..., int]
 
 
 def answer(messages: list[dict[str, Any]], tools: list[str]) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def settings(server: FakeServer, model: str = MODEL) -> list[str]:
 def test_samples_are_kept_with_tokens_and_cost_through_faults(model: str, tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(answer, rate_limited=2, broken=1) as server:
         common = ["1-2", *settings(server, model), "--out", tmp_path / "run", "--prices", "10,100,1"]
-        assert peerlane("generate", *common, "--samples", 2, "--connections", 1) == ExitCode.OK
+        peerlane("generate", *common, "--samples", 2, "--connections", 1)
         assert server.counts["n_200"] == 4 and server.counts["n_429"] == 2 and server.counts["n_500"] == 1
         asked = json.dumps(server.requests[-1]["messages"])
         assert "Problem 2: " in asked
@@ -57,10 +56,10 @@ def test_samples_are_kept_with_tokens_and_cost_through_faults(model: str, tmp_pa
 def test_more_samples_and_problems_ask_for_what_is_missing(tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(answer) as server:
         common = [*settings(server), "--out", tmp_path / "run"]
-        assert peerlane("generate", "1", *common, "--samples", 2) == ExitCode.OK
-        assert peerlane("generate", "1-2", *common, "--samples", 3) == ExitCode.OK
+        peerlane("generate", "1", *common, "--samples", 2)
+        peerlane("generate", "1-2", *common, "--samples", 3)
         assert server.counts == {"n_200": 6}
-        assert peerlane("generate", "1-2", *common, "--samples", 3) == ExitCode.OK
+        peerlane("generate", "1-2", *common, "--samples", 3)
         assert server.counts == {"n_200": 6}
 
 
@@ -85,34 +84,32 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(RunFolder.open(tmp_path / "run").sample_keys()) == 12
 
 
-def test_a_provider_that_stays_down_ends_the_run(
-    tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_provider_that_stays_down_ends_the_run(tmp_path: Path, peerlane: Peerlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerlane.generate.single_shot.FAILURES_IN_A_ROW", 2)
     with FakeServer(answer) as server:
         common = ["1-5", *settings(server), "--out", tmp_path / "run", "--connections", 1, "--retries", 1]
         server.broken = 10**6
-        assert peerlane("generate", *common) == ExitCode.CHECK_FAILED
-        said = capsys.readouterr().err
+        said = peerlane("generate", *common, code=ExitCode.CHECK_FAILED).err
         assert "5 of 5 samples are missing: " in said and "002/0: " in said and "003/0: " not in said
         server.broken = 0
-        assert peerlane("generate", *common) == ExitCode.OK and server.counts["n_200"] == 5
+        peerlane("generate", *common)
+        assert server.counts["n_200"] == 5
 
 
 def test_cut_replies_and_refusals_are_samples_without_code(tmp_path: Path, peerlane: Peerlane) -> None:
     replies = iter([{"text": f"```python\n{CODE}", "cut": True}, {"text": "I will not."}])
     with FakeServer(lambda messages, tools: next(replies)) as server:
-        assert peerlane("generate", "1-2", *settings(server), "--connections", 1, "--out", tmp_path / "run") == ExitCode.OK
+        peerlane("generate", "1-2", *settings(server), "--connections", 1, "--out", tmp_path / "run")
     run = RunFolder.open(tmp_path / "run")
     records = [run.sample(key) for key in run.sample_keys()]
     assert [record.status for record in records] == ["truncated", "refused"] and records[0].stop_reason == "max_tokens"
 
 
-def test_money_is_not_spent_beyond_the_limit(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_money_is_not_spent_beyond_the_limit(tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(answer) as server:
         common = ["1-5", *settings(server), "--out", tmp_path / "run", "--connections", 1, "--prices", "10,100"]
-        assert peerlane("generate", *common, "--max-cost", 0.009) == ExitCode.CHECK_FAILED
-        assert server.counts == {"n_200": 2} and "--max-cost is 0.009" in capsys.readouterr().err
+        said = peerlane("generate", *common, "--max-cost", 0.009, code=ExitCode.CHECK_FAILED)
+        assert server.counts == {"n_200": 2} and "--max-cost is 0.009" in said.err
 
 
 @pytest.mark.parametrize(
@@ -129,29 +126,23 @@ def test_money_is_not_spent_beyond_the_limit(tmp_path: Path, peerlane: Peerlane,
         (["--model", "peerlane/broken", "-M", "x"], "--model-arg got 'x'"),
     ],
 )
-def test_what_cannot_be_is_one_clear_line(
-    arguments: list[str], message: str, tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert peerlane("generate", "1", "--hardware", "h200x4", "--out", tmp_path / "run", *arguments) == ExitCode.USAGE
-    said = capsys.readouterr().err
+def test_what_cannot_be_is_one_clear_line(arguments: list[str], message: str, tmp_path: Path, peerlane: Peerlane) -> None:
+    said = peerlane("generate", "1", "--hardware", "h200x4", "--out", tmp_path / "run", *arguments, code=ExitCode.USAGE).err
     assert message in said and "Traceback" not in said and not (tmp_path / "run").exists()
 
 
-def test_a_run_of_other_settings_or_version_is_refused(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_other_settings_or_version_is_refused(tmp_path: Path, peerlane: Peerlane) -> None:
     common = ["1", "--model", "peerlane/broken", "--hardware", "h200x4", "--out", tmp_path / "run"]
-    assert peerlane("generate", *common) == ExitCode.OK
-    assert peerlane("generate", *common, "--temperature", 0.5) == ExitCode.USAGE
-    assert "temperature None (now 0.5)" in capsys.readouterr().err
+    peerlane("generate", *common)
+    assert "temperature None (now 0.5)" in peerlane("generate", *common, "--temperature", 0.5, code=ExitCode.USAGE).err
     file = tmp_path / "run" / "run.json"
     file.write_text(file.read_text().replace('"format": 1', '"format": 7'))
     for command in (["generate", *common], ["metrics", tmp_path / "run"], ["eval", tmp_path / "run"]):
-        assert peerlane(*command) == ExitCode.USAGE
-        assert re.search(r"format 7: this peerlane .* reads 1", capsys.readouterr().err)
+        said = peerlane(*command, code=ExitCode.USAGE)
+        assert re.search(r"format 7: this peerlane .* reads 1", said.err)
 
 
-def test_without_the_extra_the_command_says_what_to_install(
-    tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path, peerlane: Peerlane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert peerlane("generate", "1", "--model", "peerlane/broken", "--out", tmp_path / "run") == ExitCode.USAGE
-    assert "pip install 'peerlane[models]'" in capsys.readouterr().err
+    said = peerlane("generate", "1", "--model", "peerlane/broken", "--out", tmp_path / "run", code=ExitCode.USAGE)
+    assert "pip install 'peerlane[models]'" in said.err

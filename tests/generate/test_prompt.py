@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import jinja2
 import pytest
 
+from command_line import Peerlane
 from peerlane import problems, solutions
 from peerlane.errors import UsageError
 from peerlane.generate.machine import Machine, choose_machine
@@ -173,11 +173,9 @@ def test_there_are_three_such_pages() -> None:
     assert len(list((ROOT / "docs" / "prompts").glob("*.txt"))) == 3
 
 
-def test_several_prompts_are_a_table(capsys: pytest.CaptureFixture[str], peerlane: Callable[..., int]) -> None:
-    assert peerlane("prompt", "1,13", "--hardware", "h200x4", "--json") == 0
-    rows = json.loads(capsys.readouterr().out)["prompts"]
+def test_several_prompts_are_a_table(peerlane: Peerlane) -> None:
+    rows = json.loads(peerlane("prompt", "1,13", "--hardware", "h200x4", "--json").out)["prompts"]
     assert [(row["problem"], row["tier"]) for row in rows] == [(1, "hard"), (13, "hard")]
     assert all(set(row["tokens"]) == set(BACKENDS) and 0 < row["bound_us"] < 20 for row in rows)
-    assert peerlane("prompt", "1-2", "--hardware", "h200x4") == 0
-    printed = capsys.readouterr().out
+    printed = peerlane("prompt", "1-2", "--hardware", "h200x4").out
     assert all(backend in printed for backend in BACKENDS) and "allgather" in printed

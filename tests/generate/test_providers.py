@@ -2,12 +2,12 @@
 
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command_line import Peerlane
 from generate.fake_provider import FakeServer
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.extra import require_models_extra
@@ -19,12 +19,11 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("mod
 
 CODE = "def solution(*args):\n    return args[0]\n"
 PROXY = "<html><body>proxy error</body></html>"
-Peerlane = Callable[..., int]
 
 
-def ask(peerlane: Peerlane, folder: Path, url: str, *more: Any) -> int:
+def ask(peerlane: Peerlane, folder: Path, url: str, *more: Any, code: int = ExitCode.OK) -> str:
     words = ["generate", "1", "--model", "openai-api/fake/model-x", "--base-url", url, "--hardware", "h200x4", "--out", folder]
-    return peerlane(*words, "--connections", 1, "--retries", 1, *more)
+    return peerlane(*words, "--connections", 1, "--retries", 1, *more, code=code).err
 
 
 def records(folder: Path) -> list[SampleRecord]:
@@ -51,12 +50,9 @@ TOO_LONG = fault(400, "This model's maximum context length is 8192 tokens, but 9
         ({"status": 502, "body": PROXY, "type": "text/html"}, f"502: {PROXY}"),
     ],
 )
-def test_a_providers_fault_is_a_sentence_and_no_sample(
-    answer: dict[str, Any], sentence: str, tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_providers_fault_is_a_sentence_and_no_sample(answer: dict[str, Any], sentence: str, tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(lambda messages, tools: answer) as server:
-        assert ask(peerlane, tmp_path / "run", server.url) == ExitCode.CHECK_FAILED
-    said = capsys.readouterr().err
+        said = ask(peerlane, tmp_path / "run", server.url, code=ExitCode.CHECK_FAILED)
     assert f"001/0: {sentence}" in said and "Future" not in said and max(map(len, said.splitlines())) < 340
     assert records(tmp_path / "run") == []
 
@@ -74,7 +70,7 @@ def test_a_providers_fault_is_a_sentence_and_no_sample(
 )
 def test_a_reply_without_text_is_a_sample(answer: dict[str, Any], status: str, tmp_path: Path, peerlane: Peerlane) -> None:
     with FakeServer(lambda messages, tools: answer) as server:
-        assert ask(peerlane, tmp_path / "run", server.url) == ExitCode.OK
+        ask(peerlane, tmp_path / "run", server.url)
         assert len(server.requests) == 1
     (record,) = records(tmp_path / "run")
     assert record.status == status
@@ -83,9 +79,7 @@ def test_a_reply_without_text_is_a_sample(answer: dict[str, Any], status: str, t
         assert CODE.splitlines()[0] in (tmp_path / "run" / "001" / "0" / "reply.md").read_text()
 
 
-def test_an_address_without_a_server_ends_the_run_at_once(
-    tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_address_without_a_server_ends_the_run_at_once(tmp_path: Path, peerlane: Peerlane, monkeypatch: pytest.MonkeyPatch) -> None:
     from tenacity import wait_fixed
 
     monkeypatch.setattr("inspect_ai.model._retry.wait_exponential_jitter", lambda *_, **__: wait_fixed(30))
@@ -93,14 +87,12 @@ def test_an_address_without_a_server_ends_the_run_at_once(
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
         began = time.monotonic()
-        assert ask(peerlane, tmp_path / "run", url, "--samples", 3, "--retries", 8) == ExitCode.USAGE
-    assert time.monotonic() - began < 25
-    assert f"connection refused: {url}" in capsys.readouterr().err
+        said = ask(peerlane, tmp_path / "run", url, "--samples", 3, "--retries", 8, code=ExitCode.USAGE)
+    assert time.monotonic() - began < 25 and f"connection refused: {url}" in said
 
 
-def test_every_retry_is_a_line(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_retry_is_a_line(tmp_path: Path, peerlane: Peerlane) -> None:
     replies = iter([fault(500, "out of cards"), fault(429, "slow down")])
     with FakeServer(lambda messages, tools: next(replies, {"text": f"```python\n{CODE}```"})) as server:
-        assert ask(peerlane, tmp_path / "run", server.url, "--retries", 3) == ExitCode.OK
-    said = capsys.readouterr().err
+        said = ask(peerlane, tmp_path / "run", server.url, "--retries", 3)
     assert "tried again: 500: out of cards" in said and "tried again: 429: slow down" in said

@@ -1,11 +1,11 @@
 """Doubles from prompt to metrics on CPU ranks, candidates from elsewhere, and settings that are not mixed."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from command_line import Peerlane
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import HarnessError, UsageError
 from peerlane.generate.agent import Episode
@@ -21,20 +21,16 @@ require_models_extra()  # says what to install
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("model_surroundings")]
 
-Peerlane = Callable[..., int]
 JUDGE = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--mode", "eager"]
 
 
-def test_broken_model_fails_as_its_table_says(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_model_fails_as_its_table_says(tmp_path: Path, peerlane: Peerlane) -> None:
     run = tmp_path / "run"
     words = ["1-8", "--model", "peerlane/broken", "--samples", 2, "--hardware", "h200x4", "--track", "open", "--out", run]
-    assert peerlane("generate", *words) == ExitCode.OK
-    assert peerlane("metrics", run, "--json") == ExitCode.OK
-    capsys.readouterr()
-    assert peerlane("eval", run, *JUDGE) == ExitCode.NOT_CORRECT
-    capsys.readouterr()
-    assert peerlane("metrics", run, "--json") == ExitCode.OK
-    (found,) = json.loads(capsys.readouterr().out)["models"]
+    peerlane("generate", *words)
+    peerlane("metrics", run, "--json")
+    peerlane("eval", run, *JUDGE, code=ExitCode.NOT_CORRECT)
+    (found,) = json.loads(peerlane("metrics", run, "--json").out)["models"]
     wanted: dict[str, int] = {}
     for verdict, _ in BROKEN:
         wanted[verdict] = wanted.get(verdict, 0) + 2
@@ -45,69 +41,58 @@ def test_broken_model_fails_as_its_table_says(tmp_path: Path, peerlane: Peerlane
     assert found["by_category"]["collective"] == {"problems": 8, **once}
     assert found["fast_p_at_k"] == {"eager": None, "graph": None}, "CPU ranks measure no speed"
     assert found["by_problem"]["2"]["verdicts"] == ["wrong_result"] * 2
-    assert peerlane("metrics", run, run, "--published", "--compare", "--by-problem") == ExitCode.OK
-    said = capsys.readouterr().out
+    said = peerlane("metrics", run, run, "--published", "--compare", "--by-problem").out
     assert "correct@1: peerlane/broken minus peerlane/broken (2) is +0.0 points [+0.0, +0.0] over 8 problems" in said
     assert "Not comparable" in said and "not measured" in said
-    assert peerlane("metrics", run, "--problem", "all") == ExitCode.OK and "8 of 87 tasks tried" in capsys.readouterr().out
+    assert "8 of 87 tasks tried" in peerlane("metrics", run, "--problem", "all").out
     tables = tmp_path / "tables"
-    assert peerlane("metrics", run, "--csv", tables) == ExitCode.OK
-    shown = capsys.readouterr()
+    shown = peerlane("metrics", run, "--csv", tables)
     assert shown.out.split() == [str(tables / f"{name}.csv") for name in ("metrics", "groups", "samples", "usage")]
     assert "8 of 8 tasks tried" in shown.err
-    assert peerlane("metrics", run, "--latex") == ExitCode.OK
-    shown = capsys.readouterr()
+    shown = peerlane("metrics", run, "--latex")
     assert r"\toprule" in shown.out and "tasks tried" in shown.err and "tasks tried" not in shown.out
     words = ["--latex", "--csv", tables]
-    assert peerlane("metrics", run, *words) == ExitCode.USAGE and "expected one of them" in capsys.readouterr().err
+    assert "expected one of them" in peerlane("metrics", run, *words, code=ExitCode.USAGE).err
     assert found["by_regime"] == {} or sum(part["problems"] for part in found["by_regime"].values()) == 8
     assert {name: part["problems"] for name, part in found["by_tier"].items()} == {"hard": 8}
     # A second setting is not mixed with the first.
-    assert peerlane("eval", run, *JUDGE[:2], "--world-size", "4", *JUDGE[4:], "--problem", "1") == ExitCode.OK
-    assert peerlane("metrics", run) == ExitCode.USAGE and "choose one with" in capsys.readouterr().err
-    assert peerlane("metrics", run, "--world-size", 4) == ExitCode.OK and "samples are not judged" in capsys.readouterr().out
-    assert peerlane("metrics", run, "--world-size", 2, "--k", 3) == ExitCode.USAGE
+    peerlane("eval", run, *JUDGE[:2], "--world-size", "4", *JUDGE[4:], "--problem", "1")
+    assert "choose one with" in peerlane("metrics", run, code=ExitCode.USAGE).err
+    assert "samples are not judged" in peerlane("metrics", run, "--world-size", 4).out
+    peerlane("metrics", run, "--world-size", 2, "--k", 3, code=ExitCode.USAGE)
 
 
-def test_candidates_from_elsewhere_become_a_run(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_candidates_from_elsewhere_become_a_run(tmp_path: Path, peerlane: Peerlane) -> None:
     candidate = tmp_path / "theirs" / "001" / "0" / "candidate.py"
     candidate.parent.mkdir(parents=True)
     candidate.write_text(extract_code(broken_reply(1)) or "")
-    assert peerlane("eval", tmp_path / "theirs", "--model", "somebody", "--track", "open", *JUDGE) == ExitCode.OK
-    capsys.readouterr()
-    assert peerlane("metrics", tmp_path / "theirs", "--json") == ExitCode.OK
-    (found,) = json.loads(capsys.readouterr().out)["models"]
+    peerlane("eval", tmp_path / "theirs", "--model", "somebody", "--track", "open", *JUDGE)
+    (found,) = json.loads(peerlane("metrics", tmp_path / "theirs", "--json").out)["models"]
     assert found["model"] == "somebody" and found["verdicts"] == {"correct": 1}
-    assert peerlane("metrics", tmp_path / "theirs", "--track", "custom") == ExitCode.USAGE
-    assert "it has these:\n  track open" in capsys.readouterr().err
-    assert peerlane("eval", tmp_path / "theirs", "--model", "another", *JUDGE) == ExitCode.USAGE
-    assert "is a run of 'somebody'" in capsys.readouterr().err
+    assert "it has these:\n  track open" in peerlane("metrics", tmp_path / "theirs", "--track", "custom", code=ExitCode.USAGE).err
+    assert "is a run of 'somebody'" in peerlane("eval", tmp_path / "theirs", "--model", "another", *JUDGE, code=ExitCode.USAGE).err
     (tmp_path / "empty").mkdir()
-    assert peerlane("eval", tmp_path / "empty", "--model", "somebody") == ExitCode.USAGE
-    assert "013/0/candidate.py" in capsys.readouterr().err and not list((tmp_path / "empty").iterdir())
+    said = peerlane("eval", tmp_path / "empty", "--model", "somebody", code=ExitCode.USAGE)
+    assert "013/0/candidate.py" in said.err and not list((tmp_path / "empty").iterdir())
 
 
-def test_numbered_files_become_samples_of_a_run(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbered_files_become_samples_of_a_run(tmp_path: Path, peerlane: Peerlane) -> None:
     folder, right = tmp_path / "theirs", extract_code(broken_reply(1)) or ""
     folder.mkdir()
     (folder / "1_allreduce_cuda.py").write_text(right)
     (folder / "1_allreduce_cuda_2.py").write_text("def solution(tensor):\n    return tensor.clone()\n")
     for _ in range(2):  # the second time nothing is judged again
-        assert peerlane("eval", folder, "--model", "them", "--track", "open", *JUDGE) == ExitCode.NOT_CORRECT
+        peerlane("eval", folder, "--model", "them", "--track", "open", *JUDGE, code=ExitCode.NOT_CORRECT)
         run = RunFolder.open(folder)
         assert [key.folder for key in run.sample_keys()] == ["001/0", "001/1"]
-    capsys.readouterr()
-    assert peerlane("metrics", folder, "--json") == ExitCode.OK
-    assert json.loads(capsys.readouterr().out)["models"][0]["verdicts"] == {"correct": 1, "wrong_result": 1}
+    assert json.loads(peerlane("metrics", folder, "--json").out)["models"][0]["verdicts"] == {"correct": 1, "wrong_result": 1}
     (folder / "002").symlink_to(tmp_path)
     (folder / "2_allgather_cuda.py").write_text(right)
-    assert peerlane("eval", folder, "--model", "them", *JUDGE) == ExitCode.USAGE and "002 is a link" in capsys.readouterr().err
+    assert "002 is a link" in peerlane("eval", folder, "--model", "them", *JUDGE, code=ExitCode.USAGE).err
 
 
 @pytest.mark.parametrize("link", ["001", "001/0", "001/0/steps", "logs"])
-def test_nothing_is_written_or_deleted_behind_a_link(
-    link: str, tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_written_or_deleted_behind_a_link(link: str, tmp_path: Path, peerlane: Peerlane) -> None:
     run, mine = tmp_path / "run", tmp_path / "mine"
     for folder in ("", "0", "0/steps", "steps"):
         (mine / folder).mkdir(parents=True, exist_ok=True)

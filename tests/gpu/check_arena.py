@@ -1,39 +1,31 @@
 """The pool of arenas on GPUs: growth, reuse, and fused products of 1,000 random sizes, by virtual memory management and by CUDA IPC.
 
-    PYTHONPATH=src python tests/gpu/check_arena.py --ranks 4 --ranks-per-gpu 4 --out FILE [--limit 85] [--sizes 1000] [--no-mps]
+    PYTHONPATH=src python tests/gpu/check_arena.py --ranks 4 --kind ipc --out FILE [--limit 85] [--sizes 1000] [--no-mps]
 
-Ranks share GPUs through an MPS daemon of the script's own where the machine has one, else (or with --no-mps) in time slices. For each kind
-of memory every rank runs three parts:
+Ranks share GPUs through an MPS daemon of the script's own where the machine has one, else (or with --no-mps) in time slices. Every rank
+runs four parts:
 
     growth     a captured all-reduce and a captured product are replayed right behind each growth of the pool
     reuse      arenas that were full of ones, written by peers until they were closed, are zero when they come again, and kernels run there
     sizes      GEMM + reduce-scatter and all-gather + GEMM of random m, each result compared in every word with torch's
     mixed      behind ``ops.prepare``, operators of all kinds with 0 to 8,192 tokens at random, each word compared; then ``ops.close``
 
-Contents are -1, 0 and 1, so that every result is exact. The table has a line for each kind; FILE has all figures. Exits with 1 if a result
-was wrong, or if memory was asked for behind the largest m, with 3 at the time limit, which ends all ranks.
+Contents are -1, 0 and 1, so that every result is exact. A part is a row. Exits with 1 if a result was wrong, if memory was asked for
+behind the largest m, or if memory of another kind was taken; with 3 at the time limit, which ends all ranks.
 """
 
-import argparse
-import faulthandler
-import json
 import os
 import random
 import statistics
-import sys
-import tempfile
 import time
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from harness import BF16, end_ranks, script
+from harness import BF16, Row, run_on_shared_gpus, script, sharing
 
 from peerlane import ops
 from peerlane.device import Arena, Communicator, Group, group_of
@@ -42,15 +34,10 @@ from peerlane.device.host.launch import loaded_cubins
 from peerlane.device.host.pool import LEASE_BYTES
 from peerlane.device.products.all_gather_gemm import all_gather_gemm
 from peerlane.device.products.gemm_reduce_scatter import GemmReduceScatter, gemm_reduce_scatter
-from peerlane.errors import UsageError
-from peerlane.hardware.environment import record
-from peerlane.hardware.virtual_node import VirtualNode, available_sharing
 from peerlane.settings import ARENA_MEMORY
 
-KINDS = ("vmm", "ipc")
 NAMES = {"vmm": "virtual memory", "ipc": "CUDA IPC"}
 N, K, LARGEST_M = 512, 512, 8192
-ALLOWED_BEHIND_LARGEST = 0
 GROWTHS, REUSES = 3, 40
 
 
@@ -255,123 +242,31 @@ def check_mixed(group: Group, products: Products, count: int, deadline: float) -
     }
 
 
-def rank_main(
-    rank: int, options: argparse.Namespace, environments: list[dict[str, str]], kind: str, port: int, deadline: float, out: str
-) -> None:
-    os.environ.update(environments[rank])
+def rows_of(kind: str, sizes: int, calls: int, limit_s: float, rank: int, ranks: int) -> Iterator[Row]:
     os.environ[ARENA_MEMORY] = kind
-    faulthandler.dump_traceback_later(max(1.0, deadline + 5 - time.monotonic()), exit=True)
-    torch.cuda.set_device(rank // options.per_gpu)
-    limit = timedelta(seconds=60)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks, timeout=limit)
-    group = group_of()
+    begin, group = time.monotonic(), group_of()
     products = Products(group)
     torch.cuda.synchronize(group.device)
-    parts = {"growth": check_growth(group, products), "reuse": check_reuse(group, products)}
-    parts["kind"] = group.memory_report().kind
-    parts["sizes"] = check_sizes(group, products, options.sizes, deadline - 0.5 * (deadline - time.monotonic()))
-    parts["mixed"] = check_mixed(group, products, options.calls, deadline)
-    parts["wrong_words"] = int(products.wrong)
-    parts["open_files"] = len(os.listdir("/proc/self/fd"))
-    everyone = group.exchange(parts)
-    if rank == 0:
-        Path(out).write_text(json.dumps(everyone))
-    sys.stdout.flush()
-    os._exit(0)
 
+    def row(part: str, found: Row, *faults: bool) -> Row:
+        wrong = found.pop("wrong", 0) + found.pop("moved", 0) + int(products.wrong) + sum(faults)
+        products.wrong.zero_()
+        return {"memory": group.memory_report().kind, "part": part, **found, "wrong": wrong, "open_files": len(os.listdir("/proc/self/fd"))}
 
-def run_kind(options: argparse.Namespace, kind: str, deadline: float, folder: Path) -> list[dict[str, Any]] | str:
-    """What every rank has found, or what went wrong."""
-    sharing = available_sharing() if options.per_gpu > 1 and not options.no_mps else "time_slices"
-    node = VirtualNode(options.ranks, options.ranks // options.per_gpu, sharing)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    out = folder / f"{kind}.json"
-    with node.daemon() as daemon:
-        environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
-        context = mp.spawn(rank_main, (options, environments, kind, store.port, deadline, str(out)), nprocs=options.ranks, join=False)
-        stuck, codes, texts = end_ranks(context, deadline + 8, at_failure=True)
-    if stuck or codes:
-        return "\n".join([f"ranks that were killed: {stuck}; exit codes: {codes}", *texts])
-    found: list[dict[str, Any]] = json.loads(out.read_text())
-    return found
-
-
-def line(kind: str, ranks: list[dict[str, Any]]) -> str:
-    one, sizes = ranks[0], ranks[0]["sizes"]
-    cells = (
-        kind,
-        one["kind"],
-        one["growth"]["growth_ms"],
-        one["reuse"]["lease_ms"],
-        sizes["sizes"],
-        sizes["allocations_behind_largest"],
-        sizes["most_reserved_bytes"] / (1 << 20),
-        sizes["ms_for_each_size"],
-        wrong_words(ranks),
-        *(one["mixed"][name] for name in ("calls", "ms_for_each_call")),
-        *(one["mixed"][f"{name}_behind_largest"] for name in ("allocations", "exchanges", "cubins")),
-        one["mixed"]["left_bytes"],
-    )
-    mixed = "{:>6} {:>8.2f} {:>6} {:>5} {:>7} {:>5}"
-    return ("{:<5} {:<15} {:>9.1f} {:>8.2f} {:>6} {:>7} {:>12.0f} {:>8.2f} {:>6} " + mixed).format(*cells)
-
-
-def wrong_words(ranks: list[dict[str, Any]]) -> int:
-    return sum(int(rank["growth"]["wrong"] + rank["growth"]["moved"] + rank["reuse"]["wrong"] + rank["wrong_words"]) for rank in ranks)
-
-
-def good(kind: str, ranks: list[dict[str, Any]]) -> bool:
-    behind = max(rank["sizes"]["allocations_behind_largest"] for rank in ranks)
-    reused = all(rank["reuse"]["places"] < REUSES for rank in ranks)
-    quiet = all(
-        rank["mixed"]["allocations_behind_largest"] == 0 == rank["mixed"]["exchanges_behind_largest"] and rank["mixed"]["left_bytes"] == 0
-        for rank in ranks
-    )
-    kinds = all(rank["kind"] == NAMES[kind] for rank in ranks)
-    return not wrong_words(ranks) and behind <= ALLOWED_BEHIND_LARGEST and reused and quiet and kinds
-
-
-def main() -> int:
-    parser = script(__doc__, ranks=4)
-    parser.add_argument("--ranks-per-gpu", type=int, default=0, help="by default as many as share a GPU where all GPUs are used")
-    parser.add_argument("--limit", type=float, default=85.0, help="seconds, after which all ranks are killed")
-    parser.add_argument("--sizes", type=int, default=1000, help="random m of each kind of memory")
-    parser.add_argument("--calls", type=int, default=10_000, help="of operators with random numbers of tokens")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--no-mps", action="store_true")
-    options = parser.parse_args()
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        parser.error("there is no GPU here; tests/ranks/test_arena_memory.py runs on CPUs")
-    options.per_gpu = options.ranks_per_gpu or -(-options.ranks // gpus)
-    begin, status = time.monotonic(), 0
-    found: dict[str, Any] = {"environment": record(), "ranks": options.ranks, "ranks_per_gpu": options.per_gpu}
-    print(
-        "kind  memory          growth ms lease ms  sizes  behind reserved MiB  ms/size  wrong  calls  ms/call  alloc  exch  cubins  left",
-        flush=True,
-    )
-    for number, kind in enumerate(options.kinds):
-        left = options.limit - (time.monotonic() - begin)
-        share = 1.0 if number + 1 == len(options.kinds) else 0.6  # the first compiles
-        deadline = time.monotonic() + left * share - 10
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                result = run_kind(options, kind, deadline, Path(folder))
-        except UsageError as error:
-            parser.error(str(error))
-        found[kind] = result
-        if isinstance(result, str):
-            print(f"{kind}: {result}", flush=True)
-            status = 3 if time.monotonic() > deadline + 8 else 1
-        else:
-            print(line(kind, result), flush=True)
-            status = status or int(not good(kind, result))
-        if options.out is not None:
-            options.out.write_text(json.dumps(found, indent=1))
-    print(f"{time.monotonic() - begin:.0f} s; {'all is right' if not status else 'see above'}", flush=True)
-    return status
+    yield row("growth", check_growth(group, products), group.memory_report().kind != NAMES[kind])
+    found = check_reuse(group, products)
+    yield row("reuse", found, found["places"] >= REUSES)
+    found = check_sizes(group, products, sizes, begin + limit_s / 2)
+    yield row("sizes", found, found["allocations_behind_largest"] > 0)
+    found = check_mixed(group, products, calls, begin + limit_s - 10)
+    yield row("mixed", found, any(found[name] for name in ("allocations_behind_largest", "exchanges_behind_largest", "left_bytes")))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = script(__doc__, ranks=4, limit_s=85.0)
+    parser.add_argument("--sizes", type=int, default=1000, help="random m")
+    parser.add_argument("--calls", type=int, default=10_000, help="of operators with random numbers of tokens")
+    parser.add_argument("--kind", choices=NAMES, default="vmm", help="of memory")
+    options = parser.parse_args()
+    asked = options.kind, options.sizes, options.calls, options.limit
+    run_on_shared_gpus(options.ranks, options.out, rows_of, *asked, backend="gloo", timeout_s=60.0, **sharing(options))

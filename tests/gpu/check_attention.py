@@ -1,30 +1,26 @@
 """Attention on this machine's first GPU: right numbers for many shapes, then its speed beside torch's attention.
 
-    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--depths 64] [--ring 4] [--out FOLDER]
+    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--depths 64] [--ring 4] [--out FILE]
 
 Results are compared with float32 attention of the same inputs. A speed is the median of stretches that take turns, in TFLOP/s of products
-that the mask leaves. Torch's is that of its flash or its cuDNN back end, whichever is faster. The script writes attention.json, and
-failures.txt if something is wrong. It exits with 1 if a result was wrong.
+that the mask leaves. Torch's is that of its flash or its cuDNN back end, whichever is faster. Exits with 1 if a result was wrong.
 
 ``--ring`` checks and times ring attention instead, of ranks that share the GPU.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
 
 import torch
-from harness import BF16, STRETCHES, device_us, median_in_turn
+from harness import BF16, STRETCHES, Row, device_us, median_in_turn, report, script
 from local_ranks import LocalRanks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,8 +29,6 @@ from peerlane.device.attention import forward as kit
 from peerlane.device.attention.forward import TILINGS, AttentionTiling, Sizes
 from peerlane.device.attention.ring import RingAttention, Shape
 from peerlane.device.attention.ulysses import UlyssesAttention, UlyssesPlan
-from peerlane.device.host.arena import faults
-from peerlane.hardware.environment import record
 
 FP16 = torch.float16
 VARIANTS = (
@@ -246,87 +240,62 @@ def check_ulysses(ranks: LocalRanks, case: tuple[Any, ...]) -> str:
     return check_shards(ranks, f"Ulysses {case}", attends, ((heads, depth),) * 3, batch, length, causal, dtype)
 
 
-def ring_part(count: int, failures: list[str]) -> list[dict[str, Any]]:
-    ranks, rows = LocalRanks(count), []
-    try:
-        told = [*(check_ring(ranks, case) for case in RINGS), *(check_ulysses(ranks, case) for case in ULYSSES)]
-        failures += filter(None, told)
-        print(f"ring and Ulysses on {count}: {len(failures)} failures", flush=True)
-        for sizes in RING_SPEEDS if not failures else ():
-            for causal, balanced in ((False, False), (True, False), (True, True)):
-                rows.append(ring_speed(ranks, sizes, causal, balanced))
-                print(json.dumps(rows[-1]), flush=True)
-    except Exception:
-        failures.append("\n".join([*faults(), traceback.format_exc()]))
-    return rows
+def ring_steps(count: int) -> Iterator[Iterable[Row]]:
+    ranks, failures = LocalRanks(count), list[str]()
+
+    def checked(kind: Callable[[LocalRanks, Any], str], case: tuple[Any, ...]) -> Iterator[Row]:
+        failures.append(str(case))
+        if said := kind(ranks, case):
+            yield {"check": said, "wrong": 1}
+        else:
+            failures.pop()
+
+    yield from (checked(kind, case) for kind, cases in ((check_ring, RINGS), (check_ulysses, ULYSSES)) for case in cases)
+    for sizes in RING_SPEEDS if not failures else ():
+        yield (ring_speed(ranks, sizes, *how) for how in ((False, False), (True, False), (True, True)))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
+def steps(options: argparse.Namespace) -> Iterator[Iterable[Row]]:
+    (group,) = LocalRanks(1).groups
+    begin, broken = time.perf_counter(), set[AttentionTiling | None]()
+    variants = list(VARIANTS if options.tilings == "all" else [tiling for tiling in TILINGS if tiling.groups > 1])
+    fastest: dict[tuple[int, bool], dict[str, float]] = {}
+
+    def checked(shape: tuple[Any, ...], tiling: AttentionTiling | None) -> Iterator[Row]:
+        known = tiling in broken
+        broken.add(tiling)
+        if said := check(group, shape, tiling):
+            yield {"check": said, "wrong": 1}
+        elif not known:
+            broken.remove(tiling)
+
+    def measured(depth: int, length: int, causal: bool) -> Iterator[Row]:
+        rates = fastest.get((depth, causal), {})  # all tilings once, then the two fastest
+        usable = [item for item in variants if item.depth == depth and item not in broken]
+        usable.sort(key=lambda item: -rates.get(str(item), 0))
+        if usable:
+            row = speed(group, depth, length, causal, usable[:2] if rates else usable)
+            fastest.setdefault((depth, causal), row["tflops"])
+            yield row
+
+    for shape in SHAPES:
+        depth = max(shape[5:7])
+        if depth in (options.depths or (depth,)):
+            tilings = [None, *(item for item in variants if item.depth >= depth > item.depth - 64 and shape[1] > 64)]
+            yield from (checked(shape, tiling) for tiling in tilings)
+    for depth, length, causal in SPEEDS:
+        wanted = length in (options.lengths or (length,)) and depth in (options.depths or (depth,))
+        if wanted and time.perf_counter() - begin < options.seconds:
+            yield measured(depth, length, causal)
+
+
+if __name__ == "__main__":
+    parser = script(__doc__)
     parser.add_argument("--tilings", choices=["all", "chosen"], default="all")
     parser.add_argument("--seconds", type=float, default=70.0, help="speeds that would begin later are left out")
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
     parser.add_argument("--depths", type=int, nargs="*", help="depths of the speeds and of the checked shapes; all by default")
     parser.add_argument("--ring", type=int, default=0, help="ranks of ring attention, 0 for none; nothing else is done then")
-    parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    begin, failures = time.perf_counter(), list[str]()
-    if options.ring:
-        torch.manual_seed(1)
-        ring_rows = ring_part(options.ring, failures)
-        (options.out / "ring_attention.json").write_text(json.dumps({"environment": record(), "rows": ring_rows}, indent=1, default=str))
-        (options.out / "ring_failures.txt").write_text("\n\n".join(failures))
-        print("\n".join(told[-1500:] for told in failures[:4]))
-        return bool(failures)
-    (group,) = LocalRanks(1).groups
     torch.manual_seed(1)
-    variants = list(VARIANTS if options.tilings == "all" else [tiling for tiling in TILINGS if tiling.groups > 1])
-    broken = set()
-    for shape in SHAPES:
-        depth = max(shape[5:7])
-        if options.depths and depth not in options.depths:
-            continue
-        for tiling in [None, *(item for item in variants if item.depth >= depth > item.depth - 64 and shape[1] > 64)]:
-            try:
-                told = check(group, shape, tiling)
-            except Exception:
-                told = f"{shape} by {tiling}\n{traceback.format_exc()}"
-            if told:
-                broken.add(tiling)
-                failures.append(told)
-    print(f"{len(failures)} failures, {time.perf_counter() - begin:.0f} s", flush=True)
-    rows = []
-    for depth, length, causal in SPEEDS if not failures or len(broken) < len(variants) else ():
-        if (options.lengths and length not in options.lengths) or (options.depths and depth not in options.depths):
-            continue
-        if time.perf_counter() - begin > options.seconds:
-            break
-        usable = [item for item in variants if item.depth == depth and item not in broken]
-        if not usable:
-            continue
-        if rows:  # all of them once, then the two fastest
-            known = [row for row in rows if row["depth"] == depth and row["causal"] == causal]
-            if known:
-                usable.sort(key=lambda item: -known[0]["tflops"].get(str(item), 0))
-                usable = usable[:2]
-        try:
-            rows.append(speed(group, depth, length, causal, usable))
-            print(json.dumps(rows[-1]), flush=True)
-        except Exception:
-            failures.append(f"speed of {depth} {length} {causal}\n{traceback.format_exc()}")
-            break
-    (options.out / "attention.json").write_text(json.dumps({"environment": record(), "speeds": rows}, indent=1, default=str))
-    if failures:
-        (options.out / "failures.txt").write_text("\n\n".join(failures))
-        print("\n".join(told[:400] for told in failures[:8]))
-    print("depth  length causal  kit  torch  share")
-    for row in rows:
-        kit_rate = max(rate for name, rate in row["tflops"].items() if name not in TORCH)
-        torch_rate = max((rate for name, rate in row["tflops"].items() if name in TORCH), default=math.nan)
-        print(f"{row['depth']:5} {row['length']:7} {row['causal']!s:6} {kit_rate:6} {torch_rate:6} {row['share_of_best_torch']}")
-    return bool(failures)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report(ring_steps(options.ring) if options.ring else steps(options), options.out)

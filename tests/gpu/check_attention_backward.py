@@ -1,33 +1,28 @@
 """Gradients of attention on this machine's first GPU: right numbers for many shapes, then the speed beside torch's backward pass.
 
-    PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 55] [--lengths 4096 ...] [--depths 128] [--only dq]
-        [--out FOLDER]
+    PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 55] [--lengths 4096 ...] [--depths 128] [--only dq] [--out FILE]
 
 Gradients are compared with those of float64 attention. A speed is the median of stretches that take turns, in TFLOP/s of the five
 products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass by two kernels, ``kit
 fused`` by one, whose sums have a fixed order or any; ``share`` is that of the faster one with a fixed order. ``pair`` is the two without
 ``numbers``; ``dq``, ``dkv`` and ``fused`` in its variants are kernels alone, and ``sums`` turns the sums of ``fused`` into dq. The script
-prints every step before it begins, and ends where a step takes longer than STEP_S. It writes attention_backward.json after each speed, and
-backward_failures.txt if something is wrong. It exits with 1 then.
+prints every step before it begins, and ends where a step takes longer than STEP_S. Exits with 1 if something is wrong.
 """
 
 import argparse
 import faulthandler
-import json
 import math
 import multiprocessing
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from check_attention import FP16, HIDDEN, TOKENS, TORCH, expected, milliseconds
-from harness import BF16
+from harness import BF16, Row, report, script
 from local_ranks import LocalRanks
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -37,7 +32,6 @@ from peerlane.device.attention import backward, forward, fused_backward
 from peerlane.device.attention.backward import BackwardTiling, choose_tiling, query_numbers
 from peerlane.device.attention.forward import Sizes
 from peerlane.device.attention.fused_backward import FusedTiling
-from peerlane.hardware.environment import record
 
 # batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype; the simplest first
 SHAPES = (
@@ -100,7 +94,6 @@ def compile_ahead() -> None:
 
 
 def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[str]:
-    """What is wrong."""
     batch, queries, keys, heads, key_heads, depth, value_depth, causal, dtype = shape
     q = torch.randn(batch, queries, heads, depth, device="cuda").to(dtype) * 2
     k, v = (torch.randn(batch, keys, key_heads, d, device="cuda").to(dtype) for d in (depth, value_depth))
@@ -131,8 +124,6 @@ def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[st
                 told.append(f"{shape}: error of {name} {error:.2e}, limit {limit}")
             elif not torch.equal(got, other):
                 told.append(f"{shape}: two calls of {name} differ")
-    for line in told:
-        say(line)
     return told
 
 
@@ -187,46 +178,26 @@ def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
     return {"depth": depth, "length": length, "causal": causal, "tflops": rates, "ms": ms, "share_of_best_torch": share}
 
 
-def line(row: dict[str, Any]) -> str:
-    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
-    return f"{row['depth']} {row['length']:5d} {'causal' if row['causal'] else 'full  '} share {row['share_of_best_torch']:.2f}: {rates}"
+def steps(options: argparse.Namespace) -> Iterator[Iterable[Row]]:
+    (group,) = LocalRanks(1).groups
+    for shape in SHAPES:
+        yield ({"check": said, "wrong": 1} for said in check(group, shape, options.only))
+    for depth, length, causal in POINTS:
+        wanted = length in (options.lengths or (length,)) and depth in (options.depths or (depth,))
+        if wanted and time.perf_counter() - BEGIN < options.seconds:
+            faulthandler.dump_traceback_later(STEP_S, exit=True)
+            yield (speed(group, *point) for point in ((depth, length, causal),))
+    faulthandler.cancel_dump_traceback_later()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
+if __name__ == "__main__":
+    parser = script(__doc__)
     parser.add_argument("--seconds", type=float, default=55.0, help="speeds that would begin later are left out")
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
     parser.add_argument("--depths", type=int, nargs="*", help="of the speeds' heads; both by default")
     parser.add_argument("--only", nargs="*", choices=KERNELS, default=KERNELS, help="kernels to check; speeds are of both")
-    parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    failures, rows = list[str](), list[dict[str, Any]]()
     faulthandler.enable()
     compile_ahead()
-    (group,) = LocalRanks(1).groups
     torch.manual_seed(1)
-    try:
-        for shape in SHAPES:
-            failures += check(group, shape, options.only)
-        say(f"{len(failures)} failures in {len(SHAPES)} shapes")
-        for depth, length, causal in POINTS:
-            chosen = (not options.lengths or length in options.lengths) and (not options.depths or depth in options.depths)
-            if time.perf_counter() - BEGIN < options.seconds and chosen:
-                faulthandler.dump_traceback_later(STEP_S, exit=True)
-                rows.append(speed(group, depth, length, causal))
-                say(line(rows[-1]))
-                (options.out / "attention_backward.json").write_text(
-                    json.dumps({"environment": record(), "speeds": rows}, indent=1, default=str)
-                )
-    except Exception:
-        failures.append(traceback.format_exc())
-    faulthandler.cancel_dump_traceback_later()
-    if failures:
-        (options.out / "backward_failures.txt").write_text("\n\n".join(failures))
-        print("\n".join(told[-600:] for told in failures[:8]))
-    return bool(failures)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report(steps(options), options.out)

@@ -3,42 +3,35 @@
     PYTHONPATH=src python tests/gpu/check_backend.py --ranks 4 --ranks-per-gpu 4 --out FILE [--limit 540]
     python tests/gpu/check_backend.py --ranks 3 --cpu              try the script itself, on gloo
 
-Ranks share GPUs through an MPS daemon of the script's own where the machine has one, else (or with --no-mps) in time slices.
-Every operation runs blocking, asynchronously and as a replayed CUDA graph, with new contents each time; graphs take three dtypes: one that
-the kit sums, one that NCCL sums, one that is only moved. ``--reductions`` checks only what reduces: SUM, AVG, PREMUL_SUM, MAX and MIN.
-Then FSDP2 and DDP take three steps each, whose gradients must have been reduced by the kit alone. The table gives the time of a call
-on the slowest rank: median and quartiles of ``STRETCHES`` stretches, in microseconds. ``bytes`` is what every rank has at first. All that
-was found is in FILE after every row. Exits with 1 if an answer was wrong, with 3 at the time limit, which ends all ranks.
+Ranks share GPUs through an MPS daemon of the script's own where the machine has one, else (or with --no-mps) in time slices. Every
+operation runs blocking, asynchronously and as a replayed CUDA graph, with new contents each time; graphs take three dtypes: one that the
+kit sums, one that NCCL sums, one that is only moved. ``--reductions`` checks only what reduces: SUM, AVG, PREMUL_SUM, MAX and MIN. Then
+FSDP2 and DDP take three steps each, whose gradients must have been reduced by the kit alone. The table gives the time of a call on the
+slowest rank: median and quartiles of ``STRETCHES`` stretches, in microseconds. ``bytes`` is what every rank has at first. Exits with 1 if
+an answer was wrong, with 3 at the time limit, which ends all ranks.
 """
 
 import argparse
 import faulthandler
 import functools
 import itertools
-import json
 import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from harness import FP8, device_us, end_ranks, replay, script
+from harness import FP8, Row, device_us, meet, replay, run_on_shared_gpus, script, sharing
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from peerlane.device import backend
-from peerlane.errors import UsageError
-from peerlane.hardware.environment import record
-from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing
 
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.float64, torch.int64)
 MOVED = (*SUMMED, torch.uint8, torch.bool)
@@ -68,16 +61,14 @@ class Operation:
 
 @dataclass
 class Ranks:
-    """This rank's place, and what all ranks write down together."""
+    """This rank's place, and a half of the ranks that has a group of its own."""
 
     rank: int
     world: int
     device: torch.device
-    out: Path | None
     deadline: float
-    found: dict[str, Any] = field(default_factory=dict)
-    half: Any = None
     reductions: bool = False
+    half: Any = None
     members: tuple[int, ...] = ()
 
     def agree(self, value: Any) -> list[Any]:
@@ -88,20 +79,6 @@ class Ranks:
 
     def time_left(self) -> bool:
         return bool(self.agree(time.monotonic() < self.deadline)[0])
-
-    def write(self, part: str, row: dict[str, Any]) -> None:
-        self.found.setdefault(part, []).append(row)
-        if self.rank == 0:
-            print(json.dumps(row), flush=True)
-            self.save()
-
-    def save(self) -> None:
-        if self.rank == 0 and self.out is not None:
-            self.out.write_text(json.dumps(self.found, indent=1))
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def contents(rank: int, seed: int, like: torch.Tensor) -> torch.Tensor:
@@ -311,41 +288,30 @@ def check(at: Ranks, operation: Operation, *, graph: bool) -> int:
     return sum(wrong_elements(at, operation, seed, run) for seed, run in enumerate(runs))
 
 
-def check_all(at: Ranks) -> int:
-    """How many checks failed, of every operation, dtype and size. Graphs of messages come last: NCCL can not capture them everywhere."""
-    cuda, bad = at.device.type == "cuda", 0
+def check_all(at: Ranks) -> Iterator[Row]:
+    """A row for each dtype, of every operation and size. Graphs of messages come last: NCCL can not capture them everywhere."""
+    cuda = at.device.type == "cuda"
     for messages, graph in itertools.product((False,) if at.reductions else (False, True), (False, True) if cuda else (False,)):
-        begin = time.monotonic()
         for dtype in IN_GRAPHS if graph else (*MOVED, *FP8) if cuda else MOVED:  # gloo moves no fp8
-            bad += check_dtype(at, dtype, messages=messages, graph=graph)
+            yield {"check": "messages" if messages else "collectives", "graph": graph, **check_dtype(at, dtype, messages, graph)}
             if not at.time_left():
                 raise TimeoutError("the checks did not end before the time limit")
-        if at.rank == 0:
-            what = f"{'messages' if messages else 'collectives'}, {'graphs' if graph else 'eager calls'}"
-            print(f"checked {what} in {time.monotonic() - begin:.1f} s: {bad} wrong", flush=True)
-        at.save()
-    return bad
 
 
-def check_dtype(at: Ranks, dtype: torch.dtype, *, messages: bool, graph: bool) -> int:
-    """How many checks failed on any rank."""
-    rows = []
-    kinds = (True,) if at.reductions else (False, True)
+def check_dtype(at: Ranks, dtype: torch.dtype, messages: bool, graph: bool) -> Row:
+    """How many elements of this rank were wrong, and where."""
+    cases, places, kinds = 0, dict[str, int](), (True,) if at.reductions else (False, True)
     for sums, count in itertools.product(kinds if dtype in (*SUMMED, *FP8, torch.uint8) else (False,) if not at.reductions else (), COUNTS):
         for operation in operations(at, count, dtype, sums=sums):
             if operation.message == messages:
-                wrong = check(at, operation, graph=graph)
-                rows.append({"operation": operation.name, "dtype": str(dtype), "count": count, "graph": graph, "wrong": wrong})
-    for row, wrongs in zip(rows, zip(*at.agree([row["wrong"] for row in rows]), strict=True), strict=True):
-        row["wrong"] = sum(wrongs)
-        if row["wrong"] and at.rank == 0:
-            print(f"FAIL {row}", flush=True)
-    at.found.setdefault("checks", []).extend(rows)
-    return sum(row["wrong"] != 0 for row in rows)
+                cases += 1
+                if wrong := check(at, operation, graph=graph):
+                    places[f"{operation.name} of {count}"] = wrong
+    return {"dtype": str(dtype), "cases": cases, "at": places, "wrong": sum(places.values())}
 
 
-def check_training(at: Ranks) -> int:
-    """How many of FSDP2's and DDP's kinds of gradient traffic ran elsewhere than on the kit."""
+def check_training(at: Ranks) -> Iterator[Row]:
+    """FSDP2 and DDP: wrong are kinds of gradient traffic that ran elsewhere than on the kit."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -353,7 +319,7 @@ def check_training(at: Ranks) -> int:
         torch.manual_seed(1)
         return torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4))).to(at.device)
 
-    sharded, bad = layers(), 0
+    sharded = layers()
     mesh, policy = init_device_mesh("cuda", (at.world,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in (*sharded, sharded):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -365,15 +331,10 @@ def check_training(at: Ranks) -> int:
             model(torch.full((8, 512), float(step + at.rank), device=at.device)).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        at.synchronize()
+        torch.cuda.synchronize()
         moved = [entry for entry in backend.counts() if "reduce" in entry.operation or "gather" in entry.operation]
         elsewhere = [entry for entry in moved if entry.device == "cuda" and entry.ran_on != "kit"]
-        bad += len(elsewhere) + (not moved)
-        at.found.setdefault("training", {})[name] = [vars(entry) for entry in backend.counts()]
-        if at.rank == 0:
-            print(f"{name}: {len(elsewhere)} kinds of gradient traffic ran elsewhere\n{backend.report()}", flush=True)
-    at.save()
-    return bad
+        yield {"training": name, "calls": [vars(entry) for entry in backend.counts()], "wrong": len(elsewhere) + (not moved)}
 
 
 def bench_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, Callable[[], Any]]:
@@ -418,149 +379,106 @@ def symmetric_calls(at: Ranks, group: Any, nbytes: int) -> dict[str, dict[str, C
 
 def microseconds(at: Ranks, call: Callable[[], Any], mode: str) -> dict[str, Any]:
     """Time of one call on the slowest rank; what failed on any rank says why."""
-    try:
-        for _ in range(3):
-            call()
-        at.synchronize()
+    run = call
+
+    def failed(step: Callable[[], Any], what: str) -> str:
         problem = ""
-    except Exception as error:  # of an operator that this machine or this PyTorch lacks
-        problem = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    problems = at.agree(problem)
-    if any(problems):
-        return {"not_run": next(filter(None, problems))}
+        try:
+            step()
+        except Exception as error:  # of an operator that this machine or this PyTorch lacks, or that uses a stream of its own
+            problem = f"{what}{type(error).__name__}: {error}".splitlines()[0][:200]
+        return next(filter(None, at.agree(problem)), "")
+
+    def several() -> None:
+        for _ in range(calls):
+            call()
+
+    def captured() -> None:
+        nonlocal run
+        run = replay(several)
+
+    calls = 3
+    if problem := failed(several, ""):
+        return {"not_run": problem}
+    meet()
     begin = time.perf_counter()
     call()
-    at.synchronize()
+    meet()
     once = max(at.agree(time.perf_counter() - begin))
-    calls = max(1, min(MOST_CALLS, int(STRETCH_S / max(once, 1e-6))))
-    run: Callable[[], Any] = lambda: [call() for _ in range(calls)]  # noqa: E731
-    if mode == "graph":
-        try:
-            run = replay(run)
-        except Exception as error:  # operators that use a stream of their own
-            problem = f"no capture: {type(error).__name__}: {error}".splitlines()[0][:200]
-        problems = at.agree(problem)
-        if any(problems):
-            return {"not_run": next(filter(None, problems))}
+    calls, run = max(1, min(MOST_CALLS, int(STRETCH_S / max(once, 1e-6)))), several
+    if mode == "graph" and (problem := failed(captured, "no capture: ")):
+        return {"not_run": problem}
     times = []
-    for number in range(STRETCHES + 1):
+    for _ in range(STRETCHES + 1):
         dist.barrier()
-        took = stretch(at, run) / calls
-        if number:  # the first one is a warm-up
-            times.append(took)
-    slowest = [max(row) for row in zip(*at.agree(times), strict=True)]
+        times.append(stretch(at, run) / calls)
+    slowest = [max(row) for row in zip(*at.agree(times[1:]), strict=True)]  # the first one is a warm-up
     low, middle, high = statistics.quantiles(slowest, n=4)
     return {"n": len(slowest), "median_us": round(middle, 2), "low_us": round(low, 2), "high_us": round(high, 2), "calls": calls}
 
 
 def stretch(at: Ranks, run: Callable[[], Any]) -> float:
     """Microseconds that the device takes for ``run``."""
-    if at.device.type == "cpu":
-        begin = time.perf_counter()
-        run()
-        return (time.perf_counter() - begin) * 1e6
-    return device_us(run)
+    if at.device.type == "cuda":
+        return device_us(run)
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e6
 
 
-def bench(at: Ranks, plain: Any) -> None:
+def bench(at: Ranks, plain: Any) -> Iterator[Row]:
     """The table; ends early where there is no time for another size."""
-    name = "nccl" if at.device.type == "cuda" else "gloo"
+    cuda = at.device.type == "cuda"
     for nbytes in SIZES:
         kit, library = bench_calls(at, dist.group.WORLD, nbytes), bench_calls(at, plain, nbytes)
         symmetric: dict[str, dict[str, Callable[[], Any]]] = {}
-        if at.device.type == "cuda":
+        if cuda:
+            problem = ""
             try:
                 symmetric = symmetric_calls(at, dist.group.WORLD, nbytes)
-                problem = ""
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
-            if any(at.agree(problem)):
+            if problem := next(filter(None, at.agree(problem)), ""):
                 symmetric = {}
-                at.write("notes", {"bytes": nbytes, "symmetric memory": next(filter(None, at.agree(problem)))})
+                yield {"note": f"no symmetric memory of {nbytes} bytes: {problem}"}
         for collective, call in kit.items():
-            for mode in ("eager",) if at.device.type == "cpu" else ("eager", "graph"):
+            for mode in ("eager", "graph") if cuda else ("eager",):
                 if not at.time_left():
-                    at.write("notes", {"bytes": nbytes, "operation": collective, "table": "not run from here on: the time limit"})
+                    yield {"note": f"not run from {collective} of {nbytes} bytes on: the time limit"}
                     return
-                row: dict[str, Any] = {"operation": collective, "bytes": nbytes, "mode": mode, "peerlane": microseconds(at, call, mode)}
-                row[name] = microseconds(at, library[collective], mode)
-                for operator, run in symmetric.get(collective, {}).items():
-                    row[operator] = microseconds(at, run, mode)
-                at.write("table", row)
+                sides = {"peerlane": call, "nccl" if cuda else "gloo": library[collective], **symmetric.get(collective, {})}
+                times = {side: microseconds(at, run, mode) for side, run in sides.items()}
+                yield {"operation": collective, "bytes": nbytes, "mode": mode, **times}
 
 
-def rank_main(
-    rank: int, options: argparse.Namespace, node: VirtualNode, environments: list[dict[str, str]], store: str, deadline: float
-) -> None:
-    os.environ.update(environments[rank])
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    faulthandler.dump_traceback_later(max(1.0, deadline + 10 - time.monotonic()), exit=True)
+def rows_of(options: argparse.Namespace, rank: int, ranks: int) -> Iterator[Row]:
+    deadline = time.monotonic() + options.limit - 30
+    faulthandler.dump_traceback_later(max(1.0, options.limit - 20), exit=True)
+    device = torch.device("cpu") if options.cpu else torch.device("cuda", torch.cuda.current_device())
     if options.cpu:
-        device = torch.device("cpu")
         torch.set_num_threads(1)
-    else:
-        device = torch.device("cuda", node.device_index(rank))
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "peerlane", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks, timeout=GROUP_TIMEOUT
-    )
-    at = Ranks(rank, options.ranks, device, options.out, deadline, reductions=options.reductions)
-    at.found = {"environment": record(), "ranks": options.ranks, "node": node.describe(), "cpu": options.cpu}
-    halves = [tuple(range(options.ranks // 2)), tuple(range(options.ranks // 2, options.ranks))]
-    if options.ranks >= 4:
+    at = Ranks(rank, ranks, device, deadline, options.reductions)
+    if ranks >= 4:
+        halves = [tuple(range(ranks // 2)), tuple(range(ranks // 2, ranks))]
         groups = [dist.new_group(list(half), timeout=GROUP_TIMEOUT) for half in halves]
-        mine = rank >= options.ranks // 2
+        mine = rank >= ranks // 2
         at.half, at.members = groups[mine], halves[mine]
-    bad = 0 if options.no_checks else check_all(at)
-    at.found["calls"] = [vars(entry) for entry in backend.counts()]
+    if not options.no_checks:
+        yield from check_all(at)
     if rank == 0:
         print(backend.report(), flush=True)
     if not options.cpu and not options.no_checks:
-        bad += check_training(at)
+        yield from check_training(at)
     if not options.no_table:
-        plain = dist.new_group(list(range(options.ranks)), backend="gloo" if options.cpu else "nccl", timeout=GROUP_TIMEOUT)
-        bench(at, plain)
-    at.found["wrong"] = bad
-    at.save()
-    at.agree("end")
-    sys.stdout.flush()
-    os._exit(1 if bad else 0)  # communicators of two libraries have no order in which to be taken down
+        yield from bench(at, dist.new_group(list(range(ranks)), backend="gloo" if options.cpu else "nccl", timeout=GROUP_TIMEOUT))
 
 
-def main() -> int:
-    parser = script(__doc__, ranks=4)
-    parser.add_argument("--ranks-per-gpu", type=int, default=0, help="by default as many as share a GPU where all GPUs are used")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which all ranks are killed")
+if __name__ == "__main__":
+    parser = script(__doc__, ranks=4, limit_s=540.0)
     parser.add_argument("--no-checks", action="store_true")
-    parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--reductions", action="store_true", help="check only what reduces")
     parser.add_argument("--no-table", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="gloo and CPU tensors, to try this script")
     options = parser.parse_args()
-    gpus = torch.cuda.device_count()
-    if not options.cpu and not gpus:
-        parser.error("there is no GPU here; --cpu tries the script")
-    per_gpu = options.ranks_per_gpu or -(-options.ranks // max(1, gpus))
-    shared = per_gpu > 1 and not options.cpu
-    sharing = available_sharing() if shared and not options.no_mps else "time_slices"
-    try:
-        node = VirtualNode(options.ranks, -(-options.ranks // per_gpu), sharing)
-    except UsageError as error:
-        parser.error(str(error))
-    deadline = time.monotonic() + options.limit - 30
-    with tempfile.TemporaryDirectory() as folder, node.daemon() as daemon:
-        return run(options, node, daemon, f"{folder}/store", deadline)
-
-
-def run(options: argparse.Namespace, node: VirtualNode, daemon: MpsDaemon | None, store: str, deadline: float) -> int:
-    """The exit status. Ends with the first rank that fails, and at the time limit."""
-    environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
-    context = mp.spawn(rank_main, (options, node, environments, store, deadline), nprocs=options.ranks, join=False)
-    stuck, codes, texts = end_ranks(context, deadline + 30, at_failure=True)
-    if stuck or codes:
-        print(f"ranks that were killed: {stuck}; exit codes: {codes}", *texts, sep="\n", flush=True)
-    return 3 if time.monotonic() > deadline + 30 else 1 if stuck or codes else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    how = {"backend": "peerlane", "timeout_s": GROUP_TIMEOUT.total_seconds(), "cpu": options.cpu, **sharing(options)}
+    run_on_shared_gpus(options.ranks, options.out, rows_of, options, **how)

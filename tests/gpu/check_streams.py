@@ -10,17 +10,11 @@
 Sums are of small integers, hence exact; all of every step are compared on the GPU. Exits with 1 if one was wrong, or a rank did not end.
 """
 
-import argparse
-import json
 import os
 import statistics
-import sys
-import tempfile
 import threading
 import time
-from contextlib import nullcontext
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
@@ -28,15 +22,11 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from harness import end_ranks, script
+from harness import Row, run_on_shared_gpus, script, sharing
 
 from peerlane import ops
 from peerlane.device import backend
 from peerlane.device.host.lane import lane_of
-from peerlane.hardware.virtual_node import VirtualNode, available_sharing
-
-SCENES = ("ddp", "groups", "threads", "price")
 
 
 class Sums:
@@ -68,7 +58,7 @@ def ddp(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
 
     torch.manual_seed(1)
     layer = Layer().to(device)
-    model = torch.nn.parallel.DistributedDataParallel(layer, device_ids=None if device.type == "cpu" else [0], bucket_cap_mb=0.1)
+    model = torch.nn.parallel.DistributedDataParallel(layer, device_ids=[device.index], bucket_cap_mb=0.1)
     optimizer, sums = torch.optim.SGD(model.parameters(), lr=1e-4), Sums(dist.group.WORLD, device, 3000)
     x = torch.randn(64, 256, device=device, generator=torch.Generator(device).manual_seed(rank))
     for step in range(steps):
@@ -78,7 +68,8 @@ def ddp(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
         optimizer.step()
     own = torch.stack([parameter.detach().double().sum() for parameter in layer.parameters()])
     everybody = ops.all_gather(own.float().cpu().to(device)).view(-1, len(own))
-    return {"wrong": int(sums.wrong), "alike": bool((everybody == everybody[0]).all()), "finite": bool(everybody.isfinite().all())}
+    alike, finite = bool((everybody == everybody[0]).all()), bool(everybody.isfinite().all())
+    return {"wrong": int(sums.wrong) + (not alike) + (not finite), "alike": alike, "finite": finite}
 
 
 def groups(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
@@ -161,60 +152,24 @@ def price(rank: int, device: torch.device, steps: int) -> dict[str, Any]:
     return {"wrong": 0, **{name: [round(value, 2) for value in statistics.quantiles(times[2:], n=4)] for name, times in found.items()}}
 
 
-def main_of(rank: int, options: argparse.Namespace, environments: list[dict[str, str]]) -> None:
-    os.environ.update(environments[rank])
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "peerlane", init_method=f"file://{options.folder}/store", rank=rank, world_size=options.ranks, timeout=timedelta(seconds=30)
-    )
-    results: dict[str, Any] = {}
-    for scene in options.scenes:
+SCENES = {"ddp": ddp, "groups": groups, "threads": threads, "price": price}
+
+
+def rows_of(scenes: list[str], steps: int, rank: int, ranks: int) -> Iterator[Row]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for scene in scenes:
         begin = time.monotonic()
-        try:
-            results[scene] = globals()[scene](rank, device, options.steps)
-        except BaseException as error:
-            results[scene] = {"wrong": -1, "error": f"{type(error).__name__}: {error}"[:1000]}
+        found = SCENES[scene](rank, device, steps)
         torch.cuda.synchronize(device)
-        results[scene] |= {"seconds": round(time.monotonic() - begin, 1), "switches": lane_of(device).switches}
-        results["report"] = backend.report()
-        (Path(options.folder) / f"found.{rank}").write_text(json.dumps(results))
-        if "error" in results[scene]:
-            break
-    dist.destroy_process_group()
-
-
-def main() -> int:
-    parser = script(__doc__, ranks=4)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--limit", type=float, default=200.0, help="seconds, after which all ranks are killed")
-    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
-    parser.add_argument("--no-mps", action="store_true")
-    options = parser.parse_args()
-    sharing = "time_slices" if options.no_mps else available_sharing()
-    node, status = VirtualNode(options.ranks, 1, sharing), 0
-    found: dict[str, Any] = {"sharing": sharing, "steps": options.steps}
-    with tempfile.TemporaryDirectory() as folder, node.daemon() if sharing == "mps" else nullcontext() as daemon:
-        options.folder = folder
-        environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
-        context = mp.spawn(main_of, (options, environments), nprocs=options.ranks, join=False)
-        found["stuck"], _, _ = end_ranks(context, time.monotonic() + options.limit, at_failure=False)
-        for rank in range(options.ranks):
-            path = Path(folder) / f"found.{rank}"
-            found[str(rank)] = json.loads(path.read_text()) if path.exists() else {}
-    for scene in options.scenes:
-        rows = [found[str(rank)].get(scene, {"wrong": -1}) for rank in range(options.ranks)]
-        good = all(row["wrong"] == 0 and row.get("alike", True) and row.get("finite", True) for row in rows)
-        status |= not good
-        print(f"{scene}: {'good' if good else 'NOT GOOD'}, {sharing}: {json.dumps(rows[0])}", flush=True)
-        for rank, row in enumerate(rows):
-            if "error" in row:
-                print(f"  rank {rank}: {row['error'][:600]}", flush=True)
-    print(f"stuck: {found['stuck']}")
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1))
-    return 1 if status or found["stuck"] else 0
+        yield {"scene": scene, **found, "seconds": round(time.monotonic() - begin, 1), "switches": lane_of(device).switches}
+    if rank == 0:
+        print(backend.report(), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = script(__doc__, ranks=4, limit_s=200.0)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    options = parser.parse_args()
+    how = {"backend": "peerlane", "timeout_s": 30.0, **sharing(options)}
+    run_on_shared_gpus(options.ranks, options.out, rows_of, options.scenes, options.steps, **how)

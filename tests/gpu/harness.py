@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,15 +31,25 @@ Call = Callable[[], Any]
 Row = dict[str, Any]
 
 
-def script(documentation: str | None, ranks: int | None = None) -> argparse.ArgumentParser:
-    """Returns the parser of a script, with ``--out`` and, if it has a number of ranks, ``--ranks``; 0 stands for all GPUs."""
+def script(documentation: str | None, ranks: int | None = None, limit_s: float | None = None) -> argparse.ArgumentParser:
+    """Returns the parser of a script, with ``--out`` and, if it has a number of ranks, ``--ranks``; 0 stands for all GPUs. With a time
+    limit there are options of how ranks share GPUs, too; :func:`sharing` has their values."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     if ranks is not None:
         parser.add_argument("--ranks", "--world", type=int, default=ranks, help=f"by default {ranks or 'all GPUs'}")
+    if limit_s is not None:
+        parser.add_argument("--ranks-per-gpu", type=int, help="by default as many as share a GPU where all GPUs are used")
+        parser.add_argument("--limit", type=float, default=limit_s, help="seconds, after which all ranks are killed")
+        parser.add_argument("--no-mps", action="store_true")
     parser.add_argument(
         "--out", type=Path, help="gets the figures: one document if its name ends in .json, else lines of JSON behind others"
     )
     return parser
+
+
+def sharing(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what :func:`run_on_shared_gpus` takes of these options."""
+    return {"limit_s": options.limit, "per_gpu": options.ranks_per_gpu, "mps": not options.no_mps}
 
 
 class Rows:
@@ -57,7 +68,8 @@ class Rows:
         if self.out.suffix == ".json":
             self.out.write_text(json.dumps({"environment": self.environment, **self.common, "rows": self.rows}, indent=1, default=str))
         else:
-            place = {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+            place = {"gpu": gpu, "gpus": torch.cuda.device_count()}
             place["revision"] = (self.environment.get("git") or {}).get("revision")
             with self.out.open("a") as file:
                 file.write(json.dumps(row | place, default=str) + "\n")
@@ -174,7 +186,8 @@ def wrong_words(got: torch.Tensor | None, expected: torch.Tensor | None) -> torc
 
 def meet() -> None:
     """Waits for this rank's device and for all ranks."""
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     dist.barrier()
 
 
@@ -229,32 +242,53 @@ def microseconds(calls: Mapping[str, Call], count: int, warm_up: int | None = No
     return slowest_in_turn(graphs, count, max(1, count // 4) if warm_up is None else warm_up, **how)
 
 
-def run_on_shared_gpus(ranks: int, out: Path | None, rows: Callable[..., Iterable[Row]], *arguments: Any) -> None:
+def run_on_shared_gpus(
+    ranks: int,
+    out: Path | None,
+    rows: Callable[..., Iterable[Row]],
+    *arguments: Any,
+    backend: str = "cpu:gloo,cuda:nccl",
+    timeout_s: float = 600.0,
+    limit_s: float = float("inf"),
+    per_gpu: int | None = None,
+    mps: bool = True,
+    cpu: bool = False,
+) -> None:
     """Runs ``rows(*arguments, rank, ranks)`` in a process for each rank, and prints and keeps the rows of rank 0.
 
-    Ranks share GPUs where there are fewer of them; 0 stands for a rank on each. Exits with 1 if a rank counted wrong words.
+    Ranks share GPUs where there are fewer of them, or where ``per_gpu`` says so, in time slices without ``mps``; 0 stands for a rank on
+    each. ``cpu``: to try a script. ``timeout_s``: of the process group. Exits with 1 if a rank counted wrong words or failed, and with 3
+    where ranks are not done within ``limit_s``; they are killed then.
     """
-    ranks = ranks or torch.cuda.device_count()
-    node = share_gpus(ranks, torch.cuda.device_count())
-    if node is None:
+    ranks, end = ranks or torch.cuda.device_count(), time.monotonic() + limit_s
+    node = None if cpu else share_gpus(ranks, torch.cuda.device_count(), per_gpu, None if mps else "time_slices")
+    if node is None and not cpu:
         raise SystemExit("there is no GPU here, expected at least one")
-    with tempfile.TemporaryDirectory() as folder, node.daemon() as daemon:
-        environments = [node.rank_environment(rank, daemon) for rank in range(ranks)]
-        mp.spawn(_run_rank, args=(ranks, environments, f"{folder}/store", out, rows, arguments), nprocs=ranks)
+    with tempfile.TemporaryDirectory() as folder, node.daemon() if node else contextlib.nullcontext() as daemon:
+        places = [(node.rank_environment(rank, daemon), node.device_index(rank)) if node else ({}, None) for rank in range(ranks)]
+        store = f"file://{folder}/store", timedelta(seconds=timeout_s)
+        context = mp.spawn(_run_rank, args=(ranks, places, backend, store, out, rows, arguments), nprocs=ranks, join=False)
+        stuck, codes, texts = end_ranks(context, end, at_failure=True)
+    if stuck or codes:
+        print(f"FAIL ranks that were killed: {stuck}; exit codes: {codes}", *texts, sep="\n", flush=True)
+        raise SystemExit(3 if time.monotonic() > end else 1)
 
 
 def _run_rank(
     rank: int,
     ranks: int,
-    environments: list[dict[str, str]],
-    store: str,
+    places: list[tuple[dict[str, str], int | None]],
+    backend: str,
+    store: tuple[str, timedelta],
     out: Path | None,
     rows: Callable[..., Iterable[Row]],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ |= environments[rank]
-    torch.cuda.set_device(rank * torch.cuda.device_count() // ranks)
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    environment, gpu = places[rank]
+    os.environ |= environment
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(backend, init_method=store[0], timeout=store[1], rank=rank, world_size=ranks)
     kept, wrong = Rows(out if rank == 0 else None, ranks=ranks), 0
     for row in rows(*arguments, rank, ranks):
         if "wrong" in row:

@@ -210,7 +210,7 @@ CASES = [
         _normalised,
         arguments=tuple,
         schema=tuple,
-        settings=(None, 1e-6, "none"),
+        settings=(None, 1e-6, 0.0, "none"),
         casts=False,
         takes=lambda result: result[0],
     ),

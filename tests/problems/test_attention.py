@@ -14,7 +14,7 @@ from peerlane.problems.contract.calibration import ratios_of
 from peerlane.problems.families.attention import Grid, score_pieces
 from peerlane.problems.p058_openclip_contrastive_loss import _from_moments, _subjects
 from peerlane.problems.p077_range_shuffled_async_attention import key_ranges
-from problem_cases import arguments
+from problem_cases import arguments, drawn, wide
 
 BF16, FP64 = torch.bfloat16, torch.float64
 
@@ -22,15 +22,6 @@ BF16, FP64 = torch.bfloat16, torch.float64
 def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[list[Expected]]:
     """Every rank's outputs."""
     return [expected_leaves(problems.get(case.problem).oracle(case, inputs, rank)) for rank in range(case.world_size)]
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(FP64)
-
-
-def small(number: int, label: str, world_size: int) -> tuple[Case, list[tuple[Any, ...]]]:
-    case = problems.get(number).case("small", label, world_size)
-    return case, arguments(case)
 
 
 # Problem, preset, world size, rank; egress and ingress in MB, GFLOP: as published to two or three digits; less for 57, by shared heads.
@@ -113,20 +104,20 @@ def test_scores_in_pieces_are_the_scores(score_bytes: int) -> None:
 
 @pytest.mark.parametrize("label", ["tile_bf16", "saturated_bf16", "shared_weights_bf16", "ragged_fp32"])
 def test_sharded_perceptron_is_a_perceptron(label: str) -> None:
-    case, inputs = small(15, label, 4)
+    case, inputs = drawn(15, label)
     x = torch.cat([wide(args[0]) for args in inputs], dim=1)
     for args, rows, [expected] in zip(inputs, x.chunk(4), oracles(case, inputs), strict=True):
         torch.testing.assert_close(expected.value, F.silu(rows @ wide(args[1])) @ wide(args[2]), rtol=1e-10, atol=1e-13)
 
 
 def test_a_nan_token_stays_with_the_rank_that_owns_it() -> None:
-    case, inputs = small(15, "special_bf16", 4)
+    case, inputs = drawn(15, "special_bf16")
     assert [bool(expected.value.isnan().any()) for [expected] in oracles(case, inputs)] == [True, False, False, True]
 
 
 def test_perceptron_error_model_is_what_random_roundings_do() -> None:
     """The magnitude is the standard deviation that errors of up to u in z and silu(z) cause."""
-    case, inputs = small(15, "tile_bf16", 2)
+    case, inputs = drawn(15, "tile_bf16", 2)
     [expected] = oracles(case, inputs)[0]
     x = torch.cat([wide(args[0]) for args in inputs], dim=1).chunk(2)[0]
     _, w1, w2 = (wide(tensor) for tensor in inputs[0])
@@ -154,7 +145,7 @@ def attention_layers(case: Case, x: torch.Tensor, weights: Sequence[tuple[torch.
     "label", ["causal_bf16", "scaled_full_bf16", "ring_alone_bf16", "heads_alone_bf16", "context_inner_bf16", "sink_bf16"]
 )
 def test_tensor_parallel_layer_is_a_layer_with_all_heads(label: str) -> None:
-    case, inputs = small(55, label, 4)
+    case, inputs = drawn(55, label)
     groups = problems.get(55).process_groups(case)
     tensor, context = groups.get("tensor", [range(4)]), groups.get("context", [range(4)])
     for ring in context:
@@ -170,13 +161,13 @@ def test_tensor_parallel_layer_is_a_layer_with_all_heads(label: str) -> None:
 
 
 def test_replicated_arguments_are_equal_and_others_are_not() -> None:
-    _, inputs = small(55, "causal_bf16", 4)  # ranks 0 and 1, 2 and 3 share the heads of one place
+    _, inputs = drawn(55, "causal_bf16")  # ranks 0 and 1, 2 and 3 share the heads of one place
     assert torch.equal(inputs[0][0], inputs[1][0]) and not torch.equal(inputs[0][0], inputs[2][0])
     assert torch.equal(inputs[0][1], inputs[2][1]) and not torch.equal(inputs[0][1], inputs[1][1])
 
 
 def test_cancelling_parts_are_larger_than_their_sum() -> None:
-    case, inputs = small(55, "cancelling_bf16", 2)
+    case, inputs = drawn(55, "cancelling_bf16", 2)
     [expected] = oracles(case, inputs)[0]
     assert expected.magnitude is not None
     relative = expected.value / expected.magnitude
@@ -187,7 +178,7 @@ def test_cancelling_parts_are_larger_than_their_sum() -> None:
     "label", ["causal_bf16", "scaled_full_fp32", "ring_alone_bf16", "chain_bf16", "stage_scale_bf16", "pipeline_inner_bf16"]
 )
 def test_pipeline_is_layers_one_after_the_other(label: str) -> None:
-    case, inputs = small(56, label, 4)
+    case, inputs = drawn(56, label)
     groups = problems.get(56).process_groups(case)
     pipelines, rings = groups.get("pipeline", [[rank] for rank in range(4)]), groups.get("context", [range(4)])
     answers = oracles(case, inputs)
@@ -202,9 +193,9 @@ def test_pipeline_is_layers_one_after_the_other(label: str) -> None:
 
 
 def test_later_stages_find_nothing_of_use_in_their_hidden_states() -> None:
-    _, inputs = small(56, "causal_bf16", 4)
+    _, inputs = drawn(56, "causal_bf16")
     assert [bool(args[0].isnan().all()) for args in inputs] == [False, False, True, True]
-    _, inputs = small(56, "sink_bf16", 4)
+    _, inputs = drawn(56, "sink_bf16")
     assert not torch.equal(inputs[0][0], inputs[2][0]) and not inputs[2][0].isnan().any()
 
 
@@ -219,7 +210,7 @@ def gradients_by_autograd(case: Case, inputs: Sequence[tuple[Any, ...]], ring: S
 @pytest.mark.parametrize("label", ["replicas_bf16", "replicas_full_fp32", "ring_alone_full_fp32", "replicas_inner_bf16", "late_dout_bf16"])
 def test_backward_is_the_gradient_averaged_over_replicas(label: str) -> None:
     """As exactly as the rounding of ``out`` allows: it enters every ds."""
-    case, inputs = small(57, label, 4)
+    case, inputs = drawn(57, label)
     groups = problems.get(57).process_groups(case)
     rings = groups.get("context", [range(4)])
     mean = [torch.stack(each).mean(0) for each in zip(*(gradients_by_autograd(case, inputs, ring) for ring in rings), strict=True)]
@@ -232,7 +223,7 @@ def test_backward_is_the_gradient_averaged_over_replicas(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["ring_alone_bf16", "ring_alone_full_fp32", "one_hot_bf16"])
 def test_given_forward_results_belong_to_the_whole_sequence(label: str) -> None:
-    case, inputs = small(57, label, 4)
+    case, inputs = drawn(57, label)
     q, k, v, out = (torch.cat([wide(args[i]) for args in inputs], dim=1) for i in (1, 2, 3, 4))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * case["depth"] ** -0.5
     if case["causal"]:
@@ -244,7 +235,7 @@ def test_given_forward_results_belong_to_the_whole_sequence(label: str) -> None:
 
 
 def test_a_nan_in_dout_reaches_its_row_and_all_keys_of_its_head() -> None:
-    case, inputs = small(57, "nan_dout_bf16", 2)
+    case, inputs = drawn(57, "nan_dout_bf16", 2)
     first, second = oracles(case, inputs)
     assert [int(dq.value.isnan().sum()) for dq in (first[0], second[0])] == [2 * 8, 0]
     for dk in (first[1], first[2], second[1], second[2]):
@@ -254,7 +245,7 @@ def test_a_nan_in_dout_reaches_its_row_and_all_keys_of_its_head() -> None:
 @pytest.mark.parametrize("label", ["fp32", "trained_fp32", "duplicate_fp32", "bf16"])
 def test_contrastive_loss_is_the_log_likelihood_of_all_pairs(label: str) -> None:
     """-log sigmoid(label z) over all images of a rank and all texts."""
-    case, inputs = small(58, label, 4)
+    case, inputs = drawn(58, label)
     texts = torch.cat([wide(args[1]) for args in inputs])
     for rank, [expected] in enumerate(oracles(case, inputs)):
         images, _, scale, bias, _ = inputs[rank]
@@ -266,7 +257,7 @@ def test_contrastive_loss_is_the_log_likelihood_of_all_pairs(label: str) -> None
 
 
 def test_large_logits_do_not_overflow() -> None:
-    case, inputs = small(58, "overflow_fp32", 2)
+    case, inputs = drawn(58, "overflow_fp32", 2)
     z = 250.0 * wide(inputs[0][0]) @ wide(inputs[1][1]).t() - 20.0
     assert z.max() > 100.0
     assert all(expected.value.isfinite() for [expected] in oracles(case, inputs))
@@ -335,7 +326,7 @@ def test_regular_samples_of_texts_are_not_fair() -> None:
 )
 def test_range_attention_agrees_with_torch(label: str) -> None:
     """The global sequences built token by token."""
-    case, inputs = small(77, label, 4)
+    case, inputs = drawn(77, label)
     count, clip = inputs[0][3], inputs[0][4] or 4 * inputs[0][0].shape[0] // inputs[0][3]
     rows = inputs[0][0].shape[0] // count
     keys = []
@@ -353,7 +344,7 @@ def test_range_attention_agrees_with_torch(label: str) -> None:
 
 
 def test_a_single_key_gives_its_value() -> None:
-    case, inputs = small(77, "odd_bf16", 2)
+    case, inputs = drawn(77, "odd_bf16", 2)
     assert key_ranges(case)[0] == (case["ranges"] * 5 - 2, case["ranges"] * 5 - 1)  # 5 keys per range
     rows, position = inputs[0][0].shape[0] // 4, 3  # the last range's key number 3 is rank 1's first
     value = wide(inputs[1][1][3 * rows + position - rows, :, 32:])
@@ -362,7 +353,7 @@ def test_a_single_key_gives_its_value() -> None:
 
 
 def test_padding_is_where_the_last_ranks_tokens_exceed_the_clip() -> None:
-    case, inputs = small(77, "nan_padding_bf16", 4)
+    case, inputs = drawn(77, "nan_padding_bf16")
     rows = inputs[0][0].shape[0] // 3
     assert [bool(args[1].isnan().any()) for args in inputs] == [False, False, False, True]
     assert inputs[3][1].view(3, rows, -1)[:, -1].isnan().all() and inputs[3][1].isnan().any(-1).any(-1).sum() == 3

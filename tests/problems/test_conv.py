@@ -13,7 +13,7 @@ from peerlane.problems.families.conv import convolve, from_zigzag, terms_bound, 
 from peerlane.problems.families.tiling import Tiling
 from peerlane.problems.p078_tile_parallel_vae_decode import tiling_of
 from peerlane.problems.p086_tp_muon_newton_schulz import COEFFICIENTS, iterate
-from problem_cases import arguments, oracles
+from problem_cases import arguments, drawn, oracles
 
 FP64 = torch.float64
 
@@ -97,8 +97,7 @@ def test_zigzag_shards_pair_the_first_chunk_with_the_last() -> None:
 
 @pytest.mark.parametrize("label", ["four_taps_bf16", "whole_chunk_fp32", "one_tap_bf16"])
 def test_causal_convolution_of_the_whole_sequence(label: str) -> None:
-    case = problems.get(71).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(71, label)
     weight = inputs[0][1].to(FP64)
     whole = from_zigzag([args[0] for args in inputs], -1).to(FP64)
     want = F.conv1d(F.pad(whole, (weight.shape[-1] - 1, 0)), weight, groups=whole.shape[1])
@@ -107,8 +106,7 @@ def test_causal_convolution_of_the_whole_sequence(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["shared_fp32", "short_bf16", "contiguous_odd_bf16", "slow_bf16"])
 def test_long_convolution_by_a_sum_over_taps(label: str) -> None:
-    case = problems.get(72).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(72, label)
     assemble = (lambda shards: from_zigzag(shards, -1)) if case["zigzag"] else (lambda shards: torch.cat(shards, -1))
     x1, z = (assemble(parts).to(FP64) for parts in ([args[0] for args in inputs], [args[1] * args[2] for args in inputs]))
     h, bias = inputs[0][3].to(FP64).repeat_interleave(case["group_dim"], 0), inputs[0][4].to(FP64)
@@ -120,8 +118,7 @@ def test_long_convolution_by_a_sum_over_taps(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["three_bf16", "five_no_bias_fp32", "thin_bf16", "stride_two_bf16"])
 def test_stripes_of_the_whole_image_s_convolution(label: str) -> None:
-    case = problems.get(87).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(87, label)
     weight, bias = (None if argument is None else argument.to(FP64) for argument in inputs[0][1:3])
     image = torch.cat([args[0] for args in inputs], 2).to(FP64)
     want = F.conv2d(image, weight, bias, stride=case.params.get("stride", 1), padding=case["padding"])
@@ -129,8 +126,7 @@ def test_stripes_of_the_whole_image_s_convolution(label: str) -> None:
 
 
 def test_a_stride_that_does_not_divide_the_stripe_starts_anew() -> None:
-    case = problems.get(87).case("small", "stride_two_odd_bf16", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(87, "stride_two_odd_bf16", 2)
     image = F.pad(torch.cat([args[0] for args in inputs], 2).to(FP64), (1, 1, 1, 1))
     for rank, expected in enumerate(oracles(case, inputs)):
         stripe = image[:, :, 5 * rank : 5 * rank + 7]
@@ -139,8 +135,7 @@ def test_a_stride_that_does_not_divide_the_stripe_starts_anew() -> None:
 
 @pytest.mark.parametrize("label", ["plain_bf16", "by_axis_fp32"])
 def test_partial_sums_are_a_convolution_over_all_channels(label: str) -> None:
-    case = problems.get(76).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(76, label)
     x, weight = (torch.cat([args[i] for args in inputs], 1).to(FP64) for i in (0, 1))
     bias = None if inputs[0][2] is None else inputs[0][2].to(FP64)
     want = F.conv3d(x, weight, bias, *inputs[0][3:6])
@@ -202,8 +197,7 @@ def test_video_pixel_by_pixel(label: str, world: int) -> None:
 
 @pytest.mark.parametrize("label", ["quintic_fp32", "polar_express_fp32", "rows_simple_fp32"])
 def test_newton_schulz_maps_singular_values_by_its_polynomials(label: str) -> None:
-    case = problems.get(86).case("small", label, 2)
-    inputs = arguments(case)
+    case, inputs = drawn(86, label, 2)
     dim = case["partition_dim"]
     x = torch.cat([args[0] for args in inputs], dim).to(FP64)
     u, sizes, v = torch.linalg.svd(x, full_matrices=False)

@@ -7,7 +7,7 @@ import torch
 
 from peerlane import problems
 from peerlane.problems.families.delta import Tokens, chunked_delta_rule, normalised, recurrence
-from problem_cases import arguments, oracles
+from problem_cases import arguments, drawn, oracles
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -82,8 +82,7 @@ def sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Ten
 
 @pytest.mark.parametrize("label", ["plain_fp32", "four_value_heads_fp32", "zeros_bf16", "extreme_fp32"])
 def test_gated_deltanet_by_its_definition(label: str) -> None:
-    case = problems.get(75).case("small", label, 2)
-    inputs = arguments(case)
+    case, inputs = drawn(75, label, 2)
     q, k, v, gate, beta = (torch.cat([args[i] for args in inputs], 1).to(FP64) for i in range(5))
     a_log, dt_bias = (torch.cat([args[i] for args in inputs]).to(FP64) for i in (5, 6))
     got = torch.cat([expected.value for expected in oracles(case, inputs)], 1)
@@ -96,8 +95,7 @@ def test_gated_deltanet_by_its_definition(label: str) -> None:
 
 @pytest.mark.parametrize(("label", "sequences"), [("plain_fp32", [[0, 1, 2, 3]]), ("summed_fp32", [[0, 2], [1, 3]])])
 def test_kimi_delta_attention_by_its_definition(label: str, sequences: list[list[int]]) -> None:
-    case = problems.get(74).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(74, label)
     total = torch.zeros(())
     for ranks in sequences:
         q, k, v, g, beta = (torch.cat([inputs[rank][i] for rank in ranks], 1)[0].to(FP64) for i in range(5))

@@ -14,7 +14,7 @@ from peerlane.problems.families.splat import project, project_covariances, rotat
 from peerlane.problems.p060_distributed_irfft2 import bin_weights
 from peerlane.problems.p063_layerwise_kalman_filter_step import block_sizes
 from peerlane.problems.p081_mask_gather_occlusion_suppression import object_counts
-from problem_cases import arguments, oracles
+from problem_cases import arguments, drawn, oracles
 
 FP64 = torch.float64
 
@@ -74,8 +74,7 @@ def fitted(field: torch.Tensor, axis: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("label", labels(59))
 def test_spectrum_is_the_sum_of_its_definition(label: str) -> None:
-    case = small(59, label)
-    inputs = arguments(case)
+    case, inputs = drawn(59, label)
     _, s, dim, norm, _ = inputs[0]
     field = torch.cat([args[0].to(FP64) for args in inputs], dim=dim[1])
     n0, n1 = (field.shape[axis] if length is None else length for length, axis in zip(s, dim, strict=True))
@@ -88,8 +87,7 @@ def test_spectrum_is_the_sum_of_its_definition(label: str) -> None:
 
 @pytest.mark.parametrize("label", labels(60))
 def test_inverse_is_the_sum_over_all_bins(label: str) -> None:
-    case = small(60, label)
-    inputs = arguments(case)
+    case, inputs = drawn(60, label)
     _, s, dim, norm, _ = inputs[0]
     half = torch.cat([args[0].to(torch.complex128) for args in inputs], dim=dim[0]).movedim(tuple(dim), (-2, -1))
     n0, n1 = s if s is not None else (half.shape[-2], 2 * half.shape[-1] - 2)
@@ -114,8 +112,7 @@ def test_delta_has_the_same_modulus_everywhere() -> None:
 
 @pytest.mark.parametrize("label", labels(80))
 def test_assignment_follows_its_definition_step_by_step(label: str) -> None:
-    case = small(80, label)
-    inputs = arguments(case)
+    case, inputs = drawn(80, label)
     logits = torch.cat([args[0].to(FP64) for args in inputs])
     samples, prototypes = sum(int(args[2]) for args in inputs), logits.shape[1]
     q = torch.exp(logits / case["temp"])
@@ -144,8 +141,7 @@ def literal_suppression(masks: torch.Tensor, times: list[int], threshold: float,
 
 @pytest.mark.parametrize("label", labels(81))
 def test_suppression_pair_by_pair(label: str) -> None:
-    case = small(81, label)
-    inputs = arguments(case)
+    case, inputs = drawn(81, label)
     masks, times = torch.cat([args[0].float() for args in inputs]), inputs[0][3].tolist()
     want = literal_suppression(masks, times, inputs[0][4], inputs[0][5])
     got_masks, _, got = rounded(oracles(case, inputs)[0])
@@ -169,8 +165,7 @@ def test_every_call_suppresses_some_objects_within_the_bound(world_size: int) ->
 
 @pytest.mark.parametrize("label", labels(63))
 def test_kalman_step_entry_by_entry(label: str) -> None:
-    case = small(63, label, 2)
-    inputs = arguments(case)
+    case, inputs = drawn(63, label, 2)
     total = sum(case["lambda"] + float(h.t() @ p @ h) for hs, _, _, ps, *_ in inputs for h, p in zip(hs, ps, strict=True))
     for rank, expected in enumerate(oracles(case, inputs)):
         (weights, blocks, next_lambda), updated = rounded(expected)
@@ -212,8 +207,7 @@ def test_quaternions_turn_as_hamilton_has_it() -> None:
 
 def test_covariance_is_that_of_the_linearised_projection() -> None:
     """J Sigma J^T with J from automatic differentiation of the whole way from the world to pixels; both implementations."""
-    case = small(61, "two_cameras", 2)
-    inputs = arguments(case)
+    _, inputs = drawn(61, "two_cameras", 2)
     means, quats, scales = (tensor.to(FP64) for tensor in inputs[0][:3])
     views, intrinsics = (tensor.to(FP64) for tensor in inputs[0][5:7])
     width, height, eps2d, near, far, _ = inputs[0][7:]
@@ -257,8 +251,7 @@ def test_what_cameras_see_depends_on_no_drawing() -> None:
 
 
 def test_public_numbers_count_from_the_destination() -> None:
-    case = small(61, "public_numbers")
-    inputs = arguments(case)
+    case, inputs = drawn(61, "public_numbers")
     first = [sum(len(args[0]) for args in inputs[:rank]) for rank in range(4)]
     ids: Expected
     for rank, (_, ids, *_) in enumerate(oracles(case, inputs)):
@@ -268,8 +261,7 @@ def test_public_numbers_count_from_the_destination() -> None:
 
 def test_gaussians_on_borders_are_not_seen() -> None:
     """Of every six, those inside and those that overlap the border by a quarter of a pixel."""
-    case = small(61, "edges", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(61, "edges", 2)
     third = sum(len(args[0]) for args in inputs) // 3
     for camera_ids, *_ in oracles(case, inputs):
         assert camera_ids.value.bincount().tolist() == [third] * case["cameras"]

@@ -11,13 +11,9 @@ from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems.contract import score
 from peerlane.problems.families.attention import attention
-from problem_cases import arguments, oracles
+from problem_cases import arguments, drawn, oracles, wide
 
 FP64 = torch.float64
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(FP64)
 
 
 @pytest.mark.parametrize("number", [13, 16])
@@ -92,8 +88,7 @@ def test_causal_attention_costs_add_up_over_the_ring() -> None:
 @pytest.mark.parametrize("number", [11, 12])
 @pytest.mark.parametrize("label", ["tile_bf16", "rank_scale_bf16"])
 def test_gathered_product_by_shards_is_the_whole_product(number: int, label: str) -> None:
-    case = problems.get(number).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(number, label)
     a = torch.cat([wide(args[0]) for args in inputs], dim=1)
     for (_, b), expected in zip(inputs, oracles(case, inputs), strict=True):
         torch.testing.assert_close(expected.value, a @ wide(b), rtol=1e-12, atol=0.0)
@@ -102,8 +97,7 @@ def test_gathered_product_by_shards_is_the_whole_product(number: int, label: str
 
 
 def test_partial_products_add_up_to_the_product_over_all_ranks() -> None:
-    case = problems.get(13).case("small", "unequal_k_bf16", 4)
-    inputs = arguments(case)
+    case, inputs = drawn(13, "unequal_k_bf16")
     assert [a.shape[1] for a, _ in inputs] == [3, 8, 1, 5]
     whole = torch.cat([wide(a) for a, _ in inputs], dim=1) @ torch.cat([wide(b) for _, b in inputs])
     partials = torch.stack([(wide(a) @ wide(b)).abs() for a, b in inputs]).sum(0)
@@ -116,16 +110,14 @@ def test_partial_products_add_up_to_the_product_over_all_ranks() -> None:
 
 
 def test_rows_of_the_scattered_product_are_those_of_the_whole() -> None:
-    case = problems.get(16).case("small", "row_scale_bf16", 4)
-    inputs = arguments(case)
+    case, inputs = drawn(16, "row_scale_bf16")
     whole = torch.stack([wide(a) @ wide(b) for a, b in inputs]).sum(0)
     scattered = torch.cat([expected.value for expected in oracles(case, inputs)])
     torch.testing.assert_close(scattered, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_column_blocks_use_the_a_of_their_own_rank() -> None:
-    case = problems.get(14).case("small", "ragged_bf16", 4)
-    inputs = arguments(case)
+    case, inputs = drawn(14, "ragged_bf16")
     whole = torch.cat([wide(a) @ wide(b) for a, b in inputs], dim=1)
     for expected in oracles(case, inputs):
         torch.testing.assert_close(expected.value, whole, rtol=1e-12, atol=1e-14)
@@ -140,8 +132,7 @@ def test_only_a_replicated_a_is_equal_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("label", ["ragged_bf16", "decades_fp32", "fp32_weight_bf16"])
 def test_sharded_rms_norm_is_rms_norm(label: str) -> None:
-    case = problems.get(18).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(18, label)
     hidden, weight = (torch.cat([wide(args[i]) for args in inputs], dim=-1) for i in (0, 1))
     whole = F.rms_norm(hidden, hidden.shape[-1:], weight, eps=case["eps"])
     answers = torch.cat([expected.value for expected in oracles(case, inputs)], dim=-1)
@@ -149,8 +140,7 @@ def test_sharded_rms_norm_is_rms_norm(label: str) -> None:
 
 
 def test_rms_norm_of_extreme_rows_follows_float32_squares() -> None:
-    case = problems.get(18).case("small", "extreme_fp32", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(18, "extreme_fp32", 2)
     for (hidden, weight, eps), expected in zip(inputs, oracles(case, inputs), strict=True):
         zero, tiny, huge, poisoned, *ordinary = expected.value
         assert not zero.any() and not huge.any()
@@ -172,8 +162,7 @@ def dense_attention(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tens
 )
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_attention_oracle_agrees_with_torch(label: str, world_size: int) -> None:
-    case = problems.get(54).case("small", label, world_size)
-    inputs = arguments(case)
+    case, inputs = drawn(54, label, world_size)
     answers = torch.cat([expected.value for expected in oracles(case, inputs)], dim=1)
     torch.testing.assert_close(answers, dense_attention(case, inputs), rtol=1e-10, atol=1e-12)
 
@@ -201,8 +190,7 @@ def test_attention_in_chunks_is_attention_at_once(causal: bool) -> None:
 
 
 def test_spike_draws_all_of_one_head_to_the_farthest_rank() -> None:
-    case = problems.get(54).case("small", "spike_last_bf16", 4)
-    inputs = arguments(case)
+    _, inputs = drawn(54, "spike_last_bf16")
     scores = torch.einsum("bqd,bkd->bqk", *(torch.cat([wide(args[i]) for args in inputs], dim=1)[:, :, 0] for i in (0, 1))) / 4
     best, key = scores.max(-1)
     assert ((best > 70) & (best < 90)).all()

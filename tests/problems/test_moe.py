@@ -12,7 +12,7 @@ from peerlane import problems
 from peerlane.problems import Case
 from peerlane.problems.families import moe, moe_layer
 from peerlane.problems.p026_moe_token_preprocess import lists_accepted, metadata
-from problem_cases import arguments, drawing
+from problem_cases import arguments, drawing, drawn
 
 FP64 = torch.float64
 LAYERS = (31, 32, 49, 50, 51)
@@ -236,8 +236,7 @@ def routed_alone(tokens: torch.Tensor, args: Sequence[Any], owner: Any) -> torch
     ],
 )
 def test_layer_oracle_is_a_loop_over_tokens_and_experts(number: int, label: str, rank: int, owners: list[int]) -> None:
-    case = problems.get(number).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(number, label)
     experts = inputs[rank][-3]
     tokens = inputs[rank][0].reshape(-1, inputs[rank][0].shape[-1])[:10]
     want = routed_alone(tokens, inputs[rank], lambda e: inputs[owners[e * len(owners) // experts]])
@@ -246,8 +245,7 @@ def test_layer_oracle_is_a_loop_over_tokens_and_experts(number: int, label: str,
 
 
 def test_layer_with_zero_factors_is_the_layer_without() -> None:
-    case = problems.get(32).case("small", "zero_factors_bf16", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(32, "zero_factors_bf16", 2)
     bare = [(*args[:6], *args[-3:]) for args in inputs]
     for rank in range(2):
         assert torch.equal(problems.get(32).oracle(case, inputs, rank).value, problems.get(31).oracle(case, bare, rank).value)

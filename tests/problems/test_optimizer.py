@@ -16,7 +16,7 @@ from peerlane.problems.families.clipping import draw_gradients, draw_split, shar
 from peerlane.problems.families.optimizer import Adam, Output, Training, rank_gradients, step_expected
 from peerlane.problems.families.training_step import StepModel, parameter_count, shapes_of
 from peerlane.problems.p021_clip_grad_norm_no_ep import entries
-from problem_cases import arguments
+from problem_cases import arguments, drawn, wide
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -24,10 +24,6 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 def values(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> dict[str, torch.Tensor]:
     """The oracle's answers by name, in float64."""
     return {leaf.name: leaf.value.to(FP64) for leaf in expected_leaves(problems.get(case.problem).oracle(case, inputs, rank))}
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(FP64)
 
 
 # Problem, preset, index of the case; egress in MB and GFLOP: for rank 0 of 8 ranks, as published to two or three digits.
@@ -90,8 +86,7 @@ def test_shards_of_ceiled_length_leave_the_last_ranks_less() -> None:
 
 @pytest.mark.parametrize("label", ["ragged_fp32", "mixed", "rank_scale_bf16"])
 def test_layer_norm_gradients_are_autograds(label: str) -> None:
-    case = problems.get(9).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(9, label)
     normalised, upstream = (torch.cat([wide(args[i]) for args in inputs]) for i in (0, 1))
     gain, bias = (torch.ones(case["hidden"], dtype=FP64, requires_grad=True) for _ in range(2))
     (normalised * gain + bias).backward(upstream)
@@ -112,8 +107,7 @@ def flat(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 @pytest.mark.parametrize("label", ["ragged", "below", "norm_1", "norm_3", "no_group", "strided_group", "just_above", "just_below", "tiny"])
 def test_clipping_is_that_of_one_long_vector(label: str) -> None:
-    case = problems.get(21).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(21, label)
     members = {"no_group": [2], "strided_group": [0, 2]}.get(label, range(4))
     norm = torch.linalg.vector_norm(torch.cat([flat(inputs[q][0]) for q in members]), case.params.get("norm_type", 2.0))
     got = values(case, inputs, 2)
@@ -191,8 +185,7 @@ def test_expert_groups_are_blocks_and_strides() -> None:
     ("label", "divisor"), [("grid", 2), ("below", 2), ("all_ranks", 4), ("norm_1", 2), ("divisor_3", 3), ("no_non_ep", 2)]
 )
 def test_expert_clipping_is_that_of_one_long_vector(label: str, divisor: int) -> None:
-    case = problems.get(22).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(22, label)
     assert inputs[0][4] == divisor
     non_ep, ep = ([wide(g).reshape(-1) for args in inputs for g in args[i] if g is not None] for i in (0, 1))
     norm = torch.linalg.vector_norm(torch.cat([*non_ep, *(g / divisor for g in ep)]), case.params.get("norm_type", 2.0))
@@ -206,8 +199,7 @@ def test_expert_clipping_is_that_of_one_long_vector(label: str, divisor: int) ->
 
 
 def test_skipped_stages_reduce_over_what_is_left() -> None:
-    case = problems.get(22).case("small", "ep_fsdp_only", 4)
-    inputs = arguments(case)
+    case, inputs = drawn(22, "ep_fsdp_only")
     squares = [[float(flat(args[i]).square().sum()) for args in inputs] for i in (0, 1)]
     for rank, sharers in ((0, (0, 2)), (1, (1, 3))):
         norm = math.sqrt(sum(squares[0]) + sum(squares[1][q] for q in sharers) / 4)
@@ -236,8 +228,7 @@ def step_by_torch(case: Case, batches: Sequence[tuple[torch.Tensor, ...]], state
 
 @pytest.mark.parametrize("label", ["fp32", "unequal_batches_fp32", "late_step_fp32", "dead_units_fp32", "zero_loss_fp32", "large_eps_fp32"])
 def test_data_parallel_step_is_torchs(label: str) -> None:
-    case = problems.get(40).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(40, label)
     state = [torch.cat([part.reshape(-1) for part in inputs[0][first : first + 4]]) for first in (2, 6, 10)]
     want = step_by_torch(case, [args[:2] for args in inputs], state)
     got = values(case, inputs, 3)
@@ -248,8 +239,7 @@ def test_data_parallel_step_is_torchs(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["fp32", "others_nan_bf16", "unlike_shards_fp32"])
 def test_sharded_step_is_torchs(label: str) -> None:
-    case = problems.get(42).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(42, label)
     state = [torch.cat([part.reshape(-1) for part in inputs[0][2:6]]), *(torch.cat([args[i] for args in inputs]) for i in (6, 7))]
     want = step_by_torch(case, [args[:2] for args in inputs], state)
     tight = {"rtol": 1e-6, "atol": 1e-12} if case.dtype == BF16 else {"rtol": 1e-10, "atol": 1e-16}
@@ -264,8 +254,7 @@ def test_sharded_step_is_torchs(label: str) -> None:
 
 @pytest.mark.parametrize("label", ["fp32", "first_step_fp32", "no_decay_fp32"])
 def test_fsdp_step_is_torchs(label: str) -> None:
-    case = problems.get(47).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(47, label)
     state = [torch.cat([args[i] for args in inputs]) for i in (2, 4, 5)]
     want = step_by_torch(case, [args[:2] for args in inputs], state)
     answers = [values(case, inputs, rank) for rank in range(4)]
@@ -312,22 +301,19 @@ def test_a_hidden_unit_near_zero_may_be_on_or_off() -> None:
 
 
 def test_overflowing_squares_leave_the_parameters() -> None:
-    case = problems.get(43).case("small", "huge_bf16", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(43, "huge_bf16", 2)
     got = values(case, inputs, 0)["parameters"]
     for rank, args in enumerate(inputs):
         first = rank * args[1].numel()
         torch.testing.assert_close(got[first : first + 4], wide(args[1][:4]), rtol=0, atol=0)
-    case = problems.get(43).case("small", "still_fp32", 2)
-    inputs = arguments(case)
+    case, inputs = drawn(43, "still_fp32", 2)
     moved = values(case, inputs, 0)["parameters"] != torch.cat([wide(args[1]) for args in inputs])
     assert moved[:4].tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("label", ["grid_bf16", "tall_grid_fp32", "unequal_rows_bf16", "saturated_bf16"])
 def test_mlp_on_a_grid_is_the_whole_mlp(label: str) -> None:
-    case = problems.get(48).case("small", label, 8)
-    inputs = arguments(case)
+    case, inputs = drawn(48, label, 8)
     n_tp, n_fsdp = inputs[0][4:]
     assert n_tp * n_fsdp == 8
     grid = [[inputs[f * n_tp + t] for t in range(n_tp)] for f in range(n_fsdp)]
@@ -340,8 +326,7 @@ def test_mlp_on_a_grid_is_the_whole_mlp(label: str) -> None:
 
 
 def test_cancelling_slices_cancel() -> None:
-    case = problems.get(48).case("small", "cancelling_bf16", 4)
-    inputs = arguments(case)
+    case, inputs = drawn(48, "cancelling_bf16")
     whole = values(case, inputs, 0)["y"]
     x, (w1, w2, w3) = wide(inputs[0][0]), (torch.cat([wide(inputs[q][i]) for q in (0, 2)], dim=1 if i == 3 else 0) for i in (1, 2, 3))
     assert float(whole.norm()) < 0.9 * float(((F.silu(x @ w1) * (x @ w2)) @ w3).norm())

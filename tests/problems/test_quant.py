@@ -13,7 +13,7 @@ from peerlane import problems
 from peerlane.problems.contract import Case, Expected, Tolerance, compare_exact, exactly, rounded, score
 from peerlane.problems.families import quant
 from peerlane.problems.families.interval import Interval, comparison
-from problem_cases import arguments
+from problem_cases import arguments, drawn
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -303,8 +303,7 @@ def test_history_and_current_amax_decide_the_scale_by_turns(world_size: int) -> 
 
 @pytest.mark.parametrize("label", ["nan_bf16", "inf_fp32"])
 def test_one_poisoned_element_poisons_its_rank_alone(label: str) -> None:
-    case = problems.get(53).case("small", label, 4)
-    inputs = arguments(case)
+    case, inputs = drawn(53, label)
     full, history = problems.get(53).oracle(case, inputs, 3)
     blocks = full.value.view(4, -1)
     assert blocks[3].isnan().all() and blocks[:3].isfinite().all()

@@ -14,7 +14,7 @@ from peerlane.problems import Case, Draw
 from peerlane.problems import p010_embedding_lookup as embedding
 from peerlane.problems.p036_ulysses_gather_seq_scatter_heads import PROBLEM as GATHER_SEQUENCE
 from peerlane.problems.p037_ulysses_gather_heads_scatter_seq import PROBLEM as GATHER_HEADS
-from problem_cases import arguments
+from problem_cases import arguments, drawn
 
 FP64 = torch.float64
 
@@ -218,8 +218,7 @@ def test_costs_of_lookups_are_means_of_different_rows(label: str) -> None:
 
 
 def test_rotation_is_a_complex_product() -> None:
-    case = small(17, "grouped_fp32")
-    inputs = arguments(case)
+    case, inputs = drawn(17, "grouped_fp32")
     for index, expected in enumerate(problems.get(17).oracle(case, inputs, 1)):
         x = torch.cat([args[index] for args in inputs], dim=1).to(FP64)
         cos, sin = (torch.cat([args[i] for args in inputs], dim=1).to(FP64).unsqueeze(2)[..., :3] for i in (2, 3))
@@ -240,8 +239,7 @@ def test_positions_continue_from_rank_to_rank() -> None:
 
 @pytest.mark.parametrize("label", ["ragged_bf16", "large_eps_bf16", "fp32_gain_bf16", "decades_fp32", "cancelling_fp32"])
 def test_scattered_norm_is_rms_norm_of_the_mean(label: str) -> None:
-    case = small(45, label)
-    inputs = arguments(case)
+    case, inputs = drawn(45, label)
     mean = torch.stack([args[0].to(FP64) for args in inputs]).mean(0).view(-1, case["hidden"])
     whole = F.rms_norm(mean, mean.shape[-1:], inputs[0][1].to(FP64), eps=case["eps"])
     torch.testing.assert_close(torch.cat(values(case, inputs)), whole, rtol=1e-10, atol=1e-12)
@@ -259,8 +257,7 @@ def test_norm_of_special_rows() -> None:
 
 @pytest.mark.parametrize("label", ["tokens_bf16", "odd_depth_bf16", "large_bias_bf16", "masked_bf16"])
 def test_gathered_logits_are_one_linear_layer(label: str) -> None:
-    case = small(46, label)
-    inputs = arguments(case)
+    case, inputs = drawn(46, label)
     assert all(torch.equal(args[0], inputs[0][0]) for args in inputs)
     weight, bias = (torch.cat([args[i].to(FP64) for args in inputs]) for i in (1, 2))
     whole = F.linear(inputs[0][0].to(FP64), weight, bias)
@@ -280,14 +277,12 @@ def attention_block(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tens
 
 @pytest.mark.parametrize("label", ["full_bf16", "causal_bf16", "one_token_bf16", "one_head_causal_bf16", "large_scores_fp32"])
 def test_ulysses_attention_is_attention(label: str) -> None:
-    case = small(39, label)
-    inputs = arguments(case)
+    case, inputs = drawn(39, label)
     torch.testing.assert_close(torch.cat(values(case, inputs), dim=1), attention_block(case, inputs), rtol=1e-9, atol=1e-11)
 
 
 def test_ulysses_attention_stays_within_the_group() -> None:
-    case = small(39, "strided_group_bf16")
-    inputs = arguments(case)
+    case, inputs = drawn(39, "strided_group_bf16")
     answers = values(case, inputs)
     for members in ((0, 2), (1, 3)):
         whole = attention_block(case, [inputs[rank] for rank in members])
@@ -296,8 +291,7 @@ def test_ulysses_attention_stays_within_the_group() -> None:
 
 @pytest.mark.parametrize("label", ["public_full_bf16", "public_causal_fp32"])
 def test_public_semantics_attend_over_heads_token_by_token(label: str) -> None:
-    case = small(39, label)
-    inputs = arguments(case)
+    case, inputs = drawn(39, label)
     for rank, answer in enumerate(values(case, inputs)):
         hidden, w_qkv, w_o, _, heads, causal = inputs[rank]
         q, k, v = (part.unflatten(-1, (heads, -1)) for part in F.linear(hidden.to(FP64), w_qkv.to(FP64)).chunk(3, dim=-1))
@@ -312,8 +306,7 @@ def test_public_semantics_attend_over_heads_token_by_token(label: str) -> None:
 
 
 def test_one_head_a_rank_makes_the_variant_pkb_a_projection() -> None:
-    case = small(39, "public_one_head_bf16")
-    inputs = arguments(case)
+    case, inputs = drawn(39, "public_one_head_bf16")
     for (hidden, w_qkv, w_o, *_), answer in zip(inputs, values(case, inputs), strict=True):
         v = F.linear(hidden.to(FP64), w_qkv.to(FP64)).chunk(3, dim=-1)[2]
         torch.testing.assert_close(answer, F.linear(v, w_o.to(FP64)), rtol=1e-10, atol=1e-12)

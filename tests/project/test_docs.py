@@ -7,14 +7,13 @@ import re
 import subprocess
 import sys
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from command_line import Peerlane
 from help_examples import COMMANDS
-from peerlane import cli
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.hardware.profiles import PROFILES
 from peerlane.results.verdict import Verdict
@@ -96,15 +95,13 @@ def test_every_profile_is_named() -> None:
     assert all(profile.name in text("docs/hardware.md") for profile in PROFILES)
 
 
-def test_first_candidate_is_short_and_correct(tmp_path: Path) -> None:
+def test_first_candidate_is_short_and_correct(tmp_path: Path, peerlane: Peerlane) -> None:
     source = code_block("README.md", "first-candidate")
     assert len(source.splitlines()) <= 20
     file = tmp_path / "1_allreduce_pytorch.py"
     file.write_text(source)
     arguments = ["eval", str(file), "--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
-    done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == ExitCode.OK, done.output
-    (result,) = json.loads(done.stdout)["results"]
+    (result,) = json.loads(peerlane(*arguments).out)["results"]
     assert result["verdict"] == {"kind": "correct"} and result["problem"]["id"] == 1
 
 
@@ -145,9 +142,9 @@ ABSENT = [
 
 
 @pytest.mark.parametrize("refused", ABSENT)
-def test_what_pages_call_absent_is_absent(refused: str, peerlane: Callable[..., int]) -> None:
+def test_what_pages_call_absent_is_absent(refused: str, peerlane: Peerlane) -> None:
     if refused.startswith("peerlane "):
-        assert peerlane(*refused.split()[1:]) == ExitCode.USAGE
+        peerlane(*refused.split()[1:], code=ExitCode.USAGE)
         return
     path, _, parameter = refused.rstrip(")").partition("(")
     module, _, name = path.rpartition(".")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import Peerlane
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.generate.run_folder import RunFolder
@@ -20,7 +21,6 @@ from peerlane.results.verdict import Correct
 from sample_results import ENVIRONMENT, hung, measured, on_cpu, result, text_of, wrong
 from sample_runs import make_run
 
-Peerlane = Callable[..., int]
 ALL_REDUCE = """\
 import torch
 import torch.distributed as dist
@@ -143,28 +143,24 @@ def test_the_page_ranks_verified_and_unverified_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_verify_judges_anew(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_judges_anew(tmp_path: Path, peerlane: Peerlane) -> None:
     """A run with a wrong candidate is verified; the same run with a forged result is not."""
     file = tmp_path / "run" / "004" / "0" / "candidate.py"
     file.parent.mkdir(parents=True)
     file.write_text("def solution(tensor, dst=0):\n    return tensor\n")
     judge = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--mode", "eager"]
-    assert peerlane("eval", tmp_path / "run", "--model", "me", "--track", "open", *judge) == ExitCode.NOT_CORRECT
+    peerlane("eval", tmp_path / "run", "--model", "me", "--track", "open", *judge, code=ExitCode.NOT_CORRECT)
     good, bad = tmp_path / "good.zip", tmp_path / "bad.zip"
-    assert peerlane("bundle", tmp_path / "run", "--out", good) == ExitCode.OK
-    assert "1 candidate and 1 result of me" in capsys.readouterr().out
-    assert peerlane("verify", good, "--device", "cpu") == ExitCode.OK
-    assert "me: verified: of 1 results 1 confirmed" in capsys.readouterr().out
+    assert "1 candidate and 1 result of me" in peerlane("bundle", tmp_path / "run", "--out", good).out
+    assert "me: verified: of 1 results 1 confirmed" in peerlane("verify", good, "--device", "cpu").out
     (honest,) = read_results(tmp_path / "run")
     claimed = {"verdict": Correct(), "correctness": on_cpu().correctness, "speed": on_cpu().speed[:1]}
     (tmp_path / "run" / "results.jsonl").write_text(text_of(honest.model_copy(update=claimed)))
-    assert peerlane("bundle", tmp_path / "run", "--out", bad) == ExitCode.OK
-    capsys.readouterr()
-    assert peerlane("verify", bad, "--device", "cpu") == ExitCode.CHECK_FAILED
-    said = capsys.readouterr().out
+    peerlane("bundle", tmp_path / "run", "--out", bad)
+    said = peerlane("verify", bad, "--device", "cpu", code=ExitCode.CHECK_FAILED).out
     assert "me: differs: of 1 results 1 different" in said and "claimed correct, found wrong_" in said
     assert Verification.model_validate_json(verification_file(bad).read_text()).standing == "differs"
-    assert peerlane("page", good, bad, "--out", tmp_path / "page.html") == ExitCode.OK
+    peerlane("page", good, bad, "--out", tmp_path / "page.html")
     assert "Leaderboard: not verified" in (tmp_path / "page.html").read_text()
 
 
@@ -178,4 +174,5 @@ def test_claims_may_be_verified_on_emulated_ranks(tmp_path: Path, peerlane: Peer
     monkeypatch.setattr("peerlane.cli.bundle._judge", judge)
     make_run(tmp_path / "run", "m", [1])
     write_bundle(tmp_path / "run", tmp_path / "m.zip")
-    assert peerlane("verify", tmp_path / "m.zip", "--device", "emulated") == ExitCode.USAGE and devices == ["emulated"]
+    peerlane("verify", tmp_path / "m.zip", "--device", "emulated", code=ExitCode.USAGE)
+    assert devices == ["emulated"]

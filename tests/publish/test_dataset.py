@@ -2,13 +2,13 @@
 
 import ast
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from command_line import Peerlane
 from peerlane import problems
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.publish.dataset import FIELDS, to_yaml
@@ -71,34 +71,31 @@ def test_the_benchmark_names_its_split_and_has_tasks_for_harbor(exported: Path) 
     assert "gpus = 8" in (exported / "tasks" / "p013" / "task.toml").read_text()
 
 
-def test_a_folder_that_holds_something_is_left_alone(
-    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, peerlane: Peerlane) -> None:
     (tmp_path / "mine.txt").write_text("mine")
-    assert peerlane("export", "hf", str(tmp_path), "--problem", "1") == ExitCode.USAGE
-    assert "not empty" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    said = peerlane("export", "hf", str(tmp_path), "--problem", "1", code=ExitCode.USAGE)
+    assert "not empty" in said.err and [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_scores_of_a_run_count_all_problems(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_of_a_run_count_all_problems(tmp_path: Path, peerlane: Peerlane) -> None:
     make_run(tmp_path / "run", "model-a", [1, 2, 3, 4, 5, 6], good=1.0, track="custom")
     out = tmp_path / "model" / ".eval_results" / "peerlane.yaml"
     arguments = ["export", "results", str(tmp_path / "run"), "--dataset", "owner/peerlane", "--out", str(out)]
-    assert peerlane(*arguments, "--source", "https://example.org/run") == ExitCode.OK
+    peerlane(*arguments, "--source", "https://example.org/run")
     correct, faster = yaml.safe_load(out.read_text())
     assert correct["dataset"] == {"id": "owner/peerlane", "task_id": "correct"} and faster["dataset"]["task_id"] == "fast_1"
     solved = round(correct["value"] * len(problems.suite()) / 100)
     assert 3 <= solved <= 6 and correct["value"] == round(100 * solved / len(problems.suite()), 2) and faster["value"] <= correct["value"]
     assert correct["source"] == {"url": "https://example.org/run"} and "6 of 87 problems tried" in correct["notes"]
     assert isinstance(correct["date"], str)
-    assert peerlane(*arguments[:-1], str(out / "below.yaml")) == ExitCode.USAGE
-    assert "peerlane.yaml/below.yaml: " in capsys.readouterr().err
+    assert "peerlane.yaml/below.yaml: " in peerlane(*arguments[:-1], str(out / "below.yaml"), code=ExitCode.USAGE).err
 
 
-def test_scores_of_an_unjudged_run_are_refused(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_scores_of_an_unjudged_run_are_refused(tmp_path: Path, peerlane: Peerlane) -> None:
     make_run(tmp_path / "run", "model-a", [1, 2, 3], good=1.0)
     (tmp_path / "run" / "results.jsonl").write_text("")
-    assert peerlane("export", "results", str(tmp_path / "run"), "--dataset", "o/p", "--out", str(tmp_path / "x.yaml")) == ExitCode.USAGE
-    assert "judged under 0 settings" in capsys.readouterr().err and not (tmp_path / "x.yaml").exists()
+    said = peerlane("export", "results", str(tmp_path / "run"), "--dataset", "o/p", "--out", str(tmp_path / "x.yaml"), code=ExitCode.USAGE)
+    assert "judged under 0 settings" in said.err and not (tmp_path / "x.yaml").exists()
 
 
 @pytest.mark.parametrize(

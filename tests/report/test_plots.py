@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
 
+from command_line import Peerlane
 from docs.build import sections
-from peerlane import cli, problems
+from peerlane import problems
 from peerlane.device.tools import mechanisms
 from peerlane.device.tools.mechanisms import Bandwidth, Latency, Mechanisms
 from peerlane.errors import MissingDependency, UsageError
@@ -156,14 +156,13 @@ def test_a_line_per_mechanism_at_its_best_block_count() -> None:
     ]
 
 
-def test_a_measurement_of_mechanisms_is_read_shown_and_drawn(tmp_path: Path) -> None:
+def test_a_measurement_of_mechanisms_is_read_shown_and_drawn(tmp_path: Path, peerlane: Peerlane) -> None:
     file = tmp_path / "mechanisms.json"
     file.write_text(json.dumps(MECHANISMS.to_json()))
     assert read_mechanisms(file) == MECHANISMS
-    shown = CliRunner().invoke(cli.app, ["bench", "mechanisms", "--from", str(file)])
-    assert shown.exit_code == 0 and "| sm store | 60 | 360 |" in shown.stdout
-    drawn = CliRunner().invoke(cli.app, ["bench", "mechanisms", "--from", str(file), "--plot", str(tmp_path / "m.svg")])
-    assert drawn.exit_code == 0 and {"10^9 bytes/s", "64 KiB", "sm store, 32 blocks"} <= set(texts(tmp_path / "m.svg"))
+    assert "| sm store | 60 | 360 |" in peerlane("bench", "mechanisms", "--from", str(file)).out
+    peerlane("bench", "mechanisms", "--from", str(file), "--plot", str(tmp_path / "m.svg"))
+    assert {"10^9 bytes/s", "64 KiB", "sm store, 32 blocks"} <= set(texts(tmp_path / "m.svg"))
 
     with pytest.raises(UsageError, match="there is no file"):
         read_mechanisms(tmp_path / "absent.json")
@@ -173,24 +172,23 @@ def test_a_measurement_of_mechanisms_is_read_shown_and_drawn(tmp_path: Path) -> 
             read_mechanisms(file)
 
 
-def test_bench_records_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_records_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=(0, 1)))
     monkeypatch.setattr(environment, "record", lambda _: ENVIRONMENT)
     monkeypatch.setattr(mechanisms, "measure_mechanisms", lambda: MECHANISMS.mechanisms)
     begin = datetime.now(UTC).replace(microsecond=0)
-    done = CliRunner().invoke(cli.app, ["bench", "mechanisms", "--out", str(tmp_path / "out"), "--plot", str(tmp_path / "m.svg")])
-    assert done.exit_code == 0 and "All 2 GPUs at once" in done.stdout
+    assert "All 2 GPUs at once" in peerlane("bench", "mechanisms", "--out", str(tmp_path / "out"), "--plot", str(tmp_path / "m.svg")).out
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mechanisms.json"]
     recorded = read_mechanisms(tmp_path / "out" / "mechanisms.json")
     assert recorded.mechanisms == MECHANISMS.mechanisms and recorded.environment == ENVIRONMENT and recorded.finished_at >= begin
     assert "GPU 0 and 1 peer" in texts(tmp_path / "m.svg")
 
 
-def test_results_of_a_sweep_are_drawn(tmp_path: Path) -> None:
+def test_results_of_a_sweep_are_drawn(tmp_path: Path, peerlane: Peerlane) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text(text_of(*SWEPT))
-    drawn = CliRunner().invoke(cli.app, ["plot", str(file), "--out", str(tmp_path / "s.svg")])
-    assert drawn.exit_code == 0 and drawn.stdout.startswith("written: ") and "1 allreduce, 2 ranks" in texts(tmp_path / "s.svg")
+    drawn = peerlane("plot", str(file), "--out", str(tmp_path / "s.svg"))
+    assert drawn.out.startswith("written: ") and "1 allreduce, 2 ranks" in texts(tmp_path / "s.svg")
 
 
 def test_principles_show_a_measurement_or_say_there_is_none(tmp_path: Path) -> None:

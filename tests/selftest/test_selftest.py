@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from command_line import Peerlane
 from docs.build.corpus import selftest_report
-from peerlane import cli
 from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
@@ -252,36 +251,32 @@ def test_outcomes_of_another_version_are_refused(tmp_path: Path) -> None:
         read_outcomes(tmp_path / "selftest.jsonl")
 
 
-def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     monkeypatch.setattr("peerlane.evaluate.selftest.table.corpus_home", lambda: root)
-    done = CliRunner().invoke(cli.app, ["selftest", "--json", "--out", str(root)])
-    assert done.exit_code == ExitCode.OK, done.output
-    printed = json.loads(done.stdout)
+    printed = json.loads(peerlane("selftest", "--json", "--out", str(root)).out)
     assert printed["totals"] == {"bad": 1, "bad_ok": 1, "good": 1, "good_ok": 1}
     assert printed["not_judged_here"] == ["1_c02_lazy_pytorch"] and printed["objections"] == []
 
     (root / "corpus.toml").write_text(TABLE.replace('cpu = ["wrong_result"]', 'cpu = ["hang"]'))
-    done = CliRunner().invoke(cli.app, ["selftest", "--rows", "C01", "--out", str(root)])
-    assert done.exit_code == ExitCode.NOT_CORRECT
-    assert "expected hang, got wrong_result" in done.stdout and "judged as expected: 0/1" in done.stdout
+    done = peerlane("selftest", "--rows", "C01", "--out", str(root), code=ExitCode.NOT_CORRECT)
+    assert "expected hang, got wrong_result" in done.out and "judged as expected: 0/1" in done.out
 
 
-def test_false_verdicts_on_honest_candidates_are_counted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_false_verdicts_on_honest_candidates_are_counted(root: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     """One that is not what its row says stands for an honest candidate that is accused."""
     monkeypatch.setattr("peerlane.evaluate.selftest.table.corpus_home", lambda: root)
     accused = TABLE.partition('[[candidate]]\nrow = "A01"')[2].replace("1_a01_honest", "2_a01_accused")
     (root / "corpus.toml").write_text(f'{TABLE}[[candidate]]\nrow = "A01"{accused}')
     (root / "corpus" / "2_a01_accused_pytorch.py").write_text(LAZY)
     arguments = ["selftest", "--honest", "--rows", "A01", "--load", "1", "--timeout", "500", "--world-size", "4", "--out", str(root)]
-    done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == ExitCode.NOT_CORRECT, done.output
-    assert "2_a01_accused_pytorch, W=4, cpu: wrong_type (false): " in done.stdout
-    assert [line for line in done.stdout.splitlines() if line][-1] == "false verdicts: 1"
+    done = peerlane(*arguments, code=ExitCode.NOT_CORRECT)
+    assert "2_a01_accused_pytorch, W=4, cpu: wrong_type (false): " in done.out
+    assert [line for line in done.out.splitlines() if line][-1] == "false verdicts: 1"
     assert {(item.file[:2], item.load, item.timeout) for item in read_outcomes(root / "selftest.jsonl")} == {("1_", 1, 500), ("2_", 1, 500)}
 
-    done = CliRunner().invoke(cli.app, [*arguments, "--json"])  # nothing is judged again
+    done = peerlane(*arguments, "--json", code=ExitCode.NOT_CORRECT)  # nothing is judged again
     totals = {"correct": 1, "not_run": 0, "overloaded": 0, "harness_error": 0, "false": 1}
-    assert done.exit_code == ExitCode.NOT_CORRECT and json.loads(done.stdout)["totals"] == totals
+    assert json.loads(done.out)["totals"] == totals
 
 
 def test_a_busy_or_missing_machine_accuses_nobody() -> None:
@@ -315,16 +310,15 @@ def test_busy_cores_are_left_alone_at_the_end() -> None:
         ["--rows", "X01"],
     ],
 )  # fmt: skip
-def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], peerlane: Peerlane) -> None:
     monkeypatch.setattr("peerlane.evaluate.selftest.table.corpus_home", lambda: root)
-    done = CliRunner().invoke(cli.app, ["selftest", *arguments])
-    assert isinstance(done.exception, UsageError)
+    peerlane("selftest", *arguments, code=ExitCode.USAGE)
 
 
-def test_without_a_gpu_the_advice_is_one_that_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_advice_is_one_that_can_be_taken(monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     monkeypatch.setattr("peerlane.cli.evaluation.gpu_count", lambda: 0)
-    done = CliRunner().invoke(cli.app, ["selftest", "--gpu"])
-    assert isinstance(done.exception, UsageError) and "leave out --gpu" in str(done.exception) and "--device" not in str(done.exception)
+    done = peerlane("selftest", "--gpu", code=ExitCode.USAGE)
+    assert "leave out --gpu" in done.err and "--device" not in done.err
 
 
 def test_the_committed_run_is_shown_candidate_by_candidate() -> None:

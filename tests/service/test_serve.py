@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import peerlane as pl
+from command_line import Peerlane
 from e2e.runs import MARK, marked_processes, wait_for
 from peerlane.errors import UsageError
 from peerlane.results.reader import read_results
@@ -136,11 +137,7 @@ def test_one_service_has_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_a_service_may_judge_on_emulated_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from peerlane import cli
-
+def test_a_service_may_judge_on_emulated_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Peerlane) -> None:
     found: list[ServiceSettings] = []
 
     def end_at_once(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gpus: list[str]) -> None:
@@ -148,7 +145,6 @@ def test_a_service_may_judge_on_emulated_ranks(tmp_path: Path, monkeypatch: pyte
         found.append(settings)
 
     monkeypatch.setattr("peerlane.service.server.serve", end_at_once)
-    done = CliRunner().invoke(cli.app, ["serve", "--device", "emulated", "--judges", "3", "--port", "0", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    peerlane("serve", "--device", "emulated", "--judges", "3", "--port", "0", "--out", str(tmp_path))
     assert (found[0].device, found[0].world_size) == ("emulated", 4)
     assert found[0].evaluator_options()["pool_settings"].judged_at_a_time == 3

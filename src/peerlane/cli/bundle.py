@@ -83,7 +83,6 @@ def verify(
 
 
 def _candidates(run: RunFolder, claims: Sequence[Result]) -> list[CandidateFile]:
-    """Returns the bundled file of every claim."""
     from peerlane.evaluate.candidates import candidate_file
 
     files = {}

@@ -39,11 +39,9 @@ class Cluster:
 
     @property
     def ranks_per_node(self) -> int:
-        """Returns the number of ranks on every node."""
         return self.world_size // self.nodes
 
     def node_of(self, rank: int) -> int:
-        """Returns the node of a rank."""
         return rank // self.ranks_per_node
 
     def local_rank(self, rank: int) -> int:

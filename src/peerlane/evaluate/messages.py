@@ -172,7 +172,6 @@ def read_request(message: Message) -> tuple[Declaration, dict[str, Any] | list[d
 
 
 def answer_message(declaration: Declaration, answer: Any) -> Message:
-    """Returns the message of an answer."""
     if isinstance(answer, PerRank):
         return {"ok": True, _RANKS: [declaration.write_answer(item) for item in answer]}
     message = declaration.write_answer(answer)

@@ -52,7 +52,6 @@ class Node:
 
     @property
     def place(self) -> Place:
-        """Returns the place of the ranks."""
         return self.node_class.place
 
     @property

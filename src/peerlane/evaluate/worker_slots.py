@@ -204,7 +204,6 @@ class SideBySide:
         return bool(self._ended)
 
     def begin(self, job: Job, slot: WorkerSlot, judge: Judge) -> None:
-        """Begins to judge a job."""
         limit = Limit(job.timeout)
 
         def run() -> None:

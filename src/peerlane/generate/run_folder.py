@@ -227,7 +227,6 @@ class RunFolder:
         return [key for key in wanted if not self.is_done(key)]
 
     def write_prompt(self, problem: int, text: str) -> None:
-        """Keeps the prompt of a problem."""
         _write(make_folder(self.path, f"{problem:03d}") / "prompt.md", text.encode())
 
     def write_sample(self, record: SampleRecord, reply: str, source: str | None) -> None:

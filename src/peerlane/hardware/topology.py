@@ -113,7 +113,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Topology:
         links={pair: link for pair, link in driver.links.items() if seen.issuperset(pair)},
         driver_version=driver.version,
         cpu_model=_cpu_model(),
-        cpu_cores=_cpu_cores(),
+        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         ram_bytes=_ram_bytes(),
         source=driver.source,
         reason=reason,
@@ -325,10 +325,6 @@ def _cpu_model() -> str:
     except OSError:
         match = None
     return match.group(1).strip() if match else platform.processor() or platform.machine()
-
-
-def _cpu_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ram_bytes() -> int | None:

@@ -55,14 +55,12 @@ __all__ = [
 def _scatter_columns(columns: torch.Tensor, width: int, group: str) -> torch.Tensor:
     """Returns this rank's columns of the sum."""
     parts = columns.reshape(columns.shape[0], _world_size(group), width).transpose(0, 1)
-    own: torch.Tensor = _reduce_scatter(parts.flatten(0, 1), group)
-    return own
+    return _reduce_scatter(parts.flatten(0, 1), group)
 
 
 def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
     """Returns every rank's columns side by side."""
-    shards: torch.Tensor = _all_gather(a, group).view(_world_size(group), *a.shape)
-    return shards.transpose(0, 1).flatten(1, 2)
+    return _all_gather(a, group).view(_world_size(group), *a.shape).transpose(0, 1).flatten(1, 2)
 
 
 @operator("all_gather_gemm")
@@ -70,11 +68,9 @@ def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
     same_call("all_gather_gemm", group, a, b)
     kit = fused("all_gather_gemm", group, a, b)
     if kit is None:
-        gathered: torch.Tensor = _gather_columns(a, group) @ b
-        return gathered
+        return _gather_columns(a, group) @ b
     multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, epilogue=plain(), n=b.shape[1])
-    product: torch.Tensor = multiply(gemm.aligned(a), b).contiguous()
-    return product
+    return multiply(gemm.aligned(a), b).contiguous()
 
 
 @operator("gemm_all_gather")
@@ -124,12 +120,7 @@ _gemm_all_gather.register_autograd(_column_gradients, setup_context=_remember_pr
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns ``cat(all ranks' a, dim=-1) @ b``: (..., k/W) and (k, n) give (..., n). bfloat16 and float16 run as one kernel."""
     name = _name(group)
-
-    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
-        product: torch.Tensor = _all_gather_gemm(a, b, name)
-        return product
-
-    return _product(call, "all_gather_gemm", (a, b), depth=_world_size(name))
+    return _product(lambda a, b, *_: _all_gather_gemm(a, b, name), "all_gather_gemm", (a, b), depth=_world_size(name))
 
 
 @takes_dtensors
@@ -137,9 +128,4 @@ def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: GroupLike = None, *
     """Returns all ranks' ``a @ b`` side by side. a (..., k), b (k, n); (..., W n). ``gradient``: as :func:`gemm_all_reduce`."""
     name = _name(group)
     multiply: Any = replicated.GemmAllGather.apply if _replicates(gradient) else _gemm_all_gather
-
-    def call(a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.Tensor:
-        whole: torch.Tensor = multiply(a, b, name)
-        return whole
-
-    return _product(call, "gemm_all_gather", (a, b))
+    return _product(lambda a, b, *_: multiply(a, b, name), "gemm_all_gather", (a, b))

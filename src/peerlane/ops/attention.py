@@ -112,26 +112,16 @@ _ring_backward.register_fake(lambda dout, q, k, v, out, logarithms, scale, causa
 _ulysses_backward.register_fake(lambda dout, q, k, v, scale, causal, group: _like(q, k, v))
 
 
-def _remember_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *(output if isinstance(output, tuple) else ()))
     ctx.settings = inputs[3:]
 
 
-def _remember_ulysses(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.settings = inputs[3:]
-
-
-def _ring_gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_ring_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None)
-
-
-def _ulysses_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*_ulysses_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None)
-
-
-_ring.register_autograd(_ring_gradients, setup_context=_remember_ring)
-_ulysses.register_autograd(_ulysses_gradients, setup_context=_remember_ulysses)
+for _forward, _backward in ((_ring, _ring_backward), (_ulysses, _ulysses_backward)):
+    _forward.register_autograd(
+        lambda ctx, grad, *_, backward=_backward: (*backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None),
+        setup_context=_remember,
+    )
 
 
 def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) -> None:
@@ -156,9 +146,7 @@ def ring_attention(
     order: (B, S, h, D_v). ``causal`` counts in the whole sequence."""
     name, (q, k, v) = group_name(group), cast(q, k, v)
     _require_heads("ring_attention", (q, k, v), world_size(name), one_shape=False)
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    out: torch.Tensor = _ring(q, k, v, factor, causal, name)[0]
-    return out
+    return _ring(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, causal, name)[0]
 
 
 @takes_dtensors
@@ -169,6 +157,4 @@ def ulysses_attention(
     one shape, and the ranks divide h."""
     name, (q, k, v) = group_name(group), cast(q, k, v)
     _require_heads("ulysses_attention", (q, k, v), world_size(name), one_shape=True)
-    factor = q.shape[3] ** -0.5 if scale is None else scale
-    out: torch.Tensor = _ulysses(q, k, v, factor, causal, name)
-    return out
+    return _ulysses(q, k, v, q.shape[3] ** -0.5 if scale is None else scale, causal, name)

@@ -3,6 +3,7 @@
 Each operator takes and gives contiguous tensors and works along axis 0. A result is a tensor of its own, which no later call writes.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, world_size
 from peerlane.ops.shapes import require_axis, require_dense, rows
 from peerlane.ops.sharding import takes_dtensors
-from peerlane.ops.transport import transport
+from peerlane.ops.transport import gathered, scattered, summed, transport
 
 Gradient = Literal["summed", "replicated"]
 """Whose loss gradients are of: the sum of all ranks' losses, or one loss that all ranks compute alike from a result that all have."""
@@ -37,28 +38,19 @@ def replicates(gradient: Gradient) -> bool:
 @operator("all_reduce")
 def _all_reduce(x: torch.Tensor, group: str, op: str = "sum", factor: float = 1.0) -> torch.Tensor:
     same_call(f"all_reduce {op}", group, x)
-    x, reduction = x.contiguous(), Reduction(op, factor)
-    total = torch.empty_like(x)
-    transport(x, group, reduction).all_reduce(x, total, reduction)
-    return total
+    return summed(x, group, Reduction(op, factor))
 
 
 @operator("all_gather")
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
     same_call("all_gather", group, x)
-    x = x.contiguous()
-    whole = x.new_empty((world_size(group) * x.shape[0], *x.shape[1:]))
-    transport(x, group).all_gather_into_tensor(whole, x)
-    return whole
+    return gathered(x, group)
 
 
 @operator("reduce_scatter")
 def _reduce_scatter(x: torch.Tensor, group: str, op: str = "sum", factor: float = 1.0) -> torch.Tensor:
     same_call(f"reduce_scatter {op}", group, x)
-    x, reduction = x.contiguous(), Reduction(op, factor)
-    part = x.new_empty((rows(x, world_size(group), "reduce_scatter"), *x.shape[1:]))
-    transport(x, group, reduction).reduce_scatter_tensor(part, x, reduction)
-    return part
+    return scattered(x, group, Reduction(op, factor), "reduce_scatter")
 
 
 @operator("all_to_all")
@@ -117,8 +109,7 @@ def _all_reduce_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, No
 
 
 def _reduce_scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-    whole: torch.Tensor = _all_gather(grad, ctx.group)
-    return replicated.scaled(whole, ctx.op, ctx.factor, ctx.group), None, None, None
+    return replicated.scaled(_all_gather(grad, ctx.group), ctx.op, ctx.factor, ctx.group), None, None, None
 
 
 _all_reduce.register_autograd(_all_reduce_gradient, setup_context=_remember_reduction)
@@ -144,9 +135,8 @@ def all_reduce(
         _require_out(out, x, tuple(x.shape))
         _all_reduce_out(out, None if out is x else x, name, op, factor)
         return out
-    call: Any = replicated.AllReduce.apply if replicates(gradient) else _all_reduce
-    total: torch.Tensor = call(x, name, op, factor)
-    return total
+    call: Callable[..., torch.Tensor] = replicated.AllReduce.apply if replicates(gradient) else _all_reduce
+    return call(x, name, op, factor)
 
 
 @takes_dtensors
@@ -164,11 +154,11 @@ def all_gather(
         if axis == 0:
             _all_gather_out(out, x, name)
             return out
-    call: Any = replicated.AllGather.apply if replicates(gradient) else _all_gather
-    gathered: torch.Tensor = call(x, name)
+    call: Callable[..., torch.Tensor] = replicated.AllGather.apply if replicates(gradient) else _all_gather
+    whole = call(x, name)
     if axis:
-        gathered = gathered.view(ranks, *x.shape).movedim(0, axis).flatten(axis, axis + 1)
-    return gathered if out is None else out.copy_(gathered)
+        whole = whole.view(ranks, *x.shape).movedim(0, axis).flatten(axis, axis + 1)
+    return whole if out is None else out.copy_(whole)
 
 
 @takes_dtensors
@@ -188,8 +178,7 @@ def reduce_scatter(
         _require_out(out, x, (x.shape[0] // ranks, *x.shape[1:]))
         _reduce_scatter_out(out, x, name, op, factor)
         return out
-    part: torch.Tensor = _reduce_scatter(x, name, op, factor)
-    return part
+    return _reduce_scatter(x, name, op, factor)
 
 
 @takes_dtensors
@@ -197,15 +186,13 @@ def all_to_all(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
     name = group_name(group)
     rows(x, world_size(name), "all_to_all")
-    received: torch.Tensor = _all_to_all(x, name)
-    return received
+    return _all_to_all(x, name)
 
 
 def replicate(x: torch.Tensor, group: GroupLike = None) -> torch.Tensor:
     """Returns ``x``, whose gradient is the sum of all ranks' gradients: put it before a column-parallel layer."""
-    call: Any = replicated.Replicate.apply
-    same: torch.Tensor = call(x, group_name(group))
-    return same
+    call: Callable[..., torch.Tensor] = replicated.Replicate.apply
+    return call(x, group_name(group))
 
 
 def _operation(reduce_op: ReduceOp) -> tuple[str, float]:

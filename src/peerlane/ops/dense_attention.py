@@ -6,17 +6,14 @@ Keys and values are gathered; scores are computed at once, in float32 at least. 
 import torch
 
 from peerlane.ops.groups import rank, world_size
-from peerlane.ops.transport import transport
+from peerlane.ops.transport import gathered, transport
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _gather_sequence(x: torch.Tensor, name: str) -> torch.Tensor:
     """Returns the shards (B, S, h, D) of all ranks as one tensor (B, h, W S, D)."""
-    rows = x.transpose(0, 1).contiguous()
-    whole = rows.new_empty((world_size(name) * rows.shape[0], *rows.shape[1:]))
-    transport(rows, name).all_gather_into_tensor(whole, rows)
-    return whole.permute(1, 2, 0, 3)
+    return gathered(x.transpose(0, 1), name).permute(1, 2, 0, 3)
 
 
 def _scatter_sequence(x: torch.Tensor, name: str) -> torch.Tensor:

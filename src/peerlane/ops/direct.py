@@ -1,14 +1,15 @@
 """Operators without PyTorch's dispatcher where nobody watches: it enters Python again for autograd, for views and for the device."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+Result = TypeVar("Result")
 
 
-class Direct:
+class Direct(Generic[Result]):
     """An operator of ``torch.library.custom_op`` that calls its function at once, in a third of the time, unless something needs to see it.
 
     That is a gradient, a compiler, a tracer, a profiler, a transform such as ``vmap``, a mode or a tensor of another class."""
@@ -18,10 +19,10 @@ class Direct:
         self.register_fake: Callable[[Callable[..., Any]], Callable[..., Any]] = operator.register_fake
         self.register_autograd: Callable[..., None] = operator.register_autograd
 
-    def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or _watched() or _seen(args, torch.is_grad_enabled()):
-            return self.operator(*args)
-        return self._function(*args)
+    def __call__(self, *args: Any) -> Result:
+        seen = torch.compiler.is_compiling() or _watched() or _seen(args, torch.is_grad_enabled())
+        result: Result = self.operator(*args) if seen else self._function(*args)
+        return result
 
 
 def _watched() -> bool:
@@ -41,7 +42,7 @@ def _seen(args: Sequence[Any], with_gradients: bool) -> bool:
     return False
 
 
-def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Direct]:
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Result]], Direct[Result]]:
     """Returns a decorator that makes a function the operator ``peerlane::NAME``, which changes none of its arguments. Without a ``schema``
     the function's annotations give it."""
     return lambda function: Direct(torch.library.custom_op(f"peerlane::{name}", function, mutates_args=(), schema=schema))

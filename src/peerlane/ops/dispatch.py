@@ -256,8 +256,7 @@ def dispatch(
             raise UsageError("dispatch got a handle and other routes: expected x and handle alone; the handle knows its sizes and group")
         _require_tokens("dispatch", x, handle.topk_idx)
         kept = handle.topk_idx.flatten(0, -2), handle.sources, handle.sizes, handle.group
-        again: torch.Tensor = _dispatch_again(x.flatten(0, -2), *kept)
-        return again, None, handle
+        return _dispatch_again(x.flatten(0, -2), *kept), None, handle
     if topk_idx is None or config is None:
         raise UsageError("dispatch got no topk_idx or no config: expected both, or the handle of another dispatch")
     rows_of, name = _routed("dispatch", x, topk_idx, topk_weights, config, group), group_name(group)

@@ -1,5 +1,6 @@
 """Gated experts of a mixture on their ranks, with gradients: the operator behind ``ops.gated_experts``."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +17,12 @@ from peerlane.ops.dispatch import DispatchConfig, _combine, _dispatch
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast
 from peerlane.ops.sharding import takes_dtensors
-from peerlane.ops.transport import transport
+from peerlane.ops.transport import gathered
 from peerlane.settings import batch_invariant
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # of PyTorch 2.10 on
+_grouped_mm: Callable[..., torch.Tensor] | None = getattr(torch.nn.functional, "grouped_mm", None)  # of PyTorch 2.10 on
 ALIGNMENT = 16
 """Each expert's rows begin at a multiple of this, so that grouped products that add over rows may read whole vectors."""
 
@@ -86,9 +87,7 @@ def _sizes(x: torch.Tensor, experts: torch.Tensor, own: int, capacity: int, grou
     if kit is not None:
         most = room_for(kit, most)
     elif ranks > 1:
-        counts = torch.empty(ranks, dtype=torch.int64, device=x.device)
-        transport(x, group).all_gather_into_tensor(counts, torch.full_like(counts[:1], most))
-        most = int(counts.max())
+        most = int(gathered(x.new_full((1,), most, dtype=torch.int64), group).max())
     if kit is None and not x.is_cuda and experts.numel() and int(experts.max()) >= ranks * own:
         raise UsageError(f"gated_experts got expert {int(experts.max())}: expected 0 to {ranks * own - 1}, {own} on each of {ranks} ranks")
     room = None if not capacity else -(-capacity // ALIGNMENT) * ALIGNMENT
@@ -97,16 +96,15 @@ def _sizes(x: torch.Tensor, experts: torch.Tensor, own: int, capacity: int, grou
 
 
 def _has_kernel(*matrices: torch.Tensor) -> bool:
-    return _grouped_mm is not None and all(
+    return all(
         value.dtype in (torch.bfloat16, torch.float16, torch.float32) and value.shape[-1] * value.itemsize % 16 == 0 for value in matrices
     )
 
 
 def _grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Returns each expert's rows (ends[e] - ends[e - 1], k) times its matrix (k, n). Rows behind the last end are undefined."""
-    if _has_kernel(rows, matrices, matrices.mT):
-        product: torch.Tensor = _grouped_mm(rows, matrices, offs=ends)
-        return product
+    if _grouped_mm is not None and _has_kernel(rows, matrices, matrices.mT):
+        return _grouped_mm(rows, matrices, offs=ends)
     result, begin = rows.new_zeros((rows.shape[0], matrices.shape[2])), 0
     for matrix, end in zip(matrices, ends.tolist(), strict=True):
         result[begin:end], begin = rows[begin:end] @ matrix, end
@@ -115,9 +113,8 @@ def _grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> 
 
 def _outer(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Returns for each expert its rows of a (rows, n), transposed, times those of b (rows, k): (experts, n, k)."""
-    if _has_kernel(a, b):
-        product: torch.Tensor = _grouped_mm(a.t(), b, offs=ends)
-        return product
+    if _grouped_mm is not None and _has_kernel(a, b):
+        return _grouped_mm(a.t(), b, offs=ends)
     begins = [0, *ends.tolist()]
     return torch.stack([a[begin:end].T @ b[begin:end] for begin, end in pairwise(begins)])
 
@@ -185,5 +182,4 @@ def gated_experts(
     if capacity is not None and capacity < 1:
         raise UsageError(f"gated_experts got capacity={capacity}: expected 1 row or more, or None for room for all")
     rows = [value.flatten(0, -2) for value in (x, experts, weights)]
-    result: torch.Tensor = _experts(*rows, gate, up, down, capacity or 0, group_name(group))
-    return result.view(x.shape)
+    return _experts(*rows, gate, up, down, capacity or 0, group_name(group)).view(x.shape)

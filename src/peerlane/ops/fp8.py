@@ -14,14 +14,15 @@ import torch
 
 from peerlane.device.products import fp8
 from peerlane.device.products.gemm import ELEMENT_TYPES, Activation
-from peerlane.device.products.quantised import E4M3, Quantised
+from peerlane.device.products.quantised import Quantised
 from peerlane.device.products.row_gather_gemm import MAX_PRODUCTS
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.direct import operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
-from peerlane.ops.products import _finish, gathered, scattered, summed
+from peerlane.ops.products import _finish
 from peerlane.ops.shapes import require_product, require_terms, rows
+from peerlane.ops.transport import gathered, scattered, summed
 from peerlane.settings import batch_invariant
 
 Tensors = list[torch.Tensor]
@@ -59,8 +60,7 @@ def _row_gather(
         outs, _ = fp8.row_gather_products(kit, left, rights, biases=biases, **_behind(activation, scale, promoted, dtype))
         return [out.contiguous() for out in outs]
     no_kernel("row_gather_gemm_fp8", group, a, *bs)
-    codes = gathered(a.view(torch.uint8), group).view(E4M3)
-    whole = Quantised(codes, gathered(a_scales.expand(a.shape[0], -1), group))
+    whole = Quantised(gathered(a, group), gathered(a_scales.expand(a.shape[0], -1), group))
     terms = [*biases, *[None] * (len(bs) - len(biases))]
     return [
         _finish(_torch_product(whole, b, dtype), bias, None, activation, scale)  # type: ignore[arg-type]
@@ -181,8 +181,7 @@ def row_gather_gemm_fp8(
     for number, b in enumerate(bs):
         _require("row_gather_gemm_fp8", a, b, (a_scales, b_scales[number]), dtype)
         require_terms("row_gather_gemm_fp8", biases[number] if biases else None, None, (b.shape[1],), dtype)
-    outs: Tensors = _row_gather(a, a_scales, list(bs), list(b_scales), list(biases), activation, scale, promoted, dtype, group_name(group))
-    return outs
+    return _row_gather(a, a_scales, list(bs), list(b_scales), list(biases), activation, scale, promoted, dtype, group_name(group))
 
 
 def gemm_reduce_scatter_fp8(
@@ -205,8 +204,7 @@ def gemm_reduce_scatter_fp8(
     name = group_name(group)
     _require("gemm_reduce_scatter_fp8", a, b, (a_scales, b_scales), dtype, parts=world_size(name))
     require_terms("gemm_reduce_scatter_fp8", bias, residual, (a.shape[0] // world_size(name), b.shape[1]), dtype)
-    found: torch.Tensor = _reduce_scatter(a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, name)
-    return found
+    return _reduce_scatter(a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, name)
 
 
 def gemm_all_reduce_fp8(
@@ -228,8 +226,7 @@ def gemm_all_reduce_fp8(
     Operands, scales and ``promoted`` as in :func:`row_gather_gemm_fp8`, the rest as in ``gemm_all_reduce``. There is no gradient."""
     _require("gemm_all_reduce_fp8", a, b, (a_scales, b_scales), dtype)
     require_terms("gemm_all_reduce_fp8", bias, residual, (a.shape[0], b.shape[1]), dtype)
-    found: torch.Tensor = _all_reduce(a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, group_name(group))
-    return found
+    return _all_reduce(a, a_scales, b, b_scales, bias, residual, activation, scale, promoted, dtype, group_name(group))
 
 
 def grouped_gemm_fp8(
@@ -256,5 +253,4 @@ def grouped_gemm_fp8(
     if dtype not in ELEMENT_TYPES:
         raise UsageError(f"grouped_gemm_fp8 got dtype={dtype}: expected bfloat16 or float16")
     fp8.scaling_of(Quantised(a, a_scales), Quantised(b, b_scales), promoted)
-    found: torch.Tensor = _grouped(a, a_scales, b, b_scales, ends, promoted, dtype, group_name(group))
-    return found
+    return _grouped(a, a_scales, b, b_scales, ends, promoted, dtype, group_name(group))

@@ -6,8 +6,8 @@ that it needs. Results are those of the kernels, in any dtype."""
 import torch
 
 from peerlane.device.moe.dispatch import FP8, LARGEST_FP8, SCALE_COLUMNS, SMALLEST_SCALE, Received, Routing
-from peerlane.ops.groups import rank, world_size
-from peerlane.ops.transport import transport
+from peerlane.ops.groups import rank
+from peerlane.ops.transport import gathered, transport
 
 
 def dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, routing: Routing, group: str) -> Received:
@@ -74,9 +74,7 @@ def _of_all(x: torch.Tensor, routing: Routing, group: str, rest: int) -> torch.T
     """Returns all ranks' tensors (W, num_max_tokens, ...), filled up with ``rest``."""
     own = x.new_full((routing.num_max_tokens, *x.shape[1:]), rest)
     own[: x.shape[0]] = x
-    whole = own.new_empty((world_size(group) * own.shape[0], *own.shape[1:]))
-    transport(own, group).all_gather_into_tensor(whole, own)
-    return whole.view(-1, *own.shape)
+    return gathered(own, group).view(-1, *own.shape)
 
 
 def _targets(sources: torch.Tensor, capacity: int) -> torch.Tensor:

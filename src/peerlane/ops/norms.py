@@ -12,7 +12,7 @@ from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel
 from peerlane.ops.direct import operator
 from peerlane.ops.groups import group_name, kit_group, world_size
-from peerlane.ops.products import summed
+from peerlane.ops.transport import summed
 from peerlane.settings import batch_invariant
 
 FP8 = torch.float8_e4m3fn

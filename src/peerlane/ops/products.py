@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 
 from peerlane.device import Group
-from peerlane.device.collectives.reductions import SUM
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm import Activation, Epilogue
 from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
@@ -24,11 +23,11 @@ from peerlane.errors import UsageError
 from peerlane.ops import replicated
 from peerlane.ops.check import no_kernel, same_call
 from peerlane.ops.collectives import Gradient, replicates
-from peerlane.ops.direct import operator
+from peerlane.ops.direct import Direct, operator
 from peerlane.ops.groups import GroupLike, group_name, kit_group, world_size
 from peerlane.ops.shapes import cast, product, require_product, require_terms, right_gradient, rows
 from peerlane.ops.sharding import takes_dtensors
-from peerlane.ops.transport import transport
+from peerlane.ops.transport import gathered, scattered, summed
 from peerlane.settings import batch_invariant
 
 Tensors = list[torch.Tensor]
@@ -45,30 +44,6 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Returns the activation of x, by torch."""
     return _ACTIVATIONS[activation](x)
-
-
-def gathered(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns all ranks' rows."""
-    x = x.contiguous()
-    whole = x.new_empty((world_size(group) * x.shape[0], *x.shape[1:]))
-    transport(x, group).all_gather_into_tensor(whole, x)
-    return whole
-
-
-def summed(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns the sum of all ranks' x."""
-    x = x.contiguous()
-    total = torch.empty_like(x)
-    transport(x, group, SUM).all_reduce(x, total)
-    return total
-
-
-def scattered(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Returns this rank's rows of the sum of all ranks' x."""
-    x = x.contiguous()
-    part = x.new_empty((rows(x, world_size(group), "gemm_reduce_scatter"), *x.shape[1:]))
-    transport(x, group, SUM).reduce_scatter_tensor(part, x)
-    return part
 
 
 def fused(name: str, group: str, a: torch.Tensor, *bs: torch.Tensor) -> Group | None:
@@ -165,7 +140,7 @@ _row_gather_gemm.register_autograd(_gather_gradients, setup_context=_remember_ga
 # --- products that are summed over ranks ---
 
 
-def _summing(name: str, sums: Callable[..., Any], by_torch: Callable[[torch.Tensor, str], torch.Tensor]) -> Any:
+def _summing(name: str, sums: Callable[..., Any], by_torch: Callable[[torch.Tensor, str], torch.Tensor]) -> Direct[torch.Tensor]:
     """Returns the operator of a product that is summed over ranks, by ``sums`` of the kit or ``by_torch``."""
 
     def product(
@@ -332,11 +307,10 @@ def gemm_all_reduce(
     return product(call, "gemm_all_reduce", (a, b), (bias, residual))
 
 
-def _split(operator: Any, a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:
+def _split(operator: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, behind: Behind, group: str) -> torch.Tensor:
     """Calls the operator; with the activation, and what follows it, behind it where a gradient is wanted."""
     bias, residual = behind.bias, behind.residual
     if behind.activation == "none" or not _differentiated(a, b, bias, residual):
-        found: torch.Tensor = operator(a, b, bias, residual, behind.activation, behind.scale, group)
-        return found
+        return operator(a, b, bias, residual, behind.activation, behind.scale, group)
     found = activate(operator(a, b, bias, None, "none", behind.scale, group), behind.activation)
     return found if residual is None else found + residual

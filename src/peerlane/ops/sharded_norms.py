@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.device.collectives.reductions import SUM
 from peerlane.device.collectives.sharded_rms_norm import BLOCK_COLUMNS, serves, sharded_rms_norm
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel, same_call
@@ -14,7 +13,7 @@ from peerlane.ops.direct import operator
 from peerlane.ops.groups import group_name, kit_group, world_size
 from peerlane.ops.norms import FP8, Three, norm_gradients, scales_of
 from peerlane.ops.shapes import rows
-from peerlane.ops.transport import transport
+from peerlane.ops.transport import gathered, scattered
 from peerlane.settings import batch_invariant
 
 
@@ -45,9 +44,7 @@ def _reduce_scatter_rms_norm(
         found = x.new_empty(0, dtype=torch.float32) if scales is None else scales.view(_scale_shape(y_shape, quantisation))
         return y.view(y_shape), total.view(own), found
     no_kernel("reduce_scatter_rms_norm", group, x, weight)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-    total = wide.new_empty(own)
-    transport(wide, group, SUM).reduce_scatter_tensor(total, wide)
+    total = scattered(x.to(torch.promote_types(x.dtype, torch.float32)), group)
     total = (total if residual is None else total + residual).to(x.dtype)
     if quantisation == "none":
         y, scales = F.rms_norm(total, (columns,), weight.to(total.dtype), epsilon), total.new_empty(0, dtype=torch.float32)
@@ -57,15 +54,8 @@ def _reduce_scatter_rms_norm(
         scales = scales_of(blocks)
         y = (blocks / scales.unsqueeze(-1)).flatten(-2).to(FP8)
     if gathers:
-        y, scales = _gathered(y, group), _gathered(scales, group) if quantisation != "none" else scales
+        y, scales = gathered(y, group), gathered(scales, group) if quantisation != "none" else scales
     return y, total, scales
-
-
-def _gathered(x: torch.Tensor, group: str) -> torch.Tensor:
-    flat = x.contiguous().view(torch.uint8) if x.dtype == FP8 else x.contiguous()  # torch.distributed does not know fp8
-    whole = flat.new_empty((world_size(group) * flat.shape[0], *flat.shape[1:]))
-    transport(flat, group).all_gather_into_tensor(whole, flat)
-    return whole.view(x.dtype)
 
 
 def _scale_shape(y: torch.Size, quantisation: str) -> tuple[int, ...]:

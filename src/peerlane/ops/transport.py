@@ -1,12 +1,12 @@
 """The carriers of an operator's data: the kit, torch.distributed, or for a single rank nothing at all."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device import communicator
+from peerlane.device import Communicator, communicator
 from peerlane.device.collectives.alone import Alone
 from peerlane.device.collectives.reductions import SUM, Reduction, refusal
 from peerlane.device.host.group import current_group
@@ -14,31 +14,13 @@ from peerlane.device.host.tally import count
 from peerlane.errors import UsageError
 from peerlane.ops.check import no_kernel
 from peerlane.ops.groups import kit_group, process_group, world_size
+from peerlane.ops.shapes import rows
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""dtypes that torch.distributed does not know"""
 
 
-class Transport(Protocol):
-    """The collectives of operators; ``Communicator`` says what each method does. Tensors are contiguous."""
-
-    def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor, reduction: Reduction = SUM) -> None: ...
-
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, reduction: Reduction = SUM) -> None: ...
-
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-    ) -> None: ...
-
-    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None: ...
-
-    def reduce_scatter_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], reduction: Reduction = SUM) -> None: ...
-
-
-def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -> Transport:
+def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -> "Communicator | Alone | Library":
     """Returns what carries ``x`` between the ranks of ``group``. ``reduction``: of a collective that reduces.
 
     Reductions that the kit lacks go to torch.distributed, which is logged once and counted in the backend's ``report()``."""
@@ -56,8 +38,32 @@ def transport(x: torch.Tensor, group: str, reduction: Reduction | None = None) -
     return Library(group)
 
 
+def summed(x: torch.Tensor, group: str, reduction: Reduction = SUM) -> torch.Tensor:
+    """Returns the sum of all ranks' x, or another reduction."""
+    x = x.contiguous()
+    total = torch.empty_like(x)
+    transport(x, group, reduction).all_reduce(x, total, reduction)
+    return total
+
+
+def gathered(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Returns all ranks' rows."""
+    sent = x.contiguous().view(torch.uint8) if x.dtype in _FP8 else x.contiguous()
+    whole = sent.new_empty((world_size(group) * sent.shape[0], *sent.shape[1:]))
+    transport(sent, group).all_gather_into_tensor(whole, sent)
+    return whole if whole.dtype == x.dtype else whole.view(x.dtype)
+
+
+def scattered(x: torch.Tensor, group: str, reduction: Reduction = SUM, name: str = "gemm_reduce_scatter") -> torch.Tensor:
+    """Returns this rank's rows of the sum of all ranks' x, or of another reduction. ``name``: the operator's, for errors."""
+    x = x.contiguous()
+    part = x.new_empty((rows(x, world_size(group), name), *x.shape[1:]))
+    transport(x, group, reduction).reduce_scatter_tensor(part, x, reduction)
+    return part
+
+
 class Library:
-    """torch.distributed in the place of the kit."""
+    """torch.distributed in the place of the kit; ``Communicator`` says what each method does. Tensors are contiguous."""
 
     def __init__(self, group: str) -> None:
         self._group, self._ranks = process_group(group), world_size(group)

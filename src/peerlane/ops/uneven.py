@@ -44,8 +44,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    whole: torch.Tensor = _all_gatherv(grad, ctx.sizes, ctx.group)
-    return replicated.scaled(whole, ctx.op, ctx.factor, ctx.group), None, None, None, None
+    return replicated.scaled(_all_gatherv(grad, ctx.sizes, ctx.group), ctx.op, ctx.factor, ctx.group), None, None, None, None
 
 
 _all_gatherv.register_autograd(
@@ -58,8 +57,7 @@ def all_gatherv(x: torch.Tensor, sizes: Sequence[int], group: GroupLike = None) 
     """Returns all ranks' ``x`` along axis 0, in rank order: rank r's has ``sizes[r]`` rows. ``sizes`` is the same on all ranks."""
     name = group_name(group)
     _check(x, sizes, name, "all_gatherv", sizes[rank(name)] if rank(name) < len(sizes) else -1)
-    whole: torch.Tensor = _all_gatherv(x, list(sizes), name)
-    return whole
+    return _all_gatherv(x, list(sizes), name)
 
 
 def reduce_scatterv(x: torch.Tensor, sizes: Sequence[int], group: GroupLike = None, *, reduce_op: ReduceOp = "sum") -> torch.Tensor:
@@ -68,8 +66,7 @@ def reduce_scatterv(x: torch.Tensor, sizes: Sequence[int], group: GroupLike = No
     Parts lie in rank order along axis 0. ``sizes`` is the same on all ranks."""
     name = group_name(group)
     _check(x, sizes, name, "reduce_scatterv", sum(sizes))
-    part: torch.Tensor = _reduce_scatterv(x, list(sizes), name, *_operation(reduce_op))
-    return part
+    return _reduce_scatterv(x, list(sizes), name, *_operation(reduce_op))
 
 
 def _check(x: torch.Tensor, sizes: Sequence[int], group: str, name: str, rows: int) -> None:

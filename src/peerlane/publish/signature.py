@@ -20,7 +20,6 @@ _GOOD = re.compile(r'Good "peerlane" signature with (\S+) key (SHA256:[\w+/=]+)'
 
 
 def signature_file(bundle: Path) -> Path:
-    """The path of a bundle's signature."""
     return bundle.with_name(f"{bundle.name}.sig")
 
 

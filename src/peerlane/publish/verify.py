@@ -206,7 +206,6 @@ def _text(speed: ModeSpeed) -> str:
 
 
 def verification_file(bundle: Path) -> Path:
-    """The path of a bundle's verification."""
     return bundle.with_name(f"{bundle.name}.verified.json")
 
 

@@ -24,7 +24,6 @@ SMALL_ENOUGH = ("small", "pkb")
 
 
 def problem_entry(problem: Problem) -> Entry:
-    """Returns one problem as an entry of a list."""
     return {
         "id": problem.id,
         "slug": problem.slug,

@@ -78,6 +78,5 @@ Evidence: TypeAlias = Mapping[int, Measured]
 
 
 def packaged_evidence() -> Evidence:
-    """Returns the evidence that comes with the package."""
     rows = map(json.loads, FILE.read_text(encoding="utf-8").splitlines())
     return {row["problem"]: Measured.model_validate(row["measured"]) for row in rows}

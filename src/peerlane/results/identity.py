@@ -81,7 +81,6 @@ class NodeClass(Record):
 
     @property
     def place(self) -> Place:
-        """Returns the place of its ranks."""
         return Place.of_kind(self.kind).in_nodes(self.nodes)
 
     @property

@@ -141,7 +141,6 @@ class Asked(NamedTuple):
 
     @property
     def identity(self) -> Identity:
-        """The identity of the result."""
         return Identity(
             sha256=self.candidate.sha256,
             problem=self.problem.id,

@@ -182,7 +182,6 @@ def _taken(pid: int) -> _Taken:
 
 
 def _threads_of_user(uid: int) -> int:
-    """Threads of all processes of a user."""
     count = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -267,7 +267,6 @@ async def read_body(request: Request, limit: int) -> bytes | None:
 
 
 def refuse(status: int, error: str, headers: dict[str, str] | None = None) -> Response:
-    """A refusal."""
     return JSONResponse(Refusal(error=error).model_dump(), status, headers)
 
 

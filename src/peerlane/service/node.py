@@ -66,7 +66,6 @@ class Histogram:
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        """Counts one."""
         self.counts[bisect.bisect_left(self.BOUNDS, seconds)] += 1
         self.total += seconds
 
@@ -257,7 +256,6 @@ class Node:
             await self._sleep(60.0)
 
     def _begin(self, taken: Taken) -> Running:
-        """Begins an evaluation."""
         assert self._evaluator is not None
         loop, request = asyncio.get_running_loop(), taken.request
 

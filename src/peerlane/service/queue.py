@@ -86,7 +86,6 @@ class JobQueue:
             ) from None
 
     def close(self) -> None:
-        """Closes the database."""
         self._db.close()
 
     def _recover(self) -> None:

@@ -32,18 +32,36 @@ class Far:
     ranks: list[Channel]
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[RankGroup, Far]]:
-    sockets = [socket.socketpair() for _ in range(3)]
-    near = [Channel(here) for here, _ in sockets]
-    far = [Channel(there) for _, there in sockets]
-    yield RankGroup("candidate", near[0], near[1:], [], []), Far(far[0], far[1:])
+def both_ends(kind: type[RankGroup], ranks: int) -> Iterator[tuple[RankGroup, Far]]:
+    sockets = [socket.socketpair() for _ in range(1 + ranks)]
+    near, far = [Channel(here) for here, _ in sockets], [Channel(there) for _, there in sockets]
+    yield kind("candidate", near[0], near[1:], [], []), Far(far[0], far[1:])
     for channel in [*near, *far]:
         channel.close()
 
 
-def test_answers_come_back_in_the_order_of_the_ranks(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+@pytest.fixture
+def pair() -> Iterator[tuple[RankGroup, Far]]:
+    yield from both_ends(RankGroup, 2)
+
+
+@pytest.fixture
+def group(pair: tuple[RankGroup, Far]) -> RankGroup:
+    return pair[0]
+
+
+@pytest.fixture
+def far(pair: tuple[RankGroup, Far]) -> Far:
+    return pair[1]
+
+
+def failure_of(group: RankGroup) -> GroupFailure:
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    return caught.value
+
+
+def test_answers_come_back_in_the_order_of_the_ranks(group: RankGroup, far: Far) -> None:
     group.begin(Request(RankInterface.initialize), "spawn", 5)
     for rank in (1, 0):
         assert far.ranks[rank].receive() == {"op": "initialize"}
@@ -52,10 +70,9 @@ def test_answers_come_back_in_the_order_of_the_ranks(pair: tuple[RankGroup, Far]
 
 
 def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_of_the_end(
-    pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch
+    group: RankGroup, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader tells in one breath that both ranks have ended; rank 1 answered after the selector had looked."""
-    group, far = pair
     group.begin(Request(RankInterface.initialize), "spawn", 5)
     far.ranks[0].send({"ok": True, "answer": 0})
     far.leader.send({"exited": 0, "status": 0})
@@ -71,9 +88,8 @@ def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_
     assert group.finish() == [0, 1]
 
 
-def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGroup, Far]) -> None:
+def test_answers_that_waited_longer_than_the_deadline_count(group: RankGroup, far: Far) -> None:
     """A warm group comes up in seconds and may be collected minutes later."""
-    group, far = pair
     group.begin(Request(BlockInterface.use_device), "spawn", 0.05)
     for channel in far.ranks:
         channel.send({"ok": True})
@@ -81,13 +97,11 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
     assert len(group.finish()) == 2
 
 
-def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_a_rank_that_does_not_answer_hangs_and_is_named(group: RankGroup, far: Far) -> None:
     group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
     far.ranks[0].send({"ok": True})
-    with pytest.raises(GroupFailure) as caught:
-        group.finish()
-    assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
+    failure = failure_of(group)
+    assert (failure.kind, failure.phase, failure.ranks, failure.deadline_s) == ("hang", "first_call", (1,), 0.1)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +110,10 @@ def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, F
     ids=["kept_from_cores", "had_its_seconds", "sleeps", "not_told"],
 )
 def test_a_busy_import_has_its_cpu_seconds(
-    had: tuple[float, ...] | None, answered: bool, pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch
+    had: tuple[float, ...] | None, answered: bool, group: RankGroup, far: Far, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that others keep from its core is waited for beyond the deadline; one that sleeps, or has had its share, is not."""
     monkeypatch.setattr(leader, "_ANSWER_S", 10.0 if had else 0.1)
-    group, far = pair
 
     def lead() -> None:
         assert far.leader.receive() == {"core_time": "tell"}
@@ -117,21 +130,18 @@ def test_a_busy_import_has_its_cpu_seconds(
     thread.join(10)
 
 
-def test_only_code_of_the_candidate_can_hang(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_only_code_of_the_candidate_can_hang(group: RankGroup, far: Far) -> None:
     group.begin(Request(CandidateInterface.recopy_output, "case", 0), "stress", 0.1, calls=False)
     far.ranks[0].send({"ok": True})
-    with pytest.raises(GroupFailure) as caught:
-        group.finish()
-    assert (caught.value.kind, caught.value.ranks) == ("no_answer", (1,))
-    verdict = verdict_of(caught.value)
+    failure = failure_of(group)
+    assert (failure.kind, failure.ranks) == ("no_answer", (1,))
+    verdict = verdict_of(failure)
     assert verdict.kind == "runtime_error" and "rank(s) 1 for 0.1 s to recopy_output" in verdict.reason
 
 
 @pytest.mark.parametrize(("earlier_s", "named"), [(0.0, (0, 1)), (60.0, ())], ids=["one_call", "many_calls"])
-def test_a_limit_names_ranks_whose_one_call_took_half_of_all(earlier_s: float, named: tuple[int, ...], pair: tuple[RankGroup, Far]) -> None:
+def test_a_limit_names_ranks_whose_one_call_took_half_of_all(earlier_s: float, named: tuple[int, ...], group: RankGroup) -> None:
     """Else other calls returned, and one that had just begun is no hang."""
-    group, _ = pair
     group.limit = Limit(0.3)
     group.limit.start()
     group.limit.called_s = earlier_s
@@ -141,8 +151,7 @@ def test_a_limit_names_ranks_whose_one_call_took_half_of_all(earlier_s: float, n
     group.limit.close()
 
 
-def test_a_limit_blames_no_rank_for_what_is_not_its_code(pair: tuple[RankGroup, Far]) -> None:
-    group, _ = pair
+def test_a_limit_blames_no_rank_for_what_is_not_its_code(group: RankGroup) -> None:
     group.limit = Limit(0.2)
     group.limit.start()
     with pytest.raises(OutOfTime) as caught:
@@ -151,8 +160,7 @@ def test_a_limit_blames_no_rank_for_what_is_not_its_code(pair: tuple[RankGroup, 
     group.limit.close()
 
 
-def test_time_to_compile_is_taken_from_no_call_and_no_time_limit(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_time_to_compile_is_taken_from_no_call_and_no_time_limit(group: RankGroup, far: Far) -> None:
     group.building, group.limit = BuildTime(60), Limit(0.2)
     group.limit.start()
     group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
@@ -172,9 +180,8 @@ def test_time_to_compile_is_taken_from_no_call_and_no_time_limit(pair: tuple[Ran
     assert 59 < group.building.left_s < 59.8
 
 
-def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far]) -> None:
+def test_who_compiles_for_too_long_hangs_in_the_build(group: RankGroup, far: Far) -> None:
     """Also who only says that it does, and again and again."""
-    group, far = pair
     group.building = BuildTime(0.2)
     for _ in range(2):
         group.begin(Request(BlockInterface.use_device), "first_call", 0.1)
@@ -186,8 +193,7 @@ def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far
     assert group.building.left_s == 0
 
 
-def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_a_failure_ends_the_wait_for_the_others(group: RankGroup, far: Far) -> None:
     group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.ranks[1].send({"ok": False, "error": {"kind": "cuda_error", "message": "illegal address"}})
     begin = time.monotonic()
@@ -200,18 +206,14 @@ def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> 
 @pytest.mark.parametrize(
     ("message", "kept"), [("x" * 50_000 + "end", messages.ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)]
 )
-def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Far]) -> None:
+def test_an_error_is_cut_here(message: Any, kept: int, group: RankGroup, far: Far) -> None:
     """Whatever a rank was made to say, and however much of it."""
-    group, far = pair
     group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.ranks[1].send({"ok": False, "error": {"kind": "runtime_error", "message": message}})
-    with pytest.raises(GroupFailure) as caught:
-        group.finish()
-    assert len(caught.value.message) == kept
+    assert len(failure_of(group).message) == kept
 
 
-def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(group: RankGroup, far: Far) -> None:
     group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.leader.send({"exited": 0, "status": 3})
     with pytest.raises(GroupFailure, match="exited with status 3") as caught:
@@ -219,16 +221,14 @@ def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_ope
     assert caught.value.rank == 0
 
 
-def test_a_group_is_asked_one_thing_at_a_time(pair: tuple[RankGroup, Far]) -> None:
-    group, _ = pair
+def test_a_group_is_asked_one_thing_at_a_time(group: RankGroup) -> None:
     group.begin(Request(BlockInterface.use_device), "correctness", 5)
     assert group.busy
     with pytest.raises(HarnessError, match="busy with correctness"):
         group.ask(Request(BlockInterface.use_device), "timing", 5)
 
 
-def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(group: RankGroup, far: Far) -> None:
     group.begin(Request(BlockInterface.use_device), "correctness", 60)
     far.ranks[0].send({"ok": False, "error": {"kind": "runtime_error", "message": "connection closed by peer"}})
     far.leader.send({"exited": 1, "status": -9})
@@ -250,9 +250,8 @@ Exception raised from query at CUDAEvent.h:107
     ids=["its end takes long", "it has ended"],
 )  # fmt: skip
 def test_a_rank_that_gives_up_while_others_wait_is_named_with_its_words(
-    pair: tuple[RankGroup, Far], tmp_path: Path, told: dict[str, int], how: str
+    group: RankGroup, far: Far, tmp_path: Path, told: dict[str, int], how: str
 ) -> None:
-    group, far = pair
     logs = [tmp_path / f"log{rank}" for rank in range(2)]
     logs[0].write_text("terminate called by somebody else")
     logs[1].write_text(GAVE_UP)
@@ -269,8 +268,7 @@ def test_a_rank_that_gives_up_while_others_wait_is_named_with_its_words(
 @pytest.mark.parametrize(
     "error", [None, "runtime_error", {}, *({"kind": kind, "message": "x"} for kind in ([], {}, None, 7, "hang", "exit"))]
 )
-def test_an_error_of_no_known_kind_is_garbage(error: Any, pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_an_error_of_no_known_kind_is_garbage(error: Any, group: RankGroup, far: Far) -> None:
     group.begin(Request(BlockInterface.use_device), "correctness", 5)
     for channel in far.ranks:
         channel.send({"ok": False, "error": error})
@@ -280,9 +278,8 @@ def test_an_error_of_no_known_kind_is_garbage(error: Any, pair: tuple[RankGroup,
 
 
 @pytest.mark.parametrize("kind", ["long", "deep"])
-def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple[RankGroup, Far]) -> None:
+def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, group: RankGroup, far: Far) -> None:
     """What a hostile rank wrote as UTF-8 may be three times as long when it is passed on."""
-    group, far = pair
     value: Any = "\u00e9" * (MAX_MESSAGE_BYTES // 6 + 1)
     if kind == "deep":
         value = []
@@ -304,26 +301,20 @@ def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple
         {"ok": True, "more": 1}, {"ok": 1, "answer": 1}, {"answer": 1}, {"ok": True, "answer": "1"}, {"ok": True, "ranks": [1]},
     ],
 )  # fmt: skip
-def test_an_answer_to_another_request_is_garbage(answer: dict[str, Any], pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
+def test_an_answer_to_another_request_is_garbage(answer: dict[str, Any], group: RankGroup, far: Far) -> None:
     group.begin(Request(RankInterface.initialize), "spawn", 5)
     far.ranks[0].send({"ok": True, "answer": 1})
     far.ranks[1].send(answer)
-    with pytest.raises(GroupFailure) as caught:
-        group.finish()
-    assert (caught.value.kind, caught.value.phase, caught.value.rank) == ("garbage", "spawn", 1)
+    failure = failure_of(group)
+    assert (failure.kind, failure.phase, failure.rank) == ("garbage", "spawn", 1)
 
 
 @pytest.fixture
 def emulated() -> Iterator[tuple[EmulatedRankGroup, Far]]:
     """Three ranks in one process."""
-    sockets = [socket.socketpair() for _ in range(2)]
-    near, far = [Channel(here) for here, _ in sockets], [Channel(there) for _, there in sockets]
-    group = EmulatedRankGroup("candidate", near[0], near[1:], [], [])
-    group.emulated_ranks = 3
-    yield group, Far(far[0], far[1:])
-    for channel in [*near, *far]:
-        channel.close()
+    for group, far in both_ends(EmulatedRankGroup, 1):
+        group.emulated_ranks = 3
+        yield group, far
 
 
 def test_emulated_ranks_are_asked_and_answer_in_one_message(emulated: tuple[EmulatedRankGroup, Far]) -> None:
@@ -354,11 +345,10 @@ def test_of_ranks_that_lost_a_shared_gpu_the_one_that_knows_why_is_named() -> No
     assert root_cause(lost, told) is told and root_cause(told, lost) is told
 
 
-def test_a_long_call_tells_how_long_it_is_waited_for(pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_call_tells_how_long_it_is_waited_for(group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluator's own requests do not: no candidate hangs there."""
     monkeypatch.setattr("peerlane.evaluate.processes.rank_group._LONG_CALL_S", 0.0)
     monkeypatch.setattr("peerlane.evaluate.processes.rank_group._REPORT_EVERY_S", 0.05)
-    group, _ = pair
     told: list[tuple[str, float]] = []
     group.tell_wait = lambda phase, left_s: told.append((phase, left_s))
     with pytest.raises(GroupFailure, match="no answer"):
@@ -371,9 +361,8 @@ def test_a_long_call_tells_how_long_it_is_waited_for(pair: tuple[RankGroup, Far]
     assert left == sorted(left, reverse=True) and 0 < left[-1] <= left[0] <= 2.0
 
 
-def test_ranks_that_make_no_progress_hang_long_before_the_deadline(pair: tuple[RankGroup, Far]) -> None:
+def test_ranks_that_make_no_progress_hang_long_before_the_deadline(group: RankGroup, far: Far) -> None:
     """What the leader saw before the request says nothing about it."""
-    group, far = pair
     far.leader.send({"still_s": 60})
     begin = time.monotonic()
     telling = threading.Timer(0.3, far.leader.send, [{"still_s": 61}])

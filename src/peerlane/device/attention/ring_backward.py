@@ -55,7 +55,9 @@ def attend_over_ranks_backward(
                 f"gradients of attention in {q.dtype} with q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}: "
                 "expected one shape; repeat shared key heads, or convert the tensors to bfloat16"
             )
-        return _average(several, _wide(ring, (dout, q, k, v), logarithms, _deltas(dout, out), scale, causal))
+        return _average(
+            several, _wide(ring, (dout, q, k, v), logarithms, (dout.float() * out.float()).sum(-1).transpose(1, 2), scale, causal)
+        )
     if ring.world_size == 1:
         return _average(several, attention_backward(dout, q, k, v, out, logarithms, scale=scale, causal=causal, group=ring))
     known = Known(dout, q, k, v, query_numbers(ring, dout, out, logarithms), scale, causal)
@@ -141,11 +143,6 @@ def _gathered(ring: Group, own: Known) -> Gradients:
 def _gather(group: Group, own: torch.Tensor) -> torch.Tensor:
     """Every rank's tensor, in rank order."""
     return own.unsqueeze(0) if group.world_size == 1 else communicator(group).all_gather(own)
-
-
-def _deltas(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Sums of dout times out, (B, h, S) in float32."""
-    return (dout.float() * out.float()).sum(-1).transpose(1, 2)
 
 
 def _wide(

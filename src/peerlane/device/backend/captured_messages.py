@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from peerlane.device.backend.ordering import NO_TIMEOUT, FinishedWork, Lane
+from peerlane.device.backend.ordering import NO_TIMEOUT, CudaLane, FinishedWork
 from peerlane.device.collectives.point_to_point import MOST_TRANSFERS, Transfer
 from peerlane.errors import UsageError
 
@@ -40,7 +40,7 @@ class _Gathered:
 class CapturedMessages:
     """The messages of one lane that are gathered now, by the number of their capture."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: CudaLane) -> None:
         self._lane = lane
         self._lock = threading.RLock()
         self._gathered: dict[int, _Gathered] = {}
@@ -109,10 +109,10 @@ class _CapturedWork(FinishedWork):
         return super().get_future()
 
 
-_of_lanes: dict[Lane, CapturedMessages] = {}
+_of_lanes: dict[CudaLane, CapturedMessages] = {}
 
 
-def captured_messages(lane: Lane) -> CapturedMessages:
+def captured_messages(lane: CudaLane) -> CapturedMessages:
     """Returns the gathered messages of ``lane``."""
     if lane not in _of_lanes:
         _of_lanes[lane] = CapturedMessages(lane)

@@ -1,119 +1,53 @@
 """The kit's collectives as torch.distributed's operations: what they serve, and lists of tensors as the single tensors that they take."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 
 from peerlane.device.backend.neighbours import Seat, share_gpus
-from peerlane.device.backend.ordering import CudaLane, Lane
+from peerlane.device.backend.ordering import CudaLane
 from peerlane.device.collectives.alone import Alone
 from peerlane.device.collectives.checks import require_contiguous
-from peerlane.device.collectives.communicator import communicator
-from peerlane.device.collectives.point_to_point import Transfer, point_to_point
+from peerlane.device.collectives.communicator import Communicator, communicator
+from peerlane.device.collectives.point_to_point import PointToPoint, point_to_point
 from peerlane.device.collectives.reductions import SUM, Reduction, reduction_of, refusal
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.device.host.ipc import known_group
 from peerlane.errors import UsageError
 
-
-class Collectives(Protocol):
-    """The calls of the backend; ``Communicator`` says what each method does."""
-
-    def all_reduce(self, tensor: torch.Tensor, *, reduction: Reduction = SUM) -> None: ...
-
-    def reduce(self, tensor: torch.Tensor, dst: int, *, reduction: Reduction = SUM) -> None: ...
-
-    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, *, reduction: Reduction = SUM) -> None: ...
-
-    def broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
-
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
-
-    def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None: ...
-
-    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None: ...
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None = None,
-        input_split_sizes: Sequence[int] | None = None,
-    ) -> None: ...
-
-    def all_gather_parts(self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int]) -> None: ...
-
-    def reduce_scatter_parts(
-        self, output: torch.Tensor, input: torch.Tensor, sizes: Sequence[int], *, reduction: Reduction = SUM
-    ) -> None: ...
-
-    @property
-    def closed(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class Messages(Protocol):
-    """Sends and receives between two ranks; ``PointToPoint`` says what it does."""
-
-    def start(self, transfers: Sequence[Transfer]) -> None: ...
-
-
-class Provider(Protocol):
-    """The source of a process's collectives and of their order."""
-
-    device_type: str
-    """Tensors of this type of device are offered to the kit."""
-
-    def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
-        """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
-        ...
-
-    def serves_messages(self, seats: Sequence[Seat]) -> bool:
-        """Tells whether the kit serves messages between ranks on these seats; else NCCL or gloo does."""
-        ...
-
-    def messages(self, group: ProcessGroup, device: torch.device) -> Messages | None:
-        """Opens the messages of ``group``, whose kit is open; None in a group of one rank. All ranks of the group call it."""
-        ...
-
-    def close(self, group: ProcessGroup) -> None:
-        """Collective: gives back all memory of the group's collectives and operators, which no rank uses any more."""
-        ...
-
-    def device_of(self, group: ProcessGroup) -> torch.device | None:
-        """Returns the device where the group has such memory; None if it has none."""
-        ...
-
-    def lane(self, device: torch.device) -> Lane:
-        """Returns the one lane of ``device`` in this process."""
-        ...
+Collectives = Communicator | Alone
+"""the calls of the backend"""
 
 
 class KitProvider:
-    """The provider of communicators on CUDA devices."""
+    """The source of a process's collectives and of their order: communicators on CUDA devices. Tests put one for the CPU in its place."""
 
     device_type = "cuda"
+    """Tensors of this type of device are offered to the kit."""
 
     def __init__(self) -> None:
         self._lanes: dict[torch.device, CudaLane] = {}
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
+        """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
         with torch.cuda.device(device):
             return Alone() if group.size() == 1 else communicator(group).serving_backend()
 
     def serves_messages(self, seats: Sequence[Seat]) -> bool:
+        """Tells whether the kit serves messages between ranks on these seats; else NCCL or gloo does."""
         return share_gpus(seats)  # NCCL sends these through sockets, if at all
 
-    def messages(self, group: ProcessGroup, device: torch.device) -> Messages | None:
+    def messages(self, group: ProcessGroup, device: torch.device) -> PointToPoint | None:
+        """Opens the messages of ``group``, whose kit is open; None in a group of one rank. All ranks of the group call it."""
         if (ranks := known_group(group)) is None:
             return None
         with torch.cuda.device(device):
             return point_to_point(ranks)
 
     def close(self, group: ProcessGroup) -> None:
+        """Collective: gives back all memory of the group's collectives and operators, which no rank uses any more."""
         if (ranks := known_group(group)) is None:
             return
         ranks.close()
@@ -121,10 +55,12 @@ class KitProvider:
             ranks.free_closed()
 
     def device_of(self, group: ProcessGroup) -> torch.device | None:
+        """Returns the device where the group has such memory; None if it has none."""
         ranks = known_group(group)
         return None if ranks is None else ranks.device
 
-    def lane(self, device: torch.device) -> Lane:
+    def lane(self, device: torch.device) -> CudaLane:
+        """Returns the one lane of ``device`` in this process."""
         if device not in self._lanes:
             self._lanes[device] = CudaLane(device)
         return self._lanes[device]

@@ -7,9 +7,8 @@ NCCL backend, a blocking call runs on the caller's stream and an asynchronous on
 
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -20,46 +19,6 @@ NO_TIMEOUT = timedelta(0)
 _SIDE_STREAMS = 32
 """Streams for calls outside of the lane: as many different ones as PyTorch has. A call waits for the one that many calls before it."""
 _MOST_ENDS = 256
-
-
-class Lane(Protocol):
-    """The order of the kit's collectives of one device, which run one after the other."""
-
-    @property
-    def lock(self) -> AbstractContextManager[Any]:
-        """Held from ``before_child`` to ``after_child``, so that no kernel of the kit comes between."""
-        ...
-
-    def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
-        """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
-        ...
-
-    def run_beside(
-        self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()
-    ) -> Work:
-        """Starts ``call`` outside of this order, behind ``points``, or else what the caller's stream has now, and earlier calls with one
-        of ``keys``."""
-        ...
-
-    def point(self) -> tuple[int, Any]:
-        """Returns the caller's stream, and a point behind what it has now."""
-        ...
-
-    def before_child(self) -> None:
-        """Orders a collective of another library, which follows, by the caller's stream."""
-        ...
-
-    def after_child(self, child: object, work: Work | None) -> None:
-        """Records the collective that ``child`` has started. ``work`` stands for its end; None if it runs on the caller's stream."""
-        ...
-
-    def capture(self, stream: int | None = None) -> int:
-        """Returns the number of the graph capture that ``stream``, or else the caller's, is in; 0 outside of captures."""
-        ...
-
-    def synchronize(self) -> None:
-        """Returns when everything that ran here and on the caller's stream has ended."""
-        ...
 
 
 class FinishedWork(Work):
@@ -186,6 +145,7 @@ class CudaLane:
         self.device = device
         self._lane = lane_of(device)
         self.lock = self._lane.lock
+        """Held from ``before_child`` to ``after_child``, so that no kernel of the kit comes between."""
         self._side: torch.cuda.Stream | None = None
         self._point: Any = None
         """behind what the caller's stream had at the last asynchronous call; one event for all times"""
@@ -195,6 +155,7 @@ class CudaLane:
         """The last call beside the lane with each key: its end, and the capture that it is in."""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
+        """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
         current_device = torch.cuda.current_device()
         if self.device.index not in (None, current_device):  # rare, and a context costs as much as a launch
             with torch.cuda.device(self.device):
@@ -224,6 +185,8 @@ class CudaLane:
     def run_beside(
         self, call: Callable[[], None], tensors: Sequence[torch.Tensor], keys: Sequence[Hashable], points: Sequence[Any] = ()
     ) -> Work:
+        """Starts ``call`` outside of this order, behind ``points``, or else what the caller's stream has now, and earlier calls with one
+        of ``keys``."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             capture = capture_of(current.cuda_stream)
@@ -249,10 +212,12 @@ class CudaLane:
             return StreamWork(side, end, tensors)
 
     def before_child(self) -> None:
+        """Orders a collective of another library, which follows, by the caller's stream."""
         with torch.cuda.device(self.device), self.lock:
             self._lane.follow(torch.cuda.current_stream().cuda_stream)
 
     def after_child(self, child: object, work: Work | None) -> None:
+        """Records the collective that ``child`` has started. ``work`` stands for its end; None if it runs on the caller's stream."""
         with torch.cuda.device(self.device), self.lock:
             stream = torch.cuda.current_stream().cuda_stream
             if work is None:
@@ -261,15 +226,18 @@ class CudaLane:
                 self._lane.note_other(id(child), work.wait, capture_of(stream))
 
     def point(self) -> tuple[int, Any]:
+        """Returns the caller's stream, and a point behind what it has now."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             return current.cuda_stream, current.record_event()
 
     def capture(self, stream: int | None = None) -> int:
+        """Returns the number of the graph capture that ``stream``, or else the caller's, is in; 0 outside of captures."""
         with torch.cuda.device(self.device):
             return capture_of(torch.cuda.current_stream().cuda_stream if stream is None else stream)
 
     def synchronize(self) -> None:
+        """Returns when everything that ran here and on the caller's stream has ended."""
         with torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             with self.lock:

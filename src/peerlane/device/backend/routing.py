@@ -16,12 +16,12 @@ from torch.distributed import distributed_c10d
 from peerlane import settings
 from peerlane.device.backend import kit
 from peerlane.device.backend.captured_messages import captured_messages
-from peerlane.device.backend.kit import Collectives, KitProvider, Messages, Provider
+from peerlane.device.backend.kit import Collectives, KitProvider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
-from peerlane.device.backend.ordering import FinishedWork, JointWork, Lane
+from peerlane.device.backend.ordering import CudaLane, FinishedWork, JointWork
 from peerlane.device.backend.spans import profiled, spanned
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
-from peerlane.device.collectives.point_to_point import MOST_TRANSFERS, Transfer
+from peerlane.device.collectives.point_to_point import MOST_TRANSFERS, PointToPoint, Transfer
 from peerlane.device.host.call_order import call_order
 from peerlane.device.host.ipc import StoreExchange, leave
 from peerlane.device.host.tally import count
@@ -36,10 +36,10 @@ STOPPED_CLOSE_LIMIT = timedelta(seconds=3)
 LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
 """The library that serves a device's tensors where the kit does not."""
 
-_provider: Provider = KitProvider()
+_provider = KitProvider()
 
 
-def use_provider(provider: Provider) -> Provider:
+def use_provider(provider: KitProvider) -> KitProvider:
     """Makes groups that are created from now on use ``provider`` in the kit's place; returns the one before. For tests."""
     global _provider
     before, _provider = _provider, provider
@@ -68,9 +68,9 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self.waits = Waits(min(timeout.total_seconds(), LONGEST_LIMIT_S))
         """The waits of the kit's kernels for this group."""
         self._kit: Collectives | None = None
-        self._messages: Messages | None = None
+        self._messages: PointToPoint | None = None
         self._kit_device: torch.device | None = None
-        self._lane: Lane | None = None
+        self._lane: CudaLane | None = None
         self._coalescing: _Coalescing | None = None
         self._in_span, self._splits, self._connected = False, 0, False
         self._store = PrefixStore("peerlane", store)

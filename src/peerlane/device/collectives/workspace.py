@@ -17,10 +17,6 @@ PACKET_BUFFER_TENSOR_BYTES = 4 << 20
 """Largest tensor that a packet buffer holds at once, the terms of an all-reduce and its sums; what is longer goes in several rounds."""
 
 
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
 @dataclass(frozen=True)
 class Rings:
     """The sizes of the rings of tiles through which large messages go; the same on all ranks. Headers get these numbers as a macro and have
@@ -45,7 +41,7 @@ class Rings:
     def __post_init__(self) -> None:
         """Raises UsageError for numbers that break the rules of the headers, which say why."""
         rules = {
-            "depth is a power of two": _is_power_of_two(self.depth),
+            "depth is a power of two": (self.depth > 0 and self.depth & (self.depth - 1) == 0),
             "depth is at least stages + 2": self.depth >= self.stages + 2,
             "tile_bytes is a multiple of 128": self.tile_bytes > 0 and self.tile_bytes % 128 == 0,
             "in_flight is at least 1 and less than stages": 0 < self.in_flight < self.stages,

@@ -129,7 +129,6 @@ def gpu_options(arch: str, defines: Mapping[str, str | int]) -> list[str]:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Returns NVRTC's version."""
     _, major, minor = cuda_bindings.nvrtc().nvrtcVersion()
     return major, minor
 

@@ -30,5 +30,4 @@ class Side:
 
 @per_group
 def side_stream(group: Group, cuda: bool) -> Side:
-    """Returns the group's stream."""
     return Side(cuda)

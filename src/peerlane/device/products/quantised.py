@@ -33,7 +33,6 @@ class Quantised:
         return Quantised(self.values.mT, self.scales.mT)
 
     def float(self) -> torch.Tensor:
-        """Returns the numbers in float32."""
         scales = self.scales
         for axis in (-2, -1):
             size, count = self.values.shape[axis], self.scales.shape[axis]

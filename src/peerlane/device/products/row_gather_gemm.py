@@ -226,7 +226,6 @@ class RowGatherGemm:
 
 
 def replace_rows(chosen: Plan, group_rows: int) -> Plan:
-    """The plan with groups of as many rows of tiles."""
     tiles = chosen.tiles
     return replace(chosen, tiles=GroupedTiles(rows=tiles.rows, columns=tiles.columns, group_rows=group_rows))
 

@@ -55,7 +55,6 @@ _CATEGORY_NAMES = {"fsdp_zero": "FSDP / ZeRO", "geometric_spatial": "geometric /
 
 
 def category_name(category: str) -> str:
-    """Returns a category in words."""
     return _CATEGORY_NAMES.get(category, category.replace("_", " "))
 
 
