@@ -21,7 +21,8 @@ def order_ranks(team: Any, pairs: Collection[tuple[int, int]] | None = None) -> 
         if other is not everyone and len(set(other.members) & set(team.members)) > 1:
             other.sequence.barrier(space.placed)
     if pairs is None and team is everyone:
-        return everyone.sequence.barrier(space.placed)
+        everyone.sequence.barrier(space.placed)
+        return
     if not team.order:
         team.order = [_part(team, member, bytes(4 * len(team.members))) for member in team.members]
         table = b"".join(pad.address.to_bytes(8, "little") for pad in team.order)

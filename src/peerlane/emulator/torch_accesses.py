@@ -52,14 +52,18 @@ def note_read(tensor: torch.Tensor, name: str) -> None:
 class OperatorsNoted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While this lasts, accesses of operators of torch to symmetric memory are noted for the rank whose host code runs."""
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         group = current_group()
         if not isinstance(group, EmulatedRank) or capturing() or getattr(_state, "off", False):
             return function(*args, **kwargs)
+        if not isinstance(function, torch._ops.OpOverload):
+            return function(*args, **kwargs)
         if function.namespace != "aten":  # its code's own operators and launches count
             with self:
-                return function._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+                return function.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
         found = list(_accesses(group, function, args, kwargs))
         result = function(*args, **kwargs)
         if found:
@@ -120,7 +124,7 @@ def _marked(name: str, shape: torch.Size, args: Any) -> torch.Tensor:
     """Returns where an operator puts elements into its first argument."""
     marked = torch.zeros(shape, dtype=torch.bool)
     if name.startswith("masked_"):
-        return marked | args[1]
+        return torch.logical_or(marked, args[1])
     if "index_put" in name:
         return marked.index_put_(args[1], torch.tensor(True))
     if name == "put_":
