@@ -150,3 +150,17 @@ def by_operators(what: str, broken: int) -> Any:
         return out
 
     return call
+
+
+def behind_one_byte(x: torch.Tensor) -> torch.Tensor:
+    """Returns all ranks' bytes, which lie in memory of the others behind one more: read by an operator, and by a collective."""
+    count, ranks = x.numel(), dist.get_world_size()
+    memory = symm_mem.empty(1 + count, dtype=x.dtype)
+    handle = symm_mem.rendezvous(memory, dist.group.WORLD)
+    memory[1:] = x
+    handle.barrier(channel=0)
+    read = torch.cat([handle.get_buffer(peer, (1 + count,), x.dtype)[1:] for peer in range(ranks)])
+    gathered = torch.empty_like(read)
+    dist.all_gather_into_tensor(gathered, memory[1:])
+    assert torch.equal(read, gathered)
+    return read

@@ -129,6 +129,14 @@ def test_what_operators_use_of_no_shared_bytes_is_no_race(broken: int) -> None:
     assert not of_operators("beside", broken)
 
 
+def test_host_code_uses_bytes_at_any_place() -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.behind_one_byte)
+    given = [torch.arange(21, dtype=torch.uint8) + rank for rank in range(2)]
+    assert all(torch.equal(output, torch.cat(given)) for output in world.call([(x,) for x in given], lambda rank, output: output))
+    assert not findings(world.reports())
+
+
 def test_a_triton_candidate_of_the_prompts_runs_as_written() -> None:
     file = Path(peerlane.__file__).parent / "generate/prompts/examples/difference_triton.py"
     given = [torch.arange(300.0) * (rank + 1) for rank in range(2)]

@@ -237,7 +237,7 @@ class LaunchSequence:
             launches, kernel = [], HOST_WRITE if writes else HOST_READ
             for part, given in by_part.items():
                 runs = _joined(given).tolist()
-                for begin, nbytes in runs:
+                for begin, nbytes in _by_words(runs):
                     values = (_u64(part.address + begin), _u64(nbytes), *([part.content(begin, nbytes)] if writes else []))
                     launches.append(Launch(kernel, self.members.index(member), 0, (1, 1, 1), (1, 1, 1), 0, 1, values, operator=operator))
                 if writes:
@@ -362,6 +362,16 @@ def _joined(given: Sequence[Runs]) -> Runs:
     firsts = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]]))
     begins, ends = begins[firsts], ends[np.append(firsts[1:], len(runs)) - 1]
     return np.stack([begins, ends - begins], axis=1)
+
+
+def _by_words(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields the pieces, cut where the first word begins: the kernels use words, then bytes. A part begins with a word."""
+    for begin, nbytes in runs:
+        head = min(-begin % 8, nbytes)
+        if head:
+            yield begin, head
+        if nbytes > head:
+            yield begin + head, nbytes - head
 
 
 def _hosts_meet(steps: Iterable[Step]) -> bool:
