@@ -103,3 +103,64 @@ def different_launches(root: int, what: str) -> Any:
         return x
 
     return call
+
+
+def by_operators(what: str, broken: int) -> Any:
+    """Returns a function of one rank in which operators of torch read or write the others' memory: of three ranks, the next one's and the
+    one's behind. ``broken`` 1 lacks the barrier in front of what others read, 2 the one behind it."""
+    kept: list[Any] = []
+
+    def call(x: torch.Tensor) -> Any:
+        rank, ranks, count = dist.get_rank(), dist.get_world_size(), x.numel()
+        if not kept:
+            memory = symm_mem.empty(2, ranks * count).zero_()
+            kept.extend((memory, symm_mem.rendezvous(memory, dist.group.WORLD)))
+        memory, handle = kept
+        peers = [handle.get_buffer(peer, memory.shape, memory.dtype) for peer in range(ranks)]
+        after, behind = peers[(rank + 1) % ranks], peers[(rank + 2) % ranks]
+        own = slice(count * rank, count * (rank + 1))
+        if what in ("copy_", "index_put_", "scatter_", "out="):  # every rank has columns of its own in each peer's memory
+            for peer in (after, behind):
+                columns = torch.arange(*own.indices(9**9)[:2] if broken != 3 else (1, count + 1))
+                if what == "copy_":
+                    peer[:, columns[0] : columns[-1] + 1].copy_(x)
+                elif what == "index_put_":
+                    peer[torch.tensor([[0], [1]]), columns] = x
+                elif what == "scatter_":
+                    peer.scatter_(1, columns.expand(2, -1), x.expand(2, -1))
+                else:
+                    torch.add(x, 1, out=peer[0, columns[0] : columns[-1] + 1])
+            memory[:, own] = x
+        else:
+            memory[0].copy_(x.repeat(ranks))
+        if broken != 1:
+            handle.barrier(channel=0)
+        if what == "cat":
+            out = torch.cat([peer[0] for peer in peers])
+        elif what == "indexed":
+            out = after[0, torch.tensor([0, 5])]
+        elif what == "tolist":
+            out = torch.tensor(behind[0].tolist())
+        elif what == "beside":  # nobody writes this row, nor these shapes
+            out = after[torch.tensor([1])].sum() + after.view(-1)[: after.shape[0]].numel() + torch.zeros_like(after).sum()
+        else:
+            out = memory.clone()
+        if broken != 2:
+            handle.barrier(channel=1)
+        return out
+
+    return call
+
+
+def behind_one_byte(x: torch.Tensor) -> torch.Tensor:
+    """Returns all ranks' bytes, which lie in memory of the others behind one more: read by an operator, and by a collective."""
+    count, ranks = x.numel(), dist.get_world_size()
+    memory = symm_mem.empty(1 + count, dtype=x.dtype)
+    handle = symm_mem.rendezvous(memory, dist.group.WORLD)
+    memory[1:] = x
+    handle.barrier(channel=0)
+    read = torch.cat([handle.get_buffer(peer, (1 + count,), x.dtype)[1:] for peer in range(ranks)])
+    gathered = torch.empty_like(read)
+    dist.all_gather_into_tensor(gathered, memory[1:])
+    assert torch.equal(read, gathered)
+    return read

@@ -96,7 +96,45 @@ def test_symmetric_memory_of_torch_is_right_and_clean(barrier: str) -> None:
 def test_a_missing_barrier_is_told_with_the_copy(broken: int, barrier: str) -> None:
     _, found = symmetric(broken, barrier)
     told = [str(finding) for finding in found if finding.kind == "race"]
-    assert any("symmetric_kernels.py:" in text and "host code" in text for text in told), [str(finding) for finding in found]
+    assert any("copy_ of host code: symmetric_kernels.py:" in text for text in told), [str(finding) for finding in found]
+
+
+def of_operators(what: str, broken: int) -> list[Finding]:
+    world = EmulatedRanks(3)
+    world.load(lambda rank: symmetric_kernels.by_operators(what, broken))
+    for call in range(3):
+        world.call([(torch.arange(4.0) + 4 * rank + call,) for rank in range(3)], lambda rank, output: output.clone())
+    return findings(world.reports())
+
+
+READS, WRITES = ("cat", "indexed", "tolist"), ("copy_", "index_put_", "scatter_", "out=")
+
+
+@pytest.mark.parametrize("what", [*READS, *WRITES, "beside"])
+def test_operators_of_torch_behind_barriers_are_clean(what: str) -> None:
+    found = of_operators(what, 0)
+    assert not found, "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(("what", "broken"), [*((what, broken) for what in READS for broken in (1, 2)), *((what, 3) for what in WRITES)])
+def test_what_operators_of_torch_use_takes_part_in_races(what: str, broken: int) -> None:
+    """Without a barrier, or with ranks that write the same columns."""
+    told = [str(finding) for finding in of_operators(what, broken) if finding.kind == "race"]
+    name = {"indexed": "index", "out=": "add"}.get(what, what)
+    assert any(f"{name} of host code: symmetric_kernels.py:" in text for text in told), told
+
+
+@pytest.mark.parametrize("broken", [1, 2])
+def test_what_operators_use_of_no_shared_bytes_is_no_race(broken: int) -> None:
+    assert not of_operators("beside", broken)
+
+
+def test_host_code_uses_bytes_at_any_place() -> None:
+    world = EmulatedRanks(2)
+    world.load(lambda rank: symmetric_kernels.behind_one_byte)
+    given = [torch.arange(21, dtype=torch.uint8) + rank for rank in range(2)]
+    assert all(torch.equal(output, torch.cat(given)) for output in world.call([(x,) for x in given], lambda rank, output: output))
+    assert not findings(world.reports())
 
 
 def test_a_triton_candidate_of_the_prompts_runs_as_written() -> None:

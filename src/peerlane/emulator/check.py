@@ -137,11 +137,12 @@ def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Findin
             launch=side["launch"],
             block=tuple(side["block"]),
             thread=tuple(side["thread"]),
-            action=side["action"],
-            frames=frames.get(side["site"], ()),
+            action=side["action"] + (f" by {operator}" if operator else ""),
+            frames=chain,
             at=_memory(job, side["buffer"], side["offset"]),
         )
         for side in raw["sides"]
+        for operator, chain in [_of_host(job, side, frames.get(side["site"], ()))]
     )
     places = tuple(_place(job, *place) for place in raw["places"])
     memory = _memory(job, raw["buffer"], raw["offset"])
@@ -150,6 +151,14 @@ def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Findin
         kind = "uninitialised_symmetric"
     why = raw["kind"] if raw["kind"] in MEANINGS and ":" in raw["kind"] else ""
     return Finding(kind, detail, memory, sides, raw["schedule"], raw["schedules"], places, why)
+
+
+def _of_host(job: Job, side: Any, chain: tuple[Frame, ...]) -> tuple[str, tuple[Frame, ...]]:
+    """Returns the operator of torch that a side is, and where host code calls it; of a kernel nothing, and the chain as it is."""
+    own = [launch.operator for launch in job.launches if launch.rank == side["rank"]]
+    place, _, name = own[side["launch"]].rpartition(" ") if side["launch"] < len(own) else ("", "", "")
+    file, _, line = place.rpartition(":")
+    return (f"{name} of host code", (Frame(file, int(line), name),)) if place else ("", chain)
 
 
 def _place(job: Job, number: int, begin: int, end: int) -> Place:

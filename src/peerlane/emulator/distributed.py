@@ -7,7 +7,7 @@ writes is the host's.
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,8 +17,8 @@ from peerlane.device.host.group import current_group
 from peerlane.emulator.cuda_graphs import recorded
 from peerlane.emulator.emulated_rank import EmulatedRank
 from peerlane.emulator.group_order import order_ranks
-from peerlane.emulator.host_memory import Part
 from peerlane.emulator.symmetric_memory import SIGNAL_PAD_BYTES, SymmetricMemory, empty, write_value32
+from peerlane.emulator.torch_accesses import note_read, unnoted
 from peerlane.errors import UsageError
 from peerlane.settings import multicast_allowed
 
@@ -105,26 +105,17 @@ def _meet(
     own = _group(group)
     if recorded(functools.partial(_meet, group, what, value, act, reads, pairs)):
         return None
-    world = own.team.world
-    world.collectives[what.partition(" ")[0]] += 1
+    own.team.world.collectives[what.partition(" ")[0]] += 1
+    for tensor in reads:
+        note_read(tensor, what.partition(" ")[0])
 
-    def ordered(given: list[tuple[Any, Sequence[torch.Tensor]]]) -> Any:
-        values = [value for value, _ in given]
-        places = [place for member, (_, tensors) in zip(own.team.members, given, strict=True) for place in _places(world, member, tensors)]
-        for sequence in {own.team.sequence, world.team(range(world.size)).sequence}:
-            sequence.host_reads(places)
+    def ordered(values: list[Any]) -> Any:
         ordering = None if pairs is None else [(sender, receiver) for sender, receiver in pairs(values) if sender != receiver]
-        order_ranks(own.team, None if ordering is not None and len(ordering) == len(given) * (len(given) - 1) else ordering)
-        return act(values)
+        order_ranks(own.team, None if ordering is not None and len(ordering) == len(values) * (len(values) - 1) else ordering)
+        with unnoted():
+            return act(values)
 
-    return own.team.meeting.meet(own.member, what, (value, reads), ordered)
-
-
-def _places(world: Any, member: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, Part, int, int]]:
-    """Yields what a rank reads of memory that other ranks may write: its number, the part, and where bytes begin, and how many."""
-    for tensor in tensors:
-        if tensor.is_contiguous() and (part := world.space.part_of(tensor)) is not None and part.symmetric and part.shown:
-            yield member, part, world.space.address(tensor, member) - part.address, tensor.nbytes
+    return own.team.meeting.meet(own.member, what, value, ordered)
 
 
 def _from_root(root: int, values: list[Any]) -> list[tuple[int, int]]:

@@ -15,11 +15,13 @@ def order_ranks(team: Any, pairs: Collection[tuple[int, int]] | None = None) -> 
     """Orders what all ranks of a group have done before what they do from now on; with ``pairs`` of a sender and a receiver only what a
     sender has done before what its receivers do."""
     everyone, space = team.world.team(range(team.world.size)), team.world.space
-    if pairs is None:
-        team.sequence.barrier(space.placed)
-        if team is everyone:
-            return
     if pairs is not None and not pairs:
+        return
+    for other in team.world.teams:  # kernels of the kit know no signals
+        if other is not everyone and len(set(other.members) & set(team.members)) > 1:
+            other.sequence.barrier(space.placed)
+    if pairs is None and team is everyone:
+        everyone.sequence.barrier(space.placed)
         return
     if not team.order:
         team.order = [_part(team, member, bytes(4 * len(team.members))) for member in team.members]

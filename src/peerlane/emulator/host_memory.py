@@ -13,6 +13,8 @@ import torch
 from peerlane.emulator.cuda_runtime import runtime
 from peerlane.emulator.job import BASE, PAGE_BYTES, Region, whole_pages
 
+Runs = np.ndarray[Any, np.dtype[np.int64]]
+"""Rows of where a piece of a part begins, and how many bytes it has."""
 MOST_BYTES = 1 << 40
 MOST_TABLE_BYTES = 1 << 16
 """Memory that may be a table of addresses. What lies behind a larger one must be an argument, or symmetric."""
@@ -53,6 +55,15 @@ class Part:
         pages: Sequence[int] = range(-(-self.nbytes // PAGE_BYTES)) if self._pages is None else sorted(self._pages)
         contents = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
         return [(offset, page.tobytes()) for offset, page in contents if page.any()]
+
+    @property
+    def is_shared(self) -> bool:
+        """True unless it is a tensor of symmetric memory of which no other rank knows yet."""
+        return len(self.mapped) != 1
+
+    def content(self, begin: int, nbytes: int) -> bytes:
+        """Returns some of the part's bytes."""
+        return self._bytes[begin : begin + nbytes].tobytes()
 
     def _count(self) -> int:
         return int(torch._C._storage_Use_Count(self.memory.untyped_storage()._cdata))
@@ -156,6 +167,15 @@ class AddressSpace:
         """Returns the part in which the tensor lies, if that has an address already."""
         return self._by_storage.get(tensor.untyped_storage().data_ptr())
 
+    def place_of(self, tensor: torch.Tensor) -> tuple[Part, int] | None:
+        """Returns the part in which the tensor lies, and where in it, in bytes; None if it has no address yet."""
+        lies = int(tensor.untyped_storage().data_ptr())
+        part = self._by_storage.get(lies) or (None if runtime() is None else self._placed_at(lies))
+        if part is None:
+            return None
+        within = lies - int(part.memory.untyped_storage().data_ptr())  # where C++ code has made the tensor
+        return part, within + int(tensor.storage_offset()) * tensor.itemsize
+
     def address(self, tensor: torch.Tensor, rank: int) -> int:
         """Returns the address of the tensor's first element in a rank's kernels; 0 for an empty one."""
         storage = tensor.untyped_storage()
@@ -198,9 +218,8 @@ class AddressSpace:
 
     def at(self, address: int, name: str = "") -> Part | None:
         """Returns the part in which an address lies, a new one of this name if C++ code has taken the memory; None where there is none."""
-        index = bisect.bisect_right(self.placed, address, key=lambda placed: placed.address)
-        if index and address < self.placed[index - 1].address + self.placed[index - 1].nbytes:
-            return self.placed[index - 1]
+        if (placed := self._placed_at(address)) is not None:
+            return placed
         found = runtime()
         if found is None or any(address in area for area in self._reserved) or (block := found.keep(address)) is None:
             return None
@@ -210,3 +229,7 @@ class AddressSpace:
         part.show()
         self.place(part)
         return part
+
+    def _placed_at(self, address: int) -> Part | None:
+        index = bisect.bisect_right(self.placed, address, key=lambda placed: placed.address)
+        return self.placed[index - 1] if index and address < self.placed[index - 1].address + self.placed[index - 1].nbytes else None

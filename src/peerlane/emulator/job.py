@@ -81,6 +81,8 @@ class Launch:
     """whether it may begin before the launch before it has ended (programmatic dependent launch)"""
     in_order: bool = False
     """whether its blocks start by their numbers, because a GPU would hold more of them than the emulator does"""
+    operator: str = ""
+    """The line and the name of the operator of torch that it stands for."""
 
     @property
     def threads(self) -> int:

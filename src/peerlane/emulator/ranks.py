@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from peerlane.common.cluster import Cluster
@@ -35,7 +36,7 @@ from peerlane.emulator.cuda_runtime import thread_of
 from peerlane.emulator.emulated_rank import EmulatedRank, PtxLaunch
 from peerlane.emulator.gpu_code import EmulatedGpu, KernelNeeds, compiler_is_here, default_gpu, needs, resident_blocks
 from peerlane.emulator.host_libraries import emulated_libraries
-from peerlane.emulator.host_memory import AddressSpace, Part, empty_noted
+from peerlane.emulator.host_memory import AddressSpace, Part, Runs, empty_noted
 from peerlane.emulator.job import PAGE_BYTES, TIMEOUT_NS, VARIABLES, Launch
 from peerlane.emulator.nccl_windows import EmulatedWorld
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx, UnknownPtx, kernel_of
@@ -94,6 +95,12 @@ class World:
         """Returns the processor seconds that launches may still take."""
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return min(300.0, max(0.1, self.limit_s - (used.ru_utime + used.ru_stime - self._used_s)))
+
+    def note(self, member: int, part: Part, runs: Runs, writes: bool, operator: str) -> None:
+        """Records that host code of a rank reads or writes pieces of a part, between its launches before and those behind."""
+        teams = [team for team in self.teams if member in team.members and part in team.sequence.launched]
+        for team in teams or [self.team(range(self.size))]:
+            team.sequence.note(member, part, runs, writes, operator)
 
     def team(self, members: Sequence[int]) -> Team:
         """Returns the group of these ranks."""
@@ -206,8 +213,9 @@ class Team:
 
     def end_of_call(self) -> None:
         """Ends a call, once the callers have read their results."""
-        read = (part for part in self.parts if part.symmetric and part.shown and part.read_by_caller)
-        self.sequence.host_reads((part.rank, part, 0, part.nbytes) for part in read)
+        for part in self.parts:
+            if part.symmetric and part.shown and part.read_by_caller:
+                self.world.note(part.rank, part, np.array([[0, part.nbytes]]), False, "")
 
 
 class EmulatedGroup(EmulatedRank):

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from peerlane.device.host.resources import Resources
 from peerlane.device.host.source_tokens import token_hash
 from peerlane.emulator.build import HOST_READ, HOST_WRITE, Program, compile_modules, compile_program
 from peerlane.emulator.check import Report, check_kernels, report
 from peerlane.emulator.findings import UNCLEAR, Finding, merged
 from peerlane.emulator.gpu_code import EmulatedGpu, GpuBuild, needs_of
-from peerlane.emulator.host_memory import Part
-from peerlane.emulator.job import VARIABLES, Job, Launch, fitted, require_all, run_job
+from peerlane.emulator.host_memory import Part, Runs
+from peerlane.emulator.job import PAGE_BYTES, VARIABLES, Job, Launch, fitted, require_all, run_job
 from peerlane.emulator.ptx_front_end import NOT_KNOWN, Ptx
+from peerlane.emulator.stream_kernels import SIGNALS
 from peerlane.errors import EmulatedFault
 
 FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misaligned_address", "misuse", "endless"})
@@ -26,6 +29,7 @@ MOST_LAUNCHES = 3
 MOST_KERNELS = 4
 """Different kernels of one sequence. More end it sooner than from their second or third launch on."""
 _GAP_BYTES, _MOST_RANGES = 4, 16
+_MOST_NOTED = 64
 
 Contents = list[tuple[int, bytes]]
 
@@ -126,6 +130,8 @@ class Step:
     """The name of the kernel."""
     unwritten: Mapping[Part, bool] = field(default_factory=dict)
     """the parts of ``before`` that host code had not written, and whether no kernel had, either"""
+    used: Sequence[tuple[int, Part, bool]] = ()
+    """What host code uses, where the launches stand for it: a rank among all, the part, and whether it writes."""
 
 
 class LaunchSequence:
@@ -142,12 +148,17 @@ class LaunchSequence:
         self._written: set[Part] = set()
         self._latest: dict[Part, Contents] = {}
         """what symmetric memory that the host can see held behind the last launch"""
+        self._noted: dict[tuple[int, bool, str], dict[Part, list[Runs]]] = {}
+        """what hosts have used since the last step: by rank, whether it is written, and operator"""
+        self.launched: set[Part] = set()
+        """all parts that launches could reach"""
 
     def run(self, name: str, code: Compiled, step: Step, faults: Sequence[Part], may_wait: bool = False) -> bool:
         """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end.
 
         If it ``may_wait`` for launches of other ranks and does, nothing of it is kept, and this returns False.
         """
+        self._add_noted()
         program = code.program
         check_kernels(name, step.launches, program)
         asked, step.launches = step.launches, fitted(name, step.launches)
@@ -182,6 +193,7 @@ class LaunchSequence:
         if code.modules and changed:
             self._steps.append(self._host_writes(step, changed))
         self._steps.append(step)
+        self.launched |= step.before.keys()
         now = {part: part.contents() for part in step.before if part.shown}
         self._known |= now
         self._latest |= {part: contents for part, contents in now.items() if part.symmetric}
@@ -208,21 +220,35 @@ class LaunchSequence:
                 for begin, content in _differences(old.get(page, b""), new.get(page, b"")):
                     values = (_u64(part.address + page + begin), _u64(len(content)), content)
                     launches.append(Launch(HOST_WRITE, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, values))
-        return Step(launches, before)
+        return Step(launches, before, used=[(part.rank, part, True) for part in before])
 
-    def host_reads(self, reads: Iterable[tuple[int, Part, int, int]]) -> None:
-        """Records that between the launches before and those behind, hosts read, as a caller reads its results: the number of a rank among
-        all, the part, and where bytes of it begin, and how many."""
-        launches = [
-            Launch(HOST_READ, self.members.index(member), 0, (1, 1, 1), (1, 1, 1), 0, 1, (_u64(part.address + begin), _u64(nbytes)))
-            for member, part, begin, nbytes in reads
-            if part in self._known and nbytes
-        ]
-        if self._steps and launches:
-            self._steps.append(Step(launches, {}))
+    def note(self, member: int, part: Part, runs: Runs, writes: bool, operator: str) -> None:
+        """Records that a host reads or writes pieces of a part, between the launches before and those behind. ``member``: its rank among
+        all."""
+        given = self._noted.setdefault((member, writes, operator), {}).setdefault(part, [])
+        given.append(runs)
+        if len(given) >= _MOST_NOTED:
+            given[:] = [_joined(given)]
+
+    def _add_noted(self) -> None:
+        """Adds what hosts have used since the last step. What they wrote is what lies there now: no kernel has run."""
+        noted, self._noted = self._noted, {}
+        for (member, writes, operator), by_part in noted.items():
+            launches, kernel = [], HOST_WRITE if writes else HOST_READ
+            for part, given in by_part.items():
+                runs = _joined(given).tolist()
+                for begin, nbytes in _by_words(runs):
+                    values = (_u64(part.address + begin), _u64(nbytes), *([part.content(begin, nbytes)] if writes else []))
+                    launches.append(Launch(kernel, self.members.index(member), 0, (1, 1, 1), (1, 1, 1), 0, 1, values, operator=operator))
+                if writes:
+                    held = self._latest[part] = _with(part, self._known.get(part, self._latest.get(part, [])), runs)
+                    if part in self._known:
+                        self._known[part] = held
+            self._steps.append(Step(launches, {}, used=[(member, part, writes) for part in by_part]))
 
     def barrier(self, parts: Iterable[Part]) -> None:
         """Orders what all ranks have done before what they do from now on. ``parts``: memory whose changes by the host are known."""
+        self._add_noted()
         step = Step([], {part: part.contents() for part in parts if part.symmetric and part.shown})
         if self._code is not None and self._code.modules and (changed := self._changed(step)):
             self._steps.append(self._host_writes(step, changed))
@@ -231,9 +257,12 @@ class LaunchSequence:
 
     def signal(self, module: Ptx, signals: Step, parts: Iterable[Part]) -> None:
         """Adds launches of a module that order others, and leave memory as it is. ``parts``: as of a barrier."""
+        if self._code is not None and not self._code.modules:
+            return self.barrier(parts)
+        self._add_noted()
         now = Step([], {part: part.contents() for part in parts if part.symmetric and part.shown})
         changed = self._changed(now)
-        if (not self._steps and not changed) or (self._code is not None and not self._code.modules):
+        if not self._steps and not changed:
             return
         code = compile_ptx(frozenset([module]))
         joined = code if self._code is None else self._code.joined(code)
@@ -248,14 +277,19 @@ class LaunchSequence:
 
     def check(self) -> None:
         """Runs the launches so far in a row under many schedules, and begins anew."""
+        self._add_noted()
         steps, code, written, known = self._steps, self._code, self._written, self._known
         self._forget()
         launches = sum(bool(step.name) for step in steps)
-        if code is None or not launches or self.schedules < 1:
+        if not launches and _hosts_meet(steps):
+            code = code or compile_ptx(frozenset([SIGNALS]))
+        elif not launches:
+            return
+        if code is None or self.schedules < 1:
             return
         # Behind the last launch the host may have gone on with it.
         expected = {part: _bytes_of(part, known[part]) for part in written if not part.symmetric}
-        names = ", ".join(dict.fromkeys(step.name for step in steps if step.name))
+        names = ", ".join(dict.fromkeys(step.name for step in steps if step.name)) or "operators of torch"
         name = f"{names}{f', {launches} launches in a row' if launches > 1 else ''}"
         job, program, started = self._job(name, steps, expected), code.program, time.monotonic()
         answer = run_job(job, program, schedules=self.schedules, seed=self.seed, timeout_s=self._time_left())
@@ -274,6 +308,9 @@ class LaunchSequence:
         for step in steps:
             for part, contents in step.before.items():
                 first.setdefault(part, contents)
+        for part in (part for step in steps for _, part, _ in step.used):
+            if part not in first:
+                first[part] = part.contents()
         # What host code wrote between two launches, however it wrote, is written.
         latest = {part: step for step in steps if step.name for part in step.before}
         began = {part: step for step in reversed(steps) if step.name for part in step.before}
@@ -307,6 +344,40 @@ def _bytes_of(part: Part, contents: Contents) -> bytes:
     for offset, page in contents:
         held[offset : offset + len(page)] = page
     return bytes(held)
+
+
+def _with(part: Part, held: Contents, runs: Iterable[tuple[int, int]]) -> Contents:
+    """Returns what a part held, and in these pieces what it holds."""
+    content = bytearray(_bytes_of(part, held))
+    for begin, nbytes in runs:
+        content[begin : begin + nbytes] = part.content(begin, nbytes)
+    pages = ((at, bytes(content[at : at + PAGE_BYTES])) for at in range(0, len(content), PAGE_BYTES))
+    return [(at, page) for at, page in pages if any(page)]
+
+
+def _joined(given: Sequence[Runs]) -> Runs:
+    """Returns pieces of one part as such that do not touch."""
+    runs = np.concatenate(given)
+    begins, ends = (runs := runs[np.argsort(runs[:, 0], kind="stable")])[:, 0], np.maximum.accumulate(runs.sum(axis=1))
+    firsts = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]]))
+    begins, ends = begins[firsts], ends[np.append(firsts[1:], len(runs)) - 1]
+    return np.stack([begins, ends - begins], axis=1)
+
+
+def _by_words(runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields the pieces, cut where the first word begins: the kernels use words, then bytes. A part begins with a word."""
+    for begin, nbytes in runs:
+        head = min(-begin % 8, nbytes)
+        if head:
+            yield begin, head
+        if nbytes > head:
+            yield begin + head, nbytes - head
+
+
+def _hosts_meet(steps: Iterable[Step]) -> bool:
+    """Tells whether host code of one rank writes a part that host code of another uses, too."""
+    used = {use for step in steps for use in step.used}
+    return any(writes and any(other != member and part is same for other, same, _ in used) for member, part, writes in used)
 
 
 def _differences(old: bytes, new: bytes) -> Iterator[tuple[int, bytes]]:

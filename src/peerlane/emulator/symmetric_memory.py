@@ -59,7 +59,7 @@ class SymmetricMemory:
             if part not in group.team.parts:
                 group.team.parts.append(part)
         for part in self._parts:
-            part.mapped[group.member] = own
+            part.mapped |= dict(zip(group.team.members, self._parts, strict=True))
         self._tensor = tensor
         self.rank, self.world_size, self.device = group.rank, group.world_size, torch.device("cuda", group.member)
         self.buffer_size, self.signal_pad_size, self.offset = own.nbytes, SIGNAL_PAD_BYTES, 0

@@ -20,6 +20,7 @@ from peerlane.device.host.group import current_group
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES
 from peerlane.emulator.cuda_graphs import CUDAGraph, capturing, graph, record_operation
 from peerlane.emulator.emulated_rank import EmulatedRank
+from peerlane.emulator.torch_accesses import OperatorsNoted, note_read
 from peerlane.errors import UsageError
 
 _OWN_CODE = ("peerlane.", "torch.")  # reads host memory where tensors lie
@@ -33,7 +34,7 @@ def candidate_code() -> Iterator[None]:
     """While this lasts, host code of this thread sees a GPU: ``tensor.data_ptr()`` is an address of emulated memory."""
     before, _candidate.runs = runs_candidate(), True
     try:
-        with _Devices():
+        with _Devices(), OperatorsNoted():  # type: ignore[no-untyped-call]
             yield
     finally:
         _candidate.runs = before
@@ -92,6 +93,8 @@ class _Devices(TorchFunctionMode):
             return _own().member
         if name in ("cuda", "cpu", "to", "pin_memory"):
             return self._moved(name, function, args, kwargs)
+        if name == "tolist":
+            note_read(args[0], name)
         if "device" in kwargs and _is_own_gpu(kwargs["device"]):
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
