@@ -20,7 +20,7 @@ constexpr u32 bins_of_group = 68, bin_groups = (histogram_bins + bins_of_group -
 static_assert(packet_words + bin_groups < round_words && bins_of_group <= round_words && bins_of_group % 4 == 0 && histogram_bins % 4 == 0);
 
 // Of a long row: the part that tells the floor, and how much of the part's mass shall lie at or above it.
-constexpr u32 head_parts = 8, long_row = 16;  // columns for each thread
+constexpr u32 head_parts = 16, long_row = 16;  // columns for each thread
 constexpr float certain_part = 0.97f;
 
 // Keys [low, high], the numbers of `ordered`, from the largest down.
@@ -71,7 +71,9 @@ struct Bins {
     // What stands for the numbers of a bin: the number, or nearly zero.
     template <class E>
     __device__ float number_of(u32 bin) const {
-        return window && top == static_cast<int>(bin) ? 0.0f : from_ordered<E>(of_bin(bin).high);
+        if (!window || unused_bits<E> != 16) return from_ordered<E>(of_bin(bin).high);
+        const int rank = top - static_cast<int>(bin);
+        return rank == 0 ? 0.0f : __uint_as_float(static_cast<u32>((rank < 0 ? -rank : rank) + smallest_magnitude) << 16 | (rank < 0 ? 1u << 31 : 0u));
     }
 };
 
@@ -144,6 +146,7 @@ class Histogram {
     __device__ float weight_of_four(u32 first, float maximum) const {
         const Vec16* const vectors = reinterpret_cast<const Vec16*>(memory_);
         const Vec16 lower = counts() ? vectors[first / 4] : vectors[first / 2], upper = counts() ? Vec16{} : vectors[first / 2 + 1];
+        if ((lower.word[0] | lower.word[1] | lower.word[2] | lower.word[3] | upper.word[0] | upper.word[1] | upper.word[2] | upper.word[3]) == 0) return 0.0f;
         float sum = 0.0f;
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
@@ -158,7 +161,7 @@ class Histogram {
     __device__ float weight_of(u32 bin, u32 low, u32 high, float maximum) const {
         if ((low | high) == 0) return 0.0f;
         if (!masses) return float(low);
-        if (counts()) return float(low) * mass_of(bins_.template number_of<E>(bin), maximum);
+        if (counts()) return float(low) * fast_mass_of(bins_.template number_of<E>(bin), maximum);
         return (float(low) + float(1u << low_bits) * float(high)) * (1.0f / unit) * mass_of(base_of(bin), maximum);
     }
     // No number of the bin is larger, and none of the row is larger than `limit`.
