@@ -1,26 +1,20 @@
 """Problem 25, a policy-gradient loss: one pass over the logits gives each token's log-probability, ratio and term, and all ranks' sums.
 
 The logits are torch's product; what comes behind it is one launch, with no logits in float32; blocks of all ranks exchange packets of
-12 bytes. Bound by the product. A graph can capture it."""
+12 bytes. A block takes a token, two blocks an SM, with four loads of a thread under way. Bound by the product. A graph can capture it."""
 
 from typing import Any
 
 import torch
 
 from peerlane.device import I32, U32, BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, group_of, per_group
+from peerlane.device.host.declare import MAX_EPOCH_BLOCKS
 
 SOURCE = r"""
+#include <peerlane/collectives/nucleus.cuh>
 #include <peerlane/grid.cuh>
 using namespace peerlane;
 
-// Of some logits: the largest, and the sum of exponentials relative to it.
-struct Partition {
-    float top, sum;
-};
-__device__ Partition join(const Partition& a, const Partition& b) {
-    const float top = fmaxf(a.top, b.top), shift = top == -infinity ? 0.0f : top;
-    return {top, a.sum * expf(a.top - shift) + b.sum * expf(b.top - shift)};
-}
 struct Three {
     float x, y, z;
 };
@@ -28,30 +22,21 @@ __device__ Three add(const Three& a, const Three& b) { return {a.x + b.x, a.y + 
 __device__ Three extremes(const Three& a, const Three& b) { return {fminf(a.x, b.x), fmaxf(a.y, b.y), a.z + b.z}; }
 
 // A block takes a token. Thread 0 keeps what the block adds up.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 2)
     policy_loss(const __grid_constant__ Arena arena, const __grid_constant__ PolicyLoss args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
-    __shared__ Partition scratch[32];
+    __shared__ MassAt scratch[32];
+    const auto join = [](const MassAt& a, const MassAt& b) { return a + b; };
     Three sums{}, others{infinity, -infinity, 0.0f}, counts{};
     for (u32 token = blockIdx.x; token < args.tokens; token += gridDim.x) {
         const long long label = args.labels[token];
         const bool valid = label != args.ignore_index;
         float logprob = 0.0f, gradient = 0.0f;
         if (valid) {
-            Partition part{-infinity, 0.0f};
-            const RowOf<ELEMENT> row(args.logits, token, args.columns);
-            for (u32 column = threadIdx.x * row_lanes; column < args.columns; column += row_lanes * blockDim.x) {
-                float value[row_lanes], top = part.top;
-                row.load(column, value);
-                const u32 count = min(args.columns - column, u32(row_lanes));
-                for (u32 e = 0; e < row_lanes; ++e) top = fmaxf(top, e < count ? value[e] : -infinity);
-                const float shift = top == -infinity ? 0.0f : top;
-                part.sum *= expf(part.top - shift);
-                for (u32 e = 0; e < row_lanes; ++e) part.sum += e < count ? expf(value[e] - shift) : 0.0f;
-                part.top = top;
-            }
+            const ShardRow<ELEMENT> row{args.logits + u64(token) * args.columns * ShardRow<ELEMENT>::bytes, args.columns, label};
+            MassAt part = masses_from(Block{}, row, -infinity);
             part = block_reduce(part, join, scratch);
-            logprob = element_of<ELEMENT>(args.logits, u64(token) * args.columns + label) - part.top - logf(part.sum);
+            logprob = row.target_logit() - part.maximum - logf(part.mass);
             const float d = fminf(fmaxf(logprob - element_of<OLD>(args.old, token), -20.0f), 20.0f), ratio = expf(d);
             gradient = -ratio * element_of<ADVANTAGE>(args.advantages, token);
             sums = add(sums, {gradient, ratio, ratio - d - 1.0f});
@@ -89,12 +74,13 @@ POLICY_LOSS = DeclaredKernel(
 @per_group
 def policy_loss(group: Group, columns: int, dtypes: tuple[torch.dtype, ...]) -> BoundKernel:
     names = "ELEMENT", "OLD", "ADVANTAGE", "GRADIENT"
+    grid = min(2 * group.sm_count, MAX_EPOCH_BLOCKS)
     return POLICY_LOSS.bind(
         group,
-        grid=group.sm_count,
+        grid=grid,
         block=min(512, group.max_threads),
         defines={name: element_type(dtype) for name, dtype in zip(names, dtypes, strict=True)},
-        sizes=dict.fromkeys(("sums", "others", "counts"), group.sm_count),
+        sizes=dict.fromkeys(("sums", "others", "counts"), grid),
         columns=columns,
     )
 

@@ -1,7 +1,7 @@
 """Problem 73, cross entropy over a sharded vocabulary: one pass over the logits, one packet of 12 bytes for each token and peer.
 
-A warp takes a token and keeps its maximum and sum of exponentials in registers. Bound by HBM: logits are read once, nothing is written
-but the losses. The public shape is bound by the launch and one trip of the packets."""
+A warp takes a token, with four loads of a lane under way, and keeps its maximum and sum of exponentials in registers. Bound by HBM: logits
+are read once, nothing is written but the losses. The public shape is bound by the launch and one trip of the packets."""
 
 import torch
 import torch.distributed as dist
@@ -9,56 +9,36 @@ import torch.distributed as dist
 from peerlane.device import U32, BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, group_of, per_group
 
 SOURCE = r"""
-#include <peerlane/rows.cuh>
+#include <peerlane/collectives/nucleus.cuh>
 using namespace peerlane;
 
-// The sum is of exp(logit - maximum); the target's logit is that of the rank whose shard holds it.
+// The masses are exp(logit - maximum); the target's logit is that of the rank whose shard holds it.
 struct Partition {
-    float maximum, sum, target;
+    MassAt masses;
+    float target;
 };
 
-// Every lane has its own maximum, so that a lane's exponentials need no other lane.
-template <class E>
-__device__ Partition partition_of(const RowOf<E>& row, u32 columns) {
-    Partition part{-infinity, 0.0f, 0.0f};
-    each_column(columns, [&](u32 column) {
-        float value[row_lanes], highest = part.maximum;
-        row.load(column, value);
-        const u32 count = min(columns - column, u32(row_lanes));
-        for (u32 e = 0; e < row_lanes; ++e) highest = fmaxf(highest, e < count ? value[e] : -infinity);
-        const float shift = highest == -infinity ? 0.0f : highest;
-        part.sum *= expf(part.maximum - shift);
-        for (u32 e = 0; e < row_lanes; ++e) part.sum += e < count ? expf(value[e] - shift) : 0.0f;
-        part.maximum = highest;
-    });
-    return part;
-}
-// NaN spreads through the sum; of -inf alone there is no sum.
-__device__ Partition join(const Partition& a, const Partition& b) {
-    const float highest = fmaxf(a.maximum, b.maximum), shift = highest == -infinity ? 0.0f : highest;
-    return {highest, a.sum * expf(a.maximum - shift) + b.sum * expf(b.maximum - shift), 0.0f};
-}
-
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(1024)
     cross_entropy(const __grid_constant__ Arena arena, const __grid_constant__ CrossEntropy args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const SmallExchange<WORLD_SIZE, Partition> partitions(arena, args.partitions, epoch);
     each_row(args.tokens, [&](u32 token) {
-        Partition part = warp_reduce(partition_of(RowOf<ELEMENT>(args.logits, token, args.columns), args.columns), join);
         const long long column = args.target[token] - static_cast<long long>(arena.rank) * args.columns;
-        if (column >= 0 && column < args.columns) part.target = element_of<ELEMENT>(args.logits, u64(token) * args.columns + column);
+        const ShardRow<ELEMENT> row{args.logits + u64(token) * args.columns * ShardRow<ELEMENT>::bytes, args.columns, column};
+        const MassAt own = warp_reduce(masses_from(Warp{}, row, -infinity), [](const MassAt& a, const MassAt& b) { return a + b; });
+        const Partition part{own, row.target_logit()};
         partitions.push_everywhere(token, part);
     });
     each_row(args.tokens, [&](u32 token) {
         const long long target = args.target[token];
-        Partition whole{-infinity, 0.0f, 0.0f};
+        MassAt whole{-infinity, 0.0f};
         float logit = 0.0f;
         partitions.pull_everything(token, [&](int q, const Partition& part) {
-            whole = join(whole, part);
+            whole = whole + part.masses;
             if (target >= 0 && target / args.columns == q) logit = part.target;
         });
         const bool inside = target >= 0 && target < static_cast<long long>(args.columns) * WORLD_SIZE;
-        float loss = logf(whole.sum) - (inside ? logit - whole.maximum : 0.0f);
+        float loss = logf(whole.mass) - (inside ? logit - whole.maximum : 0.0f);
         if (whole.maximum == -infinity) loss = not_a_number;
         if (Warp{}.thread() == 0) set_element<ELEMENT>(args.loss, token, loss);
     });
@@ -75,7 +55,7 @@ def cross_entropy(group: Group, tokens: int, columns: int, dtype: torch.dtype) -
     return CROSS_ENTROPY.bind(
         group,
         grid=min(group.sm_count, tokens),
-        block=min(512, group.max_threads),
+        block=min(1024, group.max_threads),
         defines={"ELEMENT": element_type(dtype)},
         sizes={"partitions": tokens},
         tokens=tokens,

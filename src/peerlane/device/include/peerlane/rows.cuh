@@ -117,24 +117,23 @@ class RowOf {
     u64 size_;
 };
 
-// Eight elements at each of `count` places of a matrix; place(i, row, column) says where. All loads are under way before the first value is
-// used, if rows begin at multiples of 16 bytes. Zero behind the end of a row.
-template <class E, int count, class Place>
-__device__ inline void load_together(const char* matrix, u32 columns, const Place& place, typename E::Sum (&value)[count][row_lanes]) {
-    constexpr int words = row_lanes / E::lanes;
+// Eight elements at each of `count` places of a matrix, as they lie in words; place(i, row, column) says where. All loads are under way before the
+// first value is used, if rows begin at multiples of 16 bytes. Zero behind the end of a row.
+template <class E, int count, int words, class Place>
+__device__ inline void load_words_together(const char* matrix, u32 columns, const Place& place, u32 (&word)[count][words]) {
+    static_assert(words == row_lanes / E::lanes);
     constexpr u32 bytes = 4 / E::lanes;
-    u32 word[count][words] = {}, row, column;
+    u32 row, column;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+        for (int w = 0; w < words; ++w) word[i][w] = 0;
+    }
     if (aligned_for<Vec16>(matrix) && columns % row_lanes == 0 && words % 4 == 0) {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             place(i, row, column);
-            if (column >= columns) continue;
-#pragma unroll
-            for (int v = 0; v < words / 4; ++v) {
-                const Vec16 whole = reinterpret_cast<const Vec16*>(matrix + (u64(row) * columns + column) * bytes)[v];
-#pragma unroll
-                for (int w = 0; w < 4; ++w) word[i][4 * v + w] = whole.word[w];
-            }
+            if (column < columns) load_vectors(matrix + (u64(row) * columns + column) * bytes, word[i]);
         }
     } else {
 #pragma unroll 1
@@ -149,11 +148,22 @@ __device__ inline void load_together(const char* matrix, u32 columns, const Plac
             }
         }
     }
+}
+
+// Eight elements in words of E.
+template <class E, int words>
+__device__ inline void widen_words(const u32 (&word)[words], typename E::Sum (&value)[row_lanes]) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) {
+    for (int w = 0; w < words; ++w) E::widen(word[w], value + w * E::lanes);
+}
+
+// The same as numbers.
+template <class E, int count, class Place>
+__device__ inline void load_together(const char* matrix, u32 columns, const Place& place, typename E::Sum (&value)[count][row_lanes]) {
+    u32 word[count][row_lanes / E::lanes];
+    load_words_together<E>(matrix, columns, place, word);
 #pragma unroll
-        for (int w = 0; w < words; ++w) E::widen(word[i][w], value[i] + w * E::lanes);
-    }
+    for (int i = 0; i < count; ++i) widen_words<E>(word[i], value[i]);
 }
 
 // Single elements of an array of E.

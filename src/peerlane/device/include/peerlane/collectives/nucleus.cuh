@@ -37,6 +37,11 @@ __device__ inline float from_ordered(u32 key) {
 
 // ---- rows by teams -----------------------------------------------------------------------------------------------------------------------
 
+template <u32 words>
+struct alignas(4 * words) VectorOf {
+    u32 word[words];
+};
+
 // One row of a shard, and the token's target if it is here: a column, or anything else.
 template <class E>
 struct ShardRow {
@@ -45,48 +50,52 @@ struct ShardRow {
     u32 columns;
     long long target;
 
-    // use(column, value) for 16 bytes of entries at a time, the team's threads taking turns; behind the row's end entries are -inf. Several
+    // use(column, value) for some words of entries at a time, the team's threads taking turns; behind the row's end entries are -inf. Several
     // loads of a thread are under way.
-    template <class Team, class Use>
+    template <u32 words = 4, class Team, class Use>
     __device__ void each(const Team& team, const Use& use) const {
-        constexpr int at_once = 4;
-        const u32 step = team.size() * lanes;
-        if (aligned_for<Vec16>(data) && columns % lanes == 0) {
-            for (u32 first = team.thread() * lanes; first < columns; first += at_once * step) {
-                Vec16 vector[at_once];
+        constexpr int at_once = 4, entries = words * E::lanes;
+        using Vector = VectorOf<words>;
+        const u32 step = team.size() * entries;
+        if (aligned_for<Vector>(data) && columns % entries == 0) {
+            for (u32 first = team.thread() * entries; first < columns; first += at_once * step) {
+                Vector vector[at_once] = {};
 #pragma unroll
                 for (int v = 0; v < at_once; ++v) {
-                    if (first + v * step < columns) vector[v] = *reinterpret_cast<const Vec16*>(data + u64(first + v * step) * bytes);
+                    if (first + v * step < columns) vector[v] = *reinterpret_cast<const Vector*>(data + u64(first + v * step) * bytes);
                 }
 #pragma unroll
                 for (int v = 0; v < at_once; ++v) {
                     if (first + v * step >= columns) break;
-                    float value[lanes];
+                    float value[entries];
                     widen(vector[v].word, value);
                     use(first + v * step, value);
                 }
             }
             return;
         }
-        for (u32 column = team.thread() * lanes; column < columns; column += step) {
-            u32 words[4];
-            float value[lanes];
-            load_words(data, u64(column) * bytes, u64(columns) * bytes, words);
-            widen(words, value);
+        for (u32 column = team.thread() * entries; column < columns; column += step) {
+            u32 word[words];
+            float value[entries];
+            load_words(data, u64(column) * bytes, u64(columns) * bytes, word);
+            widen(word, value);
 #pragma unroll
-            for (u32 e = 0; e < lanes; ++e) value[e] = column + e < columns ? value[e] : -infinity;
+            for (u32 e = 0; e < entries; ++e) value[e] = column + e < columns ? value[e] : -infinity;
             use(column, value);
         }
     }
 
+    // `count` columns from `first` on, a multiple of `lanes`.
+    __device__ ShardRow part(u32 first, u32 count) const { return {data + u64(first) * bytes, count, -1}; }
     __device__ float target_logit() const {
         return target < 0 || target >= columns ? -infinity : element_of<E>(data, static_cast<u64>(target));
     }
 
   private:
-    __device__ static void widen(const u32 (&words)[4], float (&value)[lanes]) {
+    template <u32 words>
+    __device__ static void widen(const u32 (&word)[words], float (&value)[words * E::lanes]) {
 #pragma unroll
-        for (int w = 0; w < 4; ++w) E::widen(words[w], value + w * E::lanes);
+        for (u32 w = 0; w < words; ++w) E::widen(word[w], value + w * E::lanes);
     }
 };
 
@@ -98,7 +107,7 @@ constexpr u32 round_packets = 32, round_words = packet_words * round_packets;
 template <int W>
 struct alignas(sizeof(Vec16)) RoundMemory {
     float said[round_words], of_rank[W][round_words], sums[round_words];
-    float pairs[32][2];
+    float of_warp[32][3];
     u32 count, equal;
 };
 
@@ -163,11 +172,9 @@ __device__ inline MassAt operator+(const MassAt& a, const MassAt& b) {
     return {maximum, a.mass * left + b.mass * right};
 }
 
-// One pass, one round.
-template <class E, int W>
-__device__ inline KeptLogits sum_kept(Rounds<W>& rounds, const ShardRow<E>& shard, float threshold) {
-    const Warps& team = rounds.team();
-    RoundMemory<W>& memory = rounds.memory();
+// Of the caller's entries, each with a share of a team's row; NaN counts as large.
+template <class E, class Team>
+__device__ inline MassAt masses_from(const Team& team, const ShardRow<E>& shard, float threshold) {
     MassAt own{-infinity, 0.0f};
     shard.each(team, [&](u32, const float (&value)[ShardRow<E>::lanes]) {
         float largest = own.maximum;
@@ -178,12 +185,21 @@ __device__ inline KeptLogits sum_kept(Rounds<W>& rounds, const ShardRow<E>& shar
 #pragma unroll
         for (u32 e = 0; e < ShardRow<E>::lanes; ++e) own.mass += value[e] < threshold ? 0.0f : fast_mass_of(value[e], base);
     });
+    return own;
+}
+
+// One pass, one round.
+template <class E, int W>
+__device__ inline KeptLogits sum_kept(Rounds<W>& rounds, const ShardRow<E>& shard, float threshold) {
+    const Warps& team = rounds.team();
+    RoundMemory<W>& memory = rounds.memory();
+    MassAt own = masses_from(team, shard, threshold);
     own = warp_reduce(own, [](const MassAt& a, const MassAt& b) { return a + b; });
     const u32 warp = team.thread() / warp_threads;
-    if (Warp{}.thread() == 0) memory.pairs[warp][0] = own.maximum, memory.pairs[warp][1] = own.mass;
+    if (Warp{}.thread() == 0) memory.of_warp[warp][0] = own.maximum, memory.of_warp[warp][1] = own.mass;
     team.sync();
     if (team.thread() == 0) {
-        for (u32 w = 1; w < team.count; ++w) own = own + MassAt{memory.pairs[w][0], memory.pairs[w][1]};
+        for (u32 w = 1; w < team.count; ++w) own = own + MassAt{memory.of_warp[w][0], memory.of_warp[w][1]};
         memory.said[0] = own.maximum, memory.said[1] = own.mass, memory.said[2] = shard.target_logit();
     }
     rounds.exchange(1);
@@ -293,8 +309,8 @@ __device__ inline void find_largest(const Rounds<W>& rounds, const ShardRow<E>& 
         for (u32 j = 0; j < count; ++j) before += candidates[j] > value || (candidates[j] == value && j < i);
         if (before < k) memory.said[packet_words + before] = value;
     }
-    for (u32 j = own; j < k; j += team.size()) {
-        if (j >= count) memory.said[packet_words + j] = j - count < equal ? bound : -infinity;
+    for (u32 j = own; j < (k + packet_words - 1) / packet_words * packet_words; j += team.size()) {
+        if (j >= min(count, k)) memory.said[packet_words + j] = j < k && j - count < equal ? bound : -infinity;
     }
     team.sync();
     if (own == 0) memory.count = 0;

@@ -30,21 +30,31 @@ __device__ inline void shift_in(u32 (&value)[words], u8 byte) {
     for (int w = 0; w < words; ++w) value[w] = value[w] >> 8 | (w + 1 < words ? value[w + 1 < words ? w + 1 : w] : u32{byte}) << 24;
 }
 
+// Words by vectors: their address is a multiple of 16.
+template <int words>
+__device__ inline void load_vectors(const char* source, u32 (&value)[words]) {
+#pragma unroll
+    for (int v = 0; v < words / 4; ++v) {
+        const Vec16 whole = reinterpret_cast<const Vec16*>(source)[v];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) value[4 * v + w] = whole.word[w];
+    }
+}
+template <int words>
+__device__ inline void store_vectors(char* target, const u32 (&value)[words]) {
+#pragma unroll
+    for (int v = 0; v < words / 4; ++v) {
+        reinterpret_cast<Vec16*>(target)[v] = Vec16{{value[4 * v], value[4 * v + 1], value[4 * v + 2], value[4 * v + 3]}};
+    }
+}
+
 // `words` words of 32 bits at `offset` of a buffer of `bytes`; what lies behind the end reads as zero.
 template <int words>
 __device__ inline void load_words(const char* buffer, u64 offset, u64 bytes, u32 (&value)[words]) {
     const char* source = buffer + offset;
     if (offset + 4 * words <= bytes) {
         if constexpr (words % 4 == 0) {
-            if (aligned_for<Vec16>(source)) {
-#pragma unroll
-                for (int v = 0; v < words / 4; ++v) {
-                    const Vec16 whole = reinterpret_cast<const Vec16*>(source)[v];
-#pragma unroll
-                    for (int w = 0; w < 4; ++w) value[4 * v + w] = whole.word[w];
-                }
-                return;
-            }
+            if (aligned_for<Vec16>(source)) return load_vectors(source, value);
         }
         if (aligned_for<u32>(source)) {
 #pragma unroll
@@ -62,13 +72,7 @@ __device__ inline void store_words(char* buffer, u64 offset, u64 bytes, const u3
     char* target = buffer + offset;
     if (offset + 4 * words <= bytes) {
         if constexpr (words % 4 == 0) {
-            if (aligned_for<Vec16>(target)) {
-#pragma unroll
-                for (int v = 0; v < words / 4; ++v) {
-                    reinterpret_cast<Vec16*>(target)[v] = Vec16{{value[4 * v], value[4 * v + 1], value[4 * v + 2], value[4 * v + 3]}};
-                }
-                return;
-            }
+            if (aligned_for<Vec16>(target)) return store_vectors(target, value);
         }
         if (aligned_for<u32>(target)) {
 #pragma unroll
