@@ -31,9 +31,9 @@ SOURCE = r"""
 using namespace peerlane;
 
 namespace peerlane {
-// Some pixels in a row along an axis, all nearest to one latent of their tile and to one of the tile that fades out: the latents before, at and
-// behind them; where the first pixel lies, in latents from the nearest; the own tile's weight there, and how it grows.
-struct Cell {
+// Some pixels in a row along an axis, all nearest to one latent of their tile, and to one of the tile that fades out: the latents before,
+// at and behind them; where the first pixel lies, in latents from the nearest; the own tile's weight there, and how it grows.
+struct alignas(16) Cell {
     u16 own[3], tile, faded[3], fades;
     float place, faded_place, weight, growth;
 };
@@ -50,19 +50,19 @@ __device__ float place_of(float first, u32 i) {
     return pixels == FACTOR ? (i + 0.5f) / FACTOR - 0.5f : first + i * (1.0f / FACTOR);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(768)
     decode_tiles(const __grid_constant__ Arena arena, const __grid_constant__ DecodeTiles args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
     const auto [length, height, width] = args.size;
-    const u32 planes = min(args.channels, 3u), bytes = length * height * width * (4 / ELEMENT::lanes);  // of a channel
-    const auto own_plane = [&](u32 plane) { return args.z + u64(plane / planes * args.channels + plane % planes) * bytes; };
+    const u32 bytes = length * height * width * (4 / ELEMENT::lanes);  // of a channel
+    const auto own_plane = [&](u32 plane) { return args.z + u64(plane / PLANES * args.channels + plane % PLANES) * bytes; };
     // Two buffers by parity: a rank that has begun the launch after next has heard of this one's end everywhere.
     const auto plane_of = [&](u32 rank, u32 plane) {
-        return args.latents + (((epoch & 1) * WORLD_SIZE + rank) * args.images * planes + plane) * u64(bytes);
+        return args.latents + (((epoch & 1) * WORLD_SIZE + rank) * args.images * PLANES + plane) * u64(bytes);
     };
     if (blockIdx.x < PUSHING) {
-        for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < args.images * planes * args.units; i += PUSHING * blockDim.x) {
+        for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < args.images * PLANES * args.units; i += PUSHING * blockDim.x) {
             const u32 plane = i / args.units, at = args.covered[i % args.units];
             const UNIT value = reinterpret_cast<const UNIT*>(own_plane(plane))[at];
             for (int k = 1; k < WORLD_SIZE; ++k) {
@@ -74,13 +74,13 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
     peers.wait_all_slots(0, PUSHING, epoch);
 
-    const auto [frames, lines, columns] = args.cells;
-    const u32 rows = args.images * 3 * frames * lines, across = (columns + LANES - 1) / LANES, lane = Warp{}.thread();
-    each_row((rows + warp_threads / LANES - 1) / (warp_threads / LANES) * across, [&](u32 item) {
-        const u32 row = item / across * (warp_threads / LANES) + lane / LANES, column = item % across * LANES + lane % LANES;
-        if (row >= rows || column >= columns) return;
-        const u32 pixel_row = row / lines, picture = pixel_row / frames, plane = picture / 3 * planes + picture % 3 % planes;
-        const Cell t = args.places[pixel_row % frames], y = args.places[frames + row % lines], x = args.places[frames + lines + column];
+    constexpr u32 across = (COLUMNS + LANES - 1) / LANES, down = warp_threads / LANES;  // warps in a row of cells, cells of a warp in a column
+    const u32 rows = args.images * 3 * FRAMES * LINES, lane = Warp{}.thread();
+    each_row((rows + down - 1) / down * across, [&](u32 item) {
+        const u32 row = item / across * down + lane / LANES, column = item % across * LANES + lane % LANES;
+        if (row >= rows || column >= COLUMNS) return;
+        const u32 frame = row / LINES, picture = frame / FRAMES, plane = picture / 3 * PLANES + picture % 3 % PLANES;
+        const Cell t = args.places[frame % FRAMES], y = args.places[FRAMES + row % LINES], x = args.places[FRAMES + LINES + column];
         // Latents around the cell, of a tile, interpolated along time.
         const auto load = [&](u32 tile_t, u32 tile_y, u32 tile_x, const u16 (&ts)[3], float place, const u16 (&ys)[3], const u16 (&xs)[3],
                               float (&latents)[3][3]) {
@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(1024)
                     value[j] = mix(faded, value[j], x.weight + j * x.growth);
                 }
             }
-            const u64 at = ((u64(pixel_row) * lines + row % lines) * CELL_LINES + i) * columns + column;
+            const u64 at = (u64(row) * CELL_LINES + i) * COLUMNS + column;
             if constexpr (CELL_COLUMNS % row_lanes == 0) {
 #pragma unroll
                 for (u32 j = 0; j < CELL_COLUMNS; j += row_lanes) {
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 DECODE_TILES = DeclaredKernel(
     "decode_tiles", SOURCE, epochs=Epochs(), flags=Flags(), latents=Buffer(), z=Pointer("const char*"), video=Pointer(),
     places=Pointer("const struct Cell*"), owners=Pointer("const u32*"), covered=Pointer("const u32*"), units=U32, images=U32, channels=U32,
-    size=array(U32, 3), cells=array(U32, 3), tiles=array(U32, 3),
+    size=array(U32, 3), tiles=array(U32, 3),
 )  # fmt: skip
 PUSHING_BLOCKS, LANES = 32, 8
 """Blocks that push, and lanes of a warp side by side: tiles then fade in whole warps, and a warp writes lines of 128 bytes."""
@@ -227,16 +227,17 @@ def decode_tiles(
     bound = DECODE_TILES.bind(
         group,
         grid=group.sm_count,
-        block=min(1024, group.max_threads),
+        block=min(768, group.max_threads),
         defines={
             "ELEMENT": element_type(dtype), "UNIT": UNITS[unit], "PUSHING": pushing, "LANES": LANES, "FACTOR": factors[2],
-            "CELL_LINES": pixels[1], "CELL_COLUMNS": pixels[2],
+            "CELL_LINES": pixels[1], "CELL_COLUMNS": pixels[2], "FRAMES": len(cells[0]), "LINES": len(cells[1]), "COLUMNS": len(cells[2]),
+            "PLANES": min(channels, 3),
         },
         sizes={"flags": pushing, "latents": 2 * group.world_size * images * min(channels, 3) * covered.numel() * dtype.itemsize},
         resident=True,
     )  # fmt: skip
     bound.set(places=kept[0], owners=kept[1], covered=kept[2], units=units.numel(), images=images, channels=channels, size=size)
-    bound.set(cells=[len(along) for along in cells], tiles=[len(axis.extents) for axis in axes])
+    bound.set(tiles=[len(axis.extents) for axis in axes])
     return bound, kept, [len(along) * count for along, count in zip(cells, pixels, strict=True)]
 
 
