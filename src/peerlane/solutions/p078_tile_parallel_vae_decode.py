@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(768)
     }
     peers.wait_all_slots(0, PUSHING, epoch);
 
-    constexpr u32 across = (COLUMNS + LANES - 1) / LANES, down = warp_threads / LANES;  // warps in a row of cells, cells of a warp in a column
+    constexpr u32 across = (COLUMNS + LANES - 1) / LANES, down = warp_threads / LANES;  // a warp's cells
     const u32 rows = args.images * 3 * FRAMES * LINES, lane = Warp{}.thread();
     each_row((rows + down - 1) / down * across, [&](u32 item) {
         const u32 row = item / across * down + lane / LANES, column = item % across * LANES + lane % LANES;

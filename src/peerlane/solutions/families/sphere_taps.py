@@ -61,8 +61,8 @@ __device__ inline void stage_row(const SphereTaps& args, const Source& source, u
     }
 }
 
-// Adds the staged taps to the sums of filters [first, first + FILTERS) or, for one filter, of that alone. `staged` is the row that `circles`
-// have; only responses are made from these, which multiply a load with many filters' values.
+// Adds the staged taps to the sums of filters [first, first + FILTERS) or, for one filter, of that alone. `staged` is the row that is in
+// shared memory; only responses are made from there, which multiply a load with many filters' values.
 template <u32 first, u32 count>
 __device__ inline void add_taps(
     const SphereTaps& args, const Shared& shared, u32 taps, const Source& source, u32& staged, float (&sum)[sums][CHANNELS]) {
@@ -156,8 +156,8 @@ __device__ inline void each_filter(
     }
 }
 
-// Images [first_image, end_image) are images times channels; `some` latitudes, those at the ends first, for disks are widest near the poles.
-// A block takes CHANNELS of them, or outputs (folded).
+// Images [first_image, end_image) are images times channels. `some` latitudes, those at the ends first, for disks are widest near the
+// poles. A block takes CHANNELS of them, or outputs (folded).
 extern "C" __global__ void __launch_bounds__(192, 3) sphere_taps(const __grid_constant__ SphereTaps args) {
     __shared__ Shared shared;
     const u32 spans = (args.columns + blockDim.x - 1) / blockDim.x, wanted = MODE == folded ? args.outputs : args.channels;
