@@ -11,7 +11,8 @@ import torch.distributed as dist
 from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, array, group_of, per_group
 from peerlane.device.host.group import MAX_RANKS
 from peerlane.solutions.families.sphere_exchange import ArcExchange, arc_exchange, shares
-from peerlane.solutions.families.sphere_taps import Mixing, Taps, convolve
+from peerlane.solutions.families.sphere_mixing import Mixing
+from peerlane.solutions.families.sphere_taps import Taps, convolve
 
 SUM = r"""
 #include <peerlane/rows.cuh>

@@ -8,7 +8,7 @@ If not, filters take turns. What becomes of the responses depends on the shape:
 
     folded      one channel a group: weights are multiplied into the filters, so that one sum is left in place of K
     mixed       few channels and filters: a thread has all responses of a group and mixes them itself
-    responses   else: those of some latitudes go to memory, and cuBLAS mixes them in float32
+    responses   else: those of some latitudes go to memory, and ``sphere_mixing.py`` mixes them
 
 Bound: the mixing product, else one load from L1 for K multiplications (folded: one for one, which is what limits it). x is read where it
 lies: the own arc in x, others' where the exchange left them.
@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 
 from peerlane.device import F32, U32, BoundKernel, Group, LocalKernel, Pointer, per_group
+from peerlane.device.host.jit import device_arch
 from peerlane.solutions.families.sphere_exchange import ArcExchange
+from peerlane.solutions.families.sphere_mixing import Mixing, mix
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>
@@ -267,14 +269,6 @@ class Taps(NamedTuple):
     latitudes: int
 
 
-class Mixing(NamedTuple):
-    """Contiguous weights (outputs, channels of a group, filters), and a bias that is to be added here."""
-
-    weight: torch.Tensor
-    groups: int
-    bias: torch.Tensor | None
-
-
 class Form(NamedTuple):
     """The use of responses, and how many channels and filters a thread has at a time."""
 
@@ -333,12 +327,14 @@ def convolve(group: Group, exchange: ArcExchange, x: torch.Tensor, taps: Taps, m
                 circle=exchange.circle, parts=len(exchange.widths), part_columns=part_columns, own=azimuth.rank,
                 inverse_columns=1.0 / part_columns if part_columns else 1e6,
             )  # fmt: skip
-            if not own:
+            if not own and device_arch() == "sm_90a":
+                mix(group, result, mixing, y[part], latitudes.start * columns)
+            elif not own:
                 mixed = y[part, :, latitudes.start : latitudes.stop].flatten(2).view(len(images), groups, -1, some * columns)
                 for g, weights in enumerate(weight.view(groups, outputs // groups, -1)):
                     torch.bmm(weights.expand(len(images), -1, -1), result[:, g], out=mixed[:, g])
-        if not own and bias is not None:
-            y[part] += bias.view(-1, 1, 1)
+                if bias is not None:
+                    mixed += bias.view(groups, -1, 1)
     return y
 
 
