@@ -9,6 +9,7 @@ by HBM."""
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from peerlane.device import U32, BoundKernel, Group, LocalKernel, Pointer, per_group
 
@@ -45,15 +46,15 @@ extern "C" __global__ void __launch_bounds__(threads) sphere_mix(const __grid_co
     Stage* const stages = reinterpret_cast<Stage*>(ptx::dynamic_shared());
     const u32 across = (args.points + side - 1) / side, down = (args.outputs + side - 1) / side;
     const u32 point = blockIdx.x % across * side, output = blockIdx.x / across % down * side, block = blockIdx.x / across / down;
-    const char* const weight = args.weight + u64(block % args.groups) * args.outputs * args.terms * 4;
+    const char* const weight = args.weight + u64(block % args.groups) * args.outputs * args.padded * 4;
     const char* const response = args.x + u64(block) * args.terms * args.points * 4;
     const auto fill = [&](Stage& stage, u32 first) {
         constexpr int each = side * depth / row_lanes / threads;
         float value[each][row_lanes];
         const auto at = [&](int i) { return i * threads + threadIdx.x; };
-        load_together<Float32, each>(weight, args.terms, [&](int i, u32& row, u32& column) {
+        load_together<Float32, each>(weight, args.padded, [&](int i, u32& row, u32& column) {
             const bool inside = output + at(i) / 8 < args.outputs;
-            row = inside ? output + at(i) / 8 : 0, column = inside ? first + at(i) % 8 * row_lanes : args.terms;
+            row = inside ? output + at(i) / 8 : 0, column = inside ? first + at(i) % 8 * row_lanes : args.padded;
         }, value);
 #pragma unroll
         for (int i = 0; i < each; ++i) store_parts(stage.weight, stage.weight[0].offset(at(i) / 8, at(i) % 8 * row_lanes), value[i]);
@@ -101,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(threads) sphere_mix(const __grid_co
 """
 SPHERE_MIX = LocalKernel(
     "sphere_mix", SOURCE, x=Pointer("const char*"), weight=Pointer("const char*"), bias=Pointer("const float*"), y=Pointer("float*"),
-    groups=U32, outputs=U32, terms=U32, points=U32, pitch=U32, first=U32,
+    groups=U32, outputs=U32, terms=U32, padded=U32, points=U32, pitch=U32, first=U32,
 )  # fmt: skip
 SIDE, STAGE_BYTES = 128, 6 * 128 * 64 * 2
 
@@ -122,9 +123,10 @@ def _mix(group: Group, blocks: int) -> BoundKernel:
 def mix(group: Group, responses: torch.Tensor, mixing: Mixing, y: torch.Tensor, first: int) -> None:
     """Writes contiguous responses (images, groups, terms, points), mixed, to points from ``first`` on of y (images, outputs, ...)."""
     images, groups, terms, points = responses.shape
-    outputs = y.shape[1] // groups
+    outputs, padded = y.shape[1] // groups, -(-terms // 8) * 8  # whole vectors
+    weight = F.pad(mixing.weight.view(-1, terms), (0, padded - terms)) if padded > terms else mixing.weight
     launch = _mix(group, images * groups * -(-outputs // SIDE) * -(-points // SIDE))
     launch(
-        x=responses, weight=mixing.weight, bias=mixing.bias, y=y, groups=groups, outputs=outputs, terms=terms, points=points,
+        x=responses, weight=weight, bias=mixing.bias, y=y, groups=groups, outputs=outputs, terms=terms, padded=padded, points=points,
         pitch=y.stride(1), first=first,
     )  # fmt: skip
